@@ -1,0 +1,53 @@
+"""bonsai-jax: functional JAX inference for 1-bit and K-quantized language models.
+
+    import bonsai_jax as bj
+    model = bj.load("model.gguf")
+    for piece in bj.stream(model, "Once upon a time", max_new_tokens=64):
+        print(piece.text, end="", flush=True)
+
+Below the functions on text stand pure functions on arrays: `prefill`, `step`, `decode`, `generate_tokens` over a
+`State`, which can be put under jit, vmap and shard_map.
+"""
+
+import importlib.util
+from pathlib import Path
+
+for _name in ("checkpoints", "pallas_kernels"):
+    # In a notebook, a folder of this name in the working directory comes before the installed package.
+    _spec = importlib.util.find_spec(_name)
+    _found = Path((list(_spec.submodule_search_locations or []) or [_spec.origin])[0]) if _spec else None
+    if _found is None or _found.parent.resolve() != Path(__file__).parent.parent.resolve():
+        raise ImportError(
+            f"bonsai_jax needs the package {_name} that lies beside it in {Path(__file__).parent.parent}, but Python found "
+            f"{_found or 'none'}; rename that folder, or start Python in another one"
+        )
+
+from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
+from bonsai_jax.decoding import State, decode, generate_tokens, prefill, start, step
+from bonsai_jax.model import Model, Output, Piece, from_checkpoint, generate, iter_logits, load, logits, new_state, stream
+from bonsai_jax.tokenizer import Tokenizer
+from checkpoints import CheckpointError
+
+__all__ = [
+    "CheckpointError",
+    "Model",
+    "ModelConfig",
+    "Output",
+    "Piece",
+    "RunConfig",
+    "SamplingParams",
+    "State",
+    "Tokenizer",
+    "decode",
+    "from_checkpoint",
+    "generate",
+    "generate_tokens",
+    "iter_logits",
+    "load",
+    "logits",
+    "new_state",
+    "prefill",
+    "start",
+    "step",
+    "stream",
+]

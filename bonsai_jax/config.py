@@ -1,0 +1,161 @@
+"""Three configurations by lifetime: the model file's, this process's, this request's. All frozen."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    base               theta of pair i is base^(-2i / head_dim)
+    interleaved        True: pairs are (0, 1), (2, 3), ... (GGUF's llama); False: pairs are (i, i + head_dim / 2)
+    scaling            how the frequencies are stretched beyond the original context
+    factor             linear, yarn, llama3: context extension, 4.0 = four times the original
+    original_context   yarn, llama3: tokens the model was first trained on
+    beta_fast, _slow   yarn: rotations within the original context above / below which a pair is kept / stretched
+    mscale             yarn: factor on cos and sin at all positions; the paper's is 0.1 ln(factor) + 1
+    low_, high_freq_factor   llama3: the same borders, in wavelengths per original context
+    """
+
+    base: float
+    interleaved: bool = False
+    scaling: Literal["none", "linear", "yarn", "llama3"] = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+
+def yarn_mscale(factor: float) -> float:
+    """YaRN's factor on cos and sin, 0.1 ln(factor) + 1 (Peng et al. 2023): 1.1386 for a fourfold context."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """What the file says of the model. Hashable: a static argument of every jitted function.
+
+    vocab_size counts the rows of the embedding, which can exceed the tokenizer's tokens.
+    """
+
+    architecture: str
+    num_layers: int
+    hidden: int
+    ffn: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    context_length: int
+    rms_norm_eps: float
+    rope: RopeConfig
+
+    def __post_init__(self):
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, int) and value <= 0:
+                raise ValueError(f"model config: {field.name} is {value}; it must be positive")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"model config: {self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads")
+        if self.head_dim % 2:
+            raise ValueError(f"model config: head_dim is {self.head_dim}; rotary embeddings need an even one")
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def rope_pairs(self) -> int:
+        return self.head_dim // 2
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """How this process runs the model.
+
+    impl         "auto", or one of "xla", "mosaic", "triton": naming one that cannot run is an error with the reason
+    weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32, decoded once
+                 at load; "auto": decoded on CPU, where that measured fastest (benchmarks/LOG.md), packed elsewhere
+    cache_dtype  of keys and values; None: float32 on CPU, bfloat16 elsewhere
+    page_size    tokens in a page of the cache
+    context      most tokens a row may hold, prompt and answer together; None: the model's own, at most 4096
+    rows         most rows run at once; more prompts than that run in groups
+    """
+
+    impl: Literal["auto", "xla", "mosaic", "triton"] = "auto"
+    weights: Literal["auto", "packed", "decoded"] = "auto"
+    cache_dtype: Literal["float32", "bfloat16"] | None = None
+    page_size: int = 64
+    context: int | None = None
+    rows: int = 8
+
+    def __post_init__(self):
+        _one_of(self, "impl", ("auto", "xla", "mosaic", "triton"))
+        _one_of(self, "weights", ("auto", "packed", "decoded"))
+        _one_of(self, "cache_dtype", ("float32", "bfloat16", None))
+        for name in ("page_size", "context", "rows"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"RunConfig: {name} is {value}; it must be 1 or more")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """How the tokens of one request are drawn. Numbers are traced: changing them does not recompile.
+
+    Applied in this order (llama.cpp's): penalties and bias, top-k, top-p, min-p, temperature, draw.
+
+    temperature         0: always the most likely token, and the truncations below do not matter
+    top_k               keep the k most likely tokens (and those tied with the k-th); 0: all
+    top_p               keep the fewest most likely tokens whose probabilities sum to p or more; 1: all
+    min_p               keep tokens at least min_p times as likely as the likeliest; 0: all
+    repetition_penalty  logits of tokens in prompt or answer are divided (if positive) or multiplied by it; 1: none
+    presence_penalty    subtracted from the logits of tokens in the answer; 0: none
+    frequency_penalty   the same, times their count; 0: none
+    logit_bias          {token id: added to its logit}
+    seed                None: drawn from the operating system. Prompts of one call with one SamplingParams get
+                        seed, seed + 1, ...
+    """
+
+    temperature: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    seed: int | None = None
+
+    def __post_init__(self):
+        _within(self, "temperature", 0.0, float("inf"))
+        _within(self, "top_k", 0, 2**31 - 1)
+        _within(self, "top_p", 0.0, 1.0)
+        _within(self, "min_p", 0.0, 1.0)
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"SamplingParams: repetition_penalty is {self.repetition_penalty}; it must be above 0")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _within(self, name, -1e6, 1e6)
+
+
+def _one_of(config, name: str, choices: tuple) -> None:
+    value = getattr(config, name)
+    if value not in choices:
+        listed = ", ".join(repr(c) for c in choices)
+        raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be one of {listed}")
+
+
+def _within(config, name: str, low: float, high: float) -> None:
+    value = getattr(config, name)
+    if not low <= value <= high:  # False for NaN too
+        raise ValueError(f"{type(config).__name__}: {name} is {value}; it must lie in {low:g} to {high:g}")

@@ -1,0 +1,177 @@
+"""Prefill, step, generate: pure functions on arrays, to be put under jit, vmap or shard_map.
+
+                    prompts                          one token a row, at most `limit` times
+    State --prefill(tokens, lengths)--> State --step--> State --step--> State ...
+
+`decode` is the loop of steps; `generate_tokens` is prefill and decode in one jit. Donate the state: its cache is
+updated in place.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax import architectures, layers, sampling
+from bonsai_jax import cache as kv
+from bonsai_jax.cache import KVCache
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.params import Params
+from bonsai_jax.sampling import Sampler
+
+PREFILL_CHUNK = 512  # tokens a row that go through the layers at a time: bounds activations for prompts of any length
+NO_TOKEN = -1  # in outputs: the row had ended
+
+
+@struct.dataclass
+class State:
+    """Everything that changes while B rows are generated.
+
+    cache       keys and values of all tokens but each row's newest
+    tokens      int32 [B], each row's newest token, which the next step reads
+    remaining   int32 [B], tokens a row may still produce; 0: it has ended, and steps leave it as it is
+    stop_ids    int32 [B, S], tokens that end a row, padded with -1
+    sampler     each row's sampling parameters, key and token counts
+    """
+
+    cache: KVCache
+    tokens: Int[Array, "B"]
+    remaining: Int[Array, "B"]
+    stop_ids: Int[Array, "B S"]
+    sampler: Sampler
+
+
+def start(cache: KVCache, sampler: Sampler, stop_ids: Int[Array, "B S"], max_new_tokens: Int[Array, "B"]) -> State:
+    """A state without any token, ready for prefill."""
+    return State(cache, jnp.full_like(max_new_tokens, NO_TOKEN), jnp.asarray(max_new_tokens, jnp.int32), stop_ids, sampler)
+
+
+def prefill(
+    params: Params, state: State, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig
+) -> State:
+    """Read prompts behind what the cache holds, and draw each row's first new token.
+
+    tokens   int32 [B, T], prompts padded at the end. T decides what is compiled: see `bucket`
+    lengths  int32 [B], 1 to T
+    """
+    hidden, cache = _read(params, state.cache, tokens, lengths, config)
+    valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
+    state = state.replace(cache=cache, sampler=sampling.read_prompt(state.sampler, tokens, valid))
+    return _draw(params, state, hidden)
+
+
+def step(params: Params, state: State, config: ModelConfig) -> State:
+    """Decode one token for every row that has not ended.
+
+    Reads state.tokens at position cache.lengths of each row, and draws the next.
+    """
+    positions = jnp.where(state.remaining > 0, state.cache.lengths, -1)[:, None]  # [B, 1]
+    hidden, cache = _forward(params, state.cache, jnp.maximum(state.tokens, 0)[:, None], positions, config)
+    return _draw(params, state.replace(cache=cache), hidden[:, 0])
+
+
+def decode(
+    params: Params, state: State, config: ModelConfig, *, limit: int | Int[Array, ""], size: int
+) -> tuple[State, Int[Array, "B size"]]:
+    """Steps until every row has ended, or `limit` (at most `size`, the width of the output) have been made.
+
+    Returns the state and the tokens drawn, NO_TOKEN behind a row's end. A token that ends a row is among them.
+    """
+
+    def unfinished(carry):
+        i, state, _ = carry
+        return (i < limit) & jnp.any(state.remaining > 0)
+
+    def body(carry):
+        i, state, out = carry
+        running = state.remaining > 0
+        state = step(params, state, config)
+        return i + 1, state, out.at[:, i].set(jnp.where(running, state.tokens, NO_TOKEN))
+
+    out = jnp.full((state.tokens.shape[0], size), NO_TOKEN, jnp.int32)
+    _, state, out = jax.lax.while_loop(unfinished, body, (0, state, out))
+    return state, out
+
+
+@functools.partial(jax.jit, static_argnames=("config", "size"), donate_argnames="state")
+def generate_tokens(
+    params: Params, state: State, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig, *, size: int
+) -> tuple[State, Int[Array, "B size"]]:
+    """Prefill and decode in one jit.
+
+    state   from `start`; donated
+    tokens, lengths  as for `prefill`
+    size    width of the output, at least the largest max_new_tokens; static
+    Returns the final state and the new tokens, NO_TOKEN behind a row's end.
+    """
+    state = prefill(params, state, tokens, lengths, config)
+    first = state.tokens[:, None]
+    state, rest = decode(params, state, config, limit=size - 1, size=size - 1)
+    return state, jnp.concatenate([first, rest], axis=1)
+
+
+prefill_jit = functools.partial(jax.jit, static_argnames="config", donate_argnames="state")(prefill)
+decode_jit = functools.partial(jax.jit, static_argnames=("config", "size"), donate_argnames="state")(decode)
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def teacher_forced_logits(
+    params: Params, cache: KVCache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig
+) -> tuple[Float[Array, "B T V"], KVCache]:
+    """Logits after every token of a chunk that follows what the cache holds; float32. Padding's mean nothing."""
+    positions = _positions(cache, tokens, lengths)
+    hidden, cache = _forward(params, cache, tokens, positions, config)
+    return layers.logits(params, hidden), cache
+
+
+def bucket(length: int) -> int:
+    """The padded length for a prompt: a power of two, at least 16, so that few lengths are compiled."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _forward(params, cache, tokens, positions, config) -> tuple[jax.Array, KVCache]:
+    forward = architectures.get(config.architecture).forward
+    return forward(params, tokens, positions, cache, config, num_keys=positions.max() + 1)
+
+
+def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Positions of tokens behind the cache's; -1 beyond `lengths`."""
+    offset = jnp.arange(tokens.shape[1])
+    return jnp.where(offset < lengths[:, None], cache.lengths[:, None] + offset, -1)
+
+
+def _read(params, cache, tokens, lengths, config) -> tuple[jax.Array, KVCache]:
+    """Tokens through the layers, in chunks. Returns each row's hidden vector after its last token, [B, H]."""
+    B, T = tokens.shape
+    positions = _positions(cache, tokens, lengths)
+    if T <= PREFILL_CHUNK:
+        hidden, cache = _forward(params, cache, tokens, positions, config)
+        return hidden[jnp.arange(B), lengths - 1], cache
+
+    def read_chunk(i, carry):
+        last, cache = carry
+        at = i * PREFILL_CHUNK
+        chunk, chunk_positions = (jax.lax.dynamic_slice_in_dim(a, at, PREFILL_CHUNK, 1) for a in (tokens, positions))
+        hidden, cache = _forward(params, cache, chunk, chunk_positions, config)
+        index = jnp.clip(lengths - 1 - at, 0, PREFILL_CHUNK - 1)
+        ends_here = (lengths - 1) // PREFILL_CHUNK == i
+        return jnp.where(ends_here[:, None], hidden[jnp.arange(B), index], last), cache
+
+    padding = -T % PREFILL_CHUNK
+    tokens = jnp.pad(tokens, ((0, 0), (0, padding)))
+    positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
+    chunks = (lengths.max() + PREFILL_CHUNK - 1) // PREFILL_CHUNK
+    return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), cache))
+
+
+def _draw(params: Params, state: State, hidden: jax.Array) -> State:
+    """Draw each running row's next token from its hidden vector [B, H], and see whether it ends the row."""
+    running = state.remaining > 0
+    tokens, sampler = sampling.sample(state.sampler, layers.logits(params, hidden), state.cache.lengths)
+    stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
+    return state.replace(
+        tokens=jnp.where(running, tokens, state.tokens), remaining=jnp.where(running, remaining, 0), sampler=sampler
+    )

@@ -1,0 +1,142 @@
+"""The layers of a decoder-only transformer: pure functions of arrays and flax dataclasses."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax import cache as kv
+from bonsai_jax.cache import KVCache
+from bonsai_jax.config import ModelConfig, RopeConfig
+from bonsai_jax.params import Params
+from pallas_kernels import attention, matmul
+
+
+def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
+    """Root-mean-square norm (Zhang and Sennrich 2019).
+
+    y = gamma * x / sqrt(mean(x^2) + eps)
+    """
+    return gamma * (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps))
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Radians per position of each rotated pair, float32 [head_dim / 2].
+
+    none    theta_i = base^(-2 i / head_dim)
+    linear  theta_i / factor
+    yarn    theta_i where a pair turns more than beta_fast times within the original context, theta_i / factor where it
+            turns less than beta_slow times, and a ramp over i between the two (Peng et al. 2023, as in llama.cpp)
+    llama3  the same idea with borders in wavelengths and a ramp over frequency (Llama 3.1)
+    """
+    i = np.arange(head_dim // 2)
+    theta = rope.base ** (-2.0 * i / head_dim)
+    if rope.scaling == "none":
+        return theta.astype(np.float32)
+    if rope.scaling == "linear":
+        return (theta / rope.factor).astype(np.float32)
+    turns = rope.original_context * theta / (2 * math.pi)  # within the original context
+    if rope.scaling == "llama3":
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    else:
+
+        def pair_that_turns(times):
+            return head_dim * math.log(rope.original_context / (times * 2 * math.pi)) / (2 * math.log(rope.base))
+
+        low = max(0, math.floor(pair_that_turns(rope.beta_fast)))
+        high = min(head_dim - 1, math.ceil(pair_that_turns(rope.beta_slow)))
+        keep = 1 - (i - low) / max(0.001, high - low)
+    keep = np.clip(keep, 0.0, 1.0)
+    return (theta * keep + theta / rope.factor * (1 - keep)).astype(np.float32)
+
+
+def apply_rope(
+    x: Float[Array, "B T H D"], positions: Int[Array, "B T"], frequencies: Float[Array, "D/2"], mscale: float, interleaved: bool
+) -> Float[Array, "B T H D"]:
+    """Rotary position embedding (Su et al. 2021): pair i is rotated by positions * frequencies[i].
+
+    (a, b) -> mscale * (a cos - b sin, b cos + a sin)
+    """
+    angle = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, T, 1, D/2]
+    cos, sin = mscale * jnp.cos(angle), mscale * jnp.sin(angle)
+    if interleaved:
+        a, b = x[..., 0::2], x[..., 1::2]
+        return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def attention_block(
+    x: Float[Array, "B T H"],
+    params: Params,
+    layer: Int[Array, ""],
+    cache: KVCache,
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+    num_keys: int | Int[Array, ""],
+) -> tuple[Float[Array, "B T H"], KVCache]:
+    """Self-attention of one layer, without its residual: norm, q k v, (QK-norm,) rope, cache write, attention, output."""
+    w, (B, T, _) = params.layers, x.shape
+    x = rms_norm(x, w.attn_norm[layer], config.rms_norm_eps)
+
+    def project(weight, bias, heads):
+        y = matmul(x, weight, layer)
+        y = y if bias is None else y + bias[layer]
+        return y.reshape(B, T, heads, config.head_dim)
+
+    q = project(w.wq, w.bq, config.num_heads)  # [B, T, heads, D]
+    k = project(w.wk, w.bk, config.num_kv_heads)  # [B, T, kv heads, D]
+    v = project(w.wv, w.bv, config.num_kv_heads)
+    if w.q_norm is not None:
+        q = rms_norm(q, w.q_norm[layer], config.rms_norm_eps)
+        k = rms_norm(k, w.k_norm[layer], config.rms_norm_eps)
+    rotation = (positions, params.rope_frequencies, config.rope.mscale, config.rope.interleaved)
+    cache = kv.write(cache, layer, apply_rope(k, *rotation), v, positions)
+    out = attention(
+        apply_rope(q, *rotation), cache.k, cache.v, cache.block_table, positions, layer, num_keys=num_keys
+    )
+    return matmul(out.reshape(B, T, config.q_width), w.wo, layer), cache
+
+
+def gated_mlp(x: Float[Array, "B T H"], params: Params, layer: Int[Array, ""], config: ModelConfig) -> Float[Array, "B T H"]:
+    """SwiGLU feed-forward of one layer (Shazeer 2020), without its residual.
+
+    y = W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
+    """
+    w = params.layers
+    x = rms_norm(x, w.ffn_norm[layer], config.rms_norm_eps)
+    return matmul(jax.nn.silu(matmul(x, w.w_gate, layer)) * matmul(x, w.w_up, layer), w.w_down, layer)
+
+
+def decoder(
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+    config: ModelConfig,
+    num_keys: int | Int[Array, ""],
+) -> tuple[Float[Array, "B T H"], KVCache]:
+    """Run T tokens a row through every layer, against what the cache holds before them.
+
+    x_0 = embed(tokens);  x <- x + attention_block(x);  x <- x + gated_mlp(x);  returns rms_norm(x)
+
+    positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are scanned with
+    the cache as carry, so that its pages are updated in place; weights stay stacked and are indexed by layer.
+    """
+
+    def layer_step(carry, layer):
+        x, cache = carry
+        mixed, cache = attention_block(x, params, layer, cache, positions, config, num_keys)
+        x = x + mixed
+        return (x + gated_mlp(x, params, layer, config), cache), None
+
+    x = params.embed.rows(tokens)
+    (x, cache), _ = jax.lax.scan(layer_step, (x, cache), jnp.arange(config.num_layers))
+    return rms_norm(x, params.final_norm, config.rms_norm_eps), kv.advance(cache, positions)
+
+
+def logits(params: Params, x: Float[Array, "*batch H"]) -> Float[Array, "*batch V"]:
+    """Scores of every token, from the decoder's output; tied models use the embedding as the output matrix."""
+    return matmul(x, params.embed if params.head is None else params.head)

@@ -1,0 +1,331 @@
+"""Load a model, generate text, stream text, score text: the surface that most users need."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from bonsai_jax import architectures, card, layers
+from bonsai_jax import sampling as sampling_arrays
+from bonsai_jax import cache as kv
+from bonsai_jax import decoding as core
+from bonsai_jax import params as weights
+from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
+from bonsai_jax.params import Params
+from bonsai_jax.tokenizer import Detokenizer, Tokenizer
+from checkpoints import Checkpoint, open_checkpoint
+
+DEFAULT_CONTEXT = 4096
+STREAM_SIZE = 64  # most tokens decoded in one dispatch of `stream`
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A loaded model.
+
+    params     the weights, on the device
+    config     what the file says
+    run        how this process runs it, with every default resolved
+    tokenizer  .encode(text) -> list[int], .decode(ids) -> str
+    source     what was asked for
+    """
+
+    params: Params
+    config: ModelConfig
+    run: RunConfig
+    tokenizer: Tokenizer
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One finished answer. `tokens` leaves out the token that ended it; `text` ends before a stop string."""
+
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"]
+    prompt_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A bit of a streamed answer.
+
+    text           what became readable: never half a character, empty while one is incomplete
+    tokens         the new tokens behind it
+    finish_reason  None until the last piece
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: Literal["stop", "length"] | None = None
+
+
+def load(
+    source: str,
+    run: RunConfig = RunConfig(),
+    *,
+    offline: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Model:
+    """Load a model onto the default device.
+
+    source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", or "synth:bonsai-8b:q1_0" (random weights)
+    run       how to run it
+    offline   never ask the network for "user/repo"
+    progress  called with weight bytes read so far and in all
+    Raises checkpoints.CheckpointError for a file that is broken or does not fit its architecture, NotImplementedError
+    for an architecture, a format or an implementation that is not supported, and MemoryError when weights and cache
+    do not fit the device.
+    """
+    return from_checkpoint(open_checkpoint(source, offline=offline), run, progress=progress)
+
+
+def from_checkpoint(
+    checkpoint: Checkpoint, run: RunConfig = RunConfig(), *, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Model:
+    """`load` for a checkpoint that is open already."""
+    config = architectures.config_of(checkpoint)
+    run = resolve(run, config)
+    card.check_memory(checkpoint, config, run)
+    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    params = weights.load(
+        checkpoint,
+        architectures.get(config.architecture).TENSORS,
+        config,
+        layers.rope_frequencies(config.rope, config.head_dim),
+        impl=run.impl,
+        decoded=run.weights == "decoded",
+        progress=progress,
+    )
+    return Model(params, config, run, tokenizer, checkpoint.source)
+
+
+def resolve(run: RunConfig, config: ModelConfig) -> RunConfig:
+    """The same RunConfig with every default filled in for this model and device."""
+    on_cpu = jax.default_backend() == "cpu"
+    context = run.context or min(config.context_length, DEFAULT_CONTEXT)
+    if context > config.context_length:
+        raise ValueError(f"context is {context}, but the model was made for at most {config.context_length}")
+    return dataclasses.replace(
+        run,
+        weights=run.weights if run.weights != "auto" else "decoded" if on_cpu else "packed",
+        cache_dtype=run.cache_dtype or ("float32" if on_cpu else "bfloat16"),
+        context=context,
+    )
+
+
+def new_state(
+    model: Model,
+    rows: int,
+    context: int,
+    params: SamplingParams | Sequence[SamplingParams],
+    max_new_tokens: int | Sequence[int],
+    *,
+    ignore_eos: bool = False,
+) -> core.State:
+    """An empty generation state whose rows can hold `context` tokens each."""
+    cache = kv.empty(model.config, rows, context, model.run.cache_dtype, model.run.page_size)
+    stop_ids = [] if ignore_eos else sorted(model.tokenizer.eos_ids)
+    return core.start(
+        cache,
+        sampling_arrays.sampler(params, rows, model.config.vocab_size),
+        jnp.broadcast_to(jnp.array(stop_ids or [core.NO_TOKEN], jnp.int32), (rows, len(stop_ids) or 1)),
+        jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (rows,)),
+    )
+
+
+def generate(
+    model: Model,
+    prompts: Sequence[str | Sequence[int]],
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams | Sequence[SamplingParams] = SamplingParams(),
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+) -> list[Output]:
+    """Answer prompts (texts, or token ids), up to `model.run.rows` at once, in one jitted call for each group.
+
+    max_new_tokens  most tokens of each answer
+    sampling        one for all prompts, or one each
+    stop            texts that end an answer; they are looked for on the host, when the group is done
+    ignore_eos      go on behind the model's own end-of-generation tokens
+    Returns one Output per prompt, in order. The same seeds and number of prompts give the same text.
+    Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context.
+    """
+    ids = [_encode(model, prompt) for prompt in prompts]
+    for prompt in ids:
+        _check_room(model, len(prompt), max_new_tokens)
+    per_row = _spread(sampling, len(ids))
+    outputs: list[Output] = []
+    for first in range(0, len(ids), model.run.rows):
+        group = slice(first, first + model.run.rows)
+        outputs += _generate_group(model, ids[group], max_new_tokens, per_row[group], stop, ignore_eos)
+    return outputs
+
+
+def stream(
+    model: Model,
+    prompt: str | Sequence[int],
+    *,
+    max_new_tokens: int = 128,
+    sampling: SamplingParams = SamplingParams(),
+    stop: Sequence[str] = (),
+    ignore_eos: bool = False,
+) -> Iterator[Piece]:
+    """Answer one prompt, piece by piece, while the device works ahead. Arguments and errors as for `generate`.
+
+    Text that could be the beginning of a stop string is held back until it is known not to be.
+    """
+    ids = _encode(model, prompt)
+    _check_room(model, len(ids), max_new_tokens)
+    context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.run.context)
+    state = new_state(model, 1, context, [sampling], max_new_tokens, ignore_eos=ignore_eos)
+    for _, piece in continue_stream(model, state, ids, stop=stop):
+        yield piece
+
+
+def continue_stream(
+    model: Model, state: core.State, ids: Sequence[int], *, stop: Sequence[str] = ()
+) -> Iterator[tuple[core.State, Piece]]:
+    """Stream the answer to `ids`, read behind what a state of one row already holds; `stream` and `chat` stand on it.
+
+    Yields with each piece the newest state, the one to go on with: earlier ones are donated. It may be a few tokens
+    ahead of the piece (`cache.rewind`).
+    """
+    tokens, lengths = _pad([list(ids)])
+    state = core.prefill_jit(model.params, state, tokens, lengths, model.config)
+    reader = _Reader(model.tokenizer, _end_tokens(state), stop)
+    drawn, remaining = state.tokens[:, None], jnp.copy(state.remaining)
+    steps, began = 1, time.perf_counter()
+    while True:
+        # Dispatched before the tokens of the one before are waited for: the device never waits for the host.
+        state, next_drawn = core.decode_jit(model.params, state, model.config, limit=steps, size=STREAM_SIZE)
+        next_remaining = jnp.copy(state.remaining)  # the next dispatch donates the state's own
+        piece = reader.read(np.asarray(drawn)[0], ended=int(remaining[0]) == 0)
+        yield state, piece
+        if piece.finish_reason is not None:
+            return
+        drawn, remaining = next_drawn, next_remaining
+        # As many steps a dispatch as take a twentieth of a second, so that text flows and dispatches are few.
+        elapsed, began = time.perf_counter() - began, time.perf_counter()
+        steps = max(1, min(int(steps * 0.05 / elapsed), 2 * steps, STREAM_SIZE))
+
+
+def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
+    """Teacher-forced scores: float32 [T, vocab], row t from tokens 0..t, so that it predicts token t + 1.
+
+    Raises ValueError for an empty sequence, an id beyond the vocabulary, or one longer than the context.
+    """
+    return np.concatenate(list(iter_logits(model, token_ids)))
+
+
+def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.ndarray, "chunk V"]]:
+    """`logits` in chunks of at most 512 tokens, for texts whose logits do not fit in memory at once."""
+    ids = _encode(model, token_ids)
+    _check_room(model, len(ids), 0)
+    cache = kv.empty(model.config, 1, len(ids), model.run.cache_dtype, model.run.page_size)
+    for first in range(0, len(ids), core.PREFILL_CHUNK):
+        chunk = ids[first : first + core.PREFILL_CHUNK]
+        tokens, lengths = _pad([chunk])
+        scores, cache = core.teacher_forced_logits(model.params, cache, tokens, lengths, model.config)
+        yield np.asarray(scores[0, : len(chunk)])
+
+
+class _Reader:
+    """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, names the end."""
+
+    def __init__(self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: Sequence[str]):
+        if any(not s for s in stop):
+            raise ValueError("stop: an empty text would end every answer before it begins")
+        self.detokenizer: Detokenizer = tokenizer.detokenizer()
+        self.end_tokens, self.stop, self.held = end_tokens, tuple(stop), ""
+
+    def read(self, drawn: Sequence[int] | np.ndarray, ended: bool) -> Piece:
+        """`drawn` ends at the first NO_TOKEN; `ended`: no more will come."""
+        tokens: list[int] = []
+        for token in map(int, drawn):
+            if token == core.NO_TOKEN:
+                break
+            if token in self.end_tokens:
+                return Piece(self.held + self.detokenizer.flush(), tokens, "stop")
+            tokens.append(token)
+            self.held += self.detokenizer.push(token)
+            found = [at for at in map(self.held.find, self.stop) if at >= 0]
+            if found:
+                return Piece(self.held[: min(found)], tokens, "stop")
+        if ended:
+            return Piece(self.held + self.detokenizer.flush(), tokens, "length")
+        text, self.held = _split_before_stop(self.held, self.stop)
+        return Piece(text, tokens)
+
+
+def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Split off the longest end of `text` that is the beginning of a stop string."""
+    longest = max(map(len, stop), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-n:]) for s in stop):
+            return text[:-n], text[-n:]
+    return text, ""
+
+
+def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eos) -> list[Output]:
+    tokens, lengths = _pad(ids)
+    size = core.bucket(max_new_tokens)
+    context = min(tokens.shape[1] + size, model.run.context)
+    state = new_state(model, len(ids), context, sampling_params, max_new_tokens, ignore_eos=ignore_eos)
+    end_tokens = _end_tokens(state)
+    _, drawn = core.generate_tokens(model.params, state, tokens, lengths, model.config, size=size)
+    outputs = []
+    for prompt, row in zip(ids, np.asarray(drawn), strict=True):
+        piece = _Reader(model.tokenizer, end_tokens, stop).read(row, ended=True)
+        outputs.append(Output(piece.text, piece.tokens, piece.finish_reason, len(prompt)))
+    return outputs
+
+
+def _end_tokens(state: core.State) -> frozenset[int]:
+    return frozenset(np.asarray(state.stop_ids)[0].tolist()) - {core.NO_TOKEN}
+
+
+def _spread(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:
+    """One SamplingParams per prompt; seeds of a shared one count up over all groups."""
+    if not isinstance(params, SamplingParams):
+        if len(params) != rows:
+            raise ValueError(f"{len(params)} SamplingParams for {rows} prompts: give one for all, or one for each")
+        return list(params)
+    if params.seed is None:
+        return [params] * rows
+    return [dataclasses.replace(params, seed=params.seed + row) for row in range(rows)]
+
+
+def _encode(model: Model, prompt: str | Sequence[int]) -> list[int]:
+    ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(t) for t in prompt]
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    for token in ids:
+        if not 0 <= token < model.config.vocab_size:
+            raise ValueError(f"token {token} is beyond the vocabulary of {model.config.vocab_size}")
+    return ids
+
+
+def _check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:
+    if max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+    if prompt_tokens + max_new_tokens > model.run.context:
+        raise ValueError(
+            f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones exceed the context of {model.run.context}; "
+            f"shorten them, or load with a larger context (this model's own is {model.config.context_length})"
+        )
+
+
+def _pad(ids: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+    """Prompts as int32 [rows, bucket], padded at the end with token 0, and their lengths, int32 [rows]."""
+    tokens = np.zeros((len(ids), core.bucket(max(map(len, ids)))), np.int32)
+    for row, prompt in zip(tokens, ids, strict=True):
+        row[: len(prompt)] = prompt
+    return jnp.asarray(tokens), jnp.array([len(prompt) for prompt in ids], jnp.int32)

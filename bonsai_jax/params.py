@@ -1,0 +1,216 @@
+"""A checkpoint's tensors become the weights of a model: repacked, stacked by layer, strict both ways."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float
+
+from bonsai_jax.config import ModelConfig
+from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
+from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
+
+
+@struct.dataclass
+class Layers:
+    """Weights that every layer has, stacked by layer. Matrices are outputs x inputs; None where a model has none."""
+
+    attn_norm: Float[Array, "L H"]
+    wq: LayerStack
+    wk: LayerStack
+    wv: LayerStack
+    wo: LayerStack
+    ffn_norm: Float[Array, "L H"]
+    w_gate: LayerStack
+    w_up: LayerStack
+    w_down: LayerStack
+    bq: Float[Array, "L Q"] | None = None
+    bk: Float[Array, "L KV"] | None = None
+    bv: Float[Array, "L KV"] | None = None
+    q_norm: Float[Array, "L D"] | None = None
+    k_norm: Float[Array, "L D"] | None = None
+
+
+@struct.dataclass
+class Params:
+    """A model's weights. `head` is None where the embedding is the output matrix too (tied)."""
+
+    embed: QTensor
+    layers: Layers
+    final_norm: Float[Array, "H"]
+    head: QTensor | None
+    rope_frequencies: Float[Array, "D/2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """Where one field of Params comes from.
+
+    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer
+    gguf         tensor name in GGUF files
+    huggingface  tensor name in Hugging Face files; None where only GGUF has it
+    shape        names of ModelConfig attributes; two of them make a matrix, which may be quantized
+    optional     whether a file may lack it
+    """
+
+    field: str
+    gguf: str
+    huggingface: str | None
+    shape: tuple[str, ...]
+    optional: bool = False
+
+    def name(self, naming: str) -> str | None:
+        return self.gguf if naming == "gguf" else self.huggingface
+
+
+def load(
+    checkpoint: Checkpoint,
+    specs: Sequence[Spec],
+    config: ModelConfig,
+    rope_frequencies: np.ndarray,
+    *,
+    impl: str = "auto",
+    decoded: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Params:
+    """Read every tensor of the checkpoint onto the default device.
+
+    specs      the architecture's table: each tensor of the file must have one, each of its entries a tensor
+    rope_frequencies  float32 [head_dim / 2] (layers.rope_frequencies)
+    impl       matmul implementation (dispatch.choose)
+    decoded    hold weights as float32, decoded here once, instead of packed
+    progress   called with bytes read so far and in all
+    Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and NotImplementedError for
+    a format without a file in pallas_kernels/formats. All names and shapes are checked before anything is read.
+    """
+    plan = _match(checkpoint, specs, config)
+    total, done = sum(t.nbytes for tensors in plan.values() for t in tensors), 0
+    fields: dict[str, object] = {}
+    for spec, tensors in plan.items():
+        stacked = "{}" in spec.gguf
+        if not tensors:
+            fields[spec.field] = None
+        elif len(spec.shape) == 1:
+            vectors = _vectors(tensors)
+            fields[spec.field] = vectors if stacked else vectors[0]
+        else:
+            fields[spec.field] = _stack(tensors, impl, decoded) if stacked else _matrix(tensors[0], impl, decoded)
+        done += sum(t.nbytes for t in tensors)
+        progress(done, total)
+    # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
+    if (divisors := fields.pop("rope_divisors", None)) is not None:
+        rope_frequencies = rope_frequencies / divisors
+    layer_fields = {f.name for f in dataclasses.fields(Layers)}
+    return Params(
+        layers=Layers(**{name: value for name, value in fields.items() if name in layer_fields}),
+        rope_frequencies=jnp.asarray(rope_frequencies, jnp.float32),
+        **{name: value for name, value in fields.items() if name not in layer_fields},
+    )
+
+
+def decode_bytes(params: Params) -> int:
+    """Weight bytes that one decode step reads: all but the embedding's other rows, where the model is not tied."""
+    everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return everything if params.head is None else everything - params.embed.nbytes
+
+
+def blocks(tensor: Tensor | RandomTensor) -> jax.Array:
+    """A tensor's blocks as they stand in a file, uint8 [*shape[:-1], bytes of a row]; a random one's are drawn."""
+    if isinstance(tensor, Tensor):
+        return jnp.asarray(tensor.data)
+    return formats.pack(tensor.format, _random_fields(tensor.format, tensor.shape, tensor.seed, tensor.mean, tensor.std))
+
+
+def _match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, list[Tensor | RandomTensor]]:
+    """Each spec's tensors, one per layer where it has layers; empty for an absent optional one."""
+    plan, unused = {}, dict(checkpoint.tensors)
+    for spec in specs:
+        if (name := spec.name(checkpoint.naming)) is None:
+            plan[spec] = []
+            continue
+        names = [name.format(i) for i in range(config.num_layers)] if "{}" in name else [name]
+        present = [n for n in names if n in unused]
+        if spec.optional and not present:
+            plan[spec] = []
+            continue
+        shape = tuple(getattr(config, dimension) for dimension in spec.shape)
+        for n in names:
+            if n not in unused:
+                raise CheckpointError(
+                    f"{checkpoint.source}: tensor {n} is missing; a {config.architecture} model of {config.num_layers} layers needs it"
+                )
+            if unused[n].shape != shape:
+                raise CheckpointError(
+                    f"{checkpoint.source}: tensor {n} has shape {unused[n].shape}; the metadata asks for {shape} ({', '.join(spec.shape)})"
+                )
+            formats.get(unused[n].format)
+        plan[spec] = [unused.pop(n) for n in names]
+    if unused:
+        listed = ", ".join(list(unused)[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
+        raise CheckpointError(
+            f"{checkpoint.source}: {config.architecture} has no place for tensor {listed}; running without it would give wrong text"
+        )
+    return plan
+
+
+def _vectors(tensors: Sequence[Tensor | RandomTensor]) -> jax.Array:
+    """Norms and biases: float32 [tensors, width]."""
+    return jnp.stack([qtensor.dequantize(qtensor.from_blocks(blocks(t)[None], t.format))[0] for t in tensors])
+
+
+def _stack(tensors: Sequence[Tensor | RandomTensor], impl: str, decoded: bool) -> LayerStack:
+    """One matrix of every layer, in a stack per format. Each layer is written into its place in a donated stack, so
+    that no more than one layer exists twice."""
+    held = ["f32" if decoded else t.format for t in tensors]
+    formats_held = list(dict.fromkeys(held))
+    where = tuple((formats_held.index(format), held[:layer].count(format)) for layer, format in enumerate(held))
+    parts = []
+    for format in formats_held:
+        stack, layers = None, held.count(format)
+        for t, (part, index) in zip(tensors, where, strict=True):
+            if formats_held[part] != format:
+                continue
+            one = _matrix(t, impl, decoded)
+            if stack is None:
+                stack = jax.tree.map(lambda field: jnp.zeros((layers, *field.shape), field.dtype), one)
+            stack = _place(stack, one, index)
+        parts.append(stack)
+    return LayerStack(tuple(parts), where)
+
+
+def _matrix(t: Tensor | RandomTensor, impl: str, decoded: bool) -> QTensor:
+    """One matrix in the format in which it will be held: its own, or f32."""
+    held = "f32" if decoded else t.format
+    chosen = dispatch.choose(dispatch.Problem("matmul", dispatch.platform(), held, t.shape), impl)
+    if isinstance(t, Tensor):
+        w = _unpack(jnp.asarray(t.data), t.format, held)
+    else:
+        w = QTensor(_random_fields(t.format, t.shape, t.seed, t.mean, t.std), t.format, t.shape)
+        w = w if held == t.format else _decode(w)
+    return w.replace(impl=chosen)
+
+
+@functools.partial(jax.jit, static_argnames=("format", "held"))
+def _unpack(raw: jax.Array, format: str, held: str) -> QTensor:
+    w = qtensor.from_blocks(raw, format)
+    return w if held == format else qtensor.quantize(qtensor.dequantize(w), held)
+
+
+@jax.jit
+def _decode(w: QTensor) -> QTensor:
+    return qtensor.quantize(qtensor.dequantize(w), "f32")
+
+
+@functools.partial(jax.jit, static_argnames=("format", "shape"))
+def _random_fields(format: str, shape: tuple[int, ...], seed, mean, std) -> dict[str, jax.Array]:
+    lead = (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)
+    return formats.random_fields(format, jax.random.key(seed), lead, mean, std)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _place(stack: QTensor, one: QTensor, index) -> QTensor:
+    return jax.tree.map(lambda field, new: field.at[index].set(new), stack, one)

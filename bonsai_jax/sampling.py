@@ -1,0 +1,153 @@
+"""From logits to tokens, on the device: each row by its own parameters and key."""
+
+import secrets
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Float, Int, Key
+
+from bonsai_jax.config import SamplingParams
+
+
+@struct.dataclass
+class Sampler:
+    """SamplingParams of B rows as arrays, with what penalties must remember. Meanings and ranges: SamplingParams.
+
+    keys        one random key per row; the token at position p is drawn with fold_in(key, p), so a row's draws depend
+                on its seed and its position only
+    bias_ids    int32 [B, M], token ids with a logit bias, padded with an id beyond the vocabulary
+    bias        float32 [B, M]
+    seen        bool [B, V]: the token is in the prompt or the answer
+    counts      int32 [B, V]: times it is in the answer
+    """
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+    repetition_penalty: Float[Array, "B"]
+    presence_penalty: Float[Array, "B"]
+    frequency_penalty: Float[Array, "B"]
+    bias_ids: Int[Array, "B M"]
+    bias: Float[Array, "B M"]
+    keys: Key[Array, "B"]
+    seen: Bool[Array, "B V"]
+    counts: Int[Array, "B V"]
+
+
+def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_size: int) -> Sampler:
+    """Arrays for `rows` rows from one SamplingParams (whose seed then counts up from row to row) or one per row.
+
+    Raises ValueError when their number is not `rows` or a logit bias names a token beyond the vocabulary.
+    """
+    if isinstance(params, SamplingParams):
+        seed = secrets.randbits(31) if params.seed is None else params.seed
+        per_row, seeds = [params] * rows, [seed + row for row in range(rows)]
+    else:
+        per_row = list(params)
+        if len(per_row) != rows:
+            raise ValueError(f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each")
+        seeds = [secrets.randbits(31) if p.seed is None else p.seed for p in per_row]
+    for p in per_row:
+        for token in p.logit_bias:
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}")
+    most = max(len(p.logit_bias) for p in per_row)
+    width = 1 << (most - 1).bit_length() if most else 0  # a power of two: few shapes, few compilations
+    bias_ids = np.full((rows, width), vocab_size, np.int32)
+    bias = np.zeros((rows, width), np.float32)
+    for row, p in enumerate(per_row):
+        bias_ids[row, : len(p.logit_bias)] = list(p.logit_bias)
+        bias[row, : len(p.logit_bias)] = list(p.logit_bias.values())
+
+    def column(name, dtype):
+        return jnp.array([getattr(p, name) for p in per_row], dtype)
+
+    return Sampler(
+        temperature=column("temperature", jnp.float32),
+        top_k=column("top_k", jnp.int32),
+        top_p=column("top_p", jnp.float32),
+        min_p=column("min_p", jnp.float32),
+        repetition_penalty=column("repetition_penalty", jnp.float32),
+        presence_penalty=column("presence_penalty", jnp.float32),
+        frequency_penalty=column("frequency_penalty", jnp.float32),
+        bias_ids=jnp.array(bias_ids),
+        bias=jnp.array(bias),
+        keys=jax.vmap(jax.random.key)(jnp.array([seed % 2**32 for seed in seeds], jnp.uint32)),
+        seen=jnp.zeros((rows, vocab_size), bool),
+        counts=jnp.zeros((rows, vocab_size), jnp.int32),
+    )
+
+
+def read_prompt(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Sampler:
+    """Note a prompt's tokens for the repetition penalty."""
+    row = jnp.arange(tokens.shape[0])[:, None]
+    beyond = s.seen.shape[1]  # dropped
+    return s.replace(seen=s.seen.at[row, jnp.where(valid, tokens, beyond)].set(True, mode="drop"))
+
+
+def sample(s: Sampler, logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> tuple[Int[Array, "B"], Sampler]:
+    """Draw the token at `positions` of each row, and remember it.
+
+    token = argmax(logits', or logits' / temperature + Gumbel noise over the tokens that truncation keeps)
+
+    with logits' after penalties and bias. Truncation is by thresholds found bit by bit (`_threshold`): a vocabulary is
+    never sorted. A batch of greedy rows skips it all.
+    """
+    logits = _penalize(s, logits.astype(jnp.float32))
+    tokens = jax.lax.cond(
+        jnp.any(s.temperature > 0), _draw, lambda s, logits, positions: jnp.argmax(logits, -1), s, logits, positions
+    ).astype(jnp.int32)
+    row = jnp.arange(tokens.shape[0])
+    return tokens, s.replace(seen=s.seen.at[row, tokens].set(True), counts=s.counts.at[row, tokens].add(1))
+
+
+def _penalize(s: Sampler, logits: jax.Array) -> jax.Array:
+    penalty = s.repetition_penalty[:, None]
+    logits = jnp.where(s.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits -= s.frequency_penalty[:, None] * s.counts + s.presence_penalty[:, None] * (s.counts > 0)
+    row = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[row, s.bias_ids].add(s.bias, mode="drop")
+
+
+def _draw(s: Sampler, logits: jax.Array, positions: jax.Array) -> jax.Array:
+    keep = _truncate(s, logits)
+    noise = jax.vmap(lambda key, p: jax.random.gumbel(jax.random.fold_in(key, p), logits.shape[1:]))(s.keys, positions)
+    greedy = s.temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, s.temperature)[:, None]
+    drawn = jnp.argmax(jnp.where(keep, scaled + noise, -jnp.inf), -1)
+    return jnp.where(greedy, jnp.argmax(logits, -1), drawn)
+
+
+def _truncate(s: Sampler, logits: jax.Array) -> jax.Array:
+    """bool [B, V]: what top-k, then top-p, then min-p leave."""
+    order = _sortable(logits)
+    k = jnp.where(s.top_k > 0, s.top_k, logits.shape[1])
+    keep = order >= _threshold(order, jnp.ones_like(logits), k.astype(jnp.float32))[:, None]
+    p = jax.nn.softmax(jnp.where(keep, logits, -jnp.inf), axis=-1)
+    nucleus = order >= _threshold(order, p, s.top_p)[:, None]
+    keep &= nucleus | (s.top_p >= 1)[:, None]
+    return keep & (p >= s.min_p[:, None] * p.max(-1, keepdims=True))
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+    """uint32 in the order of float32: sign bit set for positives, all bits turned for negatives."""
+    bits = jax.lax.bitcast_convert_type(x + 0.0, jnp.uint32)  # + 0.0: -0 becomes +0
+    return jnp.where(bits >> 31, ~bits, bits | jnp.uint32(1 << 31))
+
+
+def _threshold(order: jax.Array, weight: jax.Array, target: jax.Array) -> jax.Array:
+    """uint32 [B]: the largest t for which the weights of {order >= t} sum to target or more; 0 if none does.
+
+    Found from the highest bit down, in 32 passes over the row.
+    """
+
+    def try_bit(i, t):
+        candidate = t | (jnp.uint32(1 << 31) >> i.astype(jnp.uint32))
+        reached = jnp.sum(jnp.where(order >= candidate[:, None], weight, 0.0), axis=-1)
+        return jnp.where(reached >= target, candidate, t)
+
+    return jax.lax.fori_loop(0, 32, try_bit, jnp.zeros(order.shape[0], jnp.uint32))

@@ -1,0 +1,20 @@
+"""Quantized weights on the device and the ops on them. Arrays in, arrays out: no files, no models."""
+
+from pallas_kernels.attention import attention
+from pallas_kernels.dispatch import Problem, Verdict, choose, explain
+from pallas_kernels.matmul import matmul
+from pallas_kernels.qtensor import LayerStack, QTensor, dequantize, from_blocks, quantize
+
+__all__ = [
+    "LayerStack",
+    "Problem",
+    "QTensor",
+    "Verdict",
+    "attention",
+    "choose",
+    "dequantize",
+    "explain",
+    "from_blocks",
+    "matmul",
+    "quantize",
+]

@@ -1,0 +1,65 @@
+"""Causal attention over a paged key-value cache."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+KEYS_PER_BLOCK = 256  # keys visited at a time, in whole pages: bounds what is gathered out of the pages
+
+
+def attention(
+    q: Float[Array, "B T H D"],
+    k_pages: Float[Array, "L pages page_size Hkv D"],
+    v_pages: Float[Array, "L pages page_size Hkv D"],
+    block_table: Int[Array, "B pages_per_row"],
+    positions: Int[Array, "B T"],
+    layer: int | Int[Array, ""],
+    *,
+    num_keys: int | Int[Array, ""],
+) -> Float[Array, "B T H D"]:
+    """Causal grouped-query attention of T queries a row against that row's pages.
+
+    out = softmax(q k^T / sqrt(D), over keys at positions <= the query's) v
+
+    q            queries, rotated
+    k_, v_pages  the whole cache; `layer` picks the layer inside, nothing is sliced out for it
+    block_table  int32, the page that holds tokens [i * page_size, (i + 1) * page_size) of a row
+    positions    int32, of each query within its row; -1 for padding, whose output is 0
+    num_keys     keys to visit, at least 1 + the largest position. An int is a loop of known length, which jax.grad can
+                 reverse; a traced value stops the loop early instead.
+    Returns float32 [B, T, H, D].
+
+    Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32 at HIGHEST. A block that is
+    masked for a row leaves that row's bits as they were, so a row does not depend on how long the others are.
+    """
+    B, T, H, D = q.shape
+    page_size, Hkv = k_pages.shape[2:4]
+    if H % Hkv:
+        raise ValueError(f"attention: {H} query heads do not divide into {Hkv} KV heads")
+    pages_per_block = min(max(1, KEYS_PER_BLOCK // page_size), block_table.shape[1])
+    block = pages_per_block * page_size
+    table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % pages_per_block)))
+    q = q.astype(jnp.float32).reshape(B, T, Hkv, H // Hkv, D) * D**-0.5
+
+    def visit(i, carry):
+        maximum, total, out = carry  # [B, Hkv, G, T], [B, Hkv, G, T], [B, Hkv, G, T, D]
+        pages = jax.lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block, axis=1)
+        k = k_pages[layer, pages].reshape(B, block, Hkv, D).astype(jnp.float32)
+        v = v_pages[layer, pages].reshape(B, block, Hkv, D).astype(jnp.float32)
+        scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=jax.lax.Precision.HIGHEST)
+        visible = i * block + jnp.arange(block) <= positions[:, :, None]  # [B, T, block]
+        scores = jnp.where(visible[:, None, None], scores, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, scores.max(-1))
+        # A query that has seen no key yet has a maximum of -inf, and -inf - -inf is NaN.
+        base = jnp.where(jnp.isneginf(new_maximum), 0.0, new_maximum)
+        weights = jnp.exp(scores - base[..., None])
+        keep = jnp.exp(maximum - base)
+        total = keep * total + weights.sum(-1)
+        out = keep[..., None] * out + jnp.einsum("bkgts,bskd->bkgtd", weights, v, precision=jax.lax.Precision.HIGHEST)
+        return new_maximum, total, out
+
+    heads = (B, Hkv, H // Hkv, T)
+    carry = (jnp.full(heads, -jnp.inf), jnp.zeros(heads), jnp.zeros((*heads, D)))
+    _, total, out = jax.lax.fori_loop(0, (num_keys + block - 1) // block, visit, carry)
+    out = out / jnp.where(total == 0, 1.0, total)[..., None]
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D)

@@ -1,0 +1,69 @@
+"""Which implementation runs an op: chosen once, at load, and explained. The only place that looks at the device."""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """What a choice depends on: the op ("matmul", "attention"), the weight's format and shape, the device's platform."""
+
+    op: str
+    platform: str
+    format: str = ""
+    shape: tuple[int, ...] = ()
+
+    def __str__(self):
+        return " ".join([self.op, self.format, " x ".join(map(str, self.shape)), f"on {self.platform}"]).replace("  ", " ")
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """One candidate: its name, whether it was taken, and why or why not."""
+
+    impl: str
+    taken: bool
+    reason: str
+
+
+def _no_kernel(problem: Problem) -> str | None:
+    return f"no kernel for {problem.op}{' of ' + problem.format if problem.format else ''} in this version"
+
+
+# In order of preference. A candidate answers None when it can run the problem, else the reason why not.
+CANDIDATES: dict[str, Callable[[Problem], str | None]] = {
+    "mosaic": _no_kernel,
+    "triton": _no_kernel,
+    "xla": lambda problem: None,
+}
+
+
+def explain(problem: Problem, impl: str = "auto") -> list[Verdict]:
+    """Every candidate in order of preference, with the reason it was or was not taken."""
+    verdicts, taken = [], False
+    for name, refuses in CANDIDATES.items():
+        reason = refuses(problem)
+        if reason is None and not taken and impl in ("auto", name):
+            taken = True
+            verdicts.append(Verdict(name, True, "asked for" if impl == name else "the first that can run it"))
+        else:
+            verdicts.append(Verdict(name, False, reason or (f"{impl} was asked for" if impl != "auto" else "comes later")))
+    return verdicts
+
+
+def choose(problem: Problem, impl: str = "auto") -> str:
+    """Name of the implementation to run. Raises NotImplementedError, with the reason, for a named one that cannot."""
+    verdicts = explain(problem, impl)
+    for verdict in verdicts:
+        if verdict.taken:
+            return verdict.impl
+    reasons = {verdict.impl: verdict.reason for verdict in verdicts}
+    able = [name for name, refuses in CANDIDATES.items() if refuses(problem) is None]
+    raise NotImplementedError(f"impl={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}")
+
+
+def platform() -> str:
+    """"cpu" or "gpu" (or "tpu"): where jax puts arrays by default."""
+    return jax.default_backend()

@@ -1,0 +1,93 @@
+"""Quantization formats, one file each: everything that knows the bits of a format is in `formats/<name>.py`.
+
+A format module defines
+
+    WEIGHTS      weights in one block
+    BLOCK        numpy struct dtype of one block as it stands in a file (little-endian, packed)
+    RANDOM       float fields of a random block whose other fields are random codes, such that its weights have mean
+                 near 0 and standard deviation near 1: {field name: value, or values of which each block draws one}
+    random_codes key, block shape [...] -> {field: array [..., *field shape]}, valid random codes; absent where any
+                 byte is a valid code
+    dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
+    quantize     float32 [..., WEIGHTS] -> {field: array}; absent where encoding is not supported
+
+A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of arrays, which
+is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new file is a new format.
+"""
+
+import importlib
+import pkgutil
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def names() -> list[str]:
+    """Every format there is a file for."""
+    return sorted(m.name for m in pkgutil.iter_modules(__path__))
+
+
+def get(name: str) -> ModuleType:
+    """The module of the format called `name`. Raises NotImplementedError, with the list of formats, if there is none."""
+    if name not in names():
+        raise NotImplementedError(f"format {name!r} is not supported; supported: {', '.join(names())}")
+    return importlib.import_module(f"{__name__}.{name}")
+
+
+def unpack(name: str, raw) -> dict[str, jax.Array]:
+    """File bytes, uint8 [..., K / WEIGHTS * block bytes] -> {field: array [..., K / WEIGHTS, *field shape]}."""
+    block = get(name).BLOCK
+    if raw.shape[-1] % block.itemsize:
+        raise ValueError(f"{name}: a row of {raw.shape[-1]} bytes is no whole number of {block.itemsize}-byte blocks")
+    raw = raw.reshape(*raw.shape[:-1], -1, block.itemsize)
+    fields = {}
+    for field, (dtype, offset) in _layout(block).items():
+        item = raw[..., offset : offset + dtype.itemsize].reshape(*raw.shape[:-1], *dtype.shape, dtype.base.itemsize)
+        if dtype.base.itemsize == 1:
+            item = item[..., 0]
+        fields[field] = jax.lax.bitcast_convert_type(item, dtype.base)
+    return fields
+
+
+def pack(name: str, fields: dict[str, jax.Array]) -> jax.Array:
+    """The inverse of `unpack`: fields -> file bytes, uint8 [..., K / WEIGHTS * block bytes]."""
+    block = get(name).BLOCK
+    parts = []
+    for field, (dtype, _) in _layout(block).items():
+        value = fields[field]
+        lead = value.shape[: value.ndim - len(dtype.shape)]
+        parts.append(jax.lax.bitcast_convert_type(value, jnp.uint8).reshape(*lead, dtype.itemsize))
+    raw = jnp.concatenate(parts, axis=-1)
+    return raw.reshape(*raw.shape[:-2], -1)
+
+
+def random_fields(name: str, key: jax.Array, lead: tuple[int, ...], mean: float, std: float) -> dict[str, jax.Array]:
+    """Random blocks [*lead] as fields, their weights with about this mean and standard deviation.
+
+    Codes are random and valid; scales vary from block to block (0.5 to 1.5 of their mean), so that a kernel which takes
+    the wrong block's scale is found out. A format without codes (f32, f16, bf16) draws normal weights.
+    """
+    module = get(name)
+    scale = std * jax.random.uniform(jax.random.fold_in(key, 0), lead, minval=0.5, maxval=1.5)
+    codes = getattr(module, "random_codes", lambda key, lead: {})(key, lead)
+    fields = {}
+    for i, (field, (dtype, _)) in enumerate(_layout(module.BLOCK).items(), 1):
+        field_key = jax.random.fold_in(key, i)
+        if module.WEIGHTS == 1:
+            fields[field] = (mean + std * jax.random.normal(field_key, lead)).astype(dtype.base)
+        elif field in module.RANDOM:
+            value = jax.random.choice(field_key, jnp.atleast_1d(jnp.float32(module.RANDOM[field])), lead)
+            fields[field] = (value * scale).astype(dtype.base)
+        elif field in codes:
+            fields[field] = codes[field]
+        else:
+            unsigned = np.dtype(f"uint{8 * dtype.base.itemsize}")
+            bits = jax.random.bits(field_key, (*lead, *dtype.shape), unsigned)
+            fields[field] = jax.lax.bitcast_convert_type(bits, dtype.base)
+    return fields
+
+
+def _layout(block: np.dtype) -> dict[str, tuple[np.dtype, int]]:
+    return {field: (block.fields[field][0], block.fields[field][1]) for field in block.names}

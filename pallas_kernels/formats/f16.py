@@ -1,0 +1,16 @@
+"""F16: one weight in 2 bytes."""
+
+import jax.numpy as jnp
+import numpy as np
+
+WEIGHTS = 1
+BLOCK = np.dtype([("w", "<f2")])
+RANDOM = {}
+
+
+def dequantize(block):
+    return block["w"].astype(jnp.float32)[..., None]
+
+
+def quantize(x):
+    return {"w": x[..., 0].astype(jnp.float16)}

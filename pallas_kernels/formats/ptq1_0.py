@@ -1,0 +1,30 @@
+"""PTQ1_0 (PrismML): 128 weights in 28 bytes, 1.75 bits a weight.   w = d * (q - 1),  q in 0..2, five to a byte in base 3
+
+    qs 24 bytes: digit t of byte b is weight 16t + b (b < 16), of byte 16 + b weight 80 + 8t + b
+    qh 2 bytes: digit t < 4 of byte b is weight 120 + 2t + b
+    d f16
+
+The bytes are those of TQ1_0.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.formats.tq1_0 import RANDOM, digits, ternary_bytes
+
+__all__ = ["BLOCK", "RANDOM", "WEIGHTS", "dequantize", "random_codes"]
+
+WEIGHTS = 128
+BLOCK = np.dtype([("qs", "u1", 24), ("qh", "u1", 2), ("d", "<f2")])
+
+
+def dequantize(block):
+    qs, qh = block["qs"], block["qh"]
+    q = jnp.concatenate([digits(qs[..., :16], 5), digits(qs[..., 16:], 5), digits(qh, 4)], axis=-1)
+    return block["d"].astype(jnp.float32)[..., None] * (q.astype(jnp.float32) - 1)
+
+
+def random_codes(key, lead):
+    key_qs, key_qh = jax.random.split(key)
+    return {"qs": ternary_bytes(key_qs, (*lead, 24), 5), "qh": ternary_bytes(key_qh, (*lead, 2), 4)}

@@ -1,0 +1,17 @@
+"""Q2_0, groups of 64 (llama.cpp): 64 weights in 18 bytes, 2.25 bits a weight.   w = d * (q - 1),  q in 0..2
+
+    d f16 | qs 16 bytes: bits 2(j % 4) of byte j / 4 are weight j
+"""
+
+import numpy as np
+
+from pallas_kernels.formats.q2_0_g128 import RANDOM, dequantize, ternary_bytes
+
+__all__ = ["BLOCK", "RANDOM", "WEIGHTS", "dequantize", "random_codes"]
+
+WEIGHTS = 64
+BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
+
+
+def random_codes(key, lead):
+    return {"qs": ternary_bytes(key, (*lead, 16))}

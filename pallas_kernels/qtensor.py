@@ -1,0 +1,92 @@
+"""Weights on the device: one QTensor per matrix, one LayerStack per weight that every layer has."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from pallas_kernels import formats
+
+
+@struct.dataclass
+class QTensor:
+    """A matrix of N rows and K columns (rows are outputs: y = x @ W.T) in a quantization format.
+
+    fields   {name: array [*lead, N, K / WEIGHTS, *field shape]}, the struct of arrays that `formats.unpack` makes.
+             `lead` is empty for one matrix and (layers,) for a stack.
+    format   name of a file of pallas_kernels/formats
+    shape    (N, K), without `lead`
+    impl     the matmul implementation chosen for it at load (dispatch.choose)
+    """
+
+    fields: dict[str, jax.Array]
+    format: str = struct.field(pytree_node=False)
+    shape: tuple[int, int] = struct.field(pytree_node=False)
+    impl: str = struct.field(pytree_node=False, default="xla")
+
+    @property
+    def nbytes(self) -> int:
+        return sum(field.nbytes for field in self.fields.values())
+
+    def __getitem__(self, index) -> "QTensor":
+        """Index into `lead`: the matrix of one layer."""
+        return self.replace(fields={name: field[index] for name, field in self.fields.items()})
+
+    def rows(self, ids: jax.Array) -> jax.Array:
+        """float32 [*ids.shape, K]: the decoded rows `ids` of a single matrix, for embedding look-ups."""
+        return dequantize(self.replace(fields={name: field[ids] for name, field in self.fields.items()}))
+
+
+def from_blocks(raw: jax.Array, format: str) -> QTensor:
+    """File bytes, uint8 [*lead, N, bytes of a row] -> QTensor."""
+    fields = formats.unpack(format, raw)
+    columns = raw.shape[-1] // formats.get(format).BLOCK.itemsize * formats.get(format).WEIGHTS
+    return QTensor(fields, format, (raw.shape[-2], columns))
+
+
+def dequantize(w: QTensor) -> jax.Array:
+    """float32 [*lead, N, K]: what the format says the weights are, exactly."""
+    blocks = formats.get(w.format).dequantize(w.fields)
+    return blocks.reshape(*blocks.shape[:-2], w.shape[1])
+
+
+def quantize(x: jax.Array, format: str) -> QTensor:
+    """float32 [*lead, N, K] -> QTensor. Raises NotImplementedError where the format has no encoder, and ValueError
+    where K is no multiple of its block."""
+    module = formats.get(format)
+    if not hasattr(module, "quantize"):
+        able = [name for name in formats.names() if hasattr(formats.get(name), "quantize")]
+        raise NotImplementedError(f"format {format} has no encoder; formats that have one: {', '.join(able)}")
+    if x.shape[-1] % module.WEIGHTS:
+        raise ValueError(f"{format}: {x.shape[-1]} columns are no multiple of its block of {module.WEIGHTS}")
+    fields = module.quantize(x.reshape(*x.shape[:-1], -1, module.WEIGHTS))
+    return QTensor(fields, format, (x.shape[-2], x.shape[-1]))
+
+
+@struct.dataclass
+class LayerStack:
+    """One weight of every layer, stacked by format, because files mix formats from layer to layer.
+
+    parts   one stack per format, each with a leading axis of the layers that have it
+    where   per layer (part, index within the part)
+    """
+
+    parts: tuple[QTensor, ...]
+    where: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.parts[0].shape
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def at(self, layer, use: Callable[[QTensor, jax.Array], jax.Array]) -> jax.Array:
+        """use(part, index) of a layer, which may be traced: then formats are branches of one `lax.switch`."""
+        if len(self.parts) == 1:
+            return use(self.parts[0], layer)
+        part, index = jnp.array(self.where, jnp.int32).T
+        branches = [lambda i, part=part: use(part, i) for part in self.parts]
+        return jax.lax.switch(part[layer], branches, index[layer])

@@ -1,0 +1,358 @@
+"""Every format there is a file for: layout, decoding and encoding against gguf or a scalar loop, random blocks."""
+
+import gguf
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import formats
+
+GGUF_TYPES = {t.name.lower(): t for t in gguf.GGMLQuantizationType}
+# What gguf cannot decode is checked against `scalar_weights` below.
+ORACLES = {"q1_0", "q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0"}
+BY_GGUF = sorted(set(formats.names()) - ORACLES)
+ENCODERS = [name for name in formats.names() if hasattr(formats.get(name), "quantize")]
+every_format = pytest.mark.parametrize("name", formats.names())
+lead_shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
+# One jit per shape: few shapes, so that compiling stays a matter of seconds.
+few = hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+
+
+def block_bytes(name):
+    return formats.get(name).BLOCK.itemsize
+
+
+def random_bytes(name, seed, lead, blocks=3):
+    return np.random.default_rng(seed).integers(0, 256, (*lead, blocks * block_bytes(name)), np.uint8)
+
+
+def decode(name, raw):
+    w = formats.get(name).dequantize(formats.unpack(name, raw))
+    return w.reshape(*w.shape[:-2], -1)
+
+
+def encode(name, x):
+    module = formats.get(name)
+    return formats.pack(name, module.quantize(x.reshape(*x.shape[:-1], -1, module.WEIGHTS)))
+
+
+def assert_same_bits(actual, expected):
+    """Equal to the last bit, the sign of zero included; a NaN equals any NaN."""
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    assert actual.dtype == expected.dtype == np.float32
+    assert actual.shape == expected.shape
+    same = (actual.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(actual) & np.isnan(expected))
+    assert same.all(), f"first of {(~same).sum()}: {actual[~same][0]!r}, expected {expected[~same][0]!r}"
+
+
+def f16_field_bytes(name):
+    """Offsets, in a block, of its float16 fields."""
+    block = formats.get(name).BLOCK
+    return [block.fields[f][1] for f in block.names if block.fields[f][0] == np.float16]
+
+
+# Layout
+
+
+@every_format
+def test_size(name):
+    module = formats.get(name)
+    if name in GGUF_TYPES:
+        assert (module.WEIGHTS, module.BLOCK.itemsize) == gguf.GGML_QUANT_SIZES[GGUF_TYPES[name]]
+    else:
+        sizes = {
+            "q2_0_g64": (64, 18),
+            "q2_0_g128": (128, 34),
+            "tq2_0_g128": (128, 34),
+            "pq2_0": (128, 34),
+            "ptq1_0": (128, 28),
+        }
+        assert (module.WEIGHTS, module.BLOCK.itemsize) == sizes[name]
+
+
+@every_format
+@few
+@hypothesis.given(seed=st.integers(0, 2**32), lead=lead_shapes, blocks=st.integers(1, 4))
+def test_pack_is_the_inverse_of_unpack(name, seed, lead, blocks):
+    raw = random_bytes(name, seed, lead, blocks)
+    fields = formats.unpack(name, raw)
+    block = formats.get(name).BLOCK
+    for field in block.names:
+        assert fields[field].dtype == block.fields[field][0].base
+        assert fields[field].shape == (*lead, blocks, *block.fields[field][0].shape)
+    np.testing.assert_array_equal(formats.pack(name, fields), raw)
+
+
+@every_format
+def test_unpack_reads_the_fields_of_the_struct(name):
+    raw = random_bytes(name, 1, (), 5)
+    struct = raw.view(formats.get(name).BLOCK)
+    for field, value in formats.unpack(name, raw).items():
+        assert np.asarray(value).tobytes() == np.ascontiguousarray(struct[field]).tobytes()
+
+
+def test_unknown_format_names_the_supported():
+    with pytest.raises(NotImplementedError, match=r"'q9_9' is not supported.*q1_0.*q4_k"):
+        formats.get("q9_9")
+
+
+@every_format
+def test_a_broken_row_raises(name):
+    if block_bytes(name) > 1:
+        with pytest.raises(ValueError, match=name):
+            formats.unpack(name, np.zeros((2, block_bytes(name) + 1), np.uint8))
+
+
+# Decoding
+
+
+@pytest.mark.parametrize("name", BY_GGUF)
+@few
+@hypothesis.given(seed=st.integers(0, 2**32), lead=lead_shapes)
+def test_decode_equals_gguf(name, seed, lead):
+    raw = random_bytes(name, seed, lead)
+    with np.errstate(invalid="ignore"):  # infinite scales times zero
+        expected = gguf.dequantize(raw, GGUF_TYPES[name])
+    assert_same_bits(decode(name, raw), expected)
+
+
+@pytest.mark.parametrize("name", BY_GGUF)
+def test_decode_equals_gguf_under_jit_and_vmap(name):
+    """XLA may then contract a product and a sum into one rounding: the products have to be exact."""
+    raw = random_bytes(name, 0, (4, 8), 16)
+    with np.errstate(invalid="ignore"):
+        expected = gguf.dequantize(raw, GGUF_TYPES[name])
+    assert_same_bits(jax.jit(decode, static_argnums=0)(name, raw), expected)
+    assert_same_bits(jax.jit(jax.vmap(lambda row: decode(name, row)))(raw), expected)
+
+
+@pytest.mark.parametrize("name", sorted(ORACLES))
+@few
+@hypothesis.given(seed=st.integers(0, 2**32))
+def test_decode_equals_a_scalar_loop(name, seed):
+    raw = random_bytes(name, seed, (2, 1), 3)
+    expected = np.stack([scalar_weights(name, row.tobytes()) for row in raw.reshape(2, -1)]).reshape(2, 1, -1)
+    assert_same_bits(decode(name, raw), expected.astype(np.float32))
+    assert_same_bits(jax.jit(decode, static_argnums=0)(name, raw), expected.astype(np.float32))
+
+
+@every_format
+def test_every_scale_decodes(name):
+    """All 65536 float16 patterns as scales (denormals, infinities and NaN among them), or as the weights."""
+    if not f16_field_bytes(name) and name != "bf16":
+        pytest.skip("no 16-bit floats")
+    raw = random_bytes(name, 3, (65536,), 1)
+    for i, offset in enumerate(f16_field_bytes(name) or [0]):
+        patterns = np.random.default_rng(i).permutation(65536) if i else np.arange(65536)
+        raw[:, offset : offset + 2] = patterns.astype("<u2")[:, None].view(np.uint8)
+    if name in ORACLES:  # the scalar loop is slow: the denormals and the ends of the range
+        raw = raw[np.r_[1:1024:37, 0x8001:0x8400:37, 0, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0x7E00, 0x8000, 0xFC00]]
+        expected = np.stack([scalar_weights(name, row.tobytes()) for row in raw]).astype(np.float32)
+    else:
+        with np.errstate(invalid="ignore"):
+            expected = gguf.dequantize(raw, GGUF_TYPES[name])
+    assert_same_bits(jax.jit(decode, static_argnums=0)(name, raw), expected)
+
+
+def test_f32_is_untouched():
+    x = np.random.default_rng(0).integers(0, 2**32, 4096, np.uint32)
+    x[:3] = [1, 0x007FFFFF, 0x80000001]  # denormals, which XLA's arithmetic would flush
+    w = jax.jit(decode, static_argnums=0)("f32", x.view(np.uint8))
+    np.testing.assert_array_equal(np.asarray(w).view(np.uint32), x)
+
+
+def test_decode_under_strict_dtype_promotion():
+    with jax.numpy_dtype_promotion("strict"):
+        for name in formats.names():
+            assert decode(name, random_bytes(name, 0, (2,))).dtype == jnp.float32
+
+
+def scalar_weights(name, raw):
+    """Weights of a row, float64, one at a time from the table of layouts."""
+
+    def f16(b):
+        return float(np.frombuffer(b, "<f2")[0])
+
+    weights = []
+    if name == "q1_0":  # d, qs[16]
+        for start in range(0, len(raw), 18):
+            d, qs = f16(raw[start : start + 2]), raw[start + 2 : start + 18]
+            weights += [d if (qs[j // 8] >> (j % 8)) & 1 else -d for j in range(128)]
+    elif name in ("q2_0_g64", "q2_0_g128", "pq2_0", "tq2_0_g128"):
+        count = 64 if name == "q2_0_g64" else 128
+        size = count // 4 + 2
+        for start in range(0, len(raw), size):
+            block = raw[start : start + size]
+            if name == "tq2_0_g128":
+                d, qs = f16(block[-2:]), block[:-2]
+            else:
+                d, qs = f16(block[:2]), block[2:]
+            weights += [((qs[j // 4] >> (2 * (j % 4)) & 3) - 1) * d for j in range(count)]
+    elif name == "ptq1_0":  # qs[24], qh[2], d
+        for start in range(0, len(raw), 28):
+            block = raw[start : start + 28]
+            d = f16(block[26:])
+            row = [None] * 128
+            for i, v in enumerate(block[:26]):
+                for t in range(5 if i < 24 else 4):
+                    v *= 3
+                    digit, v = v >> 8, v & 255
+                    if i < 16:
+                        j = 16 * t + i
+                    elif i < 24:
+                        j = 80 + 8 * t + i - 16
+                    else:
+                        j = 120 + 2 * t + i - 24
+                    assert row[j] is None
+                    row[j] = (digit - 1) * d
+            weights += row
+    else:
+        raise AssertionError(f"{name}: neither gguf nor the test knows how to decode it")
+    return np.array(weights, np.float64)
+
+
+def test_base_3_digits_survive():
+    """What ggml's rule (v * 256 + 242) // 243 encodes, the decoder gives back, for each of the 243 values of a byte."""
+    v = np.arange(243)
+    raw = np.zeros((243, 28), np.uint8)
+    raw[:, 0] = (v * 256 + 242) // 243
+    raw[:, 26:] = np.frombuffer(np.float16(1).tobytes(), np.uint8)
+    digits = np.stack([v // 81, v // 27 % 3, v // 9 % 3, v // 3 % 3, v % 3], axis=1)
+    np.testing.assert_array_equal(decode("ptq1_0", raw)[:, 0:80:16], digits - 1)
+
+
+# Encoding
+
+
+def finite_float32(rng, n):
+    """Float32 of every magnitude: random bits without infinities and NaN."""
+    x = rng.integers(0, 2**32, 2 * n, np.uint32).view(np.float32)
+    return x[np.isfinite(x)][:n]
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16"])
+def test_encode_floats_equals_gguf(name, jit):
+    rng = np.random.default_rng(0)
+    x = np.concatenate([
+        finite_float32(rng, 100_000),
+        np.float32([0, -0.0, np.inf, -np.inf, 65504, 65519.996, 65520, 1e-40, -1e-45, 3.4028235e38]),
+        rng.normal(size=10_000).astype(np.float32) * np.float32(1e-6),  # float16 denormals
+        (np.arange(65536, dtype=np.uint32) << 16 | 0x8000).view(np.float32),  # bfloat16 ties, NaN and infinity
+        np.arange(0x33000000, 0x48000000, 0x1000, dtype=np.uint32).view(np.float32),  # float16 ties
+    ])  # fmt: skip
+    if name != "bf16":  # where numpy and XLA quiet different NaN
+        x = x[~np.isnan(x)]
+    call = jax.jit(encode, static_argnums=0) if jit else encode
+    with np.errstate(over="ignore"):
+        expected = gguf.quantize(x, GGUF_TYPES[name]).view(np.uint8)
+    np.testing.assert_array_equal(call(name, x), expected)
+
+
+def test_encode_f16_keeps_nan():
+    assert np.isnan(decode("f16", encode("f16", np.float32([np.nan, -np.nan])))).all()
+
+
+@few
+@hypothesis.given(seed=st.integers(0, 2**32), jit=st.booleans())
+def test_encode_q8_0_equals_gguf(seed, jit):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(3, 5, 64)).astype(np.float32) * np.float32(2.0) ** rng.integers(-60, 100, (3, 5, 1))
+    x[0, 0] = 0
+    x[0, 1, 7] = -0.0
+    x[0, 2, :32] = rng.integers(-254, 255, 32) / 2  # halves
+    x[0, 2, 31] = 127
+    call = jax.jit(encode, static_argnums=0) if jit else encode
+    with np.errstate(over="ignore", divide="ignore"):
+        expected = gguf.quantize(x, GGUF_TYPES["q8_0"])
+    np.testing.assert_array_equal(call("q8_0", x), expected)
+
+
+def test_encode_q8_0_of_almost_nothing_is_zero():
+    """The scale is no float16 then, and gguf multiplies infinities: the codes may differ, the weights are zero."""
+    x = np.full((1, 32), 1e-38, np.float32)
+    np.testing.assert_array_equal(decode("q8_0", encode("q8_0", x)), np.zeros_like(x))
+
+
+@few
+@hypothesis.given(seed=st.integers(0, 2**32), jit=st.booleans())
+def test_encode_q1_0_equals_its_rule(seed, jit):
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(3, 256)).astype(np.float32) * np.float32(2.0) ** rng.integers(-20, 12, (3, 1))
+    x[0, :6] = [0.0, -0.0, 1e-40, -1e-40, 1e-30, -1e-30]
+    call = jax.jit(encode, static_argnums=0) if jit else encode
+    blocks = np.asarray(call("q1_0", x)).reshape(3, 2, 18)
+    for row in range(3):
+        for b in range(2):
+            part = x[row, 128 * b : 128 * b + 128]
+            qs = np.zeros(16, np.uint8)
+            for j in range(128):
+                if part[j] >= 0:
+                    qs[j // 8] += 1 << (j % 8)
+            np.testing.assert_array_equal(blocks[row, b, 2:], qs)
+            d = np.float16(sum(abs(float(v)) for v in part) / 128)
+            # the order of a float32 sum is the compiler's, so its rounding to float16 may be the neighbour
+            assert abs(int(blocks[row, b, :2].view("<u2")[0]) - int(d.view(np.uint16))) <= 1
+
+
+# The error of one round trip, relative to the largest weight of the block: half a step, and the rounding of the scale.
+ROUND_TRIP = {"f32": 0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q1_0": None}
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_round_trip(name):
+    x = np.random.default_rng(0).normal(size=(4, 512)).astype(np.float32)
+    w = np.asarray(decode(name, encode(name, x)))
+    if name == "q1_0":  # the best +-d leaves the deviation of |x| from its mean: sqrt(1 - 2 / pi) of a normal
+        assert 0.58 < np.sqrt(np.mean((w - x) ** 2)) < 0.62
+    else:
+        blocks = x.reshape(4, -1, formats.get(name).WEIGHTS)
+        bound = ROUND_TRIP[name] * np.abs(blocks).max(axis=-1, keepdims=True)
+        assert (np.abs(w.reshape(blocks.shape) - blocks) <= bound).all()
+    np.testing.assert_array_equal(decode(name, encode(name, w)), w)  # a decoded weight stays what it is
+
+
+# Random blocks
+
+
+@every_format
+def test_random_fields(name):
+    module = formats.get(name)
+    lead = (64, 2**20 // 64 // module.WEIGHTS)
+    draw = jax.jit(formats.random_fields, static_argnums=(0, 2))
+    fields = draw(name, jax.random.key(1), lead, 0.0, 0.02)
+    for field in module.BLOCK.names:
+        dtype = module.BLOCK.fields[field][0]
+        assert fields[field].dtype == dtype.base
+        assert fields[field].shape == (*lead, *dtype.shape)
+    w = np.asarray(jax.jit(module.dequantize)(fields), np.float64)
+    assert w.shape == (*lead, module.WEIGHTS)
+    assert np.isfinite(w).all()
+    blocks = w.mean(axis=-1)  # weights of one block share scales, blocks are independent
+    standard_error = blocks.std() / np.sqrt(blocks.size)
+    assert abs(w.mean()) < 0.01 * 0.02 + 4 * standard_error
+    assert 0.97 * 0.02 < w.std() < 1.1 * 0.02  # scales from 0.5 to 1.5 add 4 %
+    again = draw(name, jax.random.key(1), lead, 0.0, 0.02)
+    np.testing.assert_array_equal(formats.pack(name, again), formats.pack(name, fields))
+
+
+@pytest.mark.parametrize("name", [n for n in formats.names() if hasattr(formats.get(n), "random_codes")])
+def test_random_codes_are_valid(name):
+    """Three weights -d, 0, d in equal parts; and, where bytes are base 3, only bytes that ggml's encoder writes."""
+    fields = formats.random_fields(name, jax.random.key(2), (1024,), 0.0, 1.0)
+    w = np.asarray(formats.get(name).dequantize(fields))
+    signs, counts = np.unique(w / np.asarray(fields["d"], np.float32)[:, None], return_counts=True)
+    np.testing.assert_array_equal(signs, [-1, 0, 1])
+    np.testing.assert_allclose(counts / w.size, 1 / 3, atol=0.01)
+    if "qh" in fields:
+        v = np.arange(243)
+        assert set(np.unique(fields["qs"])) == set((v * 256 + 242) // 243)
+        assert set(np.unique(fields["qh"])) == set((v[::3] * 256 + 242) // 243)
+
+
+def test_f32_random_mean():
+    w = formats.random_fields("f32", jax.random.key(0), (4096,), 1.0, 0.1)["w"]
+    assert abs(float(w.mean()) - 1) < 0.01
