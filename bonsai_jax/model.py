@@ -94,7 +94,14 @@ def from_checkpoint(
     run = resolve(run, config)
     card.check_memory(checkpoint, config, run)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    params = weights.load(
+    return Model(load_params(checkpoint, config, run, progress), config, run, tokenizer, checkpoint.source)
+
+
+def load_params(
+    checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, progress: Callable[[int, int], None] = lambda done, total: None
+) -> Params:
+    """The checkpoint's weights on the default device, as `run` (resolved) wants them held."""
+    return weights.load(
         checkpoint,
         architectures.get(config.architecture).TENSORS,
         config,
@@ -103,7 +110,6 @@ def from_checkpoint(
         decoded=run.weights == "decoded",
         progress=progress,
     )
-    return Model(params, config, run, tokenizer, checkpoint.source)
 
 
 def resolve(run: RunConfig, config: ModelConfig) -> RunConfig:
@@ -159,6 +165,7 @@ def generate(
     Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context.
     """
     ids = [_encode(model, prompt) for prompt in prompts]
+    _check_new(max_new_tokens)
     for prompt in ids:
         _check_room(model, len(prompt), max_new_tokens)
     per_row = _spread(sampling, len(ids))
@@ -183,6 +190,7 @@ def stream(
     Text that could be the beginning of a stop string is held back until it is known not to be.
     """
     ids = _encode(model, prompt)
+    _check_new(max_new_tokens)
     _check_room(model, len(ids), max_new_tokens)
     context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.run.context)
     state = new_state(model, 1, context, [sampling], max_new_tokens, ignore_eos=ignore_eos)
@@ -313,9 +321,12 @@ def _encode(model: Model, prompt: str | Sequence[int]) -> list[int]:
     return ids
 
 
-def _check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:
-    if max_new_tokens < 0:
+def _check_new(max_new_tokens: int) -> None:
+    if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be 1 or more")
+
+
+def _check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:
     if prompt_tokens + max_new_tokens > model.run.context:
         raise ValueError(
             f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones exceed the context of {model.run.context}; "

@@ -1,4 +1,4 @@
-"""Every format there is a file for: layout, decoding and encoding against gguf or a scalar loop, random blocks."""
+"""Every format there is a file for: layout, decoding and encoding against gguf or a loop, random blocks."""
 
 import gguf
 import hypothesis
@@ -14,10 +14,12 @@ GGUF_TYPES = {t.name.lower(): t for t in gguf.GGMLQuantizationType}
 # What gguf cannot decode is checked against `scalar_weights` below.
 ORACLES = {"q1_0", "q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0"}
 BY_GGUF = sorted(set(formats.names()) - ORACLES)
-ENCODERS = [name for name in formats.names() if hasattr(formats.get(name), "quantize")]
+ENCODERS = [name for name in formats.names() if "quantize" in vars(formats.get(name))]
+TERNARY = [name for name in formats.names() if "random_codes" in vars(formats.get(name))]
+WITH_F16 = [name for name in formats.names() if name not in ("f32", "bf16")]
 every_format = pytest.mark.parametrize("name", formats.names())
-lead_shapes = st.lists(st.integers(1, 3), max_size=3).map(tuple)
-# One jit per shape: few shapes, so that compiling stays a matter of seconds.
+# Every operation is compiled for every shape: few shapes keep the suite fast.
+lead_shapes = st.sampled_from([(), (2, 3)])
 few = hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
 
 
@@ -30,12 +32,13 @@ def random_bytes(name, seed, lead, blocks=3):
 
 
 def decode(name, raw):
-    w = formats.get(name).dequantize(formats.unpack(name, raw))
+    w = formats.get(name).dequantize(formats.unpack(name, jnp.asarray(raw)))
     return w.reshape(*w.shape[:-2], -1)
 
 
 def encode(name, x):
     module = formats.get(name)
+    x = jnp.asarray(x)
     return formats.pack(name, module.quantize(x.reshape(*x.shape[:-1], -1, module.WEIGHTS)))
 
 
@@ -75,7 +78,7 @@ def test_size(name):
 
 @every_format
 @few
-@hypothesis.given(seed=st.integers(0, 2**32), lead=lead_shapes, blocks=st.integers(1, 4))
+@hypothesis.given(seed=st.integers(0, 2**32), lead=lead_shapes, blocks=st.sampled_from([1, 4]))
 def test_pack_is_the_inverse_of_unpack(name, seed, lead, blocks):
     raw = random_bytes(name, seed, lead, blocks)
     fields = formats.unpack(name, raw)
@@ -101,9 +104,8 @@ def test_unknown_format_names_the_supported():
 
 @every_format
 def test_a_broken_row_raises(name):
-    if block_bytes(name) > 1:
-        with pytest.raises(ValueError, match=name):
-            formats.unpack(name, np.zeros((2, block_bytes(name) + 1), np.uint8))
+    with pytest.raises(ValueError, match=name):
+        formats.unpack(name, np.zeros((2, block_bytes(name) + 1), np.uint8))
 
 
 # Decoding
@@ -135,22 +137,20 @@ def test_decode_equals_gguf_under_jit_and_vmap(name):
 def test_decode_equals_a_scalar_loop(name, seed):
     raw = random_bytes(name, seed, (2, 1), 3)
     expected = np.stack([scalar_weights(name, row.tobytes()) for row in raw.reshape(2, -1)]).reshape(2, 1, -1)
-    assert_same_bits(decode(name, raw), expected.astype(np.float32))
-    assert_same_bits(jax.jit(decode, static_argnums=0)(name, raw), expected.astype(np.float32))
+    assert_same_bits(decode(name, raw), expected)
+    assert_same_bits(jax.jit(decode, static_argnums=0)(name, raw), expected)
 
 
-@every_format
+@pytest.mark.parametrize("name", [*WITH_F16, "bf16"])
 def test_every_scale_decodes(name):
     """All 65536 float16 patterns as scales (denormals, infinities and NaN among them), or as the weights."""
-    if not f16_field_bytes(name) and name != "bf16":
-        pytest.skip("no 16-bit floats")
     raw = random_bytes(name, 3, (65536,), 1)
     for i, offset in enumerate(f16_field_bytes(name) or [0]):
         patterns = np.random.default_rng(i).permutation(65536) if i else np.arange(65536)
         raw[:, offset : offset + 2] = patterns.astype("<u2")[:, None].view(np.uint8)
     if name in ORACLES:  # the scalar loop is slow: the denormals and the ends of the range
         raw = raw[np.r_[1:1024:37, 0x8001:0x8400:37, 0, 0x3FF, 0x400, 0x7BFF, 0x7C00, 0x7E00, 0x8000, 0xFC00]]
-        expected = np.stack([scalar_weights(name, row.tobytes()) for row in raw]).astype(np.float32)
+        expected = np.stack([scalar_weights(name, row.tobytes()) for row in raw])
     else:
         with np.errstate(invalid="ignore"):
             expected = gguf.dequantize(raw, GGUF_TYPES[name])
@@ -167,11 +167,13 @@ def test_f32_is_untouched():
 def test_decode_under_strict_dtype_promotion():
     with jax.numpy_dtype_promotion("strict"):
         for name in formats.names():
-            assert decode(name, random_bytes(name, 0, (2,))).dtype == jnp.float32
+            raw = jax.ShapeDtypeStruct((2, 3 * block_bytes(name)), jnp.uint8)
+            fields = jax.eval_shape(lambda raw, name=name: formats.unpack(name, raw), raw)
+            assert jax.eval_shape(formats.get(name).dequantize, fields).dtype == jnp.float32
 
 
 def scalar_weights(name, raw):
-    """Weights of a row, float64, one at a time from the table of layouts."""
+    """Weights of a row, one at a time in float64 from the table of layouts, then as float32 (exact)."""
 
     def f16(b):
         return float(np.frombuffer(b, "<f2")[0])
@@ -211,11 +213,12 @@ def scalar_weights(name, raw):
             weights += row
     else:
         raise AssertionError(f"{name}: neither gguf nor the test knows how to decode it")
-    return np.array(weights, np.float64)
+    with np.errstate(invalid="ignore"):  # NaN scales
+        return np.array(weights, np.float64).astype(np.float32)
 
 
 def test_base_3_digits_survive():
-    """What ggml's rule (v * 256 + 242) // 243 encodes, the decoder gives back, for each of the 243 values of a byte."""
+    """What ggml encodes by its rule (v * 256 + 242) // 243 the decoder gives back, for all 243 values."""
     v = np.arange(243)
     raw = np.zeros((243, 28), np.uint8)
     raw[:, 0] = (v * 256 + 242) // 243
@@ -241,7 +244,7 @@ def test_encode_floats_equals_gguf(name, jit):
         finite_float32(rng, 100_000),
         np.float32([0, -0.0, np.inf, -np.inf, 65504, 65519.996, 65520, 1e-40, -1e-45, 3.4028235e38]),
         rng.normal(size=10_000).astype(np.float32) * np.float32(1e-6),  # float16 denormals
-        (np.arange(65536, dtype=np.uint32) << 16 | 0x8000).view(np.float32),  # bfloat16 ties, NaN and infinity
+        (np.arange(65536, dtype=np.uint32) << 16 | 0x8000).view(np.float32),  # bfloat16 ties, NaN
         np.arange(0x33000000, 0x48000000, 0x1000, dtype=np.uint32).view(np.float32),  # float16 ties
     ])  # fmt: skip
     if name != "bf16":  # where numpy and XLA quiet different NaN
@@ -272,7 +275,7 @@ def test_encode_q8_0_equals_gguf(seed, jit):
 
 
 def test_encode_q8_0_of_almost_nothing_is_zero():
-    """The scale is no float16 then, and gguf multiplies infinities: the codes may differ, the weights are zero."""
+    """The scale is no float16, and gguf multiplies infinities: codes may differ, the weights are zero."""
     x = np.full((1, 32), 1e-38, np.float32)
     np.testing.assert_array_equal(decode("q8_0", encode("q8_0", x)), np.zeros_like(x))
 
@@ -298,7 +301,7 @@ def test_encode_q1_0_equals_its_rule(seed, jit):
             assert abs(int(blocks[row, b, :2].view("<u2")[0]) - int(d.view(np.uint16))) <= 1
 
 
-# The error of one round trip, relative to the largest weight of the block: half a step, and the rounding of the scale.
+# The error of a round trip, relative to the largest weight of the block: half a step, and the scale's rounding.
 ROUND_TRIP = {"f32": 0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q1_0": None}
 
 
@@ -321,7 +324,7 @@ def test_round_trip(name):
 @every_format
 def test_random_fields(name):
     module = formats.get(name)
-    lead = (64, 2**20 // 64 // module.WEIGHTS)
+    lead = (64, 2**19 // 64 // module.WEIGHTS)
     draw = jax.jit(formats.random_fields, static_argnums=(0, 2))
     fields = draw(name, jax.random.key(1), lead, 0.0, 0.02)
     for field in module.BLOCK.names:
@@ -335,15 +338,17 @@ def test_random_fields(name):
     standard_error = blocks.std() / np.sqrt(blocks.size)
     assert abs(w.mean()) < 0.01 * 0.02 + 4 * standard_error
     assert 0.97 * 0.02 < w.std() < 1.1 * 0.02  # scales from 0.5 to 1.5 add 4 %
-    again = draw(name, jax.random.key(1), lead, 0.0, 0.02)
-    np.testing.assert_array_equal(formats.pack(name, again), formats.pack(name, fields))
+    again, other = (draw(name, jax.random.key(k), lead, 0.0, 0.02) for k in (1, 2))
+    for field in module.BLOCK.names:
+        assert (np.asarray(again[field]) == np.asarray(fields[field])).all()
+        assert (np.asarray(other[field]) != np.asarray(fields[field])).any()
 
 
-@pytest.mark.parametrize("name", [n for n in formats.names() if hasattr(formats.get(n), "random_codes")])
+@pytest.mark.parametrize("name", TERNARY)
 def test_random_codes_are_valid(name):
-    """Three weights -d, 0, d in equal parts; and, where bytes are base 3, only bytes that ggml's encoder writes."""
-    fields = formats.random_fields(name, jax.random.key(2), (1024,), 0.0, 1.0)
-    w = np.asarray(formats.get(name).dequantize(fields))
+    """-d, 0 and d in equal parts; and, where bytes are base 3, only bytes that ggml's encoder writes."""
+    fields = jax.jit(formats.random_fields, static_argnums=(0, 2))(name, jax.random.key(2), (1024,), 0.0, 1.0)
+    w = np.asarray(jax.jit(formats.get(name).dequantize)(fields))
     signs, counts = np.unique(w / np.asarray(fields["d"], np.float32)[:, None], return_counts=True)
     np.testing.assert_array_equal(signs, [-1, 0, 1])
     np.testing.assert_allclose(counts / w.size, 1 / 3, atol=0.01)

@@ -4,15 +4,17 @@ A format module defines
 
     WEIGHTS      weights in one block
     BLOCK        numpy struct dtype of one block as it stands in a file (little-endian, packed)
-    RANDOM       float fields of a random block whose other fields are random codes, such that its weights have mean
-                 near 0 and standard deviation near 1: {field name: value, or values of which each block draws one}
-    random_codes key, block shape [...] -> {field: array [..., *field shape]}, valid random codes; absent where any
-                 byte is a valid code
+    RANDOM       float fields of a random block whose other fields are random codes, such that its weights have
+                 mean near 0 and standard deviation near 1: {field name: value, or a tuple of values of which each
+                 block draws one}
+    random_codes key, shape [...] -> {field: array [..., *field shape]}, valid random codes; absent where any byte
+                 is a valid code
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
     quantize     float32 [..., WEIGHTS] -> {field: array}; absent where encoding is not supported
 
-A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of arrays, which
-is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new file is a new format.
+A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of arrays,
+which is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new file is a new
+format.
 """
 
 import importlib
@@ -30,21 +32,25 @@ def names() -> list[str]:
 
 
 def get(name: str) -> ModuleType:
-    """The module of the format called `name`. Raises NotImplementedError, with the list of formats, if there is none."""
+    """The module of the format called `name`. Raises NotImplementedError, with a list of those there are."""
     if name not in names():
         raise NotImplementedError(f"format {name!r} is not supported; supported: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def unpack(name: str, raw) -> dict[str, jax.Array]:
-    """File bytes, uint8 [..., K / WEIGHTS * block bytes] -> {field: array [..., K / WEIGHTS, *field shape]}."""
+    """File bytes uint8 [..., K / WEIGHTS * block bytes] -> {field: array [..., K / WEIGHTS, *field shape]}."""
     block = get(name).BLOCK
     if raw.shape[-1] % block.itemsize:
-        raise ValueError(f"{name}: a row of {raw.shape[-1]} bytes is no whole number of {block.itemsize}-byte blocks")
+        raise ValueError(
+            f"{name}: a row of {raw.shape[-1]} bytes is no whole number of {block.itemsize}-byte blocks"
+        )
     raw = raw.reshape(*raw.shape[:-1], -1, block.itemsize)
     fields = {}
     for field, (dtype, offset) in _layout(block).items():
-        item = raw[..., offset : offset + dtype.itemsize].reshape(*raw.shape[:-1], *dtype.shape, dtype.base.itemsize)
+        item = raw[..., offset : offset + dtype.itemsize].reshape(
+            *raw.shape[:-1], *dtype.shape, dtype.base.itemsize
+        )
         if dtype.base.itemsize == 1:
             item = item[..., 0]
         fields[field] = jax.lax.bitcast_convert_type(item, dtype.base)
@@ -63,11 +69,14 @@ def pack(name: str, fields: dict[str, jax.Array]) -> jax.Array:
     return raw.reshape(*raw.shape[:-2], -1)
 
 
-def random_fields(name: str, key: jax.Array, lead: tuple[int, ...], mean: float, std: float) -> dict[str, jax.Array]:
+def random_fields(
+    name: str, key: jax.Array, lead: tuple[int, ...], mean: float, std: float
+) -> dict[str, jax.Array]:
     """Random blocks [*lead] as fields, their weights with about this mean and standard deviation.
 
-    Codes are random and valid; scales vary from block to block (0.5 to 1.5 of their mean), so that a kernel which takes
-    the wrong block's scale is found out. A format without codes (f32, f16, bf16) draws normal weights.
+    Codes are random and valid; scales vary from block to block (0.5 to 1.5 of their mean), so that a kernel which
+    takes the wrong block's scale is found out. A format without codes (f32, f16, bf16)
+    draws normal weights; only there does `mean` count, weights of the others have mean 0.
     """
     module = get(name)
     scale = std * jax.random.uniform(jax.random.fold_in(key, 0), lead, minval=0.5, maxval=1.5)
@@ -78,7 +87,9 @@ def random_fields(name: str, key: jax.Array, lead: tuple[int, ...], mean: float,
         if module.WEIGHTS == 1:
             fields[field] = (mean + std * jax.random.normal(field_key, lead)).astype(dtype.base)
         elif field in module.RANDOM:
-            value = jax.random.choice(field_key, jnp.atleast_1d(jnp.float32(module.RANDOM[field])), lead)
+            value = module.RANDOM[field]
+            if isinstance(value, tuple):
+                value = jax.random.choice(field_key, jnp.float32(value), lead)
             fields[field] = (value * scale).astype(dtype.base)
         elif field in codes:
             fields[field] = codes[field]

@@ -1,4 +1,6 @@
-"""PTQ1_0 (PrismML): 128 weights in 28 bytes, 1.75 bits a weight.   w = d * (q - 1),  q in 0..2, five to a byte in base 3
+"""PTQ1_0 (PrismML): 128 weights in 28 bytes, 1.75 bits a weight.   w = d * (q - 1),  q in 0..2
+
+Five weights to a byte in base 3:
 
     qs 24 bytes: digit t of byte b is weight 16t + b (b < 16), of byte 16 + b weight 80 + 8t + b
     qh 2 bytes: digit t < 4 of byte b is weight 120 + 2t + b

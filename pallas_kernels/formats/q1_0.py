@@ -1,6 +1,6 @@
 """Q1_0: 128 weights in 18 bytes, 1.125 bits a weight.   w = d where the bit is 1, -d where it is 0
 
-    d f16 | qs 16 bytes: bit j % 8 (least significant first) of byte j / 8 is weight j
+d f16 | qs 16 bytes: bit j % 8 (least significant first) of byte j / 8 is weight j
 """
 
 import jax
@@ -20,7 +20,7 @@ def dequantize(block):
 
 
 def quantize(x):
-    """d = mean |x|, bit = x >= 0. The order of the sum is XLA's: d may be an ulp away from another encoder's."""
+    """d = mean |x|, bit = x >= 0. The sum's order is XLA's: d may be an ulp away from another encoder's."""
     integer = jax.lax.bitcast_convert_type(x, jnp.int32)
     # x >= 0, or -0.0: compared as integers because XLA takes a negative denormal for zero
     bits = ((integer >= 0) | (integer == np.int32(-(2**31)))).reshape(*x.shape[:-1], 16, 8)

@@ -1,6 +1,6 @@
 """Q4_0: 32 weights in 18 bytes, 4.5 bits a weight.   w = d * (q - 8),  q in 0..15
 
-    d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
+d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
 import jax.numpy as jnp
@@ -8,7 +8,9 @@ import numpy as np
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
-RANDOM = {"d": (-1 / 4.64, 1 / 4.64)}  # q - 8 has mean -0.5 (d of either sign, as in files), root mean square 4.64
+RANDOM = {
+    "d": (-1 / 4.64, 1 / 4.64)
+}  # q - 8 has mean -0.5 (d of either sign, as in files), root mean square 4.64
 
 
 def dequantize(block):

@@ -1,6 +1,6 @@
 """Q4_1: 32 weights in 20 bytes, 5 bits a weight.   w = d * q + m,  q in 0..15
 
-    d f16 | m f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
+d f16 | m f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
 import jax.numpy as jnp

@@ -1,7 +1,7 @@
 """Q5_0: 32 weights in 22 bytes, 5.5 bits a weight.   w = d * (q - 16),  q in 0..31
 
-    d f16 | qh u32: bit j is bit 4 of weight j
-          | qs 16 bytes: bits 0-3; the low nibble of byte j is weight j, the high nibble weight j + 16
+d f16 | qh u32: bit j is bit 4 of weight j
+      | qs 16 bytes: bits 0-3; the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
 import jax.numpy as jnp
@@ -9,7 +9,9 @@ import numpy as np
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
-RANDOM = {"d": (-1 / 9.25, 1 / 9.25)}  # q - 16 has mean -0.5 (d of either sign, as in files), root mean square 9.25
+RANDOM = {
+    "d": (-1 / 9.25, 1 / 9.25)
+}  # q - 16 has mean -0.5 (d of either sign, as in files), root mean square 9.25
 
 
 def codes(block):

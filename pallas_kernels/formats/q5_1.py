@@ -1,7 +1,7 @@
 """Q5_1: 32 weights in 24 bytes, 6 bits a weight.   w = d * q + m,  q in 0..31
 
-    d f16 | m f16 | qh u32: bit j is bit 4 of weight j
-                  | qs 16 bytes: bits 0-3; the low nibble of byte j is weight j, the high nibble weight j + 16
+d f16 | m f16 | qh u32: bit j is bit 4 of weight j
+              | qs 16 bytes: bits 0-3; the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
 import jax.numpy as jnp

@@ -1,6 +1,6 @@
 """Q8_0: 32 weights in 34 bytes, 8.5 bits a weight.   w = d * q,  q in -128..127
 
-    d f16 | qs 32 signed bytes
+d f16 | qs 32 signed bytes
 """
 
 import jax

@@ -1,10 +1,13 @@
-"""TQ1_0: 256 weights in 54 bytes, 1.6875 bits a weight.   w = d * (q - 1),  q in 0..2, five to a byte in base 3
+"""TQ1_0: 256 weights in 54 bytes, 1.6875 bits a weight.   w = d * (q - 1),  q in 0..2
+
+Five weights to a byte in base 3:
 
     qs 48 bytes: digit t of byte b is weight 32t + b (b < 32), of byte 32 + b weight 160 + 16t + b
     qh 4 bytes: digit t < 4 of byte b is weight 240 + 4t + b
     d f16
 
-A byte is the fraction 0.q0 q1 q2 q3 q4 in base 3, times 256 and rounded up: multiplied by 3, the carry is the next digit.
+A byte is the fraction 0.q0 q1 q2 q3 q4 in base 3, times 256 and rounded up: multiply by 3, and the carry is the
+next digit.
 """
 
 import jax

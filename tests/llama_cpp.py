@@ -1,0 +1,75 @@
+"""llama.cpp, in this process, as an oracle for whole models: greedy tokens and the log-probabilities behind them."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import xllamacpp
+
+from checkpoints import Checkpoint, Tensor, write_gguf
+from pallas_kernels import dequantize, from_blocks
+
+TOP = 20
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """tokens [n]; top_ids and top_logprobs [n, 20], most likely first: what was likely where each token was drawn."""
+
+    tokens: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+class LlamaCpp:
+    """A GGUF file run by llama.cpp with a float32 cache."""
+
+    def __init__(self, path: Path, context: int = 1024):
+        params = xllamacpp.CommonParams()
+        params.model.path = str(path)
+        params.n_ctx = context
+        params.n_parallel = 1
+        params.warmup = False
+        params.verbosity = 0
+        params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+        self.server = xllamacpp.Server(params)
+
+    def greedy(self, prompt_ids: list[int], n: int) -> Answer:
+        """At most n tokens after the prompt; fewer where the model ends its text."""
+        request = {"prompt": prompt_ids, "max_tokens": n, "temperature": 0, "logprobs": TOP, "cache_prompt": False}
+        reply = self.server.handle_completions(request)
+        reply = json.loads(reply) if isinstance(reply, str) else reply
+        drawn = reply["choices"][0]["logprobs"]["content"]
+        top = [entry["top_logprobs"][:TOP] for entry in drawn]
+        return Answer(
+            np.array([entry["id"] for entry in drawn]),
+            np.array([[t["id"] for t in row] for row in top]),
+            np.array([[t["logprob"] for t in row] for row in top]),
+        )
+
+
+def write_float32(checkpoint: Checkpoint, path: Path) -> None:
+    """The same model with every tensor decoded to F32, on which llama.cpp does not quantize activations."""
+
+    def decoded(t: Tensor) -> Tensor:
+        values = np.asarray(dequantize(from_blocks(np.atleast_2d(t.data), t.format))).reshape(t.shape)
+        return Tensor(t.name, "f32", t.shape, values.view(np.uint8).reshape(*t.shape[:-1], -1))
+
+    metadata = dict(checkpoint.metadata) | {"general.file_type": np.uint32(0)}
+    write_gguf(path, metadata, (decoded(t) for t in checkpoint.tensors.values()))
+
+
+def top_kl(answer: Answer, log_p: np.ndarray) -> float:
+    """Mean over tokens of KL(llama.cpp || ours) over its top 20 and the rest as one event; log_p [n, vocab]."""
+    p = np.exp(answer.top_logprobs)
+    q = np.exp(np.take_along_axis(log_p, answer.top_ids, axis=1))
+    rest_p, rest_q = np.maximum(1 - p.sum(1), 1e-12), np.maximum(1 - q.sum(1), 1e-12)
+    return float(np.mean((p * np.log(p / q)).sum(1) + rest_p * np.log(rest_p / rest_q)))
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    x = logits.astype(np.float64)
+    x = x - x.max(-1, keepdims=True)
+    return x - np.log(np.exp(x).sum(-1, keepdims=True))

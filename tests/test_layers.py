@@ -1,0 +1,90 @@
+"""Norms and rotary embeddings against numpy in float64; configurations against what files say."""
+
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bonsai_jax import architectures
+from bonsai_jax.config import ModelConfig, RopeConfig, yarn_mscale
+from bonsai_jax.layers import apply_rope, rms_norm, rope_frequencies
+from checkpoints import Checkpoint, CheckpointError, open_checkpoint
+
+
+def test_rms_norm():
+    x, gamma = np.random.default_rng(0).standard_normal((2, 3, 64))[:2], np.random.default_rng(1).standard_normal(64)
+    want = gamma * x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(gamma), 1e-5), want, rtol=2e-6)
+
+
+@pytest.mark.parametrize("interleaved", [True, False])
+def test_rope_turns_pairs_as_complex_numbers(interleaved):
+    rng = np.random.default_rng(2)
+    x, positions = rng.standard_normal((2, 5, 3, 16)), rng.integers(0, 5000, (2, 5))
+    theta = 10000.0 ** (-np.arange(8) / 8)
+    z = x[..., 0::2] + 1j * x[..., 1::2] if interleaved else x[..., :8] + 1j * x[..., 8:]
+    z = 1.25 * z * np.exp(1j * positions[..., None, None] * theta)
+    want = np.stack([z.real, z.imag], -1).reshape(x.shape) if interleaved else np.concatenate([z.real, z.imag], -1)
+    frequencies = rope_frequencies(RopeConfig(10000.0), 16)
+    got = apply_rope(jnp.asarray(x), jnp.asarray(positions), jnp.asarray(frequencies), 1.25, interleaved)
+    np.testing.assert_allclose(got, want, atol=2e-3)  # angles of 5,000 radians in float32 are good to 3e-4
+
+
+def test_linear_scaling_divides_every_frequency():
+    plain, scaled = rope_frequencies(RopeConfig(1e4), 64), rope_frequencies(RopeConfig(1e4, scaling="linear", factor=4.0), 64)
+    np.testing.assert_allclose(scaled, plain / 4, rtol=1e-6)
+
+
+def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all_positions():
+    rope = RopeConfig(1e6, scaling="yarn", factor=4.0, original_context=16384, mscale=yarn_mscale(4.0))
+    plain, scaled = rope_frequencies(RopeConfig(1e6), 128), rope_frequencies(rope, 128)
+    turns = 16384 * plain / (2 * math.pi)
+    np.testing.assert_allclose(scaled[turns > 40], plain[turns > 40], rtol=1e-6)
+    np.testing.assert_allclose(scaled[turns < 0.8], plain[turns < 0.8] / 4, rtol=1e-6)
+    between = (turns < 25) & (turns > 1.3)
+    assert ((plain / scaled)[between] > 1).all() and ((plain / scaled)[between] < 4).all()
+    assert abs(rope.mscale - 1.1386) < 1e-4
+
+
+def test_llama3_scaling_against_its_published_form():
+    rope = RopeConfig(5e5, scaling="llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    got, plain = rope_frequencies(rope, 128), 5e5 ** (-np.arange(64) / 64)
+    for freq, scaled in zip(plain, got, strict=True):
+        wavelength = 2 * math.pi / freq
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        want = freq if wavelength < 8192 / 4 else freq / 8 if wavelength > 8192 else (1 - smooth) * freq / 8 + smooth * freq
+        assert abs(scaled - want) < 1e-6 * want
+
+
+def test_bonsai_configs_come_from_metadata():
+    for name, want in {
+        "bonsai-8b": (36, 4096, 12288, 32, 8, 128, 151669),
+        "bonsai-4b": (36, 2560, 9728, 32, 8, 128, 151669),
+        "bonsai-1.7b": (28, 2048, 6144, 16, 8, 128, 151669),
+    }.items():
+        c = architectures.config_of(open_checkpoint(f"synth:{name}:q1_0"))
+        assert (c.num_layers, c.hidden, c.ffn, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size) == want
+        assert c.rope.scaling == "yarn" and c.rope.factor == 4.0 and abs(c.rope.mscale - 1.1386) < 1e-4
+        assert not c.rope.interleaved
+
+
+def test_a_hugging_face_config_of_llama_3():
+    metadata = {
+        "model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336,
+        "num_hidden_layers": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "hidden_act": "silu",
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    }  # fmt: skip
+    embedding = open_checkpoint("synth:llama-70b:f16").tensors["token_embd.weight"]
+    checkpoint = Checkpoint("hf", "huggingface", metadata, {"model.embed_tokens.weight": embedding})
+    c = architectures.config_of(checkpoint)
+    assert (c.head_dim, c.num_kv_heads, c.vocab_size, c.rope.scaling, c.rope.base) == (128, 8, 128256, "llama3", 5e5)
+    with pytest.raises(CheckpointError, match="hf: metadata of this llama model: rms_norm_eps is missing"):
+        architectures.config_of(Checkpoint("hf", "huggingface", {k: v for k, v in metadata.items() if k != "rms_norm_eps"}, checkpoint.tensors))
+    with pytest.raises(NotImplementedError, match="architecture 'rwkv' is not supported; supported: llama, qwen2, qwen3"):
+        architectures.config_of(Checkpoint("hf", "huggingface", {"model_type": "rwkv"}, {}))
+
+
+def test_heads_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="5 query heads do not divide into 2 KV heads"):
+        ModelConfig("llama", 1, 64, 64, 5, 2, 16, 100, 128, 1e-5, RopeConfig(1e4))

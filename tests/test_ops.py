@@ -1,0 +1,138 @@
+"""matmul and attention against numpy in float64, which shares no code with them."""
+
+import gguf
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import LayerStack, attention, dispatch, formats, from_blocks, matmul, quantize
+
+DECODED_BY_GGUF = ["f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
+
+
+def random_weight(format, seed, *shape):
+    """A QTensor of random blocks [*lead, N, K], and the same weights decoded by the gguf package, in float64."""
+    blocks = (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)
+    raw = np.asarray(formats.pack(format, formats.random_fields(format, jax.random.key(seed), blocks, 0.0, 0.1)))
+    type_ = gguf.GGMLQuantizationType[format.upper()]
+    return from_blocks(jnp.asarray(raw), format), gguf.dequantize(raw, type_).astype(np.float64)
+
+
+def relative_error(got, want):
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("format", DECODED_BY_GGUF)
+def test_matmul_is_the_product_with_the_weights_that_gguf_decodes(format):
+    w, dense = random_weight(format, 1, 24, 512)
+    x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
+    assert relative_error(matmul(jnp.asarray(x), w), x.astype(np.float64) @ dense.T) < 1e-6
+
+
+def test_matmul_by_the_identity_prints_the_weights():
+    w, dense = random_weight("q4_k", 3, 16, 256)
+    np.testing.assert_array_equal(np.asarray(matmul(jnp.eye(256), w)).T, dense.astype(np.float32))
+
+
+def test_matmul_takes_the_layer_it_is_told_even_when_traced():
+    w, dense = random_weight("q5_1", 4, 3, 8, 64)
+    x = np.random.default_rng(5).standard_normal((2, 64)).astype(np.float32)
+    product = jax.jit(lambda layer: matmul(jnp.asarray(x), w, layer))
+    for layer in range(3):
+        assert relative_error(product(layer), x.astype(np.float64) @ dense[layer].T) < 1e-6
+
+
+def test_a_stack_of_mixed_formats_finds_each_layer():
+    a, dense_a = random_weight("q4_k", 6, 2, 8, 256)
+    b, dense_b = random_weight("q6_k", 7, 1, 8, 256)
+    stack = LayerStack((a, b), ((0, 0), (1, 0), (0, 1)))
+    x = np.random.default_rng(8).standard_normal((2, 256)).astype(np.float32)
+    product = jax.jit(lambda layer: matmul(jnp.asarray(x), stack, layer))
+    for layer, dense in enumerate([dense_a[0], dense_b[0], dense_a[1]]):
+        assert relative_error(product(layer), x.astype(np.float64) @ dense.T) < 1e-6
+        assert relative_error(matmul(jnp.asarray(x), stack, layer), x.astype(np.float64) @ dense.T) < 1e-6
+
+
+def test_matmul_under_vmap_and_grad():
+    w, dense = random_weight("q8_0", 9, 8, 64)
+    x = np.random.default_rng(10).standard_normal((5, 64)).astype(np.float32)
+    np.testing.assert_allclose(jax.vmap(lambda row: matmul(row, w))(x), matmul(jnp.asarray(x), w), rtol=2e-5, atol=1e-6)
+    gradient = jax.grad(lambda x: matmul(x, w).sum())(jnp.asarray(x))
+    assert relative_error(gradient, np.broadcast_to(dense.sum(0), x.shape)) < 1e-6
+
+
+def test_matmul_refuses_what_does_not_fit():
+    w, _ = random_weight("q8_0", 11, 8, 64)
+    with pytest.raises(ValueError, match="x ends in 63 but the weight is 8 x 64"):
+        matmul(jnp.zeros((1, 63)), w)
+
+
+def test_quantize_then_multiply_is_near_the_exact_product():
+    rng = np.random.default_rng(12)
+    dense, x = rng.standard_normal((16, 256)).astype(np.float32), rng.standard_normal((4, 256)).astype(np.float32)
+    for format, error in {"f16": 1e-3, "bf16": 8e-3, "q8_0": 1e-2, "q1_0": 0.7}.items():
+        assert relative_error(matmul(jnp.asarray(x), quantize(jnp.asarray(dense), format)), x @ dense.T) < error
+    with pytest.raises(NotImplementedError, match="q2_k has no encoder; formats that have one: .*q1_0"):
+        quantize(jnp.asarray(dense), "q2_k")
+    with pytest.raises(ValueError, match="100 columns are no multiple of its block of 32"):
+        quantize(jnp.zeros((4, 100)), "q8_0")
+
+
+def naive_attention(q, k, v, positions):
+    """One row, float64, query by query. q [T, H, D], k and v [S, Hkv, D]."""
+    T, H, D = q.shape
+    out = np.zeros((T, H, D))
+    for t in range(T):
+        if positions[t] < 0:
+            continue
+        for h in range(H):
+            kv_head = h // (H // k.shape[1])
+            keys, values = k[: positions[t] + 1, kv_head], v[: positions[t] + 1, kv_head]
+            scores = keys @ q[t, h] / np.sqrt(D)
+            weights = np.exp(scores - scores.max())
+            out[t, h] = weights / weights.sum() @ values
+    return out
+
+
+@pytest.mark.parametrize(
+    ("H", "Hkv", "D", "page_size", "pages", "seed"), [(4, 2, 64, 16, 3, 0), (6, 1, 128, 64, 9, 1), (3, 3, 32, 7, 50, 2)]
+)
+def test_attention_reads_shuffled_pages_like_a_contiguous_cache(H, Hkv, D, page_size, pages, seed):
+    rng = np.random.default_rng(seed)
+    B, T, L, capacity = 2, 5, 2, pages * page_size
+    q = rng.standard_normal((B, T, H, D))
+    k, v = rng.standard_normal((2, B, capacity, Hkv, D))
+    table = rng.permutation(B * pages).reshape(B, pages)
+    k_pages, v_pages = np.zeros((2, L, B * pages, page_size, Hkv, D))
+    k_pages[1, table.ravel()] = k.reshape(B * pages, page_size, Hkv, D)
+    v_pages[1, table.ravel()] = v.reshape(B * pages, page_size, Hkv, D)
+    start = rng.integers(0, capacity - T, B)
+    positions = start[:, None] + np.arange(T)
+    positions[0, -2:] = -1  # padding
+    f32 = [jnp.asarray(a, jnp.float32) for a in (q, k_pages, v_pages)]
+    ints = [jnp.asarray(a, jnp.int32) for a in (table, positions)]
+    got = jax.jit(attention)(*f32, *ints, jnp.int32(1), num_keys=int(positions.max()) + 1)
+    for b in range(B):
+        want = naive_attention(q[b], k[b], v[b], positions[b])
+        np.testing.assert_allclose(got[b], want, atol=2e-6)
+
+
+def test_attention_of_known_length_can_be_differentiated():
+    q, k, v = (jax.random.normal(key, (1, 4, 2, 8)) for key in jax.random.split(jax.random.key(0), 3))
+    table, positions = jnp.zeros((1, 1), jnp.int32), jnp.arange(4)[None]
+
+    def loss(v):
+        return attention(q, k[None], v[None], table, positions, 0, num_keys=4).sum()
+
+    numeric = (loss(v.at[0, 1, 0, 0].add(1e-2)) - loss(v.at[0, 1, 0, 0].add(-1e-2))) / 2e-2
+    np.testing.assert_allclose(jax.grad(loss)(v)[0, 1, 0, 0], numeric, rtol=1e-3)
+
+
+def test_choice_is_explained_and_a_named_one_that_cannot_run_is_refused():
+    problem = dispatch.Problem("matmul", "gpu", "f32", (8, 8))
+    verdicts = dispatch.explain(problem)
+    assert [v.impl for v in verdicts if v.taken] == [dispatch.choose(problem)]
+    assert all(v.reason for v in verdicts)
+    with pytest.raises(NotImplementedError, match=r"impl='triton' cannot run matmul f32 8 x 8 on gpu: .*what can: xla"):
+        dispatch.choose(problem, "triton")

@@ -1,0 +1,121 @@
+"""Sampling against a sort-based numpy oracle, and its draws against the distribution they should follow."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bonsai_jax.config import SamplingParams
+from bonsai_jax.sampling import read_prompt, sample, sampler
+
+V = 50
+PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
+
+
+def draws(params, logits, n=4000):
+    """n draws of one row's next token, at n positions."""
+    s = sampler([params], 1, len(logits))
+
+    def draw(position):
+        return sample(s, jnp.asarray(logits, jnp.float32)[None], position[None])[0][0]
+
+    return np.asarray(jax.vmap(draw)(jnp.arange(n)))
+
+
+def kept_by_sorting(logits, params):
+    """Tokens that truncation leaves, by the textbook: sort, cut."""
+    p = np.exp(logits - logits.max())
+    order = np.argsort(-p, kind="stable")
+    if params.top_k:
+        order = order[: params.top_k]
+    q = p[order] / p[order].sum()
+    order = order[: np.searchsorted(np.cumsum(q), params.top_p - 1e-6) + 1]
+    return set(order[p[order] >= params.min_p * p.max()].tolist())
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "change",
+    [{"top_k": 5}, {"top_k": 1}, {"top_p": 0.7}, {"top_p": 0.05}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}],
+    ids=str,
+)
+def test_truncation_keeps_what_sorting_keeps(change, seed):
+    params = dataclasses.replace(PLAIN, **change)
+    logits = np.random.default_rng(seed).normal(0, 2, V)
+    want = kept_by_sorting(logits, params)
+    drawn = draws(dataclasses.replace(params, temperature=50.0), logits)  # nearly uniform over what is kept
+    assert set(drawn.tolist()) == want
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax(temperature):
+    logits = np.random.default_rng(1).normal(0, 1, 8)
+    drawn = draws(dataclasses.replace(PLAIN, temperature=temperature), logits, 20000)
+    want = np.exp(logits / temperature) / np.exp(logits / temperature).sum() * len(drawn)
+    counts = np.bincount(drawn, minlength=8)
+    assert ((counts - want) ** 2 / want).sum() < 24.3  # chi-squared, 7 degrees of freedom, 0.1 %
+
+
+def test_equal_logits_beyond_top_k_are_kept():
+    assert set(draws(dataclasses.replace(PLAIN, top_k=2), np.array([3.0, 1.0, 1.0, 0.0])).tolist()) == {0, 1, 2}
+
+
+def test_rows_keep_their_own_parameters_and_do_not_depend_on_each_other():
+    logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (3, V)), jnp.float32)
+    rows = [SamplingParams(temperature=0.0), dataclasses.replace(PLAIN, seed=7), dataclasses.replace(PLAIN, top_k=1)]
+    together, _ = sample(sampler(rows, 3, V), logits, jnp.array([5, 5, 5]))
+    for i, row in enumerate(rows):
+        alone, _ = sample(sampler([row], 1, V), logits[i : i + 1], jnp.array([5]))
+        assert together[i] == alone[0]
+    assert together[0] == logits[0].argmax() and together[2] == logits[2].argmax()
+
+
+def test_a_shared_seed_counts_up_from_row_to_row():
+    logits = jnp.zeros((2, V))
+    both, _ = sample(sampler(dataclasses.replace(PLAIN, seed=3), 2, V), logits, jnp.array([0, 0]))
+    second, _ = sample(sampler([dataclasses.replace(PLAIN, seed=4)], 1, V), logits[:1], jnp.array([0]))
+    assert both[1] == second[0] and both[0] != both[1]
+
+
+def penalized(params, logits, prompt, answer):
+    """What a greedy row picks after this prompt and answer."""
+    s = read_prompt(sampler([params], 1, V), jnp.array([prompt], jnp.int32).reshape(1, -1), jnp.ones((1, len(prompt)), bool))
+    for token in answer:
+        forced = jnp.where(jnp.arange(V) == token, 1e9, 0.0)[None]
+        _, s = sample(s.replace(temperature=jnp.zeros(1)), forced, jnp.array([0]))
+    return int(sample(s, jnp.asarray(logits, jnp.float32)[None], jnp.array([0]))[0][0])
+
+
+def test_penalties_and_bias_change_what_is_picked():
+    greedy = SamplingParams(temperature=0.0)
+    logits = np.full(V, -10.0)
+    logits[[3, 4]] = 2.0, 1.9
+    assert penalized(greedy, logits, [3], []) == 3
+    # The repetition penalty counts the prompt ...
+    assert penalized(dataclasses.replace(greedy, repetition_penalty=1.2), logits, [3], []) == 4
+    # ... and makes negative logits more negative, not less.
+    assert penalized(dataclasses.replace(greedy, repetition_penalty=1.2), -np.abs(logits) - 1 + 4 * (logits > 0), [4], []) == 3
+    # Presence and frequency count the answer only.
+    assert penalized(dataclasses.replace(greedy, presence_penalty=0.2), logits, [3], []) == 3
+    assert penalized(dataclasses.replace(greedy, presence_penalty=0.2), logits, [], [3]) == 4
+    assert penalized(dataclasses.replace(greedy, frequency_penalty=0.06), logits, [], [3]) == 3
+    assert penalized(dataclasses.replace(greedy, frequency_penalty=0.06), logits, [], [3, 3]) == 4
+    assert penalized(dataclasses.replace(greedy, logit_bias={4: 0.2}), logits, [], []) == 4
+    assert penalized(dataclasses.replace(greedy, logit_bias={3: -1e9, 4: -1e9, 9: 1e9}), logits, [], []) == 9
+
+
+@pytest.mark.parametrize(
+    "bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 1.5}, {"min_p": -0.1}, {"top_k": -1}, {"repetition_penalty": 0.0}]
+)
+def test_parameters_out_of_range_are_refused_by_name(bad):
+    with pytest.raises(ValueError, match=f"SamplingParams: {next(iter(bad))} is "):
+        SamplingParams(**bad)
+
+
+def test_a_bias_beyond_the_vocabulary_and_a_wrong_number_of_rows_are_refused():
+    with pytest.raises(ValueError, match="token 50; the vocabulary has 50"):
+        sampler(SamplingParams(logit_bias={50: 1.0}), 1, V)
+    with pytest.raises(ValueError, match="2 SamplingParams for 3 prompts"):
+        sampler([PLAIN, PLAIN], 3, V)
