@@ -301,7 +301,7 @@ def test_encode_q1_0_equals_its_rule(seed, jit):
             assert abs(int(blocks[row, b, :2].view("<u2")[0]) - int(d.view(np.uint16))) <= 1
 
 
-# The error of a round trip, relative to the largest weight of the block: half a step, and the scale's rounding.
+# The error of a round trip over the block's largest weight: half a step, and the scale's rounding.
 ROUND_TRIP = {"f32": 0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q1_0": None}
 
 

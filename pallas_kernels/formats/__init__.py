@@ -4,17 +4,17 @@ A format module defines
 
     WEIGHTS      weights in one block
     BLOCK        numpy struct dtype of one block as it stands in a file (little-endian, packed)
-    RANDOM       float fields of a random block whose other fields are random codes, such that its weights have
-                 mean near 0 and standard deviation near 1: {field name: value, or a tuple of values of which each
-                 block draws one}
-    random_codes key, shape [...] -> {field: array [..., *field shape]}, valid random codes; absent where any byte
-                 is a valid code
+    RANDOM       float fields of a random block whose other fields are random codes, such that its weights
+                 have mean near 0 and standard deviation near 1: {field name: value, or a tuple of values of
+                 which each block draws one}
+    random_codes key, shape [...] -> {field: array [..., *field shape]}, valid random codes; absent where any
+                 byte is a valid code
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
     quantize     float32 [..., WEIGHTS] -> {field: array}; absent where encoding is not supported
 
-A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of arrays,
-which is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new file is a new
-format.
+A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of
+arrays, which is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new
+file is a new format.
 """
 
 import importlib
@@ -39,7 +39,7 @@ def get(name: str) -> ModuleType:
 
 
 def unpack(name: str, raw) -> dict[str, jax.Array]:
-    """File bytes uint8 [..., K / WEIGHTS * block bytes] -> {field: array [..., K / WEIGHTS, *field shape]}."""
+    """File bytes, uint8 [..., K / WEIGHTS * block bytes] -> {field: [..., K / WEIGHTS, *field shape]}."""
     block = get(name).BLOCK
     if raw.shape[-1] % block.itemsize:
         raise ValueError(
@@ -74,9 +74,9 @@ def random_fields(
 ) -> dict[str, jax.Array]:
     """Random blocks [*lead] as fields, their weights with about this mean and standard deviation.
 
-    Codes are random and valid; scales vary from block to block (0.5 to 1.5 of their mean), so that a kernel which
-    takes the wrong block's scale is found out. A format without codes (f32, f16, bf16)
-    draws normal weights; only there does `mean` count, weights of the others have mean 0.
+    Codes are random and valid; scales vary from block to block (0.5 to 1.5 of their mean), so that a kernel
+    which takes the wrong block's scale is found out. A format without codes (f32, f16, bf16) draws normal
+    weights; only there does `mean` count, the weights of others have mean 0.
     """
     module = get(name)
     scale = std * jax.random.uniform(jax.random.fold_in(key, 0), lead, minval=0.5, maxval=1.5)
@@ -101,4 +101,6 @@ def random_fields(
 
 
 def _layout(block: np.dtype) -> dict[str, tuple[np.dtype, int]]:
-    return {field: (block.fields[field][0], block.fields[field][1]) for field in block.names}
+    return {
+        field: (entry[0], entry[1]) for field, entry in (block.fields or {}).items()
+    }  # in the file's order

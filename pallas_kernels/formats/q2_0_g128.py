@@ -1,4 +1,4 @@
-"""Q2_0, groups of 128 (older PrismML): 128 weights in 34 bytes, 2.125 bits a weight.  w = d * (q - 1),  q in 0..2
+"""Q2_0 of 128 (older PrismML): 128 weights in 34 bytes, 2.125 bits a weight.   w = d * (q - 1),  q in 0..2
 
     d f16 | qs 32 bytes: bits 2(j % 4) of byte j / 4 are weight j
 

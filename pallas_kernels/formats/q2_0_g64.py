@@ -1,4 +1,4 @@
-"""Q2_0, groups of 64 (llama.cpp): 64 weights in 18 bytes, 2.25 bits a weight.   w = d * (q - 1),  q in 0..2
+"""Q2_0 of 64 (llama.cpp): 64 weights in 18 bytes, 2.25 bits a weight.   w = d * (q - 1),  q in 0..2
 
 d f16 | qs 16 bytes: bits 2(j % 4) of byte j / 4 are weight j
 """

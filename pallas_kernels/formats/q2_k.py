@@ -1,9 +1,10 @@
 """Q2_K: 256 weights in 84 bytes, 2.625 bits a weight.   w = d * sc * q - dmin * m
 
-q in 0..3,  sc and m in 0..15
-scales 16 bytes: the low nibble of byte g is sc, the high nibble m of weights 16g .. 16g+15
-qs 64 bytes: bits 2t of byte 32h + b are weight 128h + 32t + b
-d f16 | dmin f16
+q in 0..3, sc and m in 0..15, laid out as
+
+    scales 16 bytes: the low nibble of byte g is sc, the high nibble m of weights 16g .. 16g+15
+    qs 64 bytes: bits 2t of byte 32h + b are weight 128h + 32t + b
+    d f16 | dmin f16
 """
 
 import jax.numpy as jnp

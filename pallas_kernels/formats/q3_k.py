@@ -1,11 +1,12 @@
 """Q3_K: 256 weights in 110 bytes, 3.4375 bits a weight.   w = d * (sc - 32) * (q - 4)
 
-q in 0..7,  sc in 0..63
-hmask 32 bytes: bit t of byte b is bit 2 of weight 32t + b
-qs 64 bytes: bits 2t of byte 32h + b are bits 0-1 of weight 128h + 32t + b
-scales 12 bytes: sc of weights 16g .. 16g+15; bits 0-3 are the low (g < 8) or high nibble of byte g % 8,
-                 bits 4-5 are bits 2(g / 4) of byte 8 + g % 4
-d f16
+q in 0..7, sc in 0..63, laid out as
+
+    hmask 32 bytes: bit t of byte b is bit 2 of weight 32t + b
+    qs 64 bytes: bits 2t of byte 32h + b are bits 0-1 of weight 128h + 32t + b
+    scales 12 bytes: sc of weights 16g .. 16g+15; bits 0-3 are the low (g < 8) or high nibble of byte g % 8,
+                     bits 4-5 are bits 2(g / 4) of byte 8 + g % 4
+    d f16
 """
 
 import jax.numpy as jnp

@@ -8,9 +8,8 @@ import numpy as np
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
-RANDOM = {
-    "d": (-1 / 4.64, 1 / 4.64)
-}  # q - 8 has mean -0.5 (d of either sign, as in files), root mean square 4.64
+# q - 8 has mean -0.5 and root mean square 4.64; d has either sign, as in files, so that weights have mean 0
+RANDOM = {"d": (-1 / 4.64, 1 / 4.64)}
 
 
 def dequantize(block):

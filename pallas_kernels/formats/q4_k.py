@@ -1,15 +1,16 @@
 """Q4_K: 256 weights in 144 bytes, 4.5 bits a weight.   w = d * sc * q - dmin * m
 
-q in 0..15,  sc and m in 0..63
-d f16 | dmin f16
-scales 12 bytes: sc and m of weights 32g .. 32g+31
+q in 0..15, sc and m in 0..63, laid out as
 
-    byte      bits 7-6             bits 5-0
-    0..3      bits 5-4 of sc[4+i]  sc[i]
-    4..7      bits 5-4 of m[4+i]   m[i]
-    8..11     bits 7-4: bits 3-0 of m[4+i], bits 3-0: bits 3-0 of sc[4+i]
+    d f16 | dmin f16
+    scales 12 bytes: sc and m of weights 32g .. 32g+31
 
-qs 128 bytes: the low nibble of byte 32h + b is weight 64h + b, the high nibble weight 64h + 32 + b
+        byte      bits 7-6             bits 5-0
+        0..3      bits 5-4 of sc[4+i]  sc[i]
+        4..7      bits 5-4 of m[4+i]   m[i]
+        8..11     bits 7-4: bits 3-0 of m[4+i], bits 3-0: bits 3-0 of sc[4+i]
+
+    qs 128 bytes: the low nibble of byte 32h + b is weight 64h + b, the high nibble weight 64h + 32 + b
 """
 
 import jax.numpy as jnp

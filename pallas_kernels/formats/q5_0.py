@@ -9,9 +9,8 @@ import numpy as np
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
-RANDOM = {
-    "d": (-1 / 9.25, 1 / 9.25)
-}  # q - 16 has mean -0.5 (d of either sign, as in files), root mean square 9.25
+# q - 16 has mean -0.5 and root mean square 9.25; d has either sign, as in files, so that weights have mean 0
+RANDOM = {"d": (-1 / 9.25, 1 / 9.25)}
 
 
 def codes(block):

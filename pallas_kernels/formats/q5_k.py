@@ -1,9 +1,10 @@
 """Q5_K: 256 weights in 176 bytes, 5.5 bits a weight.   w = d * sc * q - dmin * m
 
-q in 0..31,  sc and m in 0..63
-d f16 | dmin f16 | scales 12 bytes: as in Q4_K
-qh 32 bytes: bit g of byte b is bit 4 of weight 32g + b
-qs 128 bytes: bits 0-3; the low nibble of byte 32h + b is weight 64h + b, the high nibble weight 64h + 32 + b
+q in 0..31, sc and m in 0..63, laid out as
+
+    d f16 | dmin f16 | scales 12 bytes: as in Q4_K
+    qh 32 bytes: bit g of byte b is bit 4 of weight 32g + b
+    qs 128 bytes: bits 0-3; the low nibble of byte 32h + b is weight 64h + b, the high nibble 64h + 32 + b
 """
 
 import jax.numpy as jnp

@@ -1,10 +1,11 @@
 """Q6_K: 256 weights in 210 bytes, 6.5625 bits a weight.   w = d * sc * (q - 32)
 
-q in 0..63,  sc in -128..127
-ql 128 bytes: bits 0-3; the low nibble of byte 64h + b is weight 128h + b, the high nibble 128h + 64 + b
-qh 64 bytes: bits 2t of byte 32h + b are bits 4-5 of weight 128h + 32t + b
-scales 16 signed bytes: sc of weights 16g .. 16g+15
-d f16
+q in 0..63, sc in -128..127, laid out as
+
+    ql 128 bytes: bits 0-3; the low nibble of byte 64h + b is weight 128h + b, the high nibble 128h + 64 + b
+    qh 64 bytes: bits 2t of byte 32h + b are bits 4-5 of weight 128h + 32t + b
+    scales 16 signed bytes: sc of weights 16g .. 16g+15
+    d f16
 """
 
 import jax.numpy as jnp

@@ -6,8 +6,8 @@ Five weights to a byte in base 3:
     qh 4 bytes: digit t < 4 of byte b is weight 240 + 4t + b
     d f16
 
-A byte is the fraction 0.q0 q1 q2 q3 q4 in base 3, times 256 and rounded up: multiply by 3, and the carry is the
-next digit.
+A byte is the fraction 0.q0 q1 q2 q3 q4 in base 3, times 256 and rounded up: multiply by 3, and the carry
+is the next digit.
 """
 
 import jax
