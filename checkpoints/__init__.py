@@ -1,0 +1,65 @@
+"""Model files, wherever they come from, as one value: metadata and named tensors of raw blocks.
+
+    checkpoint = open_checkpoint("model.gguf")       # a GGUF file, split or whole
+    checkpoint = open_checkpoint("folder")           # config.json and *.safetensors, or one GGUF file
+    checkpoint = open_checkpoint("user/repo:Q1_0")   # from the Hugging Face Hub
+    checkpoint = open_checkpoint("synth:bonsai-8b:q1_0")
+    checkpoint.metadata["general.architecture"], checkpoint.tensors["output_norm.weight"].data
+
+Numpy and the standard library suffice; only fetching from the Hub takes huggingface_hub.
+"""
+
+import os
+from pathlib import Path
+
+from .checkpoint import Checkpoint, CheckpointError, RandomTensor, Tensor
+from .gguf import open_gguf, part_paths
+from .gguf_writer import write_gguf
+from .hub import fetch, is_hub_name
+from .safetensors import open_folder
+from .synth import open_synth
+
+__all__ = ["Checkpoint", "CheckpointError", "RandomTensor", "Tensor", "open_checkpoint", "write_gguf"]
+
+
+def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Checkpoint:
+    """Open a model: "synth:<model>:<format>[:seed]", a path, or "user/repo[:quant]" on the Hub.
+
+    A path that exists is taken before a name on the Hub. `offline` keeps the Hub to what is in the cache.
+    Tensors of files are views of memory maps: opening reads the headers only.
+    Raises CheckpointError, with what was found and what is expected, for whatever cannot be opened.
+    """
+    name = os.fspath(source)
+    if name.startswith("synth:"):
+        return open_synth(name)
+    path = os.path.expanduser(name)
+    if not os.path.exists(path) and not name.endswith((".gguf", ".safetensors")) and is_hub_name(name):
+        return _open_path(fetch(name, offline=offline))
+    return _open_path(Path(path))
+
+
+def _open_path(path: Path) -> Checkpoint:
+    if os.path.isdir(path):
+        return _open_directory(path)
+    if not os.path.isfile(path):
+        what = "not a regular file" if os.path.exists(path) else "no such file"
+        raise CheckpointError(
+            f"{path}: {what}; a model is a .gguf file, a Hugging Face folder, "
+            '"user/repo:quant" on the Hub, or "synth:bonsai-8b:q1_0"'
+        )
+    if path.suffix == ".safetensors":
+        raise CheckpointError(
+            f"{path}: a safetensors file alone has no config; open its folder, {path.parent}"
+        )
+    return open_gguf(path)
+
+
+def _open_directory(folder: Path) -> Checkpoint:
+    if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
+        return open_folder(folder)
+    # The parts of a split file count as one.
+    models = sorted({part_paths(path)[0] for path in folder.glob("*.gguf")})
+    if len(models) > 1:
+        names = ", ".join(path.name for path in models[:20])
+        raise CheckpointError(f"{folder}: {len(models)} GGUF files: {names}; name one of them")
+    return open_gguf(models[0]) if models else open_folder(folder)

@@ -1,0 +1,228 @@
+"""Models made of seeded random weights: "synth:<model>:<format>[:seed]".
+
+They have a real model's shapes, metadata and tensor list, so that speed can be measured, and code be tested, where no
+file can be had. Nothing is drawn here: a tensor is a description, and its blocks are made on the device that runs them.
+"""
+
+import dataclasses
+import math
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from .checkpoint import Checkpoint, CheckpointError, RandomTensor
+from .gguf import GEOMETRY, tensor_nbytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Model:
+    architecture: str
+    layers: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    context: int
+    rope_base: float
+    tied: bool
+    specials: int  # id of <|endoftext|>; <|im_start|> and <|im_end|> follow
+    pre_tokenizer: str = "qwen2"
+    yarn: tuple[float, int] | None = None  # factor, original context
+    norm_eps: float = 1e-6
+
+
+_MODELS = {
+    "bonsai-8b": _Model(
+        "qwen3", 36, 4096, 12288, 32, 8, 128, 151669, 65536, 1e6, False, 151643, yarn=(4.0, 16384)
+    ),
+    "bonsai-4b": _Model(
+        "qwen3", 36, 2560, 9728, 32, 8, 128, 151669, 32768, 1e6, True, 151643, yarn=(4.0, 8192)
+    ),
+    "bonsai-1.7b": _Model(
+        "qwen3", 28, 2048, 6144, 16, 8, 128, 151669, 32768, 1e6, True, 151643, yarn=(4.0, 8192)
+    ),
+    "llama-70b": _Model(
+        "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
+    ),
+    # Small enough for any test, and awkward where real models are: grouped heads, a query width that is not the
+    # hidden size (qwen3), YaRN (qwen3), biases (qwen2), tied and untied. Every block size divides every row.
+    "tiny-qwen3": _Model("qwen3", 3, 256, 512, 4, 2, 128, 512, 2048, 1e6, True, 306, yarn=(4.0, 512)),
+    "tiny-qwen2": _Model("qwen2", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, True, 306),
+    "tiny-llama": _Model(
+        "llama", 3, 256, 512, 4, 2, 64, 512, 2048, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
+    ),
+}
+_MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
+_FORMATS = [*_MIXES, *(name for name in GEOMETRY if name not in ("i8", "i16", "i32", "i64", "f64"))]
+
+# The first merges of English; each part is a byte's symbol or the result of an earlier merge.
+_MERGES = """Ġ t|Ġ a|i n|h e|r e|o n|e r|Ġt he|a t|o r|e n|Ġ w|i s|Ġ s|Ġ o|a n|Ġ c|i t|e s|Ġ b|e d|Ġ f|in g|Ġ p|
+o u|Ġa n|a l|a r|Ġt o|Ġ m|Ġo f|Ġ in|Ġ d|Ġ h|Ġan d|a s|l e|i c|o m|i on|Ġt h|Ġ Ġ|ĠĠ ĠĠ|l l|en t|Ġ n|Ġ l|s t|Ġ re|v e"""
+
+_CHAT_TEMPLATE = """{%- for message in messages -%}
+{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+
+
+def open_synth(source: str) -> Checkpoint:
+    """The checkpoint that "synth:<model>:<format>[:seed]" names; the same source, the same weights. Seed is 0 if left out.
+
+    A format is that of every matrix (norms and biases are f32), or one of llama.cpp's mixes q4_k_m and q5_k_m.
+    Raises CheckpointError, with what there is, for an unknown model or format.
+    """
+    parts = source.lower().split(":")
+    if not 3 <= len(parts) <= 4 or parts[0] != "synth":
+        raise CheckpointError(
+            f"{source}: not a synthetic model; write synth:<model>:<format>[:seed], as synth:bonsai-8b:q1_0"
+        )
+    _, name, format, *seeds = parts
+    if name not in _MODELS:
+        raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(_MODELS)}")
+    if format not in _FORMATS:
+        raise CheckpointError(f"{source}: format is {format!r}; there are {', '.join(_FORMATS)}")
+    seed = seeds[0] if seeds else "0"
+    if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 1 << 32):
+        raise CheckpointError(f"{source}: seed is {seed!r}; a number from 0 to {(1 << 32) - 1} is expected")
+    model = _MODELS[name]
+    tensors = {
+        tensor_name: _describe(source, tensor_name, tensor_format, shape, int(seed), mean, std)
+        for tensor_name, tensor_format, shape, mean, std in _tensors(model, format)
+    }
+    return Checkpoint(source=source, naming="gguf", metadata=_metadata(name, model), tensors=tensors)
+
+
+def _describe(source, name, format, shape, seed, mean, std) -> RandomTensor:
+    if shape[-1] % GEOMETRY[format].weights:
+        block = GEOMETRY[format].weights
+        raise CheckpointError(f"{source}: shape of {name} is {shape}; {format} rows are multiples of {block}")
+    # crc32, because Python's hash of a str changes from process to process.
+    seed = zlib.crc32(f"{seed}:{name}".encode())
+    return RandomTensor(name, format, shape, seed, mean, std, tensor_nbytes(format, shape))
+
+
+def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, ...], float, float]]:
+    """Name, format, shape, mean and standard deviation of every tensor.
+
+    Linears keep their input's variance. Those that write to the residual stream are smaller, so that the sum over
+    all layers stays near 1. The output matrix gives logits a deviation of 2.5, as a trained model's are: under a flat
+    distribution an error in the logits would not show.
+    """
+    base = _MIXES.get(format, format)
+    hidden = model.hidden
+    q_width, kv_width = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    residual = 1 / math.sqrt(2 * model.layers)
+
+    def linear(name: str, rows: int, columns: int, format: str = base, gain: float = 1.0):
+        return name, format, (rows, columns), 0.0, gain / math.sqrt(columns)
+
+    def norm(name: str, width: int):
+        return name, "f32", (width,), 1.0, 0.1
+
+    head_format = "q6_k" if format in _MIXES else base
+    if model.tied:
+        yield linear("token_embd.weight", model.vocab, hidden, head_format, 2.5)
+    else:
+        yield "token_embd.weight", base, (model.vocab, hidden), 0.0, 1.0
+    for i in range(model.layers):
+        v_format = down_format = base
+        if format in _MIXES:
+            v_format = down_format = "q6_k" if _more_bits(i, model.layers) else base
+            if model.layers == 80 and v_format == "q4_k":
+                v_format = (
+                    "q5_k"  # llama.cpp's rule for 70B: eight heads share attn_v, so it is small and worth it
+                )
+        yield norm(f"blk.{i}.attn_norm.weight", hidden)
+        yield linear(f"blk.{i}.attn_q.weight", q_width, hidden)
+        yield linear(f"blk.{i}.attn_k.weight", kv_width, hidden)
+        yield linear(f"blk.{i}.attn_v.weight", kv_width, hidden, v_format)
+        if model.architecture == "qwen2":
+            for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
+                yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
+        if model.architecture == "qwen3":
+            yield norm(f"blk.{i}.attn_q_norm.weight", model.head_dim)
+            yield norm(f"blk.{i}.attn_k_norm.weight", model.head_dim)
+        yield linear(f"blk.{i}.attn_output.weight", hidden, q_width, gain=residual)
+        yield norm(f"blk.{i}.ffn_norm.weight", hidden)
+        yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
+        yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
+        yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
+    yield norm("output_norm.weight", hidden)
+    if not model.tied:
+        yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
+
+
+def _more_bits(i: int, layers: int) -> bool:
+    """llama.cpp's `use_more_bits`: the first and last eighth of the layers and every third between get Q6_K."""
+    return i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
+
+
+def _metadata(name: str, model: _Model) -> dict[str, Any]:
+    """What a GGUF file of this model says, under llama.cpp's keys."""
+    hyperparameters = {
+        "block_count": model.layers,
+        "context_length": model.context,
+        "embedding_length": model.hidden,
+        "feed_forward_length": model.ffn,
+        "attention.head_count": model.heads,
+        "attention.head_count_kv": model.kv_heads,
+        "attention.key_length": model.head_dim,
+        "attention.value_length": model.head_dim,
+        "attention.layer_norm_rms_epsilon": model.norm_eps,
+        "rope.freq_base": model.rope_base,
+    }
+    if model.architecture == "llama":
+        hyperparameters |= {"rope.dimension_count": model.head_dim, "vocab_size": model.vocab}
+    if model.yarn:
+        factor, original = model.yarn
+        hyperparameters |= {
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": factor,
+            "rope.scaling.original_context_length": original,
+        }
+    return {
+        "general.architecture": model.architecture,
+        "general.type": "model",
+        "general.name": f"synth {name}",
+        **{f"{model.architecture}.{key}": value for key, value in hyperparameters.items()},
+        **_tokenizer(model),
+    }
+
+
+def _tokenizer(model: _Model) -> dict[str, Any]:
+    """A small but valid byte-level BPE: 256 bytes, 50 merges, ChatML's specials; the other ids are unused."""
+    normal, control, unused = 1, 3, 5  # llama.cpp's token types
+    merges = _MERGES.replace("\n", "").split("|")
+    tokens = [*_byte_symbols(), *(merge.replace(" ", "") for merge in merges)]
+    types = np.full(model.vocab, unused, np.int32)
+    types[: len(tokens)] = normal
+    tokens += [f"<|filler_{i}|>" for i in range(len(tokens), model.vocab)]
+    end_of_text, im_start, im_end = range(model.specials, model.specials + 3)
+    tokens[end_of_text : im_end + 1] = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+    types[end_of_text : im_end + 1] = control
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": model.pre_tokenizer,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.bos_token_id": end_of_text,
+        "tokenizer.ggml.eos_token_id": im_end,
+        "tokenizer.ggml.padding_token_id": end_of_text,
+        "tokenizer.ggml.add_bos_token": False,
+        "tokenizer.chat_template": _CHAT_TEMPLATE,
+    }
+
+
+def _byte_symbols() -> list[str]:
+    """GPT-2's symbol for each byte, in its vocabulary's order: printable bytes as they are, then the rest from U+0100."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
+    return [chr(b) for b in printable] + [chr(256 + i) for i in range(256 - len(printable))]
