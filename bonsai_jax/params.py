@@ -122,7 +122,7 @@ def blocks(tensor: Tensor | RandomTensor) -> jax.Array:
     """A tensor's blocks as they stand in a file, uint8 [*shape[:-1], bytes of a row]; a random one's are drawn."""
     if isinstance(tensor, Tensor):
         return jnp.asarray(tensor.data)
-    return formats.pack(tensor.format, _random_fields(tensor.format, tensor.shape, tensor.seed, tensor.mean, tensor.std))
+    return formats.pack(tensor.format, _draw(tensor))
 
 
 def _match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, list[Tensor | RandomTensor]]:
@@ -189,7 +189,7 @@ def _matrix(t: Tensor | RandomTensor, impl: str, decoded: bool) -> QTensor:
     if isinstance(t, Tensor):
         w = _unpack(jnp.asarray(t.data), t.format, held)
     else:
-        w = QTensor(_random_fields(t.format, t.shape, t.seed, t.mean, t.std), t.format, t.shape)
+        w = QTensor(_draw(t), t.format, t.shape)
         w = w if held == t.format else _decode(w)
     return w.replace(impl=chosen)
 
@@ -203,6 +203,10 @@ def _unpack(raw: jax.Array, format: str, held: str) -> QTensor:
 @jax.jit
 def _decode(w: QTensor) -> QTensor:
     return qtensor.quantize(qtensor.dequantize(w), "f32")
+
+
+def _draw(t: RandomTensor) -> dict[str, jax.Array]:
+    return _random_fields(t.format, t.shape, np.uint32(t.seed), t.mean, t.std)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "shape"))

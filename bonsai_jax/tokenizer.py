@@ -352,8 +352,8 @@ class _GgufVocabulary:
             raise ValueError(f"tokenizer.ggml.token_type[{bad[0]}] = {kinds[bad[0]]}: expected 1 to 6")
         kinds = bytearray(np.where(kinds == 0, UNUSED, kinds).astype(np.uint8).tobytes())
         if "" in texts:
-            texts = [text or f"[EMPTY_{id}]" for id, text in enumerate(original := texts)]
-            kinds = bytearray(kind if text else UNUSED for text, kind in zip(original, kinds, strict=True))
+            kinds = bytearray(kind if text else UNUSED for text, kind in zip(texts, kinds, strict=True))
+            texts = [text or f"[EMPTY_{id}]" for id, text in enumerate(texts)]
         ids = dict(zip(texts, range(len(texts)), strict=True))
         if len(ids) != len(texts):
             id = next(id for id, text in enumerate(texts) if ids[text] != id)

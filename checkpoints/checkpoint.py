@@ -9,7 +9,7 @@ import numpy as np
 
 
 class CheckpointError(ValueError):
-    """A model file that is broken, hostile or absent. The message names the file, the field, the value and the limit."""
+    """A model file that is broken, hostile or absent. Names the file, the field, the value and the limit."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Tensor:
     """A tensor as it lies in a file, blocks undecoded.
 
     name     the file's own name for it
-    format   name of its quantization format ("q1_0", "q4_k", "f32"): a file of pallas_kernels/formats, if supported
+    format   name of its quantization format ("q1_0", "q4_k", "f32"): if supported, a file of
+             pallas_kernels/formats
     shape    logical shape, row-major as in numpy: (rows, columns); blocks run along the columns
     data     uint8 [*shape[:-1], bytes of a row], a read-only view of the memory-mapped file
     """
@@ -53,8 +54,9 @@ class Checkpoint:
     """A model's file or files.
 
     source    what the user asked for, for messages
-    naming    whose names tensors and metadata keys have: GGUF's ("blk.0.attn_q.weight", "qwen3.block_count") or
-              Hugging Face's ("model.layers.0.self_attn.q_proj.weight", config.json's keys)
+    naming    whose names tensors and metadata keys have: GGUF's ("blk.0.attn_q.weight",
+              "qwen3.block_count") or Hugging Face's ("model.layers.0.self_attn.q_proj.weight",
+              config.json's keys)
     metadata  GGUF key-value pairs (arrays as numpy arrays or lists of str), or the content of config.json
     tensors   by name, in file order
     folder    where tokenizer.json and its kin lie, for Hugging Face folders

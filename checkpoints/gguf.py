@@ -6,8 +6,9 @@
     padding to `general.alignment`
     data: each tensor at its offset, a multiple of the alignment
 
-A file comes from a stranger: every number is checked against the bytes that are there before it is used, and the cost
-of reading is bounded by MAX_HEADER, whatever the file claims. Tensors are views of the memory map; nothing is copied.
+A file comes from a stranger: every number is checked against the bytes that are there before it is used, and
+the cost of reading is bounded by MAX_HEADER, whatever the file claims. Tensors are views of the memory map;
+nothing is copied.
 """
 
 import mmap
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .checkpoint import Checkpoint, CheckpointError, Tensor
+from .geometry import GEOMETRY, NAME_OF_ID, SHARED_ID, SHARED_LAYOUTS, tensor_nbytes
 
 MAX_HEADER = 64 << 20  # bytes of metadata and tensor list; the largest vocabularies come to about 20 MB
 MAX_KEYS = MAX_TENSORS = 1 << 16
@@ -26,62 +28,6 @@ MAX_NAME = (1 << 16) - 1
 MAX_DEPTH = 4  # of arrays within arrays
 MAX_ALIGNMENT = 1 << 20
 MAX_PARTS = 1000
-
-SHARED_ID = 42  # three layouts carry this id; `_shared_layout` tells them apart
-SHARED_LAYOUTS = ("q2_0_g64", "q2_0_g128", "tq2_0_g128")
-
-
-class Geometry(NamedTuple):
-    """How a format cuts a row: `weights` to a block of `bytes`."""
-
-    id: int
-    weights: int
-    bytes: int
-
-
-# Every tensor type that files hold, decoded here or not: what is not can still be listed and measured.
-GEOMETRY = {
-    "f32": Geometry(0, 1, 4),
-    "f16": Geometry(1, 1, 2),
-    "q4_0": Geometry(2, 32, 18),
-    "q4_1": Geometry(3, 32, 20),
-    "q5_0": Geometry(6, 32, 22),
-    "q5_1": Geometry(7, 32, 24),
-    "q8_0": Geometry(8, 32, 34),
-    "q8_1": Geometry(9, 32, 40),
-    "q2_k": Geometry(10, 256, 84),
-    "q3_k": Geometry(11, 256, 110),
-    "q4_k": Geometry(12, 256, 144),
-    "q5_k": Geometry(13, 256, 176),
-    "q6_k": Geometry(14, 256, 210),
-    "q8_k": Geometry(15, 256, 292),
-    "iq2_xxs": Geometry(16, 256, 66),
-    "iq2_xs": Geometry(17, 256, 74),
-    "iq3_xxs": Geometry(18, 256, 98),
-    "iq1_s": Geometry(19, 256, 50),
-    "iq4_nl": Geometry(20, 32, 18),
-    "iq3_s": Geometry(21, 256, 110),
-    "iq2_s": Geometry(22, 256, 82),
-    "iq4_xs": Geometry(23, 256, 136),
-    "i8": Geometry(24, 1, 1),
-    "i16": Geometry(25, 1, 2),
-    "i32": Geometry(26, 1, 4),
-    "i64": Geometry(27, 1, 8),
-    "f64": Geometry(28, 1, 8),
-    "iq1_m": Geometry(29, 256, 56),
-    "bf16": Geometry(30, 1, 2),
-    "tq1_0": Geometry(34, 256, 54),
-    "tq2_0": Geometry(35, 256, 66),
-    "mxfp4": Geometry(39, 32, 17),
-    "nvfp4": Geometry(40, 64, 36),
-    "q1_0": Geometry(41, 128, 18),
-    "q2_0_g64": Geometry(SHARED_ID, 64, 18),  # llama.cpp: f16 d, qs[16]
-    "q2_0_g128": Geometry(SHARED_ID, 128, 34),  # PrismML: f16 d, qs[32]
-    "tq2_0_g128": Geometry(SHARED_ID, 128, 34),  # OxiBonsai: qs[32], f16 d
-    "pq2_0": Geometry(142, 128, 34),
-    "ptq1_0": Geometry(143, 128, 28),
-}
-NAME_OF_ID = {g.id: name for name, g in GEOMETRY.items() if g.id != SHARED_ID}
 
 # Metadata value types. Scalars are read by `struct`, arrays by numpy.
 BOOL, STRING, ARRAY = 7, 8, 9
@@ -108,30 +54,28 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 def open_gguf(path: str | Path) -> Checkpoint:
     """Open a GGUF file, version 2 or 3; opening any part of a split file opens all of it.
 
-    Metadata: integers, floats, bools and str as Python's own, arrays as read-only numpy views, arrays of strings as
-    list[str], arrays of arrays as lists. The keys `split.*` are checked and then left out: the checkpoint is whole.
+    Metadata: integers, floats, bools and str as Python's own, arrays as read-only numpy views, arrays of
+    strings as list[str], arrays of arrays as lists. The keys `split.*` are checked and then left out: the
+    checkpoint is whole.
     Tensor shapes are row-major, the reverse of the file's order.
     Raises CheckpointError, naming file, field, value and limit.
     """
     path = Path(path)
     parts = _open_parts(path)
-    shared = _shared_layout([part for part in parts if any(info.type == SHARED_ID for info in part.infos)])
+    shared = _shared_layout(parts)
+    names = NAME_OF_ID if shared is None else {**NAME_OF_ID, SHARED_ID: shared}
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for info in part.infos:
             if info.name in tensors:
-                raise _error(
-                    part.path, "tensor name", _short(info.name), "an earlier part has a tensor of this name"
-                )
-            tensors[info.name] = _tensor(
-                part, info, shared if info.type == SHARED_ID else NAME_OF_ID[info.type]
-            )
+                raise _error(part.path, "tensor name", _short(info.name), "an earlier part has this tensor")
+            tensors[info.name] = _tensor(part, info, names[info.type])
     metadata = {key: value for key, value in parts[0].metadata.items() if not key.startswith("split.")}
     return Checkpoint(source=str(path), naming="gguf", metadata=metadata, tensors=tensors)
 
 
 def part_paths(path: str | Path) -> list[Path]:
-    """The files of the split file that `path` is a part of, by its name alone; just `path` if it is not split."""
+    """All parts of the split file that `path` is one of, going by its name; [path] if it is not split."""
     path = Path(path)
     match = _PART_NAME.fullmatch(path.name)
     if not match:
@@ -148,7 +92,7 @@ def part_paths(path: str | Path) -> list[Path]:
 
 
 class _Info(NamedTuple):
-    """A tensor as the header describes it. `room` is the bytes from its offset to the next tensor or the file's end."""
+    """A tensor as the header describes it. `room`: bytes from its offset to the next tensor or the end."""
 
     name: str
     type: int
@@ -435,26 +379,19 @@ def _tensor(part: _Part, info: _Info, format: str) -> Tensor:
     return Tensor(info.name, format, info.shape, data.reshape(*info.shape[:-1], row))
 
 
-def tensor_nbytes(format: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of this shape. The last dimension is a multiple of the format's block."""
-    blocks = shape[-1] // GEOMETRY[format].weights
-    for dim in shape[:-1]:
-        blocks *= dim
-    return blocks * GEOMETRY[format].bytes
-
-
 def _shared_layout(parts: list[_Part]) -> str | None:
-    """Which of the three layouts that share id 42 these parts hold: one layout for the whole file.
+    """Which of the three layouts that share id 42 these parts hold, one for all; None if they hold none.
 
-    First by room. 128 weights take 36 bytes in groups of 64 and 34 in groups of 128; writers place tensors back to
-    back, padded to the alignment. So a layout that needs more than the room of any tensor is out, and one that fills
-    the room of all, up to the padding, beats one that leaves gaps. (A tensor too small for its padding to tell fits
-    both.) Then, among what is left, by the scales: where a layout has its float16 d, real files have finite numbers
-    of moderate size that are not negative; codes read as float16 are negative or out of range in two blocks of three.
+    First by room. 128 weights take 36 bytes in groups of 64 and 34 in groups of 128; writers place tensors
+    back to back, padded to the alignment. So a layout that needs more than the room of any tensor is out, and
+    one that fills the room of all, up to the padding, beats one that leaves gaps. (A tensor too small for its
+    padding to tell fits both.) Then, among what is left, by the scales: where a layout has its float16 d,
+    real files have finite numbers of moderate size that are not negative; codes read as float16 are negative
+    or out of range in two blocks of three.
     """
-    if not parts:
-        return None
     tensors = [(part, info) for part in parts for info in part.infos if info.type == SHARED_ID]
+    if not tensors:
+        return None
     fits, fills = [], []
     for layout in SHARED_LAYOUTS:
         if any(info.shape[-1] % GEOMETRY[layout].weights for _, info in tensors):
@@ -470,14 +407,16 @@ def _shared_layout(parts: list[_Part]) -> str | None:
                 fills.append(layout)
     part, info = tensors[0]
     if not fits:
-        limit = f"none of {', '.join(SHARED_LAYOUTS)} divides the rows and fits before the next tensor in all of them"
+        limit = f"none of {', '.join(SHARED_LAYOUTS)} divides the rows and fits the room of all of them"
         raise _error(
             part.path, f"type of {_short(info.name)} and the rest of type {SHARED_ID}", SHARED_ID, limit
         )
     plausible = {layout: _plausible_scales(layout, tensors) for layout in fills or fits}
     best = max(plausible, key=lambda layout: plausible[layout])
     if plausible[best] < 0.75:
-        limit = f"in none of {', '.join(plausible)} are the scales plausible (at best {plausible[best]:.0%} of a sample)"
+        limit = (
+            f"the scales are implausible as {', '.join(plausible)} (at best {plausible[best]:.0%} are sound)"
+        )
         raise _error(part.path, f"type of {_short(info.name)}", SHARED_ID, limit)
     return best
 

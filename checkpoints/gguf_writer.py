@@ -11,13 +11,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .checkpoint import CheckpointError, Tensor
-from .gguf import ARRAY, BOOL, GEOMETRY, MAX_ALIGNMENT, SCALARS, STRING
+from .geometry import GEOMETRY
+from .gguf import ARRAY, MAX_ALIGNMENT, SCALARS, STRING
 
 VERSION = 3
 MAX_TENSOR_NAME = 63  # bytes; llama.cpp keeps names in 64 with the closing zero
 
 _TYPE_OF_DTYPE = {dtype: kind for kind, dtype in SCALARS.items()}
-# Python ints have no width of their own: the first type that holds them. Arrays prefer i32, as llama.cpp's do.
+# Python ints have no width of their own: the first type that holds them. Arrays prefer i32, as llama.cpp
+# does.
 _INT, _INTS = ("<u4", "<i4", "<i8", "<u8"), ("<i4", "<u4", "<i8", "<u8")
 
 
@@ -26,13 +28,14 @@ def write_gguf(
 ) -> None:
     """Write a GGUF file, version 3.
 
-    Metadata types: str; bool; int -> u32, else i32, i64, u64, the first that holds it; float -> f32; numpy scalars
-    and arrays keep their dtype. A list is an array of one type by the same rules, except that ints prefer i32; a list
-    of lists, or a numpy array of more dimensions, is an array of arrays. `split.*` keys are left out and
-    `general.alignment` is this call's, so that the metadata of an open checkpoint can be passed as it is.
+    Metadata types: str; bool; int -> u32, else i32, i64, u64, the first that holds it; float -> f32; numpy
+    scalars and arrays keep their dtype. A list is an array of one type by the same rules, except that ints
+    prefer i32; a list of lists, or a numpy array of more dimensions, is an array of arrays. `split.*` keys
+    are left out and `general.alignment` is this call's, so that the metadata of an open checkpoint can be
+    passed as it is.
 
-    `tensors` may be a generator: each tensor is written when it comes and not kept. The bytes go to temporary files
-    in the same folder and `path` appears, or is replaced, only when all is written.
+    `tensors` may be a generator: each tensor is written when it comes and not kept. The bytes go to temporary
+    files in the same folder and `path` appears, or is replaced, only when all is written.
     Raises CheckpointError for a value, tensor or name that a GGUF file cannot hold.
     """
     path = Path(path)
@@ -114,7 +117,7 @@ def _encode(value: Any) -> tuple[int, bytes]:
     """A value's type and bytes."""
     if isinstance(value, str):
         return STRING, _string(value.encode())
-    if isinstance(value, list | tuple) or isinstance(value, np.ndarray) and value.ndim:
+    if isinstance(value, list | tuple) or (isinstance(value, np.ndarray) and value.ndim):
         return ARRAY, _encode_array(value)
     if isinstance(value, bool | int | float) and not isinstance(value, np.generic):
         value = np.array(value, _dtype([value], _INT))

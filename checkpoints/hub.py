@@ -30,10 +30,11 @@ def is_hub_name(source: str) -> bool:
 def fetch(source: str, *, offline: bool = False) -> Path:
     """The local path of "user/repo[:quant]", downloaded if it is not in the cache: a GGUF file or a folder.
 
-    `quant` picks among a repository's GGUF files by a part of their names ("q4_k_m" finds "x-Q4_K_M.gguf"); all parts
-    of a split file are fetched. A repository without GGUF files is fetched as a Hugging Face folder. Progress bars are
-    huggingface_hub's. `offline`, or HF_HUB_OFFLINE=1, looks into the cache alone.
-    Raises CheckpointError if there is no such repository or file, if several match, or if the Hub cannot be reached.
+    `quant` picks among a repository's GGUF files by a word of their names ("q4_k_m" finds "x-Q4_K_M.gguf");
+    all parts of a split file are fetched. A repository without GGUF files is fetched as a Hugging Face
+    folder. Progress bars are huggingface_hub's. `offline`, or HF_HUB_OFFLINE=1, looks into the cache alone.
+    Raises CheckpointError if there is no such repository or file, if several match, or if the Hub cannot be
+    reached.
     """
     try:
         import huggingface_hub as hub
@@ -41,7 +42,13 @@ def fetch(source: str, *, offline: bool = False) -> Path:
         raise CheckpointError(
             f"{source}: names a model on the Hub, which takes the package {e.name}; install it"
         ) from e
-    from huggingface_hub.errors import GatedRepoError, HFValidationError, HTTPError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        # The base of what its HTTP library raises: requests, httpx or httpx2, by version.
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage]
+        RepositoryNotFoundError,
+    )
 
     match = _NAME.fullmatch(source)
     if not match:
@@ -66,7 +73,7 @@ def fetch(source: str, *, offline: bool = False) -> Path:
         ) from e
     except (RepositoryNotFoundError, HFValidationError) as e:
         raise CheckpointError(
-            f"{source}: no such file or folder here, and no such repository on the Hub (or a private one: `hf auth login`)"
+            f"{source}: no such file, and no such repository on the Hub (or a private one: `hf auth login`)"
         ) from e
     except (HTTPError, OSError) as e:
         reason = (str(e).splitlines() or [type(e).__name__])[0]
@@ -88,7 +95,7 @@ def _cached(source: str, repo: str, quant: str | None) -> Path:
     except (LocalEntryNotFoundError, HFValidationError) as e:
         raise CheckpointError(f"{source}: not in the cache, and offline; {remedy}") from e
     names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*.gguf"))]
-    sizes = {name: (folder / name).stat().st_size for name in names if _is_model(name)}
+    sizes: dict[str, int | None] = {name: (folder / name).stat().st_size for name in names if _is_model(name)}
     if not sizes and not quant:
         if not (folder / "config.json").is_file():
             raise CheckpointError(

@@ -2,8 +2,8 @@
 
     u64 length | JSON of that length: {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...} | data
 
-The header is read here, not by the safetensors package: numpy has no bfloat16, and raw bytes are what a Tensor holds.
-As in gguf.py, every number is checked before it is used, and data is a view of the memory map.
+The header is read here, not by the safetensors package: numpy has no bfloat16, and raw bytes are what a
+Tensor holds. As in gguf.py, every number is checked before it is used, and data is a view of the memory map.
 """
 
 import json
@@ -21,9 +21,10 @@ FORMATS = {"F32": ("f32", 4), "F16": ("f16", 2), "BF16": ("bf16", 2)}
 
 
 def open_folder(folder: str | Path) -> Checkpoint:
-    """Open a Hugging Face folder: metadata is config.json, tensors come from *.safetensors, single or sharded.
+    """Open a Hugging Face folder: config.json is the metadata, *.safetensors hold the tensors.
 
-    Tensors are f32, f16 or bf16. With model.safetensors.index.json, the shards must hold exactly what it lists.
+    Tensors are f32, f16 or bf16. With model.safetensors.index.json, the shards must hold exactly what it
+    lists.
     Raises CheckpointError, naming file, field, value and limit.
     """
     folder = Path(folder)
@@ -53,11 +54,12 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
         raise CheckpointError(
             f"{index}: weight_map is {_short(weight_map)}; an object of tensor to file is expected"
         )
-    # Plain names only: an index must not reach out of its folder. (A shard may be a link: the Hub's cache uses them.)
+    # Plain names only: an index must not reach out of its folder. (A shard may be a link: the Hub's cache
+    # uses them.)
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or not shard.endswith(".safetensors") or set(shard) & set("/\\:\0"):
             raise CheckpointError(
-                f"{index}: file of {_short(name)} is {_short(shard)}; the plain name of a .safetensors file is expected"
+                f"{index}: file of {_short(name)} is {_short(shard)}; a plain .safetensors name is expected"
             )
     tensors: dict[str, Tensor] = {}
     for shard in dict.fromkeys(weight_map.values()):
@@ -134,7 +136,7 @@ def _span(path: Path, name: str, entry: Any, size: int) -> tuple[int, int]:
         )
     if not _counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= size:
         raise CheckpointError(
-            f"{path}: data_offsets of {short} is {_short(offsets)}; [begin, end] inside {size} bytes of data are expected"
+            f"{path}: data_offsets of {short} is {_short(offsets)}; [begin, end] within {size} is expected"
         )
     nbytes = FORMATS[dtype][1]
     for dim in shape:

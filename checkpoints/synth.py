@@ -1,7 +1,8 @@
 """Models made of seeded random weights: "synth:<model>:<format>[:seed]".
 
-They have a real model's shapes, metadata and tensor list, so that speed can be measured, and code be tested, where no
-file can be had. Nothing is drawn here: a tensor is a description, and its blocks are made on the device that runs them.
+They have a real model's shapes, metadata and tensor list, so that speed can be measured, and code be tested,
+where no file can be had. Nothing is drawn here: a tensor is a description, and its blocks are made on the
+device that runs them.
 """
 
 import dataclasses
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .checkpoint import Checkpoint, CheckpointError, RandomTensor
-from .gguf import GEOMETRY, tensor_nbytes
+from .geometry import GEOMETRY, tensor_nbytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,9 @@ _MODELS = {
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
     ),
-    # Small enough for any test, and awkward where real models are: grouped heads, a query width that is not the
-    # hidden size (qwen3), YaRN (qwen3), biases (qwen2), tied and untied. Every block size divides every row.
+    # Small enough for any test, and awkward where real models are: grouped heads, a query width that is not
+    # the hidden size (qwen3), YaRN (qwen3), biases (qwen2), tied and untied. Every block size divides every
+    # row.
     "tiny-qwen3": _Model("qwen3", 3, 256, 512, 4, 2, 128, 512, 2048, 1e6, True, 306, yarn=(4.0, 512)),
     "tiny-qwen2": _Model("qwen2", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, True, 306),
     "tiny-llama": _Model(
@@ -57,11 +59,14 @@ _MODELS = {
     ),
 }
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
-_FORMATS = [*_MIXES, *(name for name in GEOMETRY if name not in ("i8", "i16", "i32", "i64", "f64"))]
+_NOT_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k")
+_FORMATS = [*_MIXES, *(name for name in GEOMETRY if name not in _NOT_WEIGHTS)]
 
 # The first merges of English; each part is a byte's symbol or the result of an earlier merge.
-_MERGES = """Ġ t|Ġ a|i n|h e|r e|o n|e r|Ġt he|a t|o r|e n|Ġ w|i s|Ġ s|Ġ o|a n|Ġ c|i t|e s|Ġ b|e d|Ġ f|in g|Ġ p|
-o u|Ġa n|a l|a r|Ġt o|Ġ m|Ġo f|Ġ in|Ġ d|Ġ h|Ġan d|a s|l e|i c|o m|i on|Ġt h|Ġ Ġ|ĠĠ ĠĠ|l l|en t|Ġ n|Ġ l|s t|Ġ re|v e"""
+_MERGES = """\
+Ġ t|Ġ a|i n|h e|r e|o n|e r|Ġt he|a t|o r|e n|Ġ w|i s|Ġ s|Ġ o|a n|Ġ c|i t|e s|Ġ b|e d|Ġ f|in g|Ġ p|
+o u|Ġa n|a l|a r|Ġt o|Ġ m|Ġo f|Ġ in|Ġ d|Ġ h|Ġan d|a s|l e|i c|o m|i on|Ġt h|Ġ Ġ|ĠĠ ĠĠ|l l|en t|Ġ n|
+Ġ l|s t|Ġ re|v e"""
 
 _CHAT_TEMPLATE = """{%- for message in messages -%}
 {{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
@@ -70,9 +75,10 @@ _CHAT_TEMPLATE = """{%- for message in messages -%}
 
 
 def open_synth(source: str) -> Checkpoint:
-    """The checkpoint that "synth:<model>:<format>[:seed]" names; the same source, the same weights. Seed is 0 if left out.
+    """The checkpoint that "synth:<model>:<format>[:seed]" names. Without a seed it is 0.
 
-    A format is that of every matrix (norms and biases are f32), or one of llama.cpp's mixes q4_k_m and q5_k_m.
+    A format is that of every matrix (norms and biases are f32), or one of llama.cpp's mixes q4_k_m and
+    q5_k_m.
     Raises CheckpointError, with what there is, for an unknown model or format.
     """
     parts = source.lower().split(":")
@@ -108,9 +114,9 @@ def _describe(source, name, format, shape, seed, mean, std) -> RandomTensor:
 def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, ...], float, float]]:
     """Name, format, shape, mean and standard deviation of every tensor.
 
-    Linears keep their input's variance. Those that write to the residual stream are smaller, so that the sum over
-    all layers stays near 1. The output matrix gives logits a deviation of 2.5, as a trained model's are: under a flat
-    distribution an error in the logits would not show.
+    Linears keep their input's variance. Those that write to the residual stream are smaller, so that the sum
+    over all layers stays near 1. The output matrix gives logits a deviation of 2.5, as a trained model's are:
+    under a flat distribution an error in the logits would not show.
     """
     base = _MIXES.get(format, format)
     hidden = model.hidden
@@ -157,7 +163,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
 
 
 def _more_bits(i: int, layers: int) -> bool:
-    """llama.cpp's `use_more_bits`: the first and last eighth of the layers and every third between get Q6_K."""
+    """llama.cpp's `use_more_bits`: the first and last eighth of the layers, and every third between."""
     return i < layers // 8 or i >= 7 * layers // 8 or (i - layers // 8) % 3 == 2
 
 
@@ -201,7 +207,7 @@ def _tokenizer(model: _Model) -> dict[str, Any]:
     types = np.full(model.vocab, unused, np.int32)
     types[: len(tokens)] = normal
     tokens += [f"<|filler_{i}|>" for i in range(len(tokens), model.vocab)]
-    end_of_text, im_start, im_end = range(model.specials, model.specials + 3)
+    end_of_text, im_end = model.specials, model.specials + 2
     tokens[end_of_text : im_end + 1] = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
     types[end_of_text : im_end + 1] = control
     return {
@@ -219,7 +225,7 @@ def _tokenizer(model: _Model) -> dict[str, Any]:
 
 
 def _byte_symbols() -> list[str]:
-    """GPT-2's symbol for each byte, in its vocabulary's order: printable bytes as they are, then the rest from U+0100."""
+    """GPT-2's symbol for each byte, in its vocabulary's order: printable ones themselves, others from U+0100."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

@@ -114,11 +114,11 @@ def test_shuffled_pages_give_the_same_bits_as_pages_in_order():
 
 def test_the_cache_is_donated_and_updated_in_place():
     model = tiny()
-    state = prefilled(model, [prompt(5)])
+    state = prefilled(model, [prompt(5)], context=2048)
     cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
     compiled = core.decode_jit.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
-    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes + 2 * 4 * model.config.ffn * model.config.hidden
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2  # XLA's dots on CPU copy one layer's weights
     before = state.cache.k.unsafe_buffer_pointer()
     after, _ = core.decode_jit(model.params, state, model.config, limit=4, size=8)
     assert state.cache.k.is_deleted() and state.cache.v.is_deleted()
