@@ -9,8 +9,10 @@ Below the functions on text stand pure functions on arrays: `prefill`, `step`, `
 `State`, which can be put under jit, vmap and shard_map.
 """
 
+import importlib
 import importlib.util
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 for _name in ("checkpoints", "pallas_kernels"):
     # In a notebook, a folder of this name in the working directory comes before the installed package.
@@ -22,11 +24,33 @@ for _name in ("checkpoints", "pallas_kernels"):
             f"{_found or 'none'}; rename that folder, or start Python in another one"
         )
 
-from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
-from bonsai_jax.decoding import State, decode, generate_tokens, prefill, start, step
-from bonsai_jax.model import Model, Output, Piece, from_checkpoint, generate, iter_logits, load, logits, new_state, stream
-from bonsai_jax.tokenizer import Tokenizer
-from checkpoints import CheckpointError
+if TYPE_CHECKING:
+    from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
+    from bonsai_jax.decoding import State, decode, generate_tokens, prefill, start, step
+    from bonsai_jax.model import Model, Output, Piece, from_checkpoint, generate, iter_logits, load, logits, new_state, stream
+    from bonsai_jax.tokenizer import Tokenizer
+    from checkpoints import CheckpointError
+
+# Imported when first used: jax takes a second or two, which `bonsai-jax --help` need not wait for.
+_HOMES = {
+    "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
+    "bonsai_jax.decoding": ("State", "decode", "generate_tokens", "prefill", "start", "step"),
+    "bonsai_jax.model": (
+        *("Model", "Output", "Piece", "from_checkpoint", "generate", "iter_logits", "load", "logits"),
+        *("new_state", "stream"),
+    ),
+    "bonsai_jax.tokenizer": ("Tokenizer",),
+    "checkpoints": ("CheckpointError",),
+}
+
+
+def __getattr__(name: str):
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(home), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CheckpointError",

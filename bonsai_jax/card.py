@@ -3,15 +3,21 @@
 import functools
 import math
 import os
+import resource
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
+from bonsai_jax import architectures
 from bonsai_jax import cache as kv
 from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.params import Params
 from checkpoints import Checkpoint
+from pallas_kernels import QTensor
 
 # Bytes per second of a large device-to-device copy, read plus written, as measured (benchmarks/LOG.md).
 MEASURED_COPY = {"NVIDIA H200": 4.3e12}
@@ -61,23 +67,63 @@ def device_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def peak_memory() -> int:
+    """Most bytes held so far: by XLA on the device, or on CPU by this process in all (its largest resident set)."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "peak_bytes_in_use" in stats:
+        return stats["peak_bytes_in_use"]
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def driver() -> str | None:
+    """Version of the NVIDIA driver; None without one."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        lines = subprocess.run(query, capture_output=True, text=True, timeout=10).stdout.split()
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return lines[0] if lines else None
+
+
 @functools.cache
 def bandwidth() -> float:
     """Bytes per second that the default device's memory moves, the denominator of every ceiling share.
 
-    Known devices: their measured copy rate. Others: the best of a few copies of 256 MiB, timed here (about 0.3 s).
+    Known devices: their measured copy rate. Others are timed here, in a third of a second and the best of several
+    times: a GPU by copying 256 MiB (read plus written), a CPU by reading 128 MiB, because there a copy into new memory
+    is mostly page faults and decoding only reads.
     """
     if device_name() in MEASURED_COPY:
         return MEASURED_COPY[device_name()]
-    x = jnp.ones(2**26, jnp.float32)
-    copy = jax.jit(lambda x: x + 1)
-    jax.block_until_ready(copy(x))
+    on_cpu = jax.default_backend() == "cpu"
+    x = jnp.ones((2**13 if on_cpu else 2**14, 2**12), jnp.float32)
+    move = jax.jit(lambda x: x.max(axis=0) if on_cpu else x + 1)
+    moved = jax.block_until_ready(move(x)).nbytes + x.nbytes
     times = []
-    for _ in range(5):
+    for _ in range(10):
         began = time.perf_counter()
-        jax.block_until_ready(copy(x))
+        jax.block_until_ready(move(x))
         times.append(time.perf_counter() - began)
-    return 2 * x.nbytes / min(times)
+    return moved / min(times)
+
+
+def impl_names(params: Params) -> str:
+    """The matmul implementations that these weights were loaded for: "xla", or "mosaic+xla" where they differ."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return "+".join(sorted({leaf.impl for leaf in leaves if isinstance(leaf, QTensor)}))
+
+
+def step_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
+    """Weight bytes that one decode step reads, of a model that is not loaded: all but the embedding's, where a matrix
+    of its own gives the logits."""
+    specs = architectures.get(architectures.config_of(checkpoint).architecture).TENSORS
+    names = {spec.field: spec.name(checkpoint.naming) for spec in specs}
+    everything = held_bytes(checkpoint, run)
+    if names["head"] not in checkpoint.tensors:
+        return everything
+    embed = checkpoint.tensors[names["embed"]]
+    return everything - (4 * math.prod(embed.shape) if run.weights == "decoded" else embed.nbytes)
 
 
 def decode_bytes(weight_bytes: int, config: ModelConfig, run: RunConfig, depths: Sequence[int]) -> int:

@@ -56,7 +56,7 @@ def prefill(
     tokens   int32 [B, T], prompts padded at the end. T decides what is compiled: see `bucket`
     lengths  int32 [B], 1 to T
     """
-    hidden, cache = _read(params, state.cache, tokens, lengths, config)
+    hidden, cache = read(params, state.cache, tokens, lengths, config)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     state = state.replace(cache=cache, sampler=sampling.read_prompt(state.sampler, tokens, valid))
     return _draw(params, state, hidden)
@@ -126,24 +126,11 @@ def teacher_forced_logits(
     return layers.logits(params, hidden), cache
 
 
-def bucket(length: int) -> int:
-    """The padded length for a prompt: a power of two, at least 16, so that few lengths are compiled."""
-    return max(16, 1 << (length - 1).bit_length())
-
-
-def _forward(params, cache, tokens, positions, config) -> tuple[jax.Array, KVCache]:
-    forward = architectures.get(config.architecture).forward
-    return forward(params, tokens, positions, cache, config, num_keys=positions.max() + 1)
-
-
-def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Positions of tokens behind the cache's; -1 beyond `lengths`."""
-    offset = jnp.arange(tokens.shape[1])
-    return jnp.where(offset < lengths[:, None], cache.lengths[:, None] + offset, -1)
-
-
-def _read(params, cache, tokens, lengths, config) -> tuple[jax.Array, KVCache]:
-    """Tokens through the layers, in chunks. Returns each row's hidden vector after its last token, [B, H]."""
+def read(
+    params: Params, cache: KVCache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig
+) -> tuple[Float[Array, "B H"], KVCache]:
+    """Tokens through the layers, in chunks, behind what the cache holds. Returns each row's hidden vector after its
+    last token."""
     B, T = tokens.shape
     positions = _positions(cache, tokens, lengths)
     if T <= PREFILL_CHUNK:
@@ -164,6 +151,22 @@ def _read(params, cache, tokens, lengths, config) -> tuple[jax.Array, KVCache]:
     positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
     chunks = (lengths.max() + PREFILL_CHUNK - 1) // PREFILL_CHUNK
     return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), cache))
+
+
+def bucket(length: int) -> int:
+    """The padded length for a prompt: a power of two, at least 16, so that few lengths are compiled."""
+    return max(16, 1 << (length - 1).bit_length())
+
+
+def _forward(params, cache, tokens, positions, config) -> tuple[jax.Array, KVCache]:
+    forward = architectures.get(config.architecture).forward
+    return forward(params, tokens, positions, cache, config, num_keys=positions.max() + 1)
+
+
+def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
+    """Positions of tokens behind the cache's; -1 beyond `lengths`."""
+    offset = jnp.arange(tokens.shape[1])
+    return jnp.where(offset < lengths[:, None], cache.lengths[:, None] + offset, -1)
 
 
 def _draw(params: Params, state: State, hidden: jax.Array) -> State:

@@ -137,6 +137,19 @@ def new_state(
 ) -> core.State:
     """An empty generation state whose rows can hold `context` tokens each."""
     cache = kv.empty(model.config, rows, context, model.run.cache_dtype, model.run.page_size)
+    return start_state(model, cache, params, max_new_tokens, ignore_eos=ignore_eos)
+
+
+def start_state(
+    model: Model,
+    cache: kv.KVCache,
+    params: SamplingParams | Sequence[SamplingParams],
+    max_new_tokens: int | Sequence[int],
+    *,
+    ignore_eos: bool = False,
+) -> core.State:
+    """A fresh generation state over a cache, which may hold tokens already: prefill reads behind them."""
+    rows = cache.lengths.shape[0]
     stop_ids = [] if ignore_eos else sorted(model.tokenizer.eos_ids)
     return core.start(
         cache,
@@ -209,12 +222,17 @@ def continue_stream(
     tokens, lengths = _pad([list(ids)])
     state = core.prefill_jit(model.params, state, tokens, lengths, model.config)
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
-    drawn, remaining = state.tokens[:, None], jnp.copy(state.remaining)
+    piece = reader.read(np.asarray(state.tokens), ended=int(state.remaining[0]) == 0)
+    yield state, piece  # before the steps are compiled: the first token is there at once
+    if piece.finish_reason is not None:
+        return
     steps, began = 1, time.perf_counter()
+    state, drawn = core.decode_jit(model.params, state, model.config, limit=1, size=STREAM_SIZE)
+    remaining = jnp.copy(state.remaining)  # the next dispatch donates the state's own
     while True:
         # Dispatched before the tokens of the one before are waited for: the device never waits for the host.
         state, next_drawn = core.decode_jit(model.params, state, model.config, limit=steps, size=STREAM_SIZE)
-        next_remaining = jnp.copy(state.remaining)  # the next dispatch donates the state's own
+        next_remaining = jnp.copy(state.remaining)
         piece = reader.read(np.asarray(drawn)[0], ended=int(remaining[0]) == 0)
         yield state, piece
         if piece.finish_reason is not None:

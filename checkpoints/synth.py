@@ -225,7 +225,7 @@ def _tokenizer(model: _Model) -> dict[str, Any]:
 
 
 def _byte_symbols() -> list[str]:
-    """GPT-2's symbol for each byte, in its vocabulary's order: printable ones themselves, others from U+0100."""
+    """GPT-2's symbols of the 256 bytes, in its order: printable ones themselves, others from U+0100."""
     printable = [
         *range(ord("!"), ord("~") + 1),
         *range(ord("¡"), ord("¬") + 1),

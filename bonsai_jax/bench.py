@@ -1,0 +1,232 @@
+"""Speed as llama-bench measures it: prompt processing (pp) and token generation (tg), without tokenizing or sampling.
+
+    ppN      N prompt tokens at once, and the logits of the last
+    tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
+    ...@dD   the same behind D tokens that are in the cache already
+"""
+
+import csv
+import dataclasses
+import datetime
+import functools
+import io
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax import cache as kv
+from bonsai_jax import card, layers
+from bonsai_jax import decoding as core
+from bonsai_jax import params as weights
+from bonsai_jax.cache import KVCache
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.model import Model
+from bonsai_jax.params import Params
+
+WARMUP_STEPS = 8  # a decode loop of any length is the same program: a short one warms it up
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One test's result, as it is kept for the record.
+
+    tok_s, tok_s_std  mean and standard deviation over the repetitions
+    gb_s              10^9 bytes a second: for tg the weights and the cache (at its mean depth) at each step, for pp the
+                      weights once
+    ceiling_share     gb_s over the memory's bandwidth; None for pp, which memory does not bound
+    """
+
+    date: str
+    commit: str | None
+    device: str
+    driver: str | None
+    jax: str
+    impl: str
+    model: str
+    test: str
+    tok_s: float
+    tok_s_std: float
+    gb_s: float
+    ceiling_share: float | None
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def read_prompt(
+    params: Params, cache: KVCache, tokens: Int[Array, "1 T"], config: ModelConfig
+) -> tuple[Float[Array, "1 V"], KVCache]:
+    """A prompt through the model, behind what the cache holds. Returns the last token's logits, and the cache."""
+    lengths = jnp.full(1, tokens.shape[1], jnp.int32)
+    hidden, cache = core.read(params, cache, tokens, lengths, config)
+    return layers.logits(params, hidden), cache
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+def read_one_by_one(
+    params: Params, cache: KVCache, tokens: Int[Array, "N"], steps: int | Int[Array, ""], config: ModelConfig
+) -> tuple[Float[Array, ""], KVCache]:
+    """The first `steps` tokens, one decode step each, in a loop on the device.
+
+    Returns the sum of every step's largest logit: all logits are needed for it, so none can be optimized away.
+    """
+
+    def step(i, carry):
+        total, cache = carry
+        logits, cache = read_prompt.__wrapped__(params, cache, tokens[i][None, None], config)
+        return total + logits.max(), cache
+
+    return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))
+
+
+@dataclasses.dataclass
+class Test:
+    """One test of one model, made ready once and then run as often as wanted: run() is one timed repetition."""
+
+    model: Model
+    kind: str  # "pp" or "tg"
+    tokens: int
+    depth: int = 0
+
+    def __post_init__(self):
+        config, run = self.model.config, self.model.run
+        ids = np.random.default_rng(0).integers(0, config.vocab_size, self.depth + self.tokens).astype(np.int32)
+        self.ids = jnp.asarray(ids[self.depth :])
+        self.cache = kv.empty(config, 1, self.depth + self.tokens, run.cache_dtype, run.page_size)
+        if self.depth:
+            _, self.cache = read_prompt(self.model.params, self.cache, jnp.asarray(ids[None, : self.depth]), config)
+        on_gpu = jax.default_backend() != "cpu"
+        for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
+            self.run(warm=True)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind}{self.tokens}" + (f"@d{self.depth}" if self.depth else "")
+
+    def run(self, warm: bool = False) -> float:
+        """Tokens per second of one repetition."""
+        params, config = self.model.params, self.model.config
+        cache = self.cache.replace(lengths=jnp.full(1, self.depth, jnp.int32))
+        steps = jnp.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens)
+        jax.block_until_ready((cache, steps))
+        began = time.perf_counter()
+        if self.kind == "pp":
+            out, self.cache = read_prompt(params, cache, self.ids[None], config)
+        else:
+            out, self.cache = read_one_by_one(params, cache, self.ids, steps, config)
+        jax.block_until_ready(out)
+        return self.tokens / (time.perf_counter() - began)
+
+    def bytes_moved(self) -> int:
+        """Per run for pp, per step for tg: see Row."""
+        held = weights.decode_bytes(self.model.params)
+        if self.kind == "pp":
+            return held
+        return card.decode_bytes(held, self.model.config, self.model.run, [self.depth + self.tokens // 2])
+
+    def row(self, speeds: Sequence[float]) -> Row:
+        mean = statistics.fmean(speeds)
+        moved = self.bytes_moved() * mean / (self.tokens if self.kind == "pp" else 1)
+        return Row(
+            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            commit=commit(),
+            device=card.device_name(),
+            driver=card.driver(),
+            jax=jax.__version__,
+            impl=card.impl_names(self.model.params),
+            model=model_name(self.model.source),
+            test=self.name,
+            tok_s=mean,
+            tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
+            gb_s=moved / 1e9,
+            ceiling_share=moved / card.bandwidth() if self.kind == "tg" else None,
+        )
+
+
+def measure(
+    model: Model,
+    prompts: Sequence[int] = (512,),
+    new_tokens: Sequence[int] = (128,),
+    depths: Sequence[int] = (0,),
+    repetitions: int = 5,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Row]:
+    """A row for every depth and test size, in llama-bench's order; sizes of 0 are left out, as there."""
+    kinds = [("pp", n) for n in prompts if n] + [("tg", n) for n in new_tokens if n]
+    plan = [(kind, n, depth) for depth in depths for kind, n in kinds]
+    for i, (kind, n, depth) in enumerate(plan):
+        test, speeds = Test(model, kind, n, depth), []
+        for repetition in range(repetitions):
+            speeds.append(test.run())
+            progress(i * repetitions + repetition + 1, len(plan) * repetitions)
+        yield test.row(speeds)
+
+
+def model_name(source: str) -> str:
+    """What a row calls the model: a file by its name, anything else as it was asked for."""
+    return Path(source).stem if source.endswith(".gguf") else source
+
+
+@functools.cache
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" when tracked files differ from it; None outside a checkout."""
+    root = Path(__file__).parent.parent
+    if not (root / "pyproject.toml").exists():
+        return None
+
+    def git(*arguments):
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+COLUMNS = ("model", "size", "params", "device", "impl", "test", "t/s", "GB/s", "ceiling")
+
+
+def markdown_header() -> str:
+    rule = ["---" if name in COLUMNS[:6] else "---:" for name in COLUMNS]
+    return f"| {' | '.join(COLUMNS)} |\n| {' | '.join(rule)} |"
+
+
+def markdown(row: Row, size_bytes: int, parameters: int) -> str:
+    share = "-" if row.ceiling_share is None else f"{row.ceiling_share:.0%}"
+    cells = (
+        *(row.model, binary_size(size_bytes), short_count(parameters), row.device, row.impl, row.test),
+        *(f"{row.tok_s:.2f} ± {row.tok_s_std:.2f}", f"{row.gb_s:.1f}", share),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def json_line(row: Row) -> str:
+    return json.dumps(dataclasses.asdict(row))
+
+
+def csv_header() -> str:
+    return ",".join(field.name for field in dataclasses.fields(Row))
+
+
+def csv_line(row: Row) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="").writerow(dataclasses.asdict(row).values())
+    return out.getvalue()
+
+
+def binary_size(count: float) -> str:
+    """Bytes in MiB or GiB, as llama-bench prints them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def short_count(count: float) -> str:
+    """Parameters in millions or billions."""
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"

@@ -1,0 +1,61 @@
+"""bonsai-jax bench: a table of speeds, as llama-bench makes it."""
+
+import math
+from typing import Annotated, Literal
+
+import typer
+
+from bonsai_jax.cli import options
+
+
+def _sizes(text: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [-1]
+    if min(sizes) < 0:
+        raise typer.BadParameter(f"{text!r} is no list of sizes such as 512 or 128,512")
+    return sizes
+
+
+def command(
+    model: options.ModelName = None,
+    prompts: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt sizes of the pp tests; 0: none.")] = "512",
+    new_tokens: Annotated[str, typer.Option("-n", "--n-gen", help="Sizes of the tg tests; 0: none.")] = "128",
+    depths: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens in the cache before each test.")] = "0",
+    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Timed runs of each test.")] = 5,
+    output: Annotated[Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")] = "md",
+    impl: options.Impl = "auto",
+    weights: options.Weights = "auto",
+    cache_dtype: options.CacheType = None,
+    offline: options.Offline = False,
+    no_compile_cache: options.NoCompileCache = False,
+) -> None:
+    """Measure prompt processing (pp) and token generation (tg): mean and deviation, GB/s, share of the memory ceiling.
+
+    Sizes may be lists: -p 512,2048. There is no tokenization and no sampling.
+    """
+    sizes = _sizes(prompts), _sizes(new_tokens), _sizes(depths)
+    if not any(sizes[0] + sizes[1]):
+        raise typer.BadParameter("nothing to measure: -p and -n are both 0")
+    options.use_compile_cache(no_compile_cache)
+
+    import bonsai_jax as bj
+    from bonsai_jax import bench
+    from checkpoints import open_checkpoint
+
+    context = max(sizes[0] + sizes[1]) + max(sizes[2])
+    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    checkpoint = open_checkpoint(model or options.demo_model(), offline=offline)
+    with options.progress("loading") as update:
+        loaded = bj.from_checkpoint(checkpoint, run, progress=update)
+    size_bytes = sum(t.nbytes for t in checkpoint.tensors.values())
+    parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
+    if header := {"md": bench.markdown_header, "csv": bench.csv_header, "jsonl": str}[output]():
+        print(header)
+    with options.progress("measuring") as update:
+        for row in bench.measure(loaded, *sizes, repetitions, progress=update):
+            if output == "md":
+                print(bench.markdown(row, size_bytes, parameters), flush=True)
+            else:
+                print({"jsonl": bench.json_line, "csv": bench.csv_line}[output](row), flush=True)

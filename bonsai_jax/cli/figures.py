@@ -1,0 +1,101 @@
+"""The figures of one answer: speeds with the ceiling beside them, without the time spent compiling."""
+
+import dataclasses
+import time
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from bonsai_jax import Model, Piece
+
+
+class CompileClock:
+    """Notes when jax traces and compiles, so that the first answer's speeds do not count it."""
+
+    def __init__(self):
+        import jax
+
+        self.spans: list[tuple[float, float]] = []
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+
+    def _note(self, event: str, duration: float, **_) -> None:
+        if event.startswith("/jax/core/compile/"):
+            ended = time.perf_counter()
+            self.spans.append((ended - duration, ended))
+
+    def seconds(self, began: float, ended: float) -> float:
+        """Seconds of this interval spent compiling. Spans nest: a jitted function is traced within another."""
+        total, reached = 0.0, began
+        for first, last in sorted(self.spans):
+            first, last = max(first, reached), min(last, ended)
+            if last > first:
+                total += last - first
+                reached = last
+        return total
+
+
+@dataclasses.dataclass
+class Figures:
+    """Of one answer, filled in while its pieces pass through `watch`.
+
+    ttft_s              wall seconds from the prompt to the first token, compiling included
+    prefill_s, decode_s  seconds to the first token, and from there to the last, without compiling
+    """
+
+    prompt_tokens: int
+    clock: CompileClock
+    text: str = ""
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    ttft_s: float | None = None
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+
+    def watch(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
+        began = time.perf_counter()
+        first = None
+        for piece in pieces:
+            now = time.perf_counter()
+            if first is None:
+                first, self.ttft_s = now, now - began
+                self.prefill_s = self.ttft_s - self.clock.seconds(began, now)
+            self.decode_s = now - first - self.clock.seconds(first, now)
+            self.text += piece.text
+            self.tokens += piece.tokens
+            self.finish_reason = piece.finish_reason
+            yield piece
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else None
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Of the steps behind the first token; a token that ended the answer was a step, too."""
+        steps = len(self.tokens) - 1 + (self.finish_reason == "stop")
+        return steps / self.decode_s if steps > 0 and self.decode_s > 0 else None
+
+
+def line(model: "Model", figures: Figures, depth: int | None = None) -> str:
+    """One line: prefill and decode tok/s, share of the memory ceiling, peak memory. `depth` is the tokens before the
+    answer, the prompt's unless some of them were in the cache already."""
+    from bonsai_jax import card
+    from bonsai_jax import params as weights
+
+    peak = card.peak_memory()  # before anything below allocates
+    depth = figures.prompt_tokens if depth is None else depth
+    parts = [f"prefill {_speed(figures.prefill_tok_s)} ({figures.prompt_tokens} tokens)"]
+    if figures.decode_tok_s is not None:
+        middle = depth + len(figures.tokens) // 2
+        step = card.decode_bytes(weights.decode_bytes(model.params), model.config, model.run, [middle])
+        ceiling = card.bandwidth() / step
+        share = f"{figures.decode_tok_s / ceiling:.0%} of the {ceiling:.1f} that memory allows"
+        parts.append(f"decode {_speed(figures.decode_tok_s)} ({len(figures.tokens)} tokens, {share})")
+    if figures.ttft_s is not None:
+        parts.append(f"first token after {figures.ttft_s:.2f} s")
+    parts.append(f"peak memory {peak / 1e9:.2f} GB")
+    return ", ".join(parts)
+
+
+def _speed(tok_s: float | None) -> str:
+    return "-" if tok_s is None else f"{tok_s:.1f} tok/s"

@@ -1,0 +1,111 @@
+"""bonsai-jax generate: answer one prompt."""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bonsai_jax.cli import figures, options
+
+
+def command(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, -f's file or piped input.")] = None,
+    model: options.ModelName = None,
+    max_new_tokens: options.NewTokens = 128,
+    prompt_option: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt, as an option.")] = None,
+    file: Annotated[Path | None, typer.Option("-f", "--file", help="A text file with the prompt.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    system: options.System = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    temp: options.Temperature = 0.8,
+    top_k: options.TopK = 40,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.05,
+    repeat_penalty: options.RepeatPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = -1,
+    context: options.Context = None,
+    impl: options.Impl = "auto",
+    weights: options.Weights = "auto",
+    cache_dtype: options.CacheType = None,
+    offline: options.Offline = False,
+    no_compile_cache: options.NoCompileCache = False,
+) -> None:
+    """Answer one prompt: text to stdout as it comes, then a line of figures to stderr.
+
+    With --json, stdout holds one JSON object and nothing else: prompt_tokens, tokens, text, finish_reason, timings
+    (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl.
+    """
+    given = [x for x in (prompt, prompt_option, file) if x is not None]
+    if len(given) > 1:
+        raise typer.BadParameter("give one prompt: as the argument, with -p, or with -f")
+    if system is not None and not chat:
+        raise typer.BadParameter("--system needs --chat")
+    if file is not None:
+        text = options.read_text(file)
+    elif given:
+        text = given[0]
+    elif sys.stdin.isatty():
+        raise typer.BadParameter("no prompt: give one as the argument, with -f, or piped")
+    else:
+        text = sys.stdin.read().removesuffix("\n")
+    params = options.sampling(
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat=repeat_penalty,
+        presence=presence_penalty,
+        frequency=frequency_penalty,
+        seed=seed,
+    )
+
+    began = time.perf_counter()
+    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
+    load_s = time.perf_counter() - began
+
+    import bonsai_jax as bj
+    from bonsai_jax import card
+
+    clock = figures.CompileClock()
+    if chat:
+        messages = [{"role": "system", "content": system}] if system is not None else []
+        ids = loaded.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+    else:
+        ids = loaded.tokenizer.encode(text)
+    if max_new_tokens < 0:
+        max_new_tokens = max(1, loaded.run.context - len(ids))
+    seen = figures.Figures(len(ids), clock)
+    pieces = bj.stream(
+        loaded, ids, max_new_tokens=max_new_tokens, sampling=params, stop=stop or [], ignore_eos=ignore_eos
+    )
+    for piece in seen.watch(pieces):
+        if not as_json:
+            print(piece.text, end="", flush=True)
+    if not as_json:
+        print(flush=True)
+    print(figures.line(loaded, seen), file=sys.stderr)
+    if as_json:
+        timings = {
+            "load_s": load_s,
+            "ttft_s": seen.ttft_s,
+            "prefill_tok_s": seen.prefill_tok_s,
+            "decode_tok_s": seen.decode_tok_s,
+        }
+        answer = {
+            "prompt_tokens": len(ids),
+            "tokens": seen.tokens,
+            "text": seen.text,
+            "finish_reason": seen.finish_reason,
+            "timings": timings,
+            "device": card.device_name(),
+            "impl": card.impl_names(loaded.params),
+        }
+        print(json.dumps(answer))
