@@ -219,7 +219,7 @@ def continue_stream(
     Yields with each piece the newest state, the one to go on with: earlier ones are donated. It may be a few tokens
     ahead of the piece (`cache.rewind`).
     """
-    tokens, lengths = _pad([list(ids)])
+    tokens, lengths = pad([list(ids)])
     state = core.prefill_jit(model.params, state, tokens, lengths, model.config)
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
     piece = reader.read(np.asarray(state.tokens), ended=int(state.remaining[0]) == 0)
@@ -258,7 +258,7 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     cache = kv.empty(model.config, 1, len(ids), model.run.cache_dtype, model.run.page_size)
     for first in range(0, len(ids), core.PREFILL_CHUNK):
         chunk = ids[first : first + core.PREFILL_CHUNK]
-        tokens, lengths = _pad([chunk])
+        tokens, lengths = pad([chunk])
         scores, cache = core.teacher_forced_logits(model.params, cache, tokens, lengths, model.config)
         yield np.asarray(scores[0, : len(chunk)])
 
@@ -301,7 +301,7 @@ def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
 
 
 def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eos) -> list[Output]:
-    tokens, lengths = _pad(ids)
+    tokens, lengths = pad(ids)
     size = core.bucket(max_new_tokens)
     context = min(tokens.shape[1] + size, model.run.context)
     state = new_state(model, len(ids), context, sampling_params, max_new_tokens, ignore_eos=ignore_eos)
@@ -352,7 +352,7 @@ def _check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:
         )
 
 
-def _pad(ids: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
+def pad(ids: Sequence[Sequence[int]]) -> tuple[jax.Array, jax.Array]:
     """Prompts as int32 [rows, bucket], padded at the end with token 0, and their lengths, int32 [rows]."""
     tokens = np.zeros((len(ids), core.bucket(max(map(len, ids)))), np.int32)
     for row, prompt in zip(tokens, ids, strict=True):

@@ -356,9 +356,12 @@ class _Header:
 def _measure_room(infos: list[_Info], size: int) -> list[_Info]:
     """The same tensors, each with the bytes up to where the next one starts (none if both start together)."""
     order = sorted(range(len(infos)), key=lambda i: infos[i].offset)
-    stops = [infos[i].offset for i in order[1:]] + [size]
-    room = {i: stop - infos[i].offset for i, stop in zip(order, stops, strict=False)}
-    return [info._replace(room=room[i]) for i, info in enumerate(infos)]
+    measured = infos.copy()
+    stop = size
+    for i in reversed(order):
+        measured[i] = infos[i]._replace(room=min(stop, size) - infos[i].offset)
+        stop = infos[i].offset
+    return measured
 
 
 def _tensor(part: _Part, info: _Info, format: str) -> Tensor:
@@ -371,9 +374,8 @@ def _tensor(part: _Part, info: _Info, format: str) -> Tensor:
         )
     size = tensor_nbytes(format, info.shape)
     if size > info.room:
-        where = f"{size} bytes at offset {info.offset}"
-        limit = f"the next tensor or the end of the file comes {info.room} bytes after that"
-        raise _error(part.path, f"data of {short}", where, limit)
+        limit = f"the next tensor starts, or the file ends, at {info.offset + info.room}"
+        raise _error(part.path, f"data of {short}", f"{size} bytes at {info.offset}", limit)
     data = part.data[info.offset : info.offset + size]
     row = columns // geometry.weights * geometry.bytes
     return Tensor(info.name, format, info.shape, data.reshape(*info.shape[:-1], row))

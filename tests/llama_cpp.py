@@ -1,6 +1,5 @@
 """llama.cpp, in this process, as an oracle for whole models: greedy tokens and the log-probabilities behind them."""
 
-import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -10,15 +9,6 @@ from checkpoints import Checkpoint, Tensor, write_gguf
 from pallas_kernels import dequantize, from_blocks
 
 TOP = 20
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """tokens [n]; top_ids and top_logprobs [n, 20], most likely first: what was likely where each token was drawn."""
-
-    tokens: np.ndarray
-    top_ids: np.ndarray
-    top_logprobs: np.ndarray
 
 
 class LlamaCpp:
@@ -40,8 +30,9 @@ class LlamaCpp:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
         self.server = xllamacpp.Server(params)
 
-    def greedy(self, prompt_ids: list[int], n: int, *, readable: int) -> Answer:
-        """The n tokens that greedy decoding draws after the prompt, also beyond an end token.
+    def greedy(self, prompt_ids: list[int], n: int, *, readable: int) -> dict:
+        """The n tokens that greedy decoding draws after the prompt, also beyond an end token, with the 20 likeliest
+        behind each: a row for `agreement`.
 
         readable  id of any token whose text is whole characters. The server keeps back tokens that end within a
                   character, with their log-probabilities; so each step is a request for one token, biased to be this
@@ -57,7 +48,8 @@ class LlamaCpp:
             top_ids.append([t["id"] for t in drawn["top_logprobs"][:TOP]])
             top_logprobs.append([t["logprob"] for t in drawn["top_logprobs"][:TOP]])
             ids.append(top_ids[-1][0])
-        return Answer(np.array(ids[len(prompt_ids) :]), np.array(top_ids), np.array(top_logprobs))
+        top_logprobs = np.array(top_logprobs).round(5).tolist()
+        return {"prompt": prompt_ids, "tokens": ids[len(prompt_ids) :], "top_ids": top_ids, "top_logprobs": top_logprobs}
 
 
 def write_float32(checkpoint: Checkpoint, path: Path) -> None:
@@ -69,17 +61,3 @@ def write_float32(checkpoint: Checkpoint, path: Path) -> None:
 
     metadata = dict(checkpoint.metadata) | {"general.file_type": np.uint32(0)}
     write_gguf(path, metadata, (decoded(t) for t in checkpoint.tensors.values()))
-
-
-def top_kl(answer: Answer, log_p: np.ndarray) -> float:
-    """Mean over tokens of KL(llama.cpp || ours) over its top 20 and the rest as one event; log_p [n, vocab]."""
-    p = np.exp(answer.top_logprobs)
-    q = np.exp(np.take_along_axis(log_p, answer.top_ids, axis=1))
-    rest_p, rest_q = np.maximum(1 - p.sum(1), 1e-12), np.maximum(1 - q.sum(1), 1e-12)
-    return float(np.mean((p * np.log(p / q)).sum(1) + rest_p * np.log(rest_p / rest_q)))
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))

@@ -77,16 +77,34 @@ BROKEN = {
     "text past end": (file([key("k", STRING, u64(400))]), "'k' is 400 bytes at 45; the file ends after"),
     "not text": (file([key("k", STRING, string(b"ab\x80"))]), "'k' is b'ab.x80'; not UTF-8 at byte 2"),
     "array type": (file([key("k", ARRAY, u32(13) + u64(1))]), "element type of 'k' is 13"),
-    "long array": (file([key("k", ARRAY, u32(U32) + u64(HUGE))]), f"length of 'k' is {HUGE}; each takes at least 4"),
-    "long texts": (file([key("k", ARRAY, u32(STRING) + u64(HUGE))]), f"length of 'k' is {HUGE}; each takes at least 8"),
+    "long array": (
+        file([key("k", ARRAY, u32(U32) + u64(HUGE))]),
+        f"length of 'k' is {HUGE}; each takes at least 4",
+    ),
+    "long texts": (
+        file([key("k", ARRAY, u32(STRING) + u64(HUGE))]),
+        f"length of 'k' is {HUGE}; each takes at least 8",
+    ),
     "long bools": (file([key("k", ARRAY, u32(7) + u64(HUGE))]), f"length of 'k' is {HUGE}"),
-    "long arrays": (file([key("k", ARRAY, u32(ARRAY) + u64(HUGE))]), f"length of 'k' is {HUGE}; each takes at least 12"),
-    "text in texts": (file([key("k", ARRAY, u32(STRING) + u64(2) + string("a") + u64(999))]), r"'k'\[1\] is 999 bytes"),
-    "bad texts": (file([key("k", ARRAY, u32(STRING) + u64(2) + string("a") + string(b"\xc0"))]), r"'k'\[1\] is b'.xc0'"),
+    "long arrays": (
+        file([key("k", ARRAY, u32(ARRAY) + u64(HUGE))]),
+        f"length of 'k' is {HUGE}; each takes at least 12",
+    ),
+    "text in texts": (
+        file([key("k", ARRAY, u32(STRING) + u64(2) + string("a") + u64(999))]),
+        r"'k'\[1\] is 999 bytes",
+    ),
+    "bad texts": (
+        file([key("k", ARRAY, u32(STRING) + u64(2) + string("a") + string(b"\xc0"))]),
+        r"'k'\[1\] is b'.xc0'",
+    ),
     "deep": (file([nested(5)]), "is 5 arrays deep; at most 4"),
     "alignment 0": (file([key("general.alignment", U32, u32(0))]), "general.alignment is 0; a power of two"),
     "alignment 48": (file([key("general.alignment", U32, u32(48))]), "general.alignment is 48"),
-    "alignment 2**31": (file([key("general.alignment", U32, u32(1 << 31))]), "general.alignment is 2147483648"),
+    "alignment 2**31": (
+        file([key("general.alignment", U32, u32(1 << 31))]),
+        "general.alignment is 2147483648",
+    ),
     "alignment text": (file([key("general.alignment", STRING, string("32"))]), "general.alignment is '32'"),
     "alignment bool": (file([key("general.alignment", 7, b"\1")]), "general.alignment is True"),
     "no name": (file([], [tensor("")]), "length of name of tensor 0 is 0"),
@@ -102,23 +120,39 @@ BROKEN = {
     "row": (file([], [tensor(dims=(33, 2))]), r"shape of 't' is \(2, 33\); q8_0 rows are multiples of 32"),
     "row of 42": (file([], [tensor(dims=(32, 2), kind=42)]), "type 42 is 42; none of q2_0_g64"),
     "odd offset": (file([], [tensor(offset=8)]), "offset of 't' is 8; a multiple of the alignment 32"),
-    "far offset": (file([], [tensor(offset=2**63)]), f"data of 't' is 68 bytes at offset {2**63}"),
-    "past end": (file([], [tensor()], 67), "data of 't' is 68 bytes at offset 0; .* comes 67 bytes after"),
-    "no data": (file([], [tensor()], 0), "data of 't' is 68 bytes at offset 0; .* comes 0 bytes after"),
-    "overlap": (file([], [tensor("a"), tensor("b", offset=64)], 164), "data of 'a' is 68 .* comes 64 bytes after"),
-    "same place": (file([], [tensor("a"), tensor("b")], 164), "data of 'a' is 68 .* comes 0 bytes after"),
+    "far offset": (
+        file([], [tensor(offset=2**63)]),
+        f"data of 't' is 68 bytes at {2**63}; the next tensor starts, or the file ends, at 68",
+    ),
+    "past end": (file([], [tensor()], 67), "data of 't' is 68 bytes at 0; .* the file ends, at 67"),
+    "no data": (file([], [tensor()], 0), "data of 't' is 68 bytes at 0; .* the file ends, at 0"),
+    "overlap": (
+        file([], [tensor("a"), tensor("b", offset=64)], 164),
+        "data of 'a' is 68 bytes at 0; the next tensor starts, or the file ends, at 64",
+    ),
+    "same place": (
+        file([], [tensor("a"), tensor("b")], 164),
+        "data of 'a' is 68 bytes at 0; the next tensor starts, or the file ends, at 0",
+    ),
+    "far after": (file([], [tensor("a"), tensor("b", offset=2**40)], 34), "data of 'a' is 68 .* at 34"),
     "terabytes": (file([], [tensor(dims=(2**20, 2**30))]), "data of 't' is"),
 }
 
 
-def open_bounded(path, allowance=4 << 20) -> Checkpoint | None:
-    """Opens it, or not, with at most `allowance` of new memory. Any exception but CheckpointError is the test's failure."""
-    tracemalloc.start()
+def open_or_refuse(path) -> Checkpoint | None:
+    """Any exception but CheckpointError is the test's failure."""
     try:
         return open_checkpoint(path)
     except CheckpointError as e:
         assert str(e).startswith(str(path)) and len(str(e)) < 1000
         return None
+
+
+def open_bounded(path, allowance=4 << 20) -> Checkpoint | None:
+    """The same, with at most `allowance` of new memory."""
+    tracemalloc.start()
+    try:
+        return open_or_refuse(path)
     finally:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -220,7 +254,9 @@ def test_mutations_of_a_small_file(tmp_path, data):
             raw[at : at + 1] = bytes([data.draw(st.integers(0, 255))])
         elif action in ("u32", "u64"):
             size = int(action[1:]) // 8
-            raw[at : at + size] = (data.draw(st.sampled_from(NUMBERS)) % 2 ** (8 * size)).to_bytes(size, "little")
+            raw[at : at + size] = (data.draw(st.sampled_from(NUMBERS)) % 2 ** (8 * size)).to_bytes(
+                size, "little"
+            )
         elif action == "cut":
             del raw[at:]
         else:
@@ -269,7 +305,7 @@ def test_flips_of_a_real_header(real):
     rng = np.random.default_rng(1)
     opened = 0
     with open(path, "r+b") as f:
-        for i in range(60):
+        for i in range(100):
             ends = [rng.integers(0, 2000), rng.integers(size - 20_000, size), rng.integers(0, size)]
             at = int(ends[i % 3])
             f.seek(at)
@@ -278,14 +314,15 @@ def test_flips_of_a_real_header(real):
             f.write(rng.bytes(1 + i % 4)[: len(old)])
             f.flush()
             start = time.perf_counter()
-            got = open_bounded(path, 64 << 20)
-            assert time.perf_counter() - start < 10
+            # Tracing memory takes ten times as long as opening.
+            got = open_bounded(path, 64 << 20) if i % 10 == 0 else open_or_refuse(path)
+            assert time.perf_counter() - start < 5
             opened += got is not None
             f.seek(at)
             f.write(old)
             f.flush()
             del got
-    assert 0 < opened < 60  # flips in text do no harm, flips in numbers are found
+    assert 0 < opened < 100  # flips in text do no harm, flips in numbers are found
 
 
 def test_truncations_of_a_real_header(real, tmp_path):
@@ -294,4 +331,4 @@ def test_truncations_of_a_real_header(real, tmp_path):
         header = f.read(size)
     for at in np.random.default_rng(2).integers(0, size, 15):
         (tmp_path / "m.gguf").write_bytes(header[:at])
-        assert open_bounded(tmp_path / "m.gguf", 64 << 20) is None
+        assert open_or_refuse(tmp_path / "m.gguf") is None

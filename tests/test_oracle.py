@@ -20,6 +20,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
+from tests.agreement import agreement
 
 DATA = Path(__file__).parent / "data"
 NEW_TOKENS = 64
@@ -46,12 +47,7 @@ def answers(path: Path, tokenizer: bj.Tokenizer, ids: list[list[int]], n: int) -
     from tests.llama_cpp import LlamaCpp
 
     oracle, (readable,) = LlamaCpp(path), tokenizer.encode("a")
-    rows = []
-    for prompt in ids:
-        a = oracle.greedy(prompt, n, readable=readable)
-        top_logprobs = a.top_logprobs.round(5).tolist()
-        rows.append({"prompt": prompt, "tokens": a.tokens.tolist(), "top_ids": a.top_ids.tolist(), "top_logprobs": top_logprobs})
-    return rows
+    return [oracle.greedy(prompt, n, readable=readable) for prompt in ids]
 
 
 def make_oracle() -> dict:
@@ -72,27 +68,6 @@ def make_oracle() -> dict:
 @functools.cache
 def kept_oracle() -> dict:
     return json.loads((DATA / "smollm2_oracle.json").read_text())
-
-
-@dataclasses.dataclass(frozen=True)
-class Agreement:
-    kl: float  # mean over tokens, of llama.cpp's top 20 and the rest as one event
-    same_top: float  # share of tokens
-
-
-def agreement(model: bj.Model, rows: list[dict]) -> Agreement:
-    """Teacher-forced on llama.cpp's own answers: one figure over all tokens of all prompts."""
-    from tests.llama_cpp import Answer, log_softmax, top_kl
-
-    kl, same, total = 0.0, 0, 0
-    for row in rows:
-        n = len(row["tokens"])
-        answer = Answer(np.array(row["tokens"]), np.array(row["top_ids"]), np.array(row["top_logprobs"]))
-        scores = bj.logits(model, row["prompt"] + row["tokens"][:-1])[-n:]
-        kl += n * top_kl(answer, log_softmax(scores))
-        same += int((scores.argmax(-1) == answer.top_ids[:, 0]).sum())
-        total += n
-    return Agreement(kl / total, same / total)
 
 
 def first_difference(ours: list[int], row: dict) -> int | None:

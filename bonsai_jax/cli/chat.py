@@ -1,1 +1,240 @@
-def command(): ...
+"""bonsai-jax chat: a conversation that keeps what the model has read in its cache."""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from bonsai_jax.cli import figures, options
+
+if TYPE_CHECKING:
+    from bonsai_jax import Model, Piece, SamplingParams
+    from bonsai_jax.cache import KVCache
+
+HELP = """\
+/reset         begin a new conversation
+/system TEXT   set the system message; without TEXT, remove it
+/stats         figures of the last answer
+/exit          leave (as does the end of the input); Ctrl-C stops an answer"""
+
+
+@dataclasses.dataclass
+class Conversation:
+    """Messages so far, and a cache that holds the tokens of the last turn.
+
+    messages  [{"role": ..., "content": ...}, ...], without the system message
+    cache     one row of the model's context; None before the first turn
+    held      the tokens that the cache's row begins with, as far as they are known here
+    figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache
+    """
+
+    model: "Model"
+    sampling: "SamplingParams"
+    max_new_tokens: int = -1
+    system: str | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
+    cache: "KVCache | None" = None
+    held: list[int] = dataclasses.field(default_factory=list)
+    figures: figures.Figures | None = None
+    reused: int = 0
+    clock: figures.CompileClock = dataclasses.field(default_factory=figures.CompileClock)
+
+    def reset(self) -> None:
+        """Forget the messages; what the cache holds may still be of use."""
+        self.messages = []
+
+    def ask(self, text: str) -> Iterator["Piece"]:
+        """Stream the answer to a message. Close the iterator to stop it: the answer so far stays in the conversation.
+
+        Raises ValueError, and forgets the message, when it does not fit the context.
+        """
+        from bonsai_jax import model as m
+
+        messages = [*self.messages, {"role": "user", "content": text}]
+        first = [{"role": "system", "content": self.system}] if self.system else []
+        ids = self.model.tokenizer.encode_chat([*first, *messages])
+        room = self.model.run.context - len(ids)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens and the context holds {self.model.run.context}: "
+                "/reset begins a new one, and --ctx sets a larger context"
+            )
+        limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
+        state, self.reused = self._start(ids, limit)
+        self.held = ids
+        self.figures = figures.Figures(len(ids) - self.reused, self.clock)
+
+        def newest_cache_kept():
+            for new, piece in m.continue_stream(self.model, state, ids[self.reused :], stop=self.stop):
+                self.cache = new.cache
+                yield piece
+
+        try:
+            for piece in self.figures.watch(newest_cache_kept()):
+                self.held = ids + self.figures.tokens
+                yield piece
+        finally:
+            self.messages = [*messages, {"role": "assistant", "content": self.figures.text}]
+
+    def _start(self, ids: list[int], max_new_tokens: int):
+        """A state that holds as many of these tokens as the cache does already, and their number. At least one token
+        is left to read."""
+        import jax.numpy as jnp
+
+        from bonsai_jax import cache as kv
+        from bonsai_jax import model as m
+        from bonsai_jax import sampling
+
+        run = self.model.run
+        if self.cache is None or self.cache.k.is_deleted():  # the latter after an interrupt between two states
+            self.cache = kv.empty(self.model.config, 1, run.context, run.cache_dtype, run.page_size)
+        # The cache may lack the newest token, and may be ahead of those that were shown.
+        most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
+        shared = next((i for i in range(most) if self.held[i] != ids[i]), most)
+        cache = kv.rewind(self.cache, jnp.array([shared], jnp.int32))
+        state = m.start_state(self.model, cache, [self.sampling], max_new_tokens, ignore_eos=self.ignore_eos)
+        if shared and self.sampling.repetition_penalty != 1:
+            tokens, lengths = m.pad([ids[:shared]])
+            valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
+            state = state.replace(sampler=sampling.read_prompt(state.sampler, tokens, valid))
+        return state, shared
+
+
+@contextlib.contextmanager
+def stop_on_interrupt() -> Iterator[list[int]]:
+    """Ctrl-C fills the yielded list instead of raising, so that no state is lost; a second one raises as usual."""
+    pressed: list[int] = []
+
+    def note(number, frame):
+        if pressed:
+            raise KeyboardInterrupt
+        pressed.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def answer(conversation: Conversation, text: str) -> None:
+    """Print the answer as it comes, until it ends or Ctrl-C is pressed."""
+    pieces = conversation.ask(text)
+    try:
+        with stop_on_interrupt() as interrupted, contextlib.closing(pieces):
+            for piece in pieces:
+                print(piece.text, end="", flush=True)
+                if interrupted:
+                    break
+    except KeyboardInterrupt:
+        pass
+    print(flush=True)
+    seen = conversation.figures
+    if seen and seen.finish_reason == "length" and conversation.max_new_tokens < 0:
+        say("the context is full: /reset begins a new conversation")
+
+
+def obey(conversation: Conversation, line: str) -> bool:
+    """Carry out a /command. Returns whether the program goes on."""
+    name, _, argument = line.partition(" ")
+    if name == "/exit":
+        return False
+    if name == "/reset":
+        conversation.reset()
+    elif name == "/system":
+        conversation.system = argument.strip() or None
+    elif name == "/stats":
+        say(stats(conversation))
+    else:
+        say(HELP if name == "/help" else f"{name} is no command\n{HELP}")
+    return True
+
+
+def stats(conversation: Conversation) -> str:
+    seen = conversation.figures
+    if seen is None:
+        return "no answer yet"
+    depth = conversation.reused + seen.prompt_tokens
+    return (
+        f"{figures.line(conversation.model, seen, depth)}; "
+        f"{conversation.reused} tokens of the prompt were in the cache; "
+        f"context {len(conversation.held)} of {conversation.model.run.context}"
+    )
+
+
+def say(text: str) -> None:
+    """What the program itself says: stdout is the model's."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def lines() -> Iterator[str]:
+    """What the user types, or the lines of piped input, without any decoration then."""
+    if not sys.stdin.isatty():
+        yield from (line.rstrip("\n") for line in sys.stdin)
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401 - input() then edits lines and remembers them
+    while True:
+        try:
+            yield input("> ")
+        except KeyboardInterrupt:
+            say("\n(/exit or Ctrl-D leaves)")
+        except EOFError:
+            say("")
+            return
+
+
+def command(
+    model: options.ModelName = None,
+    max_new_tokens: options.NewTokens = -1,
+    system: options.System = None,
+    stop: options.Stop = None,
+    ignore_eos: options.IgnoreEos = False,
+    temp: options.Temperature = 0.8,
+    top_k: options.TopK = 40,
+    top_p: options.TopP = 0.95,
+    min_p: options.MinP = 0.05,
+    repeat_penalty: options.RepeatPenalty = 1.0,
+    presence_penalty: options.PresencePenalty = 0.0,
+    frequency_penalty: options.FrequencyPenalty = 0.0,
+    seed: options.Seed = -1,
+    context: options.Context = None,
+    impl: options.Impl = "auto",
+    weights: options.Weights = "auto",
+    cache_dtype: options.CacheType = None,
+    offline: options.Offline = False,
+    no_compile_cache: options.NoCompileCache = False,
+) -> None:
+    """Talk with a model: one message a line, typed or piped. /help lists the commands; Ctrl-C stops an answer."""
+    params = options.sampling(
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat=repeat_penalty,
+        presence=presence_penalty,
+        frequency=frequency_penalty,
+        seed=seed,
+    )
+    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
+    if loaded.tokenizer.chat_template is None:
+        raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")
+    conversation = Conversation(
+        loaded, params, max_new_tokens, system=system, stop=tuple(stop or ()), ignore_eos=ignore_eos
+    )
+    if sys.stdin.isatty():
+        say(f"{loaded.source}, context {loaded.run.context}; /help lists the commands")
+    for line in lines():
+        if line.startswith("/"):
+            if not obey(conversation, line):
+                break
+        elif line.strip():
+            try:
+                answer(conversation, line)
+            except ValueError as error:
+                say(f"error: {error}")

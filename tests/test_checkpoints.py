@@ -1,0 +1,415 @@
+"""What a name stands for: paths, Hugging Face folders, the Hub (a stand-in for it: there is no network here)."""
+
+import json
+import struct
+import types
+
+import huggingface_hub
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from huggingface_hub import errors
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from checkpoints import CheckpointError, Tensor, hub, open_checkpoint, write_gguf
+
+BLOCKS = Tensor("t", "q8_0", (2, 64), np.arange(136, dtype=np.uint8).reshape(2, 68))
+
+
+def gguf_file(path, name="m"):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_gguf(path, {"general.name": name}, [BLOCKS])
+    return path
+
+
+# ---- names and paths ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["no/such/path/m.gguf", "models/m.gguf", "m", "/", "a/b/c", "", "m.safetensors", "~/x y"]
+)
+def test_what_is_not_there_is_said_with_what_may_be(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match="no such file"):
+        open_checkpoint(name, offline=True)
+
+
+def test_a_path_that_exists_wins_over_a_name_on_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    gguf_file(tmp_path / "user" / "repo", "local")
+    assert open_checkpoint("user/repo").metadata["general.name"] == "local"
+
+
+def test_a_folder_with_one_gguf_file_is_that_file_and_with_two_is_an_error(tmp_path):
+    gguf_file(tmp_path / "a.gguf")
+    np.testing.assert_array_equal(open_checkpoint(tmp_path).tensors["t"].data, BLOCKS.data)
+    gguf_file(tmp_path / "b.gguf")
+    with pytest.raises(CheckpointError, match=r"2 GGUF files: a\.gguf, b\.gguf"):
+        open_checkpoint(tmp_path)
+
+
+def test_the_home_folder_is_understood(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    gguf_file(tmp_path / "m.gguf")
+    assert "t" in open_checkpoint("~/m.gguf").tensors
+
+
+# ---- Hugging Face folders ----------------------------------------------------------------------------------------
+
+ARRAYS = {
+    "model.a": np.arange(12, dtype=np.float32).reshape(3, 4),
+    "model.b": np.arange(6).reshape(2, 3).astype(ml_dtypes.bfloat16),
+    "model.c": np.arange(5, dtype=np.float16),
+}
+FORMATS = {"model.a": "f32", "model.b": "bf16", "model.c": "f16"}
+
+
+def folder(path, arrays=ARRAYS, config='{"model_type": "qwen3", "hidden_size": 4}'):
+    (path / "config.json").write_text(config)
+    safetensors.numpy.save_file(arrays, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def sharded(path):
+    (path / "config.json").write_text('{"model_type": "qwen3"}')
+    names = {"model.a": "model-00001-of-00002.safetensors", "model.b": "model-00001-of-00002.safetensors"}
+    names["model.c"] = "model-00002-of-00002.safetensors"
+    for shard in set(names.values()):
+        part = {n: ARRAYS[n] for n in names if names[n] == shard}
+        safetensors.numpy.save_file(part, path / shard)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
+    return path, names
+
+
+def check_arrays(checkpoint):
+    assert checkpoint.naming == "huggingface" and set(checkpoint.tensors) == set(ARRAYS)
+    for name, array in ARRAYS.items():
+        tensor = checkpoint.tensors[name]
+        assert (tensor.format, tensor.shape) == (FORMATS[name], array.shape)
+        assert tensor.data.shape == (*array.shape[:-1], array.shape[-1] * array.itemsize)
+        assert tensor.data.tobytes() == array.tobytes() and not tensor.data.flags.writeable
+
+
+def test_a_single_file(tmp_path):
+    got = open_checkpoint(folder(tmp_path))
+    check_arrays(got)
+    assert got.metadata == {"model_type": "qwen3", "hidden_size": 4} and got.folder == tmp_path
+
+
+def test_shards_and_links_to_them(tmp_path):
+    path, names = sharded(tmp_path)
+    check_arrays(open_checkpoint(path))
+    shard = path / names["model.c"]
+    (tmp_path / "blobs").mkdir()
+    shard.rename(tmp_path / "blobs" / "abc")  # as in the Hub's cache
+    shard.symlink_to(tmp_path / "blobs" / "abc")
+    check_arrays(open_checkpoint(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            lambda w: w | {"model.c": "../x.safetensors"},
+            "'model.c' is '../x.safetensors'; a plain .safetensors name",
+        ),
+        (lambda w: w | {"model.c": "/etc/x.safetensors"}, "a plain .safetensors name"),
+        (lambda w: w | {"model.c": "..\\x.safetensors"}, "a plain .safetensors name"),
+        (lambda w: w | {"model.c": "passwd"}, "a plain .safetensors name"),
+        (lambda w: w | {"model.c": 3}, "a plain .safetensors name"),
+        (
+            lambda w: w | {"model.c": "absent.safetensors"},
+            "absent.safetensors: no such file; model.safetensors.index",
+        ),
+        (lambda w: w | {"model.d": w["model.c"]}, "has no tensor 'model.d'"),
+        (
+            lambda w: {k: v for k, v in w.items() if k != "model.b"},
+            "holds 'model.b'; .* lists it in 'no file'",
+        ),
+        (lambda w: {}, "weight_map is {}"),
+        (lambda w: [], "weight_map is "),
+    ],
+)
+def test_a_false_index_is_refused(tmp_path, change, message):
+    path, names = sharded(tmp_path)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": change(names)}))
+    with pytest.raises(CheckpointError, match=message):
+        open_checkpoint(path)
+
+
+def entry(dtype="F32", shape=(2, 2), offsets=(0, 16)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+@pytest.mark.parametrize(
+    ("header", "size", "message"),
+    [
+        ({"t": entry("I64")}, 16, "dtype of 't' is 'I64'; F32, F16, BF16"),
+        ({"t": entry(["F32"])}, 16, "dtype of 't' is "),
+        ({"t": entry(shape=(-2, -2))}, 16, r"shape of 't' is \[-2, -2\]"),
+        ({"t": entry(shape=(2**32, 2**32))}, 16, "takes 73786976294838206464 bytes"),
+        ({"t": entry(shape=())}, 16, r"shape of 't' is \[\]"),
+        ({"t": entry(shape=(0, 2), offsets=(0, 0))}, 16, "shape of 't'"),
+        ({"t": entry(shape=(2, True))}, 16, "shape of 't'"),
+        ({"t": entry(shape=(2.0, 2))}, 16, "shape of 't'"),
+        ({"t": entry(offsets=(16, 0))}, 16, "data_offsets of 't'"),
+        ({"t": entry(offsets=(0, 16, 32))}, 16, "data_offsets of 't'"),
+        ({"t": entry(offsets=(0, 2**70))}, 16, "data_offsets of 't'"),
+        ({"t": entry()}, 15, "within 15 is expected"),
+        ({"t": entry()}, 17, "data is 17 bytes; the tensors of the header end at 16"),
+        ({"t": entry(shape=(2, 3))}, 16, "takes 24 bytes"),
+        ({"t": entry(), "u": entry(offsets=(8, 24))}, 24, "overlaps the tensor before, which ends at 16"),
+        ({"t": entry(), "u": entry(offsets=(20, 36))}, 36, "leaves a gap"),
+        ({"t": {"dtype": "F32"}}, 16, "entry of 't'"),
+        ({"t": 3}, 16, "entry of 't' is 3"),
+        ([], 16, r"JSON is \[\]; an object"),
+        ('{"t": 1, "t": 2}', 16, "'t' is given twice"),
+        ("{", 16, "not JSON"),
+        (b"\xff\xff", 16, "not JSON"),
+        ("[" * 100_000, 16, "nested too deep|not JSON"),
+        ('{"t": ' + "9" * 5000 + "}", 16, "not JSON"),
+    ],
+)
+def test_a_false_header_is_refused(tmp_path, header, size, message):
+    raw = (
+        header
+        if isinstance(header, bytes)
+        else (header if isinstance(header, str) else json.dumps(header)).encode()
+    )
+    folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(size))
+    with pytest.raises(CheckpointError, match=message) as error:
+        open_checkpoint(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'model.safetensors'}: ") and len(str(error.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "raw", [b"", b"\0" * 7, struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"]
+)
+def test_a_false_header_length_is_refused(tmp_path, raw):
+    folder(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(raw)
+    with pytest.raises(CheckpointError, match="file size is|header length is"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_folder_without_what_it_needs(tmp_path):
+    with pytest.raises(CheckpointError, match=r"config.json: no such file"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match="no .safetensors file; model.safetensors, or"):
+        open_checkpoint(tmp_path)
+    folder(tmp_path, config="[1]")
+    with pytest.raises(CheckpointError, match=r"config.json: JSON is \[1\]; an object"):
+        open_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match="open its folder"):
+        open_checkpoint(tmp_path / "model.safetensors")
+    with open(tmp_path / "config.json", "wb") as f:
+        f.truncate(1 << 40)
+    with pytest.raises(CheckpointError, match="over the limit"):
+        open_checkpoint(tmp_path)
+
+
+@settings(
+    max_examples=300,
+    deadline=2000,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(st.data())
+def test_mutations_of_a_safetensors_file(tmp_path, data):
+    folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    raw = bytearray(path.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        at = data.draw(st.integers(0, len(raw)))
+        new = data.draw(
+            st.sampled_from([b"", b"9", b"-", b"0", b"[", b"{", b'"', b",", b"\xff", b"null", b"1e9"])
+        )
+        raw[at : at + data.draw(st.integers(0, 3))] = new
+    path.write_bytes(raw)
+    try:
+        got = open_checkpoint(tmp_path)
+    except CheckpointError:
+        return
+    assert sum(t.data.nbytes for t in got.tensors.values()) <= len(raw)
+
+
+# ---- the Hub -----------------------------------------------------------------------------------------------------
+
+SPLIT = ["big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf"]
+FILES = ["README.md", "m-Q4_K.gguf", "m-Q4_K_M.gguf", "m-Q1_0_g128.gguf", "mmproj-m-Q4_K.gguf", *SPLIT]
+
+
+class FakeHub:
+    """The functions of huggingface_hub that hub.py calls, over a folder of files, counting what is fetched."""
+
+    def __init__(self, monkeypatch, root):
+        self.root, self.files, self.fetched, self.error = root, [], [], None
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: self)
+        monkeypatch.setattr(huggingface_hub, "hf_hub_download", self.hf_hub_download)
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", self.snapshot_download)
+        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+
+    def model_info(self, repo, *, files_metadata):
+        if self.error:
+            raise self.error
+        assert repo == "user/repo" and files_metadata
+        siblings = [types.SimpleNamespace(rfilename=f, size=1_500_000_000) for f in self.files]
+        return types.SimpleNamespace(siblings=siblings)
+
+    def hf_hub_download(self, repo, name):
+        assert name in self.files
+        self.fetched.append(name)
+        return str(gguf_file(self.root / name, name))
+
+    def snapshot_download(self, repo, *, allow_patterns, ignore_patterns=None, local_files_only=False):
+        if local_files_only:
+            assert allow_patterns == []
+            if not any(self.root.iterdir()):
+                raise errors.LocalEntryNotFoundError("no snapshot")
+            return str(self.root)
+        self.fetched += list(
+            huggingface_hub.utils.filter_repo_objects(
+                self.files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+            )
+        )
+        return str(folder(self.root))
+
+
+@pytest.fixture
+def fake(monkeypatch, tmp_path):
+    return FakeHub(monkeypatch, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("quant", "fetched"),
+    [
+        ("q4_k_m", ["m-Q4_K_M.gguf"]),
+        ("Q4_K", ["m-Q4_K.gguf"]),
+        ("q1_0", ["m-Q1_0_g128.gguf"]),
+        ("Q1_0_G128", ["m-Q1_0_g128.gguf"]),
+        ("Q8_0", SPLIT),
+    ],
+)
+def test_a_quant_picks_its_file(fake, monkeypatch, quant, fetched):
+    fake.files = FILES
+    monkeypatch.setattr("checkpoints.open_gguf", lambda path: path)  # the split parts here are no real ones
+    path = open_checkpoint(f"user/repo:{quant}")
+    assert fake.fetched == fetched and path == fake.root / fetched[0]
+
+
+def test_a_lone_file_needs_no_quant_and_takes_no_other(fake):
+    fake.files = ["README.md", "Bonsai-8B.gguf", "mmproj-F16.gguf"]
+    assert open_checkpoint("user/repo").metadata["general.name"] == "Bonsai-8B.gguf"
+    with pytest.raises(
+        CheckpointError, match=r"no file matches 'Q1_0'; there are: Bonsai-8B.gguf \(1.50 GB\)"
+    ):
+        open_checkpoint("user/repo:Q1_0")
+
+
+def test_several_files_are_listed_with_their_sizes(fake):
+    fake.files = FILES
+    with pytest.raises(CheckpointError, match=r"4 files match: .*m-Q4_K_M.gguf \(1.50 GB\)") as error:
+        open_checkpoint("user/repo")
+    assert f"{SPLIT[0]} (3.00 GB)" in str(error.value) and "mmproj" not in str(error.value)
+    fake.files = ["a-Q4_K_M.gguf", "b-Q4_K_M.gguf"]
+    with pytest.raises(CheckpointError, match="2 files match"):
+        open_checkpoint("user/repo:Q4_K_M")
+    assert fake.fetched == []
+
+
+def test_a_repository_without_gguf_is_a_folder(fake):
+    weights = ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    wanted = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", *weights]
+    fake.files = [
+        *wanted,
+        "pytorch_model.bin",
+        "original/consolidated.safetensors",
+        "consolidated.safetensors",
+        "a.py",
+    ]
+    check_arrays(open_checkpoint("user/repo"))
+    assert fake.fetched == wanted
+    with pytest.raises(CheckpointError, match="has no GGUF file; leave out :Q1_0"):
+        open_checkpoint("user/repo:Q1_0")
+
+
+def http_error(kind):
+    return kind.__new__(kind)  # its constructor wants a response of the HTTP library
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (http_error(errors.RepositoryNotFoundError), "no such repository on the Hub"),
+        (http_error(errors.GatedRepoError), "access is granted on https://huggingface.co/user/repo"),
+        (http_error(errors.HfHubHTTPError), "cannot be fetched"),
+        (
+            errors.HTTPError("name resolution failed\nand more"),
+            "cannot be fetched: name resolution failed; offline=True",
+        ),
+        (ConnectionError("refused"), "cannot be fetched: refused"),
+        (errors.HFValidationError("bad"), "no such repository"),
+    ],
+)
+def test_errors_of_the_hub_are_one_line(fake, error, message):
+    fake.error = error
+    with pytest.raises(CheckpointError, match=message) as raised:
+        open_checkpoint("user/repo:Q1_0")
+    assert "\n" not in str(raised.value) and str(raised.value).startswith("user/repo:Q1_0: ")
+
+
+@pytest.mark.parametrize("switch", ["argument", "HF_HUB_OFFLINE"])
+def test_offline_looks_into_the_cache_alone(fake, monkeypatch, switch):
+    offline = switch == "argument"
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", not offline)
+    fake.error = AssertionError("the network was asked")
+    with pytest.raises(
+        CheckpointError, match=r"offline; fetch it once .*: hf download user/repo --include '\*Q4_K_M\*'"
+    ):
+        open_checkpoint("user/repo:Q4_K_M", offline=offline)
+    gguf_file(fake.root / "m-Q4_K_M.gguf", "cached")
+    assert open_checkpoint("user/repo:q4_k_m", offline=offline).metadata["general.name"] == "cached"
+    assert open_checkpoint("user/repo", offline=offline).metadata["general.name"] == "cached"
+    gguf_file(fake.root / SPLIT[1])
+    with pytest.raises(CheckpointError, match="m-Q8_0-00001-of-00002.gguf is not in the cache, and offline"):
+        open_checkpoint("user/repo:Q8_0", offline=offline)
+    with pytest.raises(CheckpointError, match="no file matches 'Q6_K'; there are: .*Q4_K_M"):
+        open_checkpoint("user/repo:Q6_K", offline=offline)
+    assert fake.fetched == []
+
+
+def test_offline_finds_a_cached_folder(fake):
+    (fake.root / "README.md").write_text("")
+    with pytest.raises(CheckpointError, match="neither a GGUF file nor config.json"):
+        open_checkpoint("user/repo", offline=True)
+    check_arrays(open_checkpoint("user/repo", offline=True) if folder(fake.root) else None)
+
+
+def test_the_real_cache_is_asked_the_same_way(tmp_path, monkeypatch):
+    """Not the stand-in: huggingface_hub itself, over a cache folder made by hand."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match="not in the cache, and offline"):
+        open_checkpoint("user/repo:Q8_0", offline=True)
+    repo = tmp_path / "models--user--repo"
+    commit = "0" * 40
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    gguf_file(repo / "snapshots" / commit / "m-Q8_0.gguf", "cached")
+    assert open_checkpoint("user/repo:Q8_0", offline=True).metadata["general.name"] == "cached"
+
+
+@pytest.mark.parametrize("name", ["user/repo", "user/repo:Q1_0", "prism-ml/Bonsai-1.7B-gguf:q1_0"])
+def test_names_of_the_hub(name):
+    assert hub.is_hub_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["repo", "../repo", "/user/repo", "a/b/c", "user/repo:", "user/..", "a b/c", "./x", "~/x"]
+)
+def test_other_names(name):
+    assert not hub.is_hub_name(name)
