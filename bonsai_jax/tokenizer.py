@@ -1,4 +1,4 @@
-"""Text to token ids and back: tokenizers from GGUF metadata or tokenizer.json, and an incremental detokenizer.
+"""Text to token ids and back: tokenizers from GGUF metadata or tokenizer.json, incremental detokenizing.
 
 Ids are those of llama.cpp for the same GGUF file; what differs on purpose is said at `Tokenizer.from_gguf`.
 Text comes back byte-exact: a token stands for bytes, and only a whole sequence of them is read as UTF-8.
@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-# What a token is, numbered as in GGUF's tokenizer.ggml.token_type. Control and unknown tokens are never shown.
+# What a token is, numbered as GGUF's tokenizer.ggml.token_type. Control and unknown tokens are not shown.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -55,7 +55,10 @@ class _PreTokenizer:
 
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_LLAMA3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_LLAMA3 = (  # DIGITS: how many of them make a word
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _PRE_TOKENIZERS = {
     "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
     "gpt-2": _PreTokenizer((_GPT2,)),
@@ -124,8 +127,8 @@ class Tokenizer:
         """From GGUF's `tokenizer.*` keys; arrays are lists of str and numpy arrays (or lists) of numbers.
 
         `tokenizer.ggml.model` may be "gpt2" (byte-level BPE, cut into words as `tokenizer.ggml.pre` says) or
-        "llama" (SentencePiece-style: the merge with the best score first). ValueError names a key whose value is
-        missing or contradicts the others; NotImplementedError a kind of tokenizer that is not supported.
+        "llama" (SentencePiece-style: the merge with the best score first). ValueError names a key whose
+        value is missing or contradicts the others; NotImplementedError a kind that is not supported.
 
         As in llama.cpp there is no Unicode normalization, even where the model's tokenizer.json asks for NFC.
         Unlike llama.cpp, no text can spell a control token when parse_special is False (there, "</s>" can be
@@ -157,8 +160,8 @@ class Tokenizer:
         """Token ids of a text.
 
         add_special    add BOS and EOS where the file asks for them; False for what apply_chat_template made
-        parse_special  "<|im_start|>" in the text is the control token of that name; with False it is plain text,
-                       so text from strangers cannot forge a turn
+        parse_special  "<|im_start|>" in the text is the control token of that name; with False it is plain
+                       text, so text from strangers cannot forge a turn
         """
         try:
             ids = self.encoder(text, parse_special)
@@ -174,8 +177,8 @@ class Tokenizer:
         """Text of token ids; bytes that are no UTF-8 become U+FFFD.
 
         skip_special  leave control and unknown tokens out (the default: text for people)
-        at_start      the ids begin a text, so the space that encoding put before it is taken away; with False they
-                      continue one (generated text after a prompt) and " Paris" keeps its space
+        at_start      the ids begin a text, so the space that encoding put before it is taken away; with False
+                      they continue one (generated text after a prompt) and " Paris" keeps its space
         Ids beyond the vocabulary give nothing; ValueError for a negative one.
         """
         data = b"".join([self._shown(id, skip_special) for id in ids])
@@ -184,7 +187,10 @@ class Tokenizer:
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes a token stands for, control tokens by their name; b"" beyond the vocabulary or if unused."""
+        """The bytes a token stands for, control tokens by their name; b"" if unused or beyond the vocabulary.
+
+        ValueError for a negative id.
+        """
         if id < 0:
             raise ValueError(f"token id {id} is negative")
         if id >= len(self.texts):
@@ -208,9 +214,9 @@ class Tokenizer:
         """The prompt text for a conversation, `messages` being [{"role": ..., "content": ...}, ...].
 
         `extra` are further variables of the template (tools, enable_thinking ...). Encode the result with
-        add_special=False: templates write BOS themselves. Control tokens spelled in a message become real ones
-        when that text is encoded; `encode_chat` prevents it. Raises `chat_template.ChatTemplateError` if there is
-        no template, or it is broken, refuses the messages, or exceeds its bounds.
+        add_special=False: templates write BOS themselves. Control tokens spelled in a message become real
+        ones when that text is encoded; `encode_chat` prevents it. Raises `chat_template.ChatTemplateError` if
+        there is no template, or it is broken, refuses the messages, or exceeds its bounds.
         """
         from bonsai_jax import chat_template
 
@@ -226,25 +232,18 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> list[int]:
         """Token ids of `apply_chat_template`, in which no message can forge a control token.
 
-        Where the content of a message spells one, that spelling is fenced with noncharacters before the template
+        Where a string in the messages spells one, the spelling is fenced with noncharacters before the template
         sees it, and encoded as plain text afterwards.
         """
-        controls = {
+        names = [
             text for text, kind in zip(self.texts, self.kinds, strict=True) if kind in (CONTROL, UNKNOWN)
-        }
-        spelled = re.compile(
-            "|".join(re.escape(text) for text in sorted(controls, key=len, reverse=True)) or r"(?!)"
-        )
-        fenced = [
-            {**message, "content": spelled.sub(f"{_OPEN}\\g<0>{_CLOSE}", _unfenced(message["content"]))}
-            if isinstance(message.get("content"), str)
-            else message
-            for message in messages
         ]
+        spelled = re.compile(
+            "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
+        )
+        text = self.apply_chat_template(_fenced(messages, spelled), **template_arguments)
         ids = []
-        for i, part in enumerate(
-            re.split(f"{_OPEN}(.*?){_CLOSE}", self.apply_chat_template(fenced, **template_arguments))
-        ):
+        for i, part in enumerate(re.split(f"{_OPEN}(.*?){_CLOSE}", text, flags=re.DOTALL)):
             ids += self.encode(_unfenced(part), add_special=False, parse_special=i % 2 == 0)
         return ids
 
@@ -266,6 +265,15 @@ class Tokenizer:
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 
+def _fenced(value: Any, spelled: re.Pattern[str]) -> Any:
+    """A copy of nested messages, in whose strings every match of `spelled` lies between _OPEN and _CLOSE."""
+    if isinstance(value, str):
+        return spelled.sub(f"{_OPEN}\\g<0>{_CLOSE}", _unfenced(value))
+    if isinstance(value, Mapping):
+        return {key: _fenced(item, spelled) for key, item in value.items()}
+    return [_fenced(item, spelled) for item in value] if isinstance(value, list | tuple) else value
+
+
 def _unfenced(text: str) -> str:
     return text.replace(_OPEN, "").replace(_CLOSE, "")
 
@@ -273,8 +281,8 @@ def _unfenced(text: str) -> str:
 class Detokenizer:
     """Turns a stream of ids into text as it becomes certain: the pushes and the flush join to `decode(ids)`.
 
-    A character whose bytes are spread over tokens appears when its last byte does; bytes that can no longer become
-    a character appear as U+FFFD.
+    A character whose bytes are spread over tokens appears when its last byte does; bytes that can no longer
+    become a character appear as U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, at_start: bool):
@@ -319,7 +327,7 @@ def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float | None) -> np.ndarray:
-    """metadata[key] as an array of `count` numbers, all `default` where the key is absent. ValueError if not."""
+    """metadata[key] as an array of `count` numbers, all `default` where the key is absent."""
     if default is not None and key not in metadata:
         return np.full(count, default)
     values = np.asarray(_value(metadata, key, np.ndarray | list))
@@ -332,8 +340,10 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float |
 
 @dataclasses.dataclass(frozen=True)
 class _GgufVocabulary:
-    """What both kinds of GGUF tokenizer share. `ids` is {text: id}; `bpe_ids` leaves control tokens out, so that
-    BPE cannot make one from plain text."""
+    """What both kinds of GGUF tokenizer share.
+
+    ids is {text: id}; bpe_ids leaves control tokens out, so that BPE cannot make one from plain text.
+    """
 
     texts: list[str]
     kinds: bytes
@@ -346,9 +356,8 @@ class _GgufVocabulary:
         if not texts:
             raise ValueError("tokenizer.ggml.tokens is empty")
         kinds = _numbers(metadata, "tokenizer.ggml.token_type", len(texts), default=NORMAL)
-        if (
-            bad := np.flatnonzero(~np.isin(kinds, (0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)))
-        ).size:
+        bad = np.flatnonzero(~np.isin(kinds, (0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)))
+        if bad.size:
             raise ValueError(f"tokenizer.ggml.token_type[{bad[0]}] = {kinds[bad[0]]}: expected 1 to 6")
         kinds = bytearray(np.where(kinds == 0, UNUSED, kinds).astype(np.uint8).tobytes())
         if "" in texts:
@@ -385,7 +394,7 @@ class _GgufVocabulary:
         add_bos: bool,
         **fields: Any,
     ) -> Tokenizer:
-        """The Tokenizer, given how it encodes text without special tokens: (text, follows a special) -> ids."""
+        """The Tokenizer, given how it encodes text without special tokens: (text, follows special) -> ids."""
         add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
         add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, False)
         for name, add, id in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
@@ -415,7 +424,7 @@ class _GgufVocabulary:
         )
 
     def _encoder(self, encode_plain: Callable[[str, bool], list[int]]) -> Callable[[str, bool], list[int]]:
-        """Finds special tokens in a text, longest first as llama.cpp does, and encodes what lies between them."""
+        """Finds special tokens in a text, longest first as llama.cpp does, and encodes what lies between."""
         special = [id for id, kind in enumerate(self.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
         special.sort(key=lambda id: -len(self.texts[id].encode()))
         user_defined = [id for id in special if self.kinds[id] == USER_DEFINED]
@@ -445,7 +454,7 @@ def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
 
 
 def _bpe(key: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
-    """A tokenizers.Tokenizer of a BPE model; ValueError naming `key` where the vocabulary lacks a merge's tokens."""
+    """A tokenizers.Tokenizer of a BPE model; ValueError names `key` if the vocabulary lacks a merge's tokens."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
@@ -668,7 +677,7 @@ def _token_id(folder: Path, backend: Any, config: dict[str, Any], name: str) -> 
 
 
 def _huggingface_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja if there is one, else tokenizer_config.json's template, or its one named "default"."""
+    """chat_template.jinja if there is one, else tokenizer_config.json's template (its "default" of several)."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")

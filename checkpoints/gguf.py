@@ -26,6 +26,7 @@ MAX_HEADER = 64 << 20  # bytes of metadata and tensor list; the largest vocabula
 MAX_KEYS = MAX_TENSORS = 1 << 16
 MAX_NAME = (1 << 16) - 1
 MAX_DEPTH = 4  # of arrays within arrays
+MAX_INNER = 1 << 16  # arrays within arrays, in a file: each costs 12 bytes there and some 400 here
 MAX_ALIGNMENT = 1 << 20
 MAX_PARTS = 1000
 
@@ -208,6 +209,7 @@ class _Header:
         self.buffer = buffer
         self.position = 0
         self.end = min(len(buffer), MAX_HEADER)
+        self.inner = 0
 
     def need(self, size: int, field: str) -> None:
         if size > self.end - self.position:
@@ -281,6 +283,10 @@ class _Header:
             return self.strings(count, field)
         if kind == ARRAY:
             self.expect(count, 12, f"length of {field}")
+            self.inner += count
+            if self.inner > MAX_INNER:
+                limit = f"at most {MAX_INNER} arrays within arrays are supported in a file"
+                raise _error(self.path, f"length of {field}", count, limit)
             return [self.array(f"{field}[{i}]", depth + 1) for i in range(count)]
         if kind not in SCALARS:
             raise _error(self.path, f"element type of {field}", kind, "value types are 0 to 12")

@@ -178,7 +178,7 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         "attention.head_count_kv": model.kv_heads,
         "attention.key_length": model.head_dim,
         "attention.value_length": model.head_dim,
-        "attention.layer_norm_rms_epsilon": model.norm_eps,
+        "attention.layer_norm_rms_epsilon": float(np.float32(model.norm_eps)),  # as a file would hold it
         "rope.freq_base": model.rope_base,
     }
     if model.architecture == "llama":

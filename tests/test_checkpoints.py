@@ -1,4 +1,4 @@
-"""What a name stands for: paths, Hugging Face folders, the Hub (a stand-in for it: there is no network here)."""
+"""What a name stands for: paths, Hugging Face folders, the Hub (by a stand-in: no network is needed)."""
 
 import json
 import struct
@@ -24,7 +24,7 @@ def gguf_file(path, name="m"):
     return path
 
 
-# ---- names and paths ---------------------------------------------------------------------------------------------
+# ---- names and paths -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_home_folder_is_understood(tmp_path, monkeypatch):
     assert "t" in open_checkpoint("~/m.gguf").tensors
 
 
-# ---- Hugging Face folders ----------------------------------------------------------------------------------------
+# ---- Hugging Face folders --------------------------------------------------------------------------------
 
 ARRAYS = {
     "model.a": np.arange(12, dtype=np.float32).reshape(3, 4),
@@ -166,18 +166,15 @@ def entry(dtype="F32", shape=(2, 2), offsets=(0, 16)):
         ({"t": 3}, 16, "entry of 't' is 3"),
         ([], 16, r"JSON is \[\]; an object"),
         ('{"t": 1, "t": 2}', 16, "'t' is given twice"),
-        ("{", 16, "not JSON"),
+        ("{]", 16, "not JSON"),
         (b"\xff\xff", 16, "not JSON"),
         ("[" * 100_000, 16, "nested too deep|not JSON"),
         ('{"t": ' + "9" * 5000 + "}", 16, "not JSON"),
     ],
 )
 def test_a_false_header_is_refused(tmp_path, header, size, message):
-    raw = (
-        header
-        if isinstance(header, bytes)
-        else (header if isinstance(header, str) else json.dumps(header)).encode()
-    )
+    text = header if isinstance(header, str | bytes) else json.dumps(header)
+    raw = text.encode() if isinstance(text, str) else text
     folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(raw)) + raw + bytes(size))
     with pytest.raises(CheckpointError, match=message) as error:
@@ -191,7 +188,7 @@ def test_a_false_header_is_refused(tmp_path, header, size, message):
 def test_a_false_header_length_is_refused(tmp_path, raw):
     folder(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(raw)
-    with pytest.raises(CheckpointError, match="file size is|header length is"):
+    with pytest.raises(CheckpointError, match=r"file size is|header length is"):
         open_checkpoint(tmp_path)
 
 
@@ -200,7 +197,7 @@ def test_a_folder_without_what_it_needs(tmp_path):
         open_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no .safetensors file; model.safetensors, or"):
+    with pytest.raises(CheckpointError, match=r"no \.safetensors file; model\.safetensors, or"):
         open_checkpoint(tmp_path)
     folder(tmp_path, config="[1]")
     with pytest.raises(CheckpointError, match=r"config.json: JSON is \[1\]; an object"):
@@ -238,14 +235,14 @@ def test_mutations_of_a_safetensors_file(tmp_path, data):
     assert sum(t.data.nbytes for t in got.tensors.values()) <= len(raw)
 
 
-# ---- the Hub -----------------------------------------------------------------------------------------------------
+# ---- the Hub ---------------------------------------------------------------------------------------------
 
 SPLIT = ["big/m-Q8_0-00001-of-00002.gguf", "big/m-Q8_0-00002-of-00002.gguf"]
 FILES = ["README.md", "m-Q4_K.gguf", "m-Q4_K_M.gguf", "m-Q1_0_g128.gguf", "mmproj-m-Q4_K.gguf", *SPLIT]
 
 
 class FakeHub:
-    """The functions of huggingface_hub that hub.py calls, over a folder of files, counting what is fetched."""
+    """The functions of huggingface_hub that hub.py calls, over a folder of files, and what was fetched."""
 
     def __init__(self, monkeypatch, root):
         self.root, self.files, self.fetched, self.error = root, [], [], None
@@ -376,18 +373,21 @@ def test_offline_looks_into_the_cache_alone(fake, monkeypatch, switch):
     assert open_checkpoint("user/repo:q4_k_m", offline=offline).metadata["general.name"] == "cached"
     assert open_checkpoint("user/repo", offline=offline).metadata["general.name"] == "cached"
     gguf_file(fake.root / SPLIT[1])
-    with pytest.raises(CheckpointError, match="m-Q8_0-00001-of-00002.gguf is not in the cache, and offline"):
+    with pytest.raises(
+        CheckpointError, match=r"m-Q8_0-00001-of-00002\.gguf is not in the cache, and offline"
+    ):
         open_checkpoint("user/repo:Q8_0", offline=offline)
-    with pytest.raises(CheckpointError, match="no file matches 'Q6_K'; there are: .*Q4_K_M"):
+    with pytest.raises(CheckpointError, match=r"no file matches 'Q6_K'; there are: .*Q4_K_M"):
         open_checkpoint("user/repo:Q6_K", offline=offline)
     assert fake.fetched == []
 
 
 def test_offline_finds_a_cached_folder(fake):
     (fake.root / "README.md").write_text("")
-    with pytest.raises(CheckpointError, match="neither a GGUF file nor config.json"):
+    with pytest.raises(CheckpointError, match=r"neither a GGUF file nor config\.json"):
         open_checkpoint("user/repo", offline=True)
-    check_arrays(open_checkpoint("user/repo", offline=True) if folder(fake.root) else None)
+    folder(fake.root)
+    check_arrays(open_checkpoint("user/repo", offline=True))
 
 
 def test_the_real_cache_is_asked_the_same_way(tmp_path, monkeypatch):

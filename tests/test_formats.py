@@ -8,7 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from checkpoints.geometry import GEOMETRY
 from pallas_kernels import formats
+from tests import kept_oracles
 
 GGUF_TYPES = {t.name.lower(): t for t in gguf.GGMLQuantizationType}
 # What gguf cannot decode is checked against `scalar_weights` below.
@@ -361,3 +363,15 @@ def test_random_codes_are_valid(name):
 def test_f32_random_mean():
     w = formats.random_fields("f32", jax.random.key(0), (4096,), 1.0, 0.1)["w"]
     assert abs(float(w.mean()) - 1) < 0.01
+
+
+@every_format
+def test_the_reader_of_files_sizes_blocks_the_same(name):
+    _, weights, size = GEOMETRY[name]
+    assert (weights, size) == (formats.get(name).WEIGHTS, block_bytes(name))
+
+
+def test_the_kept_values_are_what_the_oracles_say():
+    kept = np.load(kept_oracles.DATA / "formats.npz")
+    for name, value in kept_oracles.make_formats().items():
+        np.testing.assert_array_equal(value.view(np.uint8), kept[name].view(np.uint8))

@@ -82,7 +82,10 @@ def test_seeds_depend_on_the_tensor_the_seed_and_nothing_else():
     assert len(set(first.values())) == len(first)
     assert first == seeds("synth:tiny-llama:q4_k:0") == seeds("synth:tiny-llama:f32")
     assert not set(first.values()) & set(seeds("synth:tiny-llama:q4_k:1").values())
-    code = "import checkpoints; print(checkpoints.open_checkpoint('synth:tiny-llama:q4_k').tensors['output.weight'].seed)"
+    code = (
+        "from checkpoints import open_checkpoint\n"
+        "print(open_checkpoint('synth:tiny-llama:q4_k').tensors['output.weight'].seed)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONHASHSEED": "7"}
     )
@@ -149,16 +152,28 @@ def test_the_vocabulary_is_consistent(model):
 
 @pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen2", "tiny-llama"])
 def test_llama_cpp_runs_the_written_file(tmp_path, model):
-    from tests.llama_cpp import LlamaCpp
+    import xllamacpp
 
     source = f"synth:{model}:f32"
-    weights = drawn(source)
-    tensors = [Tensor(n, "f32", w.shape, w.view(np.uint8)) for n, w in weights.items()]
+    tensors = [Tensor(n, "f32", w.shape, w.view(np.uint8)) for n, w in drawn(source).items()]
     write_gguf(tmp_path / "m.gguf", open_checkpoint(source).metadata, tensors)
-    answer = LlamaCpp(tmp_path / "m.gguf", context=64).greedy([1, 2, 3], 2, readable=64)
-    assert answer.top_logprobs.shape == (2, 20) and np.isfinite(answer.top_logprobs).all()
+    params = xllamacpp.CommonParams()
+    params.model.path = str(tmp_path / "m.gguf")
+    params.n_ctx, params.n_parallel, params.warmup, params.verbosity = 64, 1, False, 0
+    server = xllamacpp.Server(params)
+    request = {
+        "prompt": "in the",
+        "max_tokens": 1,
+        "temperature": 0,
+        "logprobs": 20,
+        "logit_bias": [[64, 1e3]],
+    }
+    reply = server.handle_completions(request)
+    assert reply["usage"]["prompt_tokens"] == 2  # "in" and "Ġthe": its tokenizer merges as the file says
+    (token,) = reply["choices"][0]["logprobs"]["content"]
+    logprobs = [t["logprob"] for t in token["top_logprobs"][:20]]
     # A flat distribution over 512 would put every token at -6.2.
-    assert answer.top_logprobs[:, 0].min() > -4
+    assert np.isfinite(logprobs).all() and max(logprobs) > -4
 
 
 def test_metadata_of_yarn_goes_through_a_file(tmp_path):

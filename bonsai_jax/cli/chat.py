@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from bonsai_jax.cli import figures, options
+from bonsai_jax.cli import options
+from bonsai_jax.cli.figures import CompileClock, Figures, line_of
 
 if TYPE_CHECKING:
     from bonsai_jax import Model, Piece, SamplingParams
@@ -39,9 +40,9 @@ class Conversation:
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     cache: "KVCache | None" = None
     held: list[int] = dataclasses.field(default_factory=list)
-    figures: figures.Figures | None = None
+    figures: Figures | None = None
     reused: int = 0
-    clock: figures.CompileClock = dataclasses.field(default_factory=figures.CompileClock)
+    clock: CompileClock = dataclasses.field(default_factory=CompileClock)
 
     def reset(self) -> None:
         """Forget the messages; what the cache holds may still be of use."""
@@ -66,7 +67,7 @@ class Conversation:
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
         state, self.reused = self._start(ids, limit)
         self.held = ids
-        self.figures = figures.Figures(len(ids) - self.reused, self.clock)
+        self.figures = Figures(len(ids) - self.reused, self.clock)
 
         def newest_cache_kept():
             for new, piece in m.continue_stream(self.model, state, ids[self.reused :], stop=self.stop):
@@ -160,7 +161,7 @@ def stats(conversation: Conversation) -> str:
         return "no answer yet"
     depth = conversation.reused + seen.prompt_tokens
     return (
-        f"{figures.line(conversation.model, seen, depth)}; "
+        f"{line_of(conversation.model, seen, depth)}; "
         f"{conversation.reused} tokens of the prompt were in the cache; "
         f"context {len(conversation.held)} of {conversation.model.run.context}"
     )

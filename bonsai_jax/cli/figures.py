@@ -76,7 +76,7 @@ class Figures:
         return steps / self.decode_s if steps > 0 and self.decode_s > 0 else None
 
 
-def line(model: "Model", figures: Figures, depth: int | None = None) -> str:
+def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
     """One line: prefill and decode tok/s, share of the memory ceiling, peak memory. `depth` is the tokens before the
     answer, the prompt's unless some of them were in the cache already."""
     from bonsai_jax import card

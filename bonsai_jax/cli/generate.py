@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from bonsai_jax.cli import figures, options
+from bonsai_jax.cli import options
+from bonsai_jax.cli.figures import CompileClock, Figures, line_of
 
 
 def command(
@@ -74,7 +75,7 @@ def command(
     import bonsai_jax as bj
     from bonsai_jax import card
 
-    clock = figures.CompileClock()
+    clock = CompileClock()
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
         ids = loaded.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
@@ -82,7 +83,7 @@ def command(
         ids = loaded.tokenizer.encode(text)
     if max_new_tokens < 0:
         max_new_tokens = max(1, loaded.run.context - len(ids))
-    seen = figures.Figures(len(ids), clock)
+    seen = Figures(len(ids), clock)
     pieces = bj.stream(
         loaded, ids, max_new_tokens=max_new_tokens, sampling=params, stop=stop or [], ignore_eos=ignore_eos
     )
@@ -91,7 +92,7 @@ def command(
             print(piece.text, end="", flush=True)
     if not as_json:
         print(flush=True)
-    print(figures.line(loaded, seen), file=sys.stderr)
+    print(line_of(loaded, seen), file=sys.stderr)
     if as_json:
         timings = {
             "load_s": load_s,

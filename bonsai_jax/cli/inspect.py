@@ -1,1 +1,138 @@
-def command(): ...
+"""bonsai-jax inspect: what is in a model file, and what this machine makes of it. No weight is read."""
+
+import json
+import math
+from collections import Counter
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from bonsai_jax.cli import options
+
+if TYPE_CHECKING:
+    from bonsai_jax import ModelConfig, RunConfig
+    from checkpoints import Checkpoint
+
+LONGEST = 72  # characters of a metadata value
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The model, instead of -m.")] = None,
+    model: options.ModelName = None,
+    impl: options.Impl = "auto",
+    context: options.Context = None,
+    weights: options.Weights = "auto",
+    cache_dtype: options.CacheType = None,
+    offline: options.Offline = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show metadata, tensors by format, bytes, the speed that memory allows, and which implementations would run."""
+    if name and model:
+        raise typer.BadParameter("name one model: as the argument or with -m")
+    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    source = name or model or options.demo_model()
+
+    from bonsai_jax import architectures
+    from bonsai_jax.model import resolve
+    from checkpoints import open_checkpoint
+
+    checkpoint = open_checkpoint(source, offline=offline)
+    config = architectures.config_of(checkpoint)
+    run = resolve(run, config)
+    metadata = {key: _short(value) for key, value in checkpoint.metadata.items()}
+    tensors = _by_format(checkpoint)
+    figures = _figures(checkpoint, config, run)
+    choices = _choices(checkpoint, run)
+    if as_json:
+        out = {"source": checkpoint.source, "metadata": metadata, "tensors": tensors, "figures": figures, "choices": choices}
+        print(json.dumps(out))
+        return
+    print(checkpoint.source, end="\n\n")
+    print(options.table([*metadata.items()]), end="\n\n")
+    print(options.table([tuple(tensors[0]), *(tuple(row.values()) for row in tensors)]), end="\n\n")
+    print(options.table([(key, _readable(key, value)) for key, value in figures.items()]), end="\n\n")
+    for choice in choices:
+        print(f"{choice['problem']} ({choice['tensors']} tensors)")
+        for candidate in choice["candidates"]:
+            print(f"  {'->' if candidate['taken'] else '  '} {candidate['impl']}: {candidate['reason']}")
+
+
+def _short(value: Any) -> str:
+    """A metadata value on one line: of arrays the length and the first entries."""
+    if isinstance(value, (str, int, float, bool)):
+        text = repr(value) if isinstance(value, str) else str(value)
+    elif isinstance(value, dict):
+        text = json.dumps(value)
+    else:
+        try:
+            first = ", ".join(repr(x) if isinstance(x, str) else str(x) for x in value[:4])
+            text = f"{len(value)} entries: {first}{', ...' if len(value) > 4 else ''}"
+        except TypeError:
+            text = str(value)
+    text = " ".join(text.split())
+    return text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
+
+
+def _by_format(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
+    """A row for each format, largest first, and one for all."""
+    rows = []
+    for format in {t.format for t in checkpoint.tensors.values()}:
+        of_it = [t for t in checkpoint.tensors.values() if t.format == format]
+        rows.append(_row(format, of_it))
+    rows.sort(key=lambda row: -row["bytes"])
+    return [*rows, _row("all", list(checkpoint.tensors.values()))]
+
+
+def _row(name: str, tensors: list) -> dict[str, Any]:
+    parameters, held = sum(math.prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
+    bits = round(8 * held / parameters, 3) if parameters else 0.0
+    return {"format": name, "tensors": len(tensors), "parameters": parameters, "bytes": held, "bits/weight": bits}
+
+
+def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") -> dict[str, Any]:
+    from bonsai_jax import cache as kv
+    from bonsai_jax import card
+
+    step = card.step_bytes(checkpoint, run)
+    return {
+        "device": card.device_name(),
+        "weights on the device": run.weights,
+        "weight bytes": card.held_bytes(checkpoint, run),
+        "KV bytes per token": kv.bytes_per_token(config, run.cache_dtype),
+        "cache dtype": run.cache_dtype,
+        "context": run.context,
+        "model's own context": config.context_length,
+        "KV bytes at that context": card.cache_bytes(config, run),
+        "bytes per decoded token": step,
+        "memory bytes/s": card.bandwidth(),
+        "ceiling tok/s": card.bandwidth() / step,
+    }
+
+
+def _readable(key: str, value: Any) -> str:
+    if key == "ceiling tok/s":
+        return f"{value:.1f}"
+    if key == "memory bytes/s":
+        return f"{value / 1e9:.1f} GB/s"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _choices(checkpoint: "Checkpoint", run: "RunConfig") -> list[dict[str, Any]]:
+    """For every distinct problem, which implementations could run it and which one would."""
+    import dataclasses
+
+    from pallas_kernels import dispatch
+
+    problems = Counter(
+        dispatch.Problem("matmul", dispatch.platform(), "f32" if run.weights == "decoded" else t.format, t.shape)
+        for t in checkpoint.tensors.values()
+        if len(t.shape) == 2
+    )
+    return [
+        {
+            "problem": str(problem),
+            "tensors": count,
+            "candidates": [dataclasses.asdict(verdict) for verdict in dispatch.explain(problem, run.impl)],
+        }
+        for problem, count in problems.items()
+    ]

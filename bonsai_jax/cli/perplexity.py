@@ -1,1 +1,58 @@
-def command(): ...
+"""bonsai-jax perplexity: how well a model predicts a text, and how far from another run it is."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bonsai_jax.cli import options
+
+
+def command(
+    file: Annotated[Path, typer.Option("-f", "--file", help="The text, UTF-8.")],
+    model: options.ModelName = None,
+    context: Annotated[int, typer.Option("-c", "--ctx", min=4, help="Tokens of a chunk.")] = 512,
+    most: Annotated[int | None, typer.Option("--chunks", min=1, help="Score no more than the first so many chunks.")] = None,
+    kl_base: Annotated[
+        Path | None,
+        typer.Option(help="An .npz file of log-probabilities: compared with where it exists, written where it does not."),
+    ] = None,
+    impl: options.Impl = "auto",
+    weights: options.Weights = "auto",
+    cache_dtype: options.CacheType = None,
+    offline: options.Offline = False,
+    no_compile_cache: options.NoCompileCache = False,
+) -> None:
+    """Perplexity of a text by llama.cpp's method: chunks of --ctx tokens, of which the second half is scored.
+
+    With --kl-base also the mean KL divergence from the run that wrote the file, the share of tokens that both find
+    most likely, and the largest divergence.
+    """
+    text = options.read_text(file)
+    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
+
+    from bonsai_jax import evaluate
+
+    tokenizer, vocab_size = loaded.tokenizer, loaded.config.vocab_size
+    ids = tokenizer.encode(text, parse_special=False)
+    cut = evaluate.chunks(ids, context, tokenizer.bos_id if tokenizer.add_bos else None)[:most]
+    print(f"{len(ids)} tokens, {len(cut)} chunks of {context}", file=sys.stderr)
+    comparing = kl_base is not None and kl_base.exists()
+    with contextlib.ExitStack() as stack:
+        write = compare = None
+        if comparing:
+            compare = stack.enter_context(evaluate.BaseReader(kl_base, cut, vocab_size))
+        elif kl_base is not None:
+            write = stack.enter_context(evaluate.BaseWriter(kl_base, cut, vocab_size))
+        update = stack.enter_context(options.progress("scoring"))
+        for done, (nll, divergence) in enumerate(evaluate.evaluate(loaded, cut, write=write, compare=compare), 1):
+            update(done, len(cut))
+    if comparing:
+        kl, same = divergence.kl, divergence.same_top
+        print(f"KL = {kl.mean:.3e} +/- {kl.error:.1e}, largest {kl.largest:.3e}")
+        print(f"same top token = {100 * same.mean:.2f} +/- {100 * same.error:.2f} %")
+    ppl, error = evaluate.perplexity(nll)
+    print(f"PPL = {ppl:.4f} +/- {error:.4f}")
