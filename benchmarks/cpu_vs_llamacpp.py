@@ -2,8 +2,8 @@
 
     uv run python benchmarks/cpu_vs_llamacpp.py [--record]
 
-Both read the same token ids with as many threads; repetitions are interleaved, so that a machine that slows down slows
-both. --record appends the rows to benchmarks/results/<device>.jsonl.
+Both read the same token ids with as many threads; repetitions are interleaved, so that a machine that slows
+down slows both. --record appends the rows to benchmarks/results/<device>.jsonl.
 """
 
 import argparse
@@ -25,7 +25,7 @@ REQUIRED = {"pp": 2.0, "tg": 0.25}  # ratios to llama.cpp below which this exits
 
 
 class LlamaCpp:
-    """Speeds that llama.cpp's server reports for a request, which leave tokenizing and sampling's setup out."""
+    """Speeds that llama.cpp's server reports for a request: they leave tokenizing out."""
 
     def __init__(self, path: str, threads: int):
         params = xllamacpp.CommonParams()
@@ -37,7 +37,13 @@ class LlamaCpp:
         self.server = xllamacpp.Server(params)
 
     def request(self, ids: list[int], max_tokens: int) -> dict[str, float]:
-        asked = {"prompt": ids, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        asked = {
+            "prompt": ids,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "cache_prompt": False,
+        }
         return self.server.handle_completions(asked)["timings"]
 
     def prefill(self, ids: list[int]) -> float:
@@ -55,7 +61,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("-m", "--model", help="a GGUF file; the demo model without one")
     parser.add_argument("-r", "--repetitions", type=int, default=7)
-    parser.add_argument("--record", action="store_true", help="append rows to benchmarks/results/<device>.jsonl")
+    parser.add_argument(
+        "--record", action="store_true", help="append rows to benchmarks/results/<device>.jsonl"
+    )
     arguments = parser.parse_args()
     path, threads = arguments.model or options.demo_model(), len(os.sched_getaffinity(0))
 
@@ -72,8 +80,14 @@ def main() -> None:
         speeds["tg"].append(tests["tg"].run())
         speeds["tg llama.cpp"].append(theirs.decode(NEW))
 
-    print(f"{bench.model_name(path)} on {card.device_name()}, {threads} threads, median of {arguments.repetitions}")
-    print(f"jax {version('jax')}, xllamacpp {version('xllamacpp')}; memory reads {card.bandwidth() / 1e9:.1f} GB/s\n")
+    print(
+        f"{bench.model_name(path)} on {card.device_name()}, {threads} threads, "
+        f"median of {arguments.repetitions} (smallest to largest)"
+    )
+    print(
+        f"jax {version('jax')}, xllamacpp {version('xllamacpp')}; "
+        f"memory reads {card.bandwidth() / 1e9:.1f} GB/s\n"
+    )
     print("| test | bonsai-jax tok/s | llama.cpp tok/s | ratio | required |")
     print("| --- | ---: | ---: | ---: | ---: |")
     missed = False

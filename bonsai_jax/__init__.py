@@ -5,8 +5,8 @@
     for piece in bj.stream(model, "Once upon a time", max_new_tokens=64):
         print(piece.text, end="", flush=True)
 
-Below the functions on text stand pure functions on arrays: `prefill`, `step`, `decode`, `generate_tokens` over a
-`State`, which can be put under jit, vmap and shard_map.
+Below the functions on text stand pure functions on arrays: `prefill`, `step`, `decode`, `generate_tokens`
+over a `State`, which can be put under jit, vmap and shard_map.
 """
 
 import importlib
@@ -17,17 +17,29 @@ from typing import TYPE_CHECKING
 for _name in ("checkpoints", "pallas_kernels"):
     # In a notebook, a folder of this name in the working directory comes before the installed package.
     _spec = importlib.util.find_spec(_name)
-    _found = Path((list(_spec.submodule_search_locations or []) or [_spec.origin])[0]) if _spec else None
-    if _found is None or _found.parent.resolve() != Path(__file__).parent.parent.resolve():
+    _found = [Path(place) for place in (_spec.submodule_search_locations or ())] if _spec else []
+    _beside = Path(__file__).resolve().parent.parent
+    if [place.resolve().parent for place in _found[:1]] != [_beside]:
         raise ImportError(
-            f"bonsai_jax needs the package {_name} that lies beside it in {Path(__file__).parent.parent}, but Python found "
-            f"{_found or 'none'}; rename that folder, or start Python in another one"
+            f"bonsai_jax needs the package {_name} that lies beside it in {_beside}, but "
+            f"Python found {_found[0] if _found else 'none'}; rename that folder, or start Python in another one"
         )
 
 if TYPE_CHECKING:
     from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
     from bonsai_jax.decoding import State, decode, generate_tokens, prefill, start, step
-    from bonsai_jax.model import Model, Output, Piece, from_checkpoint, generate, iter_logits, load, logits, new_state, stream
+    from bonsai_jax.model import (
+        Model,
+        Output,
+        Piece,
+        from_checkpoint,
+        generate,
+        iter_logits,
+        load,
+        logits,
+        new_state,
+        stream,
+    )
     from bonsai_jax.tokenizer import Tokenizer
     from checkpoints import CheckpointError
 

@@ -1,8 +1,9 @@
-"""Speed as llama-bench measures it: prompt processing (pp) and token generation (tg), without tokenizing or sampling.
+"""Speed as llama-bench measures it: prompt processing (pp) and token generation (tg), no tokenizing, no
+sampling.
 
-    ppN      N prompt tokens at once, and the logits of the last
-    tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
-    ...@dD   the same behind D tokens that are in the cache already
+ppN      N prompt tokens at once, and the logits of the last
+tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
+...@dD   the same behind D tokens that are in the cache already
 """
 
 import csv
@@ -39,8 +40,8 @@ class Row:
     """One test's result, as it is kept for the record.
 
     tok_s, tok_s_std  mean and standard deviation over the repetitions
-    gb_s              10^9 bytes a second: for tg the weights and the cache (at its mean depth) at each step, for pp the
-                      weights once
+    gb_s              10^9 bytes a second: for tg the weights and the cache (at its mean depth) at each
+                      step, for pp the weights once
     ceiling_share     gb_s over the memory's bandwidth; None for pp, which memory does not bound
     """
 
@@ -58,14 +59,16 @@ class Row:
     ceiling_share: float | None
 
 
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-def read_prompt(
+def last_logits(
     params: Params, cache: KVCache, tokens: Int[Array, "1 T"], config: ModelConfig
 ) -> tuple[Float[Array, "1 V"], KVCache]:
-    """A prompt through the model, behind what the cache holds. Returns the last token's logits, and the cache."""
+    """A prompt through the model, behind what the cache holds: its last token's logits, and the cache."""
     lengths = jnp.full(1, tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
     return layers.logits(params, hidden), cache
+
+
+read_prompt = functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")(last_logits)
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -74,12 +77,12 @@ def read_one_by_one(
 ) -> tuple[Float[Array, ""], KVCache]:
     """The first `steps` tokens, one decode step each, in a loop on the device.
 
-    Returns the sum of every step's largest logit: all logits are needed for it, so none can be optimized away.
+    Returns the sum of every step's largest logit: it needs all logits, so none can be optimized away.
     """
 
     def step(i, carry):
         total, cache = carry
-        logits, cache = read_prompt.__wrapped__(params, cache, tokens[i][None, None], config)
+        logits, cache = _read(params, cache, tokens[i][None, None], config)
         return total + logits.max(), cache
 
     return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))
@@ -87,7 +90,7 @@ def read_one_by_one(
 
 @dataclasses.dataclass
 class Test:
-    """One test of one model, made ready once and then run as often as wanted: run() is one timed repetition."""
+    """One test of one model, made ready once, then run as often as wanted: run() is one timed repetition."""
 
     model: Model
     kind: str  # "pp" or "tg"
@@ -96,11 +99,15 @@ class Test:
 
     def __post_init__(self):
         config, run = self.model.config, self.model.run
-        ids = np.random.default_rng(0).integers(0, config.vocab_size, self.depth + self.tokens).astype(np.int32)
+        ids = (
+            np.random.default_rng(0).integers(0, config.vocab_size, self.depth + self.tokens).astype(np.int32)
+        )
         self.ids = jnp.asarray(ids[self.depth :])
         self.cache = kv.empty(config, 1, self.depth + self.tokens, run.cache_dtype, run.page_size)
         if self.depth:
-            _, self.cache = read_prompt(self.model.params, self.cache, jnp.asarray(ids[None, : self.depth]), config)
+            _, self.cache = read_prompt(
+                self.model.params, self.cache, jnp.asarray(ids[None, : self.depth]), config
+            )
         on_gpu = jax.default_backend() != "cpu"
         for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
             self.run(warm=True)
@@ -186,7 +193,9 @@ def commit() -> str | None:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
     try:
-        return git("rev-parse", "--short", "HEAD") + ("-dirty" if git("status", "--porcelain", "-uno") else "")
+        return git("rev-parse", "--short", "HEAD") + (
+            "-dirty" if git("status", "--porcelain", "-uno") else ""
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
 

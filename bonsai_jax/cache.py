@@ -1,6 +1,5 @@
 """The key-value cache: pages, a block table and lengths. Immutable to read, donated to write."""
 
-import jax
 import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
@@ -8,8 +7,7 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax.config import ModelConfig
 
 
-@struct.dataclass
-class KVCache:
+class KVCache(struct.PyTreeNode):
     """Keys and values of every layer, in pages that rows own through the block table.
 
     k, v         [layers, pages, page_size, kv heads, head_dim]; keys are stored rotated
@@ -56,7 +54,11 @@ def empty(config: ModelConfig, rows: int, context: int, dtype, page_size: int) -
 
 
 def write(
-    cache: KVCache, layer: int | Int[Array, ""], k: Float[Array, "B T Hkv D"], v: Float[Array, "B T Hkv D"], positions: Int[Array, "B T"]
+    cache: KVCache,
+    layer: int | Int[Array, ""],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    positions: Int[Array, "B T"],
 ) -> KVCache:
     """Store keys and values of one layer at their positions; those at position -1 (padding) are dropped."""
     num_pages, page_size = cache.k.shape[1:3]

@@ -32,17 +32,18 @@ def held_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
 
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes of a cache with every row full. `run` must be resolved (model.resolve)."""
-    tokens = run.rows * kv.page_count(run.context, run.page_size) * run.page_size
+    tokens = run.rows * kv.page_count(run.context or config.context_length, run.page_size) * run.page_size
     return tokens * kv.bytes_per_token(config, run.cache_dtype)
 
 
 def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig) -> None:
-    """Raise MemoryError, with the sums and the remedy, when weights and a full cache exceed the device's memory."""
+    """Raise MemoryError, with sums and remedy, when weights and a full cache exceed the device's memory."""
     weights, cache, limit = held_bytes(checkpoint, run), cache_bytes(config, run), device_memory()
     if weights + cache > limit:
         raise MemoryError(
-            f"{checkpoint.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB ({run.rows} rows of "
-            f"{run.context} tokens) exceed the {limit / 1e9:.2f} GB of {device_name()}; lower rows or context"
+            f"{checkpoint.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
+            f"({run.rows} rows of {run.context} tokens) exceed the {limit / 1e9:.2f} GB of {device_name()}; "
+            "lower rows or context"
         )
 
 
@@ -68,7 +69,7 @@ def device_memory() -> int:
 
 
 def peak_memory() -> int:
-    """Most bytes held so far: by XLA on the device, or on CPU by this process in all (its largest resident set)."""
+    """Most bytes held so far: by XLA on the device, or on CPU by this process (its largest resident set)."""
     stats = jax.devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
@@ -90,9 +91,9 @@ def driver() -> str | None:
 def bandwidth() -> float:
     """Bytes per second that the default device's memory moves, the denominator of every ceiling share.
 
-    Known devices: their measured copy rate. Others are timed here, in a third of a second and the best of several
-    times: a GPU by copying 256 MiB (read plus written), a CPU by reading 128 MiB, because there a copy into new memory
-    is mostly page faults and decoding only reads.
+    Known devices: their measured copy rate. Others are timed here, the best of ten runs in a third of a
+    second: a GPU by copying 256 MiB (read plus written), a CPU by reading 128 MiB, because there a copy into
+    new memory is mostly page faults, and decoding only reads.
     """
     if device_name() in MEASURED_COPY:
         return MEASURED_COPY[device_name()]
@@ -109,14 +110,15 @@ def bandwidth() -> float:
 
 
 def impl_names(params: Params) -> str:
-    """The matmul implementations that these weights were loaded for: "xla", or "mosaic+xla" where they differ."""
+    """The matmul implementations that these weights were loaded for: "xla", "mosaic+xla" where they
+    differ."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
     return "+".join(sorted({leaf.impl for leaf in leaves if isinstance(leaf, QTensor)}))
 
 
 def step_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
-    """Weight bytes that one decode step reads, of a model that is not loaded: all but the embedding's, where a matrix
-    of its own gives the logits."""
+    """Weight bytes that one decode step reads, of a model that is not loaded: all but the embedding's, where
+    a matrix of its own gives the logits."""
     specs = architectures.get(architectures.config_of(checkpoint).architecture).TENSORS
     names = {spec.field: spec.name(checkpoint.naming) for spec in specs}
     everything = held_bytes(checkpoint, run)

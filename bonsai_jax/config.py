@@ -11,11 +11,12 @@ class RopeConfig:
     """Rotary position embedding.
 
     base               theta of pair i is base^(-2i / head_dim)
-    interleaved        True: pairs are (0, 1), (2, 3), ... (GGUF's llama); False: pairs are (i, i + head_dim / 2)
+    interleaved        True: pairs are (0, 1), (2, 3), ... (GGUF's llama); False: (i, i + head_dim / 2)
     scaling            how the frequencies are stretched beyond the original context
     factor             linear, yarn, llama3: context extension, 4.0 = four times the original
     original_context   yarn, llama3: tokens the model was first trained on
-    beta_fast, _slow   yarn: rotations within the original context above / below which a pair is kept / stretched
+    beta_fast, _slow   yarn: rotations within the original context above / below which a pair is kept /
+                       stretched
     mscale             yarn: factor on cos and sin at all positions; the paper's is 0.1 ln(factor) + 1
     low_, high_freq_factor   llama3: the same borders, in wavelengths per original context
     """
@@ -62,7 +63,9 @@ class ModelConfig:
             if isinstance(value, int) and value <= 0:
                 raise ValueError(f"model config: {field.name} is {value}; it must be positive")
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"model config: {self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads")
+            raise ValueError(
+                f"model config: {self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads"
+            )
         if self.head_dim % 2:
             raise ValueError(f"model config: head_dim is {self.head_dim}; rotary embeddings need an even one")
 
@@ -83,12 +86,13 @@ class ModelConfig:
 class RunConfig:
     """How this process runs the model.
 
-    impl         "auto", or one of "xla", "mosaic", "triton": naming one that cannot run is an error with the reason
-    weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32, decoded once
-                 at load; "auto": decoded on CPU, where that measured fastest (benchmarks/LOG.md), packed elsewhere
+    impl         "auto", or one of "xla", "mosaic", "triton": naming one that cannot run is an error
+    weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
+                 decoded once at load; "auto": decoded on CPU, where that measured fastest
+                 (benchmarks/LOG.md), packed elsewhere
     cache_dtype  of keys and values; None: float32 on CPU, bfloat16 elsewhere
     page_size    tokens in a page of the cache
-    context      most tokens a row may hold, prompt and answer together; None: the model's own, at most 4096
+    context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
     rows         most rows run at once; more prompts than that run in groups
     """
 
@@ -96,17 +100,16 @@ class RunConfig:
     weights: Literal["auto", "packed", "decoded"] = "auto"
     cache_dtype: Literal["float32", "bfloat16"] | None = None
     page_size: int = 64
-    context: int | None = None
+    context: int = 0
     rows: int = 8
 
     def __post_init__(self):
         _one_of(self, "impl", ("auto", "xla", "mosaic", "triton"))
         _one_of(self, "weights", ("auto", "packed", "decoded"))
         _one_of(self, "cache_dtype", ("float32", "bfloat16", None))
-        for name in ("page_size", "context", "rows"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"RunConfig: {name} is {value}; it must be 1 or more")
+        _within(self, "page_size", 1, 2**20)
+        _within(self, "context", 0, 2**31 - 1)
+        _within(self, "rows", 1, 2**31 - 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +122,7 @@ class SamplingParams:
     top_k               keep the k most likely tokens (and those tied with the k-th); 0: all
     top_p               keep the fewest most likely tokens whose probabilities sum to p or more; 1: all
     min_p               keep tokens at least min_p times as likely as the likeliest; 0: all
-    repetition_penalty  logits of tokens in prompt or answer are divided (if positive) or multiplied by it; 1: none
+    repetition_penalty  logits of tokens in prompt or answer are divided (if positive) or multiplied by it
     presence_penalty    subtracted from the logits of tokens in the answer; 0: none
     frequency_penalty   the same, times their count; 0: none
     logit_bias          {token id: added to its logit}
@@ -143,7 +146,9 @@ class SamplingParams:
         _within(self, "top_p", 0.0, 1.0)
         _within(self, "min_p", 0.0, 1.0)
         if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"SamplingParams: repetition_penalty is {self.repetition_penalty}; it must be above 0")
+            raise ValueError(
+                f"SamplingParams: repetition_penalty is {self.repetition_penalty}; it must be above 0"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
             _within(self, name, -1e6, 1e6)
 

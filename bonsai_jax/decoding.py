@@ -3,8 +3,8 @@
                     prompts                          one token a row, at most `limit` times
     State --prefill(tokens, lengths)--> State --step--> State --step--> State ...
 
-`decode` is the loop of steps; `generate_tokens` is prefill and decode in one jit. Donate the state: its cache is
-updated in place.
+`decode` is the loop of steps; `generate_tokens` is prefill and decode in one jit. Donate the state: its cache
+is updated in place.
 """
 
 import functools
@@ -15,18 +15,18 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import architectures, layers, sampling
-from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.params import Params
 from bonsai_jax.sampling import Sampler
 
-PREFILL_CHUNK = 512  # tokens a row that go through the layers at a time: bounds activations for prompts of any length
+PREFILL_CHUNK = (
+    512  # tokens a row that go through the layers at a time: bounds activations for prompts of any length
+)
 NO_TOKEN = -1  # in outputs: the row had ended
 
 
-@struct.dataclass
-class State:
+class State(struct.PyTreeNode):
     """Everything that changes while B rows are generated.
 
     cache       keys and values of all tokens but each row's newest
@@ -43,9 +43,17 @@ class State:
     sampler: Sampler
 
 
-def start(cache: KVCache, sampler: Sampler, stop_ids: Int[Array, "B S"], max_new_tokens: Int[Array, "B"]) -> State:
+def start(
+    cache: KVCache, sampler: Sampler, stop_ids: Int[Array, "B S"], max_new_tokens: Int[Array, "B"]
+) -> State:
     """A state without any token, ready for prefill."""
-    return State(cache, jnp.full_like(max_new_tokens, NO_TOKEN), jnp.asarray(max_new_tokens, jnp.int32), stop_ids, sampler)
+    return State(
+        cache,
+        jnp.full_like(max_new_tokens, NO_TOKEN),
+        jnp.asarray(max_new_tokens, jnp.int32),
+        stop_ids,
+        sampler,
+    )
 
 
 def prefill(
@@ -77,7 +85,8 @@ def decode(
 ) -> tuple[State, Int[Array, "B size"]]:
     """Steps until every row has ended, or `limit` (at most `size`, the width of the output) have been made.
 
-    Returns the state and the tokens drawn, NO_TOKEN behind a row's end. A token that ends a row is among them.
+    Returns the state and the tokens drawn, NO_TOKEN behind a row's end. A token that ends a row is among
+    them.
     """
 
     def unfinished(carry):
@@ -97,7 +106,13 @@ def decode(
 
 @functools.partial(jax.jit, static_argnames=("config", "size"), donate_argnames="state")
 def generate_tokens(
-    params: Params, state: State, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig, *, size: int
+    params: Params,
+    state: State,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+    *,
+    size: int,
 ) -> tuple[State, Int[Array, "B size"]]:
     """Prefill and decode in one jit.
 
@@ -120,7 +135,8 @@ decode_jit = functools.partial(jax.jit, static_argnames=("config", "size"), dona
 def teacher_forced_logits(
     params: Params, cache: KVCache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig
 ) -> tuple[Float[Array, "B T V"], KVCache]:
-    """Logits after every token of a chunk that follows what the cache holds; float32. Padding's mean nothing."""
+    """Logits after every token of a chunk that follows what the cache holds; float32. Padding's mean
+    nothing."""
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config)
     return layers.logits(params, hidden), cache
@@ -129,8 +145,8 @@ def teacher_forced_logits(
 def read(
     params: Params, cache: KVCache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig
 ) -> tuple[Float[Array, "B H"], KVCache]:
-    """Tokens through the layers, in chunks, behind what the cache holds. Returns each row's hidden vector after its
-    last token."""
+    """Tokens through the layers, in chunks, behind what the cache holds. Returns each row's hidden vector
+    after its last token."""
     B, T = tokens.shape
     positions = _positions(cache, tokens, lengths)
     if T <= PREFILL_CHUNK:
@@ -140,7 +156,9 @@ def read(
     def read_chunk(i, carry):
         last, cache = carry
         at = i * PREFILL_CHUNK
-        chunk, chunk_positions = (jax.lax.dynamic_slice_in_dim(a, at, PREFILL_CHUNK, 1) for a in (tokens, positions))
+        chunk, chunk_positions = (
+            jax.lax.dynamic_slice_in_dim(a, at, PREFILL_CHUNK, 1) for a in (tokens, positions)
+        )
         hidden, cache = _forward(params, cache, chunk, chunk_positions, config)
         index = jnp.clip(lengths - 1 - at, 0, PREFILL_CHUNK - 1)
         ends_here = (lengths - 1) // PREFILL_CHUNK == i
@@ -176,5 +194,7 @@ def _draw(params: Params, state: State, hidden: jax.Array) -> State:
     stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
     return state.replace(
-        tokens=jnp.where(running, tokens, state.tokens), remaining=jnp.where(running, remaining, 0), sampler=sampler
+        tokens=jnp.where(running, tokens, state.tokens),
+        remaining=jnp.where(running, remaining, 0),
+        sampler=sampler,
     )

@@ -1,7 +1,8 @@
 """How well a model predicts a text: perplexity, and divergence from another run's predictions.
 
-As in llama.cpp's perplexity tool: the text is cut into chunks of `context` tokens, each chunk starts with BOS if the
-model wants one, and only tokens behind its first half are scored, so that each has at least half a chunk before it.
+As in llama.cpp's perplexity tool: the text is cut into chunks of `context` tokens, each chunk starts with BOS
+if the model wants one, and only tokens behind its first half are scored, so that each has half a chunk before
+it.
 
     chunk   BOS t1 t2 ... t[c/2]  | t[c/2 + 1] ... t[c - 1]
                     context       |        scored            c - 1 - c/2 tokens
@@ -11,7 +12,7 @@ import dataclasses
 import math
 import os
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -86,7 +87,9 @@ def log_softmax(logits: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
     return out
 
 
-def kl_divergence(base: Float[np.ndarray, "T V"], log_probs: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T"]:
+def kl_divergence(
+    base: Float[np.ndarray, "T V"], log_probs: Float[np.ndarray, "T V"]
+) -> Float[np.ndarray, "T"]:
     """Kullback-Leibler divergence of each row, from log-probabilities; float64.
 
     KL(p || q) = sum_v p_v (log p_v - log q_v)
@@ -100,7 +103,7 @@ def kl_divergence(base: Float[np.ndarray, "T V"], log_probs: Float[np.ndarray, "
 
 
 def chunks(ids: Sequence[int], context: int, bos_id: int | None) -> Int[np.ndarray, "chunks context"]:
-    """Token ids cut into whole chunks, what is left over dropped; `bos_id` replaces each chunk's first, unless None.
+    """Token ids cut into whole chunks, the rest dropped; `bos_id` replaces each chunk's first, unless None.
 
     Raises ValueError for fewer than two chunks' worth of tokens, as llama.cpp does, or a context below 4.
     """
@@ -122,7 +125,9 @@ def scored(context: int) -> int:
     return context - 1 - context // 2
 
 
-def score_chunk(model: Model, chunk: Int[np.ndarray, "context"]) -> tuple[Float[np.ndarray, "T V"], Float[np.ndarray, "T"]]:
+def score_chunk(
+    model: Model, chunk: Int[np.ndarray, "context"]
+) -> tuple[Float[np.ndarray, "T V"], Float[np.ndarray, "T"]]:
     """Log-probabilities before each scored token of a chunk, and those tokens' negative log-likelihoods."""
     first = len(chunk) // 2
     parts, position = [], 0
@@ -141,8 +146,8 @@ class BaseWriter:
     tokens     int32 [chunks, context]
     log_probs  float32 [chunks, scored tokens a chunk, vocabulary]
 
-    The file takes 4 bytes x vocabulary for every scored token: 50 MB a chunk of 512 for a vocabulary of 49,152. It
-    gets its name when it is complete.
+    The file takes 4 bytes x vocabulary for every scored token: 50 MB a chunk of 512 for a vocabulary of
+    49,152. It gets its name when it is complete.
     """
 
     def __init__(self, path: Path, tokens: Int[np.ndarray, "chunks context"], vocab_size: int):
@@ -171,8 +176,8 @@ class BaseWriter:
 
 
 class BaseReader:
-    """Reads, chunk by chunk, what BaseWriter wrote. Raises ValueError when it is of another text, chunk size or
-    vocabulary, or no such file at all."""
+    """Reads, chunk by chunk, what BaseWriter wrote. Raises ValueError when it is of another text, chunk size
+    or vocabulary, or no such file at all."""
 
     def __init__(self, path: Path, tokens: Int[np.ndarray, "chunks context"], vocab_size: int):
         try:
@@ -183,14 +188,18 @@ class BaseReader:
             np.lib.format.read_magic(self.entry)
             shape, _, dtype = np.lib.format.read_array_header_1_0(self.entry)
         except (zipfile.BadZipFile, KeyError, ValueError) as error:
-            raise ValueError(f"{path}: no file of log-probabilities, as --kl-base writes it: {error}") from None
+            raise ValueError(
+                f"{path}: no file of log-probabilities, as --kl-base writes it: {error}"
+            ) from None
         if not np.array_equal(held, tokens):
             raise ValueError(
                 f"{path}: made from another text, tokenizer or chunk size ({held.shape[0]} chunks of "
                 f"{held.shape[-1]} tokens; here {tokens.shape[0]} of {tokens.shape[1]})"
             )
         if shape != (len(tokens), scored(tokens.shape[1]), vocab_size) or dtype != np.float32:
-            raise ValueError(f"{path}: log-probabilities {dtype} {shape} do not fit a vocabulary of {vocab_size}")
+            raise ValueError(
+                f"{path}: log-probabilities {dtype} {shape} do not fit a vocabulary of {vocab_size}"
+            )
         self.chunk_shape = shape[1:]
 
     def read(self) -> Float[np.ndarray, "T V"]:
@@ -213,16 +222,31 @@ def _read_fully(file: IO[bytes], size: int) -> bytes:
     return data
 
 
+@dataclasses.dataclass
+class Result:
+    """Figures over the tokens scored so far: their negative log-likelihoods, in nats, and the divergence from
+    a base run, which stays empty without one."""
+
+    nll: Mean = dataclasses.field(default_factory=Mean)
+    divergence: Divergence = dataclasses.field(default_factory=Divergence)
+
+
 def evaluate(
-    model: Model, cut: Int[np.ndarray, "chunks context"], *, write: BaseWriter | None = None, compare: BaseReader | None = None
-) -> Iterator[tuple[Mean, Divergence]]:
-    """Score chunk after chunk, and yield the figures so far after each; those of the last are the result."""
-    nll, divergence = Mean(), Divergence()
-    for chunk in cut:
+    model: Model,
+    cut: Int[np.ndarray, "chunks context"],
+    *,
+    write: BaseWriter | None = None,
+    compare: BaseReader | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Result:
+    """Score chunk after chunk, written to or compared with a base file on the way."""
+    result = Result()
+    for done, chunk in enumerate(cut, 1):
         log_probs, losses = score_chunk(model, chunk)
-        nll.add(losses)
+        result.nll.add(losses)
         if write is not None:
             write.write(log_probs)
         if compare is not None:
-            divergence.add(compare.read(), log_probs)
-        yield nll, divergence
+            result.divergence.add(compare.read(), log_probs)
+        progress(done, len(cut))
+    return result

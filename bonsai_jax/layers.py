@@ -27,8 +27,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
     none    theta_i = base^(-2 i / head_dim)
     linear  theta_i / factor
-    yarn    theta_i where a pair turns more than beta_fast times within the original context, theta_i / factor where it
-            turns less than beta_slow times, and a ramp over i between the two (Peng et al. 2023, as in llama.cpp)
+    yarn    theta_i where a pair turns more than beta_fast times within the original context, theta_i / factor
+            where it turns less than beta_slow times, and a ramp over i between the two (Peng et al. 2023, as
+            in llama.cpp)
     llama3  the same idea with borders in wavelengths and a ramp over frequency (Llama 3.1)
     """
     i = np.arange(head_dim // 2)
@@ -43,7 +44,9 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     else:
 
         def pair_that_turns(times):
-            return head_dim * math.log(rope.original_context / (times * 2 * math.pi)) / (2 * math.log(rope.base))
+            return (
+                head_dim * math.log(rope.original_context / (times * 2 * math.pi)) / (2 * math.log(rope.base))
+            )
 
         low = max(0, math.floor(pair_that_turns(rope.beta_fast)))
         high = min(head_dim - 1, math.ceil(pair_that_turns(rope.beta_slow)))
@@ -53,7 +56,11 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 
 def apply_rope(
-    x: Float[Array, "B T H D"], positions: Int[Array, "B T"], frequencies: Float[Array, "D/2"], mscale: float, interleaved: bool
+    x: Float[Array, "B T H D"],
+    positions: Int[Array, "B T"],
+    frequencies: Float[Array, "D/2"],
+    mscale: float,
+    interleaved: bool,
 ) -> Float[Array, "B T H D"]:
     """Rotary position embedding (Su et al. 2021): pair i is rotated by positions * frequencies[i].
 
@@ -77,7 +84,8 @@ def attention_block(
     config: ModelConfig,
     num_keys: int | Int[Array, ""],
 ) -> tuple[Float[Array, "B T H"], KVCache]:
-    """Self-attention of one layer, without its residual: norm, q k v, (QK-norm,) rope, cache write, attention, output."""
+    """Self-attention of one layer, without its residual: norm, q k v, (QK-norm,) rope, cache write,
+    attention, output."""
     w, (B, T, _) = params.layers, x.shape
     x = rms_norm(x, w.attn_norm[layer], config.rms_norm_eps)
 
@@ -89,7 +97,7 @@ def attention_block(
     q = project(w.wq, w.bq, config.num_heads)  # [B, T, heads, D]
     k = project(w.wk, w.bk, config.num_kv_heads)  # [B, T, kv heads, D]
     v = project(w.wv, w.bv, config.num_kv_heads)
-    if w.q_norm is not None:
+    if w.q_norm is not None and w.k_norm is not None:
         q = rms_norm(q, w.q_norm[layer], config.rms_norm_eps)
         k = rms_norm(k, w.k_norm[layer], config.rms_norm_eps)
     rotation = (positions, params.rope_frequencies, config.rope.mscale, config.rope.interleaved)
@@ -100,7 +108,9 @@ def attention_block(
     return matmul(out.reshape(B, T, config.q_width), w.wo, layer), cache
 
 
-def gated_mlp(x: Float[Array, "B T H"], params: Params, layer: Int[Array, ""], config: ModelConfig) -> Float[Array, "B T H"]:
+def gated_mlp(
+    x: Float[Array, "B T H"], params: Params, layer: Int[Array, ""], config: ModelConfig
+) -> Float[Array, "B T H"]:
     """SwiGLU feed-forward of one layer (Shazeer 2020), without its residual.
 
     y = W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
@@ -122,8 +132,9 @@ def decoder(
 
     x_0 = embed(tokens);  x <- x + attention_block(x);  x <- x + gated_mlp(x);  returns rms_norm(x)
 
-    positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are scanned with
-    the cache as carry, so that its pages are updated in place; weights stay stacked and are indexed by layer.
+    positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
+    scanned with the cache as carry, so that its pages are updated in place; weights stay stacked and are
+    indexed by layer.
     """
 
     def layer_step(carry, layer):
@@ -138,5 +149,6 @@ def decoder(
 
 
 def logits(params: Params, x: Float[Array, "*batch H"]) -> Float[Array, "*batch V"]:
-    """Scores of every token, from the decoder's output; tied models use the embedding as the output matrix."""
+    """Scores of every token, from the decoder's output; tied models use the embedding as the output
+    matrix."""
     return matmul(x, params.embed if params.head is None else params.head)

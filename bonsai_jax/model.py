@@ -11,10 +11,10 @@ import numpy as np
 from jaxtyping import Float
 
 from bonsai_jax import architectures, card, layers
-from bonsai_jax import sampling as sampling_arrays
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
+from bonsai_jax import sampling as sampling_arrays
 from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
 from bonsai_jax.params import Params
 from bonsai_jax.tokenizer import Detokenizer, Tokenizer
@@ -40,6 +40,11 @@ class Model:
     run: RunConfig
     tokenizer: Tokenizer
     source: str
+
+    @property
+    def context(self) -> int:
+        """Most tokens a row may hold, prompt and answer together."""
+        return self.run.context or self.config.context_length
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,19 +80,23 @@ def load(
 ) -> Model:
     """Load a model onto the default device.
 
-    source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", or "synth:bonsai-8b:q1_0" (random weights)
+    source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", or "synth:bonsai-8b:q1_0" (random
+              weights)
     run       how to run it
     offline   never ask the network for "user/repo"
     progress  called with weight bytes read so far and in all
-    Raises checkpoints.CheckpointError for a file that is broken or does not fit its architecture, NotImplementedError
-    for an architecture, a format or an implementation that is not supported, and MemoryError when weights and cache
-    do not fit the device.
+    Raises checkpoints.CheckpointError for a file that is broken or does not fit its architecture,
+    NotImplementedError for an architecture, a format or an implementation that is not supported, and
+    MemoryError when weights and cache do not fit the device.
     """
     return from_checkpoint(open_checkpoint(source, offline=offline), run, progress=progress)
 
 
 def from_checkpoint(
-    checkpoint: Checkpoint, run: RunConfig = RunConfig(), *, progress: Callable[[int, int], None] = lambda done, total: None
+    checkpoint: Checkpoint,
+    run: RunConfig = RunConfig(),
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
     """`load` for a checkpoint that is open already."""
     config = architectures.config_of(checkpoint)
@@ -98,7 +107,10 @@ def from_checkpoint(
 
 
 def load_params(
-    checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, progress: Callable[[int, int], None] = lambda done, total: None
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    run: RunConfig,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
     """The checkpoint's weights on the default device, as `run` (resolved) wants them held."""
     return weights.load(
@@ -168,7 +180,8 @@ def generate(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
 ) -> list[Output]:
-    """Answer prompts (texts, or token ids), up to `model.run.rows` at once, in one jitted call for each group.
+    """Answer prompts (texts, or token ids), up to `model.run.rows` at once, in one jitted call for each
+    group.
 
     max_new_tokens  most tokens of each answer
     sampling        one for all prompts, or one each
@@ -198,14 +211,15 @@ def stream(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
 ) -> Iterator[Piece]:
-    """Answer one prompt, piece by piece, while the device works ahead. Arguments and errors as for `generate`.
+    """Answer one prompt, piece by piece, while the device works ahead. Arguments and errors as for
+    `generate`.
 
     Text that could be the beginning of a stop string is held back until it is known not to be.
     """
     ids = _encode(model, prompt)
     _check_new(max_new_tokens)
     _check_room(model, len(ids), max_new_tokens)
-    context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.run.context)
+    context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.context)
     state = new_state(model, 1, context, [sampling], max_new_tokens, ignore_eos=ignore_eos)
     for _, piece in continue_stream(model, state, ids, stop=stop):
         yield piece
@@ -214,10 +228,11 @@ def stream(
 def continue_stream(
     model: Model, state: core.State, ids: Sequence[int], *, stop: Sequence[str] = ()
 ) -> Iterator[tuple[core.State, Piece]]:
-    """Stream the answer to `ids`, read behind what a state of one row already holds; `stream` and `chat` stand on it.
+    """Stream the answer to `ids`, read behind what a state of one row already holds; `stream` and `chat`
+    stand on it.
 
-    Yields with each piece the newest state, the one to go on with: earlier ones are donated. It may be a few tokens
-    ahead of the piece (`cache.rewind`).
+    Yields with each piece the newest state, the one to go on with: earlier ones are donated. It may be a few
+    tokens ahead of the piece (`cache.rewind`).
     """
     tokens, lengths = pad([list(ids)])
     state = core.prefill_jit(model.params, state, tokens, lengths, model.config)
@@ -264,7 +279,8 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
 
 
 class _Reader:
-    """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, names the end."""
+    """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, names the
+    end."""
 
     def __init__(self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: Sequence[str]):
         if any(not s for s in stop):
@@ -310,7 +326,7 @@ def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eo
     outputs = []
     for prompt, row in zip(ids, np.asarray(drawn), strict=True):
         piece = _Reader(model.tokenizer, end_tokens, stop).read(row, ended=True)
-        outputs.append(Output(piece.text, piece.tokens, piece.finish_reason, len(prompt)))
+        outputs.append(Output(piece.text, piece.tokens, piece.finish_reason or "length", len(prompt)))
     return outputs
 
 
@@ -322,7 +338,9 @@ def _spread(params: SamplingParams | Sequence[SamplingParams], rows: int) -> lis
     """One SamplingParams per prompt; seeds of a shared one count up over all groups."""
     if not isinstance(params, SamplingParams):
         if len(params) != rows:
-            raise ValueError(f"{len(params)} SamplingParams for {rows} prompts: give one for all, or one for each")
+            raise ValueError(
+                f"{len(params)} SamplingParams for {rows} prompts: give one for all, or one for each"
+            )
         return list(params)
     if params.seed is None:
         return [params] * rows
@@ -345,10 +363,11 @@ def _check_new(max_new_tokens: int) -> None:
 
 
 def _check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:
-    if prompt_tokens + max_new_tokens > model.run.context:
+    if prompt_tokens + max_new_tokens > model.context:
         raise ValueError(
-            f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones exceed the context of {model.run.context}; "
-            f"shorten them, or load with a larger context (this model's own is {model.config.context_length})"
+            f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones exceed the context of "
+            f"{model.context}; shorten them, or load with a larger context "
+            f"(this model's own is {model.config.context_length})"
         )
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +16,9 @@ from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
 from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
 
 
-@struct.dataclass
-class Layers:
-    """Weights that every layer has, stacked by layer. Matrices are outputs x inputs; None where a model has none."""
+class Layers(struct.PyTreeNode):
+    """Weights that every layer has, stacked by layer. Matrices are outputs x inputs; None where a model has
+    none."""
 
     attn_norm: Float[Array, "L H"]
     wq: LayerStack
@@ -35,8 +36,7 @@ class Layers:
     k_norm: Float[Array, "L D"] | None = None
 
 
-@struct.dataclass
-class Params:
+class Params(struct.PyTreeNode):
     """A model's weights. `head` is None where the embedding is the output matrix too (tied)."""
 
     embed: QTensor
@@ -84,12 +84,13 @@ def load(
     impl       matmul implementation (dispatch.choose)
     decoded    hold weights as float32, decoded here once, instead of packed
     progress   called with bytes read so far and in all
-    Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and NotImplementedError for
-    a format without a file in pallas_kernels/formats. All names and shapes are checked before anything is read.
+    Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and
+    NotImplementedError for a format without a file in pallas_kernels/formats. All names and shapes are
+    checked before anything is read.
     """
     plan = _match(checkpoint, specs, config)
     total, done = sum(t.nbytes for tensors in plan.values() for t in tensors), 0
-    fields: dict[str, object] = {}
+    fields: dict[str, Any] = {}
     for spec, tensors in plan.items():
         stacked = "{}" in spec.gguf
         if not tensors:
@@ -98,7 +99,9 @@ def load(
             vectors = _vectors(tensors)
             fields[spec.field] = vectors if stacked else vectors[0]
         else:
-            fields[spec.field] = _stack(tensors, impl, decoded) if stacked else _matrix(tensors[0], impl, decoded)
+            fields[spec.field] = (
+                _stack(tensors, impl, decoded) if stacked else _matrix(tensors[0], impl, decoded)
+            )
         done += sum(t.nbytes for t in tensors)
         progress(done, total)
     # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
@@ -113,19 +116,23 @@ def load(
 
 
 def decode_bytes(params: Params) -> int:
-    """Weight bytes that one decode step reads: all but the embedding's other rows, where the model is not tied."""
+    """Weight bytes that one decode step reads: all but the embedding's other rows, where the model is not
+    tied."""
     everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return everything if params.head is None else everything - params.embed.nbytes
 
 
 def blocks(tensor: Tensor | RandomTensor) -> jax.Array:
-    """A tensor's blocks as they stand in a file, uint8 [*shape[:-1], bytes of a row]; a random one's are drawn."""
+    """A tensor's blocks as they stand in a file, uint8 [*shape[:-1], bytes of a row]; a random one's are
+    drawn."""
     if isinstance(tensor, Tensor):
         return jnp.asarray(tensor.data)
     return formats.pack(tensor.format, _draw(tensor))
 
 
-def _match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, list[Tensor | RandomTensor]]:
+def _match(
+    checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig
+) -> dict[Spec, list[Tensor | RandomTensor]]:
     """Each spec's tensors, one per layer where it has layers; empty for an absent optional one."""
     plan, unused = {}, dict(checkpoint.tensors)
     for spec in specs:
@@ -141,18 +148,21 @@ def _match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -
         for n in names:
             if n not in unused:
                 raise CheckpointError(
-                    f"{checkpoint.source}: tensor {n} is missing; a {config.architecture} model of {config.num_layers} layers needs it"
+                    f"{checkpoint.source}: tensor {n} is missing; "
+                    f"a {config.architecture} model of {config.num_layers} layers needs it"
                 )
             if unused[n].shape != shape:
                 raise CheckpointError(
-                    f"{checkpoint.source}: tensor {n} has shape {unused[n].shape}; the metadata asks for {shape} ({', '.join(spec.shape)})"
+                    f"{checkpoint.source}: tensor {n} has shape {unused[n].shape}; "
+                    f"the metadata asks for {shape} ({', '.join(spec.shape)})"
                 )
             formats.get(unused[n].format)
         plan[spec] = [unused.pop(n) for n in names]
     if unused:
         listed = ", ".join(list(unused)[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
         raise CheckpointError(
-            f"{checkpoint.source}: {config.architecture} has no place for tensor {listed}; running without it would give wrong text"
+            f"{checkpoint.source}: {config.architecture} has no place for tensor {listed}; "
+            "running without it would give wrong text"
         )
     return plan
 
@@ -163,23 +173,19 @@ def _vectors(tensors: Sequence[Tensor | RandomTensor]) -> jax.Array:
 
 
 def _stack(tensors: Sequence[Tensor | RandomTensor], impl: str, decoded: bool) -> LayerStack:
-    """One matrix of every layer, in a stack per format. Each layer is written into its place in a donated stack, so
-    that no more than one layer exists twice."""
+    """One matrix of every layer, in a stack per format. Each layer is written into its place in a donated
+    stack, so that no more than one layer exists twice."""
     held = ["f32" if decoded else t.format for t in tensors]
     formats_held = list(dict.fromkeys(held))
-    where = tuple((formats_held.index(format), held[:layer].count(format)) for layer, format in enumerate(held))
-    parts = []
-    for format in formats_held:
-        stack, layers = None, held.count(format)
-        for t, (part, index) in zip(tensors, where, strict=True):
-            if formats_held[part] != format:
-                continue
-            one = _matrix(t, impl, decoded)
-            if stack is None:
-                stack = jax.tree.map(lambda field: jnp.zeros((layers, *field.shape), field.dtype), one)
-            stack = _place(stack, one, index)
-        parts.append(stack)
-    return LayerStack(tuple(parts), where)
+    where = tuple(
+        (formats_held.index(format), held[:layer].count(format)) for layer, format in enumerate(held)
+    )
+    parts: list[QTensor | None] = [None] * len(formats_held)
+    for t, (part, index) in zip(tensors, where, strict=True):
+        one = _matrix(t, impl, decoded)
+        stack = parts[part] or _zeros(one, held.count(one.format))
+        parts[part] = _place(stack, one, index)
+    return LayerStack(tuple(part for part in parts if part), where)
 
 
 def _matrix(t: Tensor | RandomTensor, impl: str, decoded: bool) -> QTensor:
@@ -189,7 +195,7 @@ def _matrix(t: Tensor | RandomTensor, impl: str, decoded: bool) -> QTensor:
     if isinstance(t, Tensor):
         w = _unpack(jnp.asarray(t.data), t.format, held)
     else:
-        w = QTensor(_draw(t), t.format, t.shape)
+        w = QTensor(_draw(t), t.format, (t.shape[0], t.shape[1]))
         w = w if held == t.format else _decode(w)
     return w.replace(impl=chosen)
 
@@ -213,6 +219,10 @@ def _draw(t: RandomTensor) -> dict[str, jax.Array]:
 def _random_fields(format: str, shape: tuple[int, ...], seed, mean, std) -> dict[str, jax.Array]:
     lead = (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)
     return formats.random_fields(format, jax.random.key(seed), lead, mean, std)
+
+
+def _zeros(one: QTensor, layers: int) -> QTensor:
+    return jax.tree.map(lambda field: jnp.zeros((layers, *field.shape), field.dtype), one)
 
 
 @functools.partial(jax.jit, donate_argnums=0)

@@ -12,12 +12,12 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from bonsai_jax.config import SamplingParams
 
 
-@struct.dataclass
-class Sampler:
-    """SamplingParams of B rows as arrays, with what penalties must remember. Meanings and ranges: SamplingParams.
+class Sampler(struct.PyTreeNode):
+    """SamplingParams of B rows as arrays, with what penalties must remember. Meanings and ranges:
+    SamplingParams.
 
-    keys        one random key per row; the token at position p is drawn with fold_in(key, p), so a row's draws depend
-                on its seed and its position only
+    keys        one random key per row; the token at position p is drawn with fold_in(key, p), so a row's
+                draws depend on its seed and its position only
     bias_ids    int32 [B, M], token ids with a logit bias, padded with an id beyond the vocabulary
     bias        float32 [B, M]
     seen        bool [B, V]: the token is in the prompt or the answer
@@ -39,7 +39,8 @@ class Sampler:
 
 
 def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_size: int) -> Sampler:
-    """Arrays for `rows` rows from one SamplingParams (whose seed then counts up from row to row) or one per row.
+    """Arrays for `rows` rows from one SamplingParams (whose seed then counts up from row to row) or one per
+    row.
 
     Raises ValueError when their number is not `rows` or a logit bias names a token beyond the vocabulary.
     """
@@ -49,12 +50,16 @@ def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_
     else:
         per_row = list(params)
         if len(per_row) != rows:
-            raise ValueError(f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each")
+            raise ValueError(
+                f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
+            )
         seeds = [secrets.randbits(31) if p.seed is None else p.seed for p in per_row]
     for p in per_row:
         for token in p.logit_bias:
             if not 0 <= token < vocab_size:
-                raise ValueError(f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}")
+                raise ValueError(
+                    f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}"
+                )
     most = max(len(p.logit_bias) for p in per_row)
     width = 1 << (most - 1).bit_length() if most else 0  # a power of two: few shapes, few compilations
     bias_ids = np.full((rows, width), vocab_size, np.int32)
@@ -89,17 +94,24 @@ def read_prompt(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]
     return s.replace(seen=s.seen.at[row, jnp.where(valid, tokens, beyond)].set(True, mode="drop"))
 
 
-def sample(s: Sampler, logits: Float[Array, "B V"], positions: Int[Array, "B"]) -> tuple[Int[Array, "B"], Sampler]:
+def sample(
+    s: Sampler, logits: Float[Array, "B V"], positions: Int[Array, "B"]
+) -> tuple[Int[Array, "B"], Sampler]:
     """Draw the token at `positions` of each row, and remember it.
 
     token = argmax(logits', or logits' / temperature + Gumbel noise over the tokens that truncation keeps)
 
-    with logits' after penalties and bias. Truncation is by thresholds found bit by bit (`_threshold`): a vocabulary is
-    never sorted. A batch of greedy rows skips it all.
+    with logits' after penalties and bias. Truncation is by thresholds found bit by bit (`_threshold`): a
+    vocabulary is never sorted. A batch of greedy rows skips it all.
     """
     logits = _penalize(s, logits.astype(jnp.float32))
     tokens = jax.lax.cond(
-        jnp.any(s.temperature > 0), _draw, lambda s, logits, positions: jnp.argmax(logits, -1), s, logits, positions
+        jnp.any(s.temperature > 0),
+        _draw,
+        lambda s, logits, positions: jnp.argmax(logits, -1),
+        s,
+        logits,
+        positions,
     ).astype(jnp.int32)
     row = jnp.arange(tokens.shape[0])
     return tokens, s.replace(seen=s.seen.at[row, tokens].set(True), counts=s.counts.at[row, tokens].add(1))
@@ -115,7 +127,9 @@ def _penalize(s: Sampler, logits: jax.Array) -> jax.Array:
 
 def _draw(s: Sampler, logits: jax.Array, positions: jax.Array) -> jax.Array:
     keep = _truncate(s, logits)
-    noise = jax.vmap(lambda key, p: jax.random.gumbel(jax.random.fold_in(key, p), logits.shape[1:]))(s.keys, positions)
+    noise = jax.vmap(lambda key, p: jax.random.gumbel(jax.random.fold_in(key, p), logits.shape[1:]))(
+        s.keys, positions
+    )
     greedy = s.temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, s.temperature)[:, None]
     drawn = jnp.argmax(jnp.where(keep, scaled + noise, -jnp.inf), -1)

@@ -35,13 +35,21 @@ _END_TEXTS = (
         "</s>",
     ),
     *("<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
-    *("<｜end▁of▁sentence｜>", "<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]", "<|file_sep|>"),
+    *(
+        "<\uff5cend▁of▁sentence\uff5c>",
+        "<|fim_pad|>",
+        "<fim-pad>",
+        "<fim_pad>",
+        "<PAD>",
+        "[PAD]",
+        "<|file_sep|>",
+    ),
     *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
 )
 _FILL_TEXTS = (
-    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>"),
-    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>"),
-    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>"),
+    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim▁begin\uff5c>", "<PRE>", "▁<PRE>"),
+    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim▁hole\uff5c>", "<SUF>", "▁<SUF>"),
+    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim▁end\uff5c>", "<MID>", "▁<MID>"),
 )
 
 
@@ -169,8 +177,8 @@ class Tokenizer:
             raise ValueError(
                 f"text holds a lone surrogate at character {error.start}, which no UTF-8 has"
             ) from None
-        before = [self.bos_id] if add_special and self.add_bos else []
-        after = [self.eos_id] if add_special and self.add_eos else []
+        before = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
+        after = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
         return [*before, *ids, *after]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, at_start: bool = True) -> str:
@@ -232,8 +240,8 @@ class Tokenizer:
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> list[int]:
         """Token ids of `apply_chat_template`, in which no message can forge a control token.
 
-        Where a string in the messages spells one, the spelling is fenced with noncharacters before the template
-        sees it, and encoded as plain text afterwards.
+        Where a string in the messages spells one, the spelling is fenced with noncharacters before the
+        template sees it, and encoded as plain text afterwards.
         """
         names = [
             text for text, kind in zip(self.texts, self.kinds, strict=True) if kind in (CONTROL, UNKNOWN)
@@ -243,7 +251,7 @@ class Tokenizer:
         )
         text = self.apply_chat_template(_fenced(messages, spelled), **template_arguments)
         ids = []
-        for i, part in enumerate(re.split(f"{_OPEN}(.*?){_CLOSE}", text, flags=re.DOTALL)):
+        for i, part in enumerate(re.split(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, flags=re.DOTALL)):
             ids += self.encode(_unfenced(part), add_special=False, parse_special=i % 2 == 0)
         return ids
 
@@ -330,7 +338,10 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float |
     """metadata[key] as an array of `count` numbers, all `default` where the key is absent."""
     if default is not None and key not in metadata:
         return np.full(count, default)
-    values = np.asarray(_value(metadata, key, np.ndarray | list))
+    try:
+        values = np.asarray(_value(metadata, key, object))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
     if values.ndim != 1 or values.dtype.kind not in "iuf":
         raise ValueError(f"{key}: expected a list of numbers, found shape {values.shape} of {values.dtype}")
     if len(values) != count:
@@ -414,7 +425,7 @@ class _GgufVocabulary:
             kinds=self.kinds,
             bos_id=bos_id,
             eos_id=eos_id,
-            eos_ids=frozenset(ends - {None}),
+            eos_ids=frozenset(id for id in ends if id is not None),
             pad_id=self.special_id(metadata, "padding"),
             add_bos=add_bos,
             add_eos=add_eos,
@@ -454,7 +465,7 @@ def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
 
 
 def _bpe(key: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
-    """A tokenizers.Tokenizer of a BPE model; ValueError names `key` if the vocabulary lacks a merge's tokens."""
+    """A tokenizers.Tokenizer of a BPE model; ValueError names `key` where a merge is of unknown tokens."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
@@ -474,11 +485,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) ->
         raise NotImplementedError(f"tokenizer.ggml.pre = {name!r} is not supported; supported: {supported}")
 
     # A merge is "left right"; the first of two equal ones counts.
-    merges = [
-        tuple(merge.split(" ", 1)) for merge in dict.fromkeys(_strings(metadata, "tokenizer.ggml.merges"))
-    ]
-    if bad := next((merge for merge in merges if len(merge) != 2), None):
-        raise ValueError(f"tokenizer.ggml.merges: {bad[0][:80]!r} is not two tokens with a space between")
+    merges = [m.partition(" ")[::2] for m in dict.fromkeys(_strings(metadata, "tokenizer.ggml.merges"))]
+    if bad := next((left for left, right in merges if not left or not right or " " in right), None):
+        raise ValueError(f"tokenizer.ggml.merges: {bad[:80]!r} is not two tokens with a space between")
     # Bytes without a token are dropped, but only after merging: until then they keep their neighbours apart.
     count = len(vocabulary.texts)
     missing = [character for character in _BYTES if character not in vocabulary.bpe_ids]
@@ -596,10 +605,12 @@ def _huggingface(folder: Path) -> Tokenizer:
     ends = {id for id in ends if id is not None and (id == ids["eos"] or kinds[id] == CONTROL)}
     for name in ("generation_config.json", "config.json"):
         listed = _json(folder / name).get("eos_token_id") or []
-        ends |= {id for id in (listed if isinstance(listed, list) else [listed]) if isinstance(id, int)}
+        listed = listed if isinstance(listed, list) else [listed]
+        ends |= {id for id in listed if isinstance(id, int) and id >= 0}
 
     added = backend.encode("").ids  # what the post-processor puts around a text
-    add_bos, add_eos = added[:1] == [ids["bos"]], added[-1:] == [ids["eos"]] and added != [ids["bos"]]
+    add_bos = added[:1] == [ids["bos"]]
+    add_eos = added[add_bos:] == [ids["eos"]]
     if len(added) != add_bos + add_eos:
         names = [texts[id] for id in added]
         raise NotImplementedError(
@@ -677,7 +688,7 @@ def _token_id(folder: Path, backend: Any, config: dict[str, Any], name: str) -> 
 
 
 def _huggingface_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja if there is one, else tokenizer_config.json's template (its "default" of several)."""
+    """chat_template.jinja if there is one, else tokenizer_config.json's template, of several the default."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")

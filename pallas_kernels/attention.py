@@ -25,12 +25,13 @@ def attention(
     k_, v_pages  the whole cache; `layer` picks the layer inside, nothing is sliced out for it
     block_table  int32, the page that holds tokens [i * page_size, (i + 1) * page_size) of a row
     positions    int32, of each query within its row; -1 for padding, whose output is 0
-    num_keys     keys to visit, at least 1 + the largest position. An int is a loop of known length, which jax.grad can
-                 reverse; a traced value stops the loop early instead.
+    num_keys     keys to visit, at least 1 + the largest position. An int is a loop of known length, which
+                 jax.grad can reverse; a traced value stops the loop early instead.
     Returns float32 [B, T, H, D].
 
-    Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32 at HIGHEST. A block that is
-    masked for a row leaves that row's bits as they were, so a row does not depend on how long the others are.
+    Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32 at HIGHEST. A
+    block that is masked for a row leaves that row's bits as they were, so a row does not depend on how long
+    the others are.
     """
     B, T, H, D = q.shape
     page_size, Hkv = k_pages.shape[2:4]
@@ -55,7 +56,9 @@ def attention(
         weights = jnp.exp(scores - base[..., None])
         keep = jnp.exp(maximum - base)
         total = keep * total + weights.sum(-1)
-        out = keep[..., None] * out + jnp.einsum("bkgts,bskd->bkgtd", weights, v, precision=jax.lax.Precision.HIGHEST)
+        out = keep[..., None] * out + jnp.einsum(
+            "bkgts,bskd->bkgtd", weights, v, precision=jax.lax.Precision.HIGHEST
+        )
         return new_maximum, total, out
 
     heads = (B, Hkv, H // Hkv, T)

@@ -1,4 +1,5 @@
-"""Which implementation runs an op: chosen once, at load, and explained. The only place that looks at the device."""
+"""Which implementation runs an op: chosen once, at load, and explained. The only place that looks at the
+device."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,7 +9,8 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a choice depends on: the op ("matmul", "attention"), the weight's format and shape, the device's platform."""
+    """What a choice depends on: the op ("matmul", "attention"), the weight's format and shape, the device's
+    platform."""
 
     op: str
     platform: str
@@ -16,7 +18,9 @@ class Problem:
     shape: tuple[int, ...] = ()
 
     def __str__(self):
-        return " ".join([self.op, self.format, " x ".join(map(str, self.shape)), f"on {self.platform}"]).replace("  ", " ")
+        return " ".join(
+            [self.op, self.format, " x ".join(map(str, self.shape)), f"on {self.platform}"]
+        ).replace("  ", " ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,21 +53,26 @@ def explain(problem: Problem, impl: str = "auto") -> list[Verdict]:
             taken = True
             verdicts.append(Verdict(name, True, "asked for" if impl == name else "the first that can run it"))
         else:
-            verdicts.append(Verdict(name, False, reason or (f"{impl} was asked for" if impl != "auto" else "comes later")))
+            verdicts.append(
+                Verdict(name, False, reason or (f"{impl} was asked for" if impl != "auto" else "comes later"))
+            )
     return verdicts
 
 
 def choose(problem: Problem, impl: str = "auto") -> str:
-    """Name of the implementation to run. Raises NotImplementedError, with the reason, for a named one that cannot."""
+    """Name of the implementation to run. Raises NotImplementedError, with the reason, for a named one that
+    cannot."""
     verdicts = explain(problem, impl)
     for verdict in verdicts:
         if verdict.taken:
             return verdict.impl
     reasons = {verdict.impl: verdict.reason for verdict in verdicts}
     able = [name for name, refuses in CANDIDATES.items() if refuses(problem) is None]
-    raise NotImplementedError(f"impl={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}")
+    raise NotImplementedError(
+        f"impl={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}"
+    )
 
 
 def platform() -> str:
-    """"cpu" or "gpu" (or "tpu"): where jax puts arrays by default."""
+    """ "cpu" or "gpu" (or "tpu"): where jax puts arrays by default."""
     return jax.default_backend()

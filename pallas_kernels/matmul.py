@@ -16,12 +16,15 @@ def matmul(
 
     x      floating point [..., K]
     w      QTensor of N x K, or a stack of them (a LayerStack, or a QTensor with a leading layer axis) with
-    layer  the index into it, which may be traced: kernels index the stack themselves, nothing is sliced out for them
+    layer  the index into it, which may be traced: kernels index the stack themselves, nothing is sliced out
+           for them
     Returns float32 [..., N].
     Raises ValueError when x does not end in K.
     """
     if x.shape[-1] != w.shape[1]:
-        raise ValueError(f"matmul: x ends in {x.shape[-1]} but the weight is {w.shape[0]} x {w.shape[1]} (outputs x inputs)")
+        raise ValueError(
+            f"matmul: x ends in {x.shape[-1]} but the weight is {w.shape[0]} x {w.shape[1]} (N x K)"
+        )
     if isinstance(w, LayerStack):
         return w.at(layer, lambda part, index: IMPLEMENTATIONS[part.impl](x, part, index))
     return IMPLEMENTATIONS[w.impl](x, w, layer)

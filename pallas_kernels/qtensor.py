@@ -9,12 +9,11 @@ from flax import struct
 from pallas_kernels import formats
 
 
-@struct.dataclass
-class QTensor:
+class QTensor(struct.PyTreeNode):
     """A matrix of N rows and K columns (rows are outputs: y = x @ W.T) in a quantization format.
 
-    fields   {name: array [*lead, N, K / WEIGHTS, *field shape]}, the struct of arrays that `formats.unpack` makes.
-             `lead` is empty for one matrix and (layers,) for a stack.
+    fields   {name: array [*lead, N, K / WEIGHTS, *field shape]}, the struct of arrays that `formats.unpack`
+             makes. `lead` is empty for one matrix and (layers,) for a stack.
     format   name of a file of pallas_kernels/formats
     shape    (N, K), without `lead`
     impl     the matmul implementation chosen for it at load (dispatch.choose)
@@ -52,8 +51,8 @@ def dequantize(w: QTensor) -> jax.Array:
 
 
 def quantize(x: jax.Array, format: str) -> QTensor:
-    """float32 [*lead, N, K] -> QTensor. Raises NotImplementedError where the format has no encoder, and ValueError
-    where K is no multiple of its block."""
+    """float32 [*lead, N, K] -> QTensor. Raises NotImplementedError where the format has no encoder, and
+    ValueError where K is no multiple of its block."""
     module = formats.get(format)
     if not hasattr(module, "quantize"):
         able = [name for name in formats.names() if hasattr(formats.get(name), "quantize")]
@@ -64,8 +63,7 @@ def quantize(x: jax.Array, format: str) -> QTensor:
     return QTensor(fields, format, (x.shape[-2], x.shape[-1]))
 
 
-@struct.dataclass
-class LayerStack:
+class LayerStack(struct.PyTreeNode):
     """One weight of every layer, stacked by format, because files mix formats from layer to layer.
 
     parts   one stack per format, each with a leading axis of the layers that have it

@@ -1,6 +1,7 @@
 """How near our distributions are to an oracle's, from the oracle's 20 likeliest tokens at each place.
 
-An oracle's row is {"prompt": ids, "tokens": its greedy answer [n], "top_ids" and "top_logprobs": [n][20], likeliest first}.
+An oracle's row is {"prompt": ids, "tokens": its greedy answer [n], "top_ids" and "top_logprobs": [n][20],
+likeliest first}.
 """
 
 import dataclasses
@@ -12,7 +13,8 @@ import bonsai_jax as bj
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """kl: mean over tokens of KL(oracle || ours), of its top 20 and the rest as one event. same_top: share of tokens."""
+    """kl: mean over tokens of KL(oracle || ours), of its top 20 and the rest as one event. same_top: share of
+    tokens."""
 
     kl: float
     same_top: float

@@ -1,9 +1,9 @@
 """Compile for a GPU on a machine without one: real code for the target, with its memory analysis.
 
 `data/nvidia_h200.txtpb` was dumped on an H200 by
-jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config. Nothing is autotuned here, so XLA's own
-choice of GEMMs is not what the GPU will run; Mosaic kernels are. An LLVM error, such as an instruction that the target
-lacks, aborts the whole process.
+jax._src.lib.xla_client.get_topology_for_devices(jax.devices()).target_config. Nothing is autotuned here, so
+XLA's own choice of GEMMs is not what the GPU will run; Mosaic kernels are. An LLVM error, such as an
+instruction that the target lacks, aborts the whole process.
 """
 
 import re

@@ -1,4 +1,5 @@
-"""Machines with a GPU may lack the oracles' packages: `pytest -m gpu` must not even import the other tests."""
+"""Machines with a GPU may lack the oracles' packages: `pytest -m gpu` must not even import the other
+tests."""
 
 
 def pytest_ignore_collect(collection_path, config):

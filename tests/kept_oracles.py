@@ -1,8 +1,10 @@
-"""Oracle values for machines without gguf and llama.cpp, such as one with a GPU: `python -m tests.kept_oracles` makes them.
+"""Oracle values for machines without gguf and llama.cpp, such as one with a GPU: `python -m
+tests.kept_oracles` makes them.
 
-data/formats.npz        per format, random blocks (uint8 [4, bytes of 512 weights]) and what they decode to by the gguf
-                        package, or by the scalar loops of test_formats.py (float32 [4, 512])
-data/tiny_oracle.json   llama.cpp's greedy answers, with the top 20 behind each token, for tiny synthetic models
+data/formats.npz        per format, random blocks (uint8 [4, bytes of 512 weights]) and what they decode to by
+                        the gguf package, or by the scalar loops of test_formats.py (float32 [4, 512])
+data/tiny_oracle.json   llama.cpp's greedy answers, with the top 20 behind each token, for tiny synthetic
+                        models
 """
 
 import json
@@ -15,7 +17,11 @@ import numpy as np
 from pallas_kernels import formats
 
 DATA = Path(__file__).parent / "data"
-TINY = [f"synth:{name}:{format}" for name in ("tiny-qwen3", "tiny-llama", "tiny-qwen2") for format in ("q8_0", "q1_0")]
+TINY = [
+    f"synth:{name}:{format}"
+    for name in ("tiny-qwen3", "tiny-llama", "tiny-qwen2")
+    for format in ("q8_0", "q1_0")
+]
 
 
 def make_formats() -> dict[str, np.ndarray]:
@@ -27,7 +33,11 @@ def make_formats() -> dict[str, np.ndarray]:
     for i, name in enumerate(formats.names()):
         lead = (4, 512 // formats.get(name).WEIGHTS)
         raw = np.asarray(formats.pack(name, formats.random_fields(name, jax.random.key(i), lead, 0.0, 0.1)))
-        decoded = [scalar_weights(name, row.tobytes()) for row in raw] if name in ORACLES else gguf.dequantize(raw, GGUF_TYPES[name])
+        decoded = (
+            [scalar_weights(name, row.tobytes()) for row in raw]
+            if name in ORACLES
+            else gguf.dequantize(raw, GGUF_TYPES[name])
+        )
         kept[f"{name}.raw"], kept[f"{name}.weights"] = raw, np.asarray(decoded, np.float32).reshape(4, 512)
     return kept
 
@@ -41,7 +51,10 @@ def make_tiny() -> dict[str, list[dict]]:
     with tempfile.TemporaryDirectory() as folder:
         return {
             source: answers(
-                as_file(source, Path(folder) / f"{i}.gguf"), Tokenizer.from_checkpoint(open_checkpoint(source)), ids, 24
+                as_file(source, Path(folder) / f"{i}.gguf"),
+                Tokenizer.from_checkpoint(open_checkpoint(source)),
+                ids,
+                24,
             )
             for i, source in enumerate(TINY)
         }

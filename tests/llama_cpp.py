@@ -1,4 +1,5 @@
-"""llama.cpp, in this process, as an oracle for whole models: greedy tokens and the log-probabilities behind them."""
+"""llama.cpp, in this process, as an oracle for whole models: greedy tokens and the log-probabilities behind
+them."""
 
 from pathlib import Path
 
@@ -14,8 +15,8 @@ TOP = 20
 class LlamaCpp:
     """A GGUF file run by llama.cpp with a float32 cache and without flash attention.
 
-    Flash attention on the CPU keeps values in float16 whatever the cache is: log-probabilities then differ by 2e-3 from
-    an exact forward, and by 4e-5 without it.
+    Flash attention on the CPU keeps values in float16 whatever the cache is: log-probabilities then differ by
+    2e-3 from an exact forward, and by 4e-5 without it.
     """
 
     def __init__(self, path: Path, context: int = 1024):
@@ -31,17 +32,23 @@ class LlamaCpp:
         self.server = xllamacpp.Server(params)
 
     def greedy(self, prompt_ids: list[int], n: int, *, readable: int) -> dict:
-        """The n tokens that greedy decoding draws after the prompt, also beyond an end token, with the 20 likeliest
-        behind each: a row for `agreement`.
+        """The n tokens that greedy decoding draws after the prompt, also beyond an end token, with the 20
+        likeliest behind each: a row for `agreement`.
 
-        readable  id of any token whose text is whole characters. The server keeps back tokens that end within a
-                  character, with their log-probabilities; so each step is a request for one token, biased to be this
-                  one: the log-probabilities it reports are those before the bias.
+        readable  id of any token whose text is whole characters. The server keeps back tokens that end within
+                  a character, with their log-probabilities; so each step is a request for one token, biased
+                  to be this one: the log-probabilities it reports are those before the bias.
         """
         ids = list(prompt_ids)
         top_ids, top_logprobs = [], []
         for _ in range(n):
-            request = {"prompt": ids, "max_tokens": 1, "temperature": 0, "logprobs": TOP, "logit_bias": [[readable, 1000.0]]}
+            request = {
+                "prompt": ids,
+                "max_tokens": 1,
+                "temperature": 0,
+                "logprobs": TOP,
+                "logit_bias": [[readable, 1000.0]],
+            }
             reply = self.server.handle_completions(request | {"cache_prompt": True})
             (drawn,) = reply["choices"][0]["logprobs"]["content"]
             assert drawn["id"] == readable
@@ -49,7 +56,12 @@ class LlamaCpp:
             top_logprobs.append([t["logprob"] for t in drawn["top_logprobs"][:TOP]])
             ids.append(top_ids[-1][0])
         top_logprobs = np.array(top_logprobs).round(5).tolist()
-        return {"prompt": prompt_ids, "tokens": ids[len(prompt_ids) :], "top_ids": top_ids, "top_logprobs": top_logprobs}
+        return {
+            "prompt": prompt_ids,
+            "tokens": ids[len(prompt_ids) :],
+            "top_ids": top_ids,
+            "top_logprobs": top_logprobs,
+        }
 
 
 def write_float32(checkpoint: Checkpoint, path: Path) -> None:

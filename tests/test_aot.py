@@ -17,7 +17,8 @@ pytestmark = pytest.mark.aot
 
 @functools.cache
 def shapes(source, rows=1, context=2048):
-    """Shapes of a model's weights and of a generation state, as a GPU would hold them; nothing is allocated."""
+    """Shapes of a model's weights and of a generation state, as a GPU would hold them; nothing is
+    allocated."""
     checkpoint = open_checkpoint(source)
     config = architectures.config_of(checkpoint)
     run = model.resolve(bj.RunConfig(weights="packed", cache_dtype="bfloat16"), config)
@@ -32,12 +33,18 @@ def shapes(source, rows=1, context=2048):
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
-@pytest.mark.parametrize("source", ["synth:tiny-llama:q4_k_m", "synth:tiny-qwen2:q8_0", "synth:tiny-qwen3:q1_0"])
+@pytest.mark.parametrize(
+    "source", ["synth:tiny-llama:q4_k_m", "synth:tiny-qwen2:q8_0", "synth:tiny-qwen3:q1_0"]
+)
 def test_decode_compiles_with_its_cache_aliased(source, capability):
     params, state, config = shapes(source)
     step = functools.partial(core.decode, config=config, size=8)
     compiled = compile_for_gpu(
-        lambda params, state: step(params, state, limit=8), params, state, compute_capability=capability, donate_argnums=1
+        lambda params, state: step(params, state, limit=8),
+        params,
+        state,
+        compute_capability=capability,
+        donate_argnums=1,
     )
     cache_bytes = 2 * state.cache.k.size * state.cache.k.dtype.itemsize
     memory = compiled.memory_analysis()
@@ -47,9 +54,12 @@ def test_decode_compiles_with_its_cache_aliased(source, capability):
 
 @pytest.mark.parametrize("format", ["q1_0", "q4_k_m"])
 def test_decode_of_the_8b_model_copies_neither_cache_nor_stack(format):
-    """Its largest temporary is what the definitions make: one matrix decoded to float32, the output matrix."""
+    """Its largest temporary is what the definitions make: one matrix decoded to float32, the output
+    matrix."""
     params, state, config = shapes(f"synth:bonsai-8b:{format}", rows=2)
-    compiled = compile_for_gpu(lambda params, state: core.step(params, state, config), params, state, donate_argnums=1)
+    compiled = compile_for_gpu(
+        lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
+    )
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
     decoded_head = 4 * config.vocab_size * config.hidden

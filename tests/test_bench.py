@@ -13,7 +13,10 @@ import bonsai_jax as bj
 from bonsai_jax import bench
 from bonsai_jax import cache as kv
 
-KEYS = "date commit device driver jax impl model test tok_s tok_s_std gb_s ceiling_share".split()
+KEYS = [
+    *("date", "commit", "device", "driver", "jax", "impl", "model", "test"),
+    *("tok_s", "tok_s_std", "gb_s", "ceiling_share"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +41,16 @@ def test_row_keys_and_figures(rows):
 
 def test_golden_markdown():
     row = bench.Row(
-        *("2026-01-01T00:00:00+00:00", "abc1234", "NVIDIA H200", "580.1", "0.11.2", "xla", "bonsai-8b", "tg128@d2048"),
+        *(
+            "2026-01-01T00:00:00+00:00",
+            "abc1234",
+            "NVIDIA H200",
+            "580.1",
+            "0.11.2",
+            "xla",
+            "bonsai-8b",
+            "tg128@d2048",
+        ),
         *(123.456, 1.5, 131.4, 0.0306),
     )
     assert bench.markdown_header() == (
@@ -57,7 +69,7 @@ def test_csv_has_the_same_columns(rows):
 
 
 def test_what_is_timed_is_the_models_forward(model):
-    """pp gives the logits of the prompt's last token; tg reads the same tokens one by one, and uses all their logits."""
+    """pp gives the last token's logits; tg reads the same tokens one by one, and uses all their logits."""
     config = model.config
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 24).astype(np.int32)
     expected = bj.logits(model, ids)

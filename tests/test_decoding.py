@@ -45,12 +45,16 @@ def test_prefill_equals_reading_token_by_token(name, length):
     at_once = prefilled(model, [ids])
     one_by_one = prefilled(model, [ids[:1]])
     for token in ids[1:]:
-        forced = one_by_one.replace(tokens=jnp.array([token], jnp.int32), remaining=jnp.array([32], jnp.int32))
+        forced = one_by_one.replace(
+            tokens=jnp.array([token], jnp.int32), remaining=jnp.array([32], jnp.int32)
+        )
         one_by_one, _ = core.decode_jit(model.params, forced, model.config, limit=1, size=1)
     assert at_once.cache.lengths[0] == one_by_one.cache.lengths[0] == length
     filled = at_once.cache.k.reshape(model.config.num_layers, -1, model.config.kv_width)[:, :length]
     np.testing.assert_allclose(
-        filled, one_by_one.cache.k.reshape(model.config.num_layers, -1, model.config.kv_width)[:, :length], atol=2e-5
+        filled,
+        one_by_one.cache.k.reshape(model.config.num_layers, -1, model.config.kv_width)[:, :length],
+        atol=2e-5,
     )
     assert at_once.tokens[0] == one_by_one.tokens[0]
 
@@ -61,7 +65,9 @@ def test_prefill_in_chunks_equals_prefill_at_once(monkeypatch):
     whole = prefilled(model, prompts)
     monkeypatch.setattr(core, "PREFILL_CHUNK", 32)
     state = bj.new_state(model, 3, 256, GREEDY, 32, ignore_eos=True)
-    chunked = jax.jit(core.prefill, static_argnames="config")(model.params, state, *padded(prompts), config=model.config)
+    chunked = jax.jit(core.prefill, static_argnames="config")(
+        model.params, state, *padded(prompts), config=model.config
+    )
     np.testing.assert_array_equal(chunked.cache.lengths, whole.cache.lengths)
     np.testing.assert_array_equal(chunked.tokens, whole.tokens)
     np.testing.assert_allclose(chunked.cache.v, whole.cache.v, atol=2e-5)
@@ -101,7 +107,11 @@ def test_a_row_in_a_batch_gives_the_text_it_gives_alone():
 def test_shuffled_pages_give_the_same_bits_as_pages_in_order():
     model, prompts = tiny(), [prompt(30, 8), prompt(9, 9)]
     state = bj.new_state(model, 2, 128, GREEDY, 16, ignore_eos=True)
-    shuffled = np.random.default_rng(0).permutation(state.cache.block_table.size).reshape(state.cache.block_table.shape)
+    shuffled = (
+        np.random.default_rng(0)
+        .permutation(state.cache.block_table.size)
+        .reshape(state.cache.block_table.shape)
+    )
     other = state.replace(cache=state.cache.replace(block_table=jnp.asarray(shuffled, jnp.int32)))
     results = []
     for s in (jax.tree.map(jnp.copy, state), jax.tree.map(jnp.copy, other)):
@@ -118,7 +128,9 @@ def test_the_cache_is_donated_and_updated_in_place():
     cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
     compiled = core.decode_jit.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
-    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2  # XLA's dots on CPU copy one layer's weights
+    assert (
+        compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
+    )  # XLA's dots on CPU copy one layer's weights
     before = state.cache.k.unsafe_buffer_pointer()
     after, _ = core.decode_jit(model.params, state, model.config, limit=4, size=8)
     assert state.cache.k.is_deleted() and state.cache.v.is_deleted()
@@ -139,10 +151,12 @@ def test_stream_and_generate_agree_and_a_seed_repeats():
     whole = bj.generate(model, [ids], max_new_tokens=40, sampling=sampling, ignore_eos=True)[0]
     pieces = list(bj.stream(model, ids, max_new_tokens=40, sampling=sampling, ignore_eos=True))
     assert "".join(p.text for p in pieces) == whole.text
-    assert sum((p.tokens for p in pieces), []) == whole.tokens and len(whole.tokens) == 40
+    assert [t for p in pieces for t in p.tokens] == whole.tokens and len(whole.tokens) == 40
     assert [p.finish_reason for p in pieces[:-1]] == [None] * (len(pieces) - 1)
     assert pieces[-1].finish_reason == whole.finish_reason == "length"
-    other = bj.generate(model, [ids], max_new_tokens=40, sampling=dataclasses.replace(sampling, seed=6), ignore_eos=True)
+    other = bj.generate(
+        model, [ids], max_new_tokens=40, sampling=dataclasses.replace(sampling, seed=6), ignore_eos=True
+    )
     assert other[0].tokens != whole.tokens
 
 
@@ -163,7 +177,9 @@ def test_an_end_token_ends_its_row_only():
 def test_rows_have_their_own_limit():
     model = tiny()
     state = bj.new_state(model, 2, 128, GREEDY, [3, 9], ignore_eos=True)
-    _, drawn = core.generate_tokens(model.params, state, *padded([prompt(4), prompt(5)]), model.config, size=16)
+    _, drawn = core.generate_tokens(
+        model.params, state, *padded([prompt(4), prompt(5)]), model.config, size=16
+    )
     assert (np.asarray(drawn) != core.NO_TOKEN).sum(1).tolist() == [3, 9]
 
 
@@ -174,7 +190,9 @@ def test_stop_strings_cut_the_text_and_are_never_streamed_in_part():
     at = free.find(stop)
     cut = bj.generate(model, [ids], max_new_tokens=40, sampling=GREEDY, ignore_eos=True, stop=[stop])[0]
     assert (cut.text, cut.finish_reason) == (free[:at], "stop")
-    pieces = list(bj.stream(model, ids, max_new_tokens=40, sampling=GREEDY, ignore_eos=True, stop=[stop, "never"]))
+    pieces = list(
+        bj.stream(model, ids, max_new_tokens=40, sampling=GREEDY, ignore_eos=True, stop=[stop, "never"])
+    )
     assert "".join(p.text for p in pieces) == free[:at] and pieces[-1].finish_reason == "stop"
 
 
@@ -190,7 +208,9 @@ def test_more_prompts_than_rows_run_in_groups_with_the_same_seeds():
 def test_a_rewound_cache_forgets():
     model, ids = tiny(), prompt(20, 16)
     state = prefilled(model, [[*ids, *prompt(11, 17)]])
-    rewound = core.start(kv.rewind(state.cache, jnp.array([12])), state.sampler, state.stop_ids, jnp.array([8]))
+    rewound = core.start(
+        kv.rewind(state.cache, jnp.array([12])), state.sampler, state.stop_ids, jnp.array([8])
+    )
     state = core.prefill_jit(model.params, rewound, *padded([ids[12:]]), model.config)
     assert state.tokens[0] == prefilled(model, [ids]).tokens[0]
 
@@ -199,7 +219,9 @@ def test_requests_that_cannot_be_met_say_why():
     model = tiny()
     with pytest.raises(ValueError, match="the prompt is empty"):
         bj.generate(model, [[]])
-    with pytest.raises(ValueError, match=r"2040 tokens of prompt and 100 new ones exceed the context of 2048"):
+    with pytest.raises(
+        ValueError, match=r"2040 tokens of prompt and 100 new ones exceed the context of 2048"
+    ):
         bj.generate(model, [prompt(2040)], max_new_tokens=100)
     with pytest.raises(ValueError, match="token 512 is beyond the vocabulary of 512"):
         bj.generate(model, [[512]])

@@ -22,17 +22,11 @@ def exact_log_softmax(logits):
     return x - np.log(np.exp(x).sum(-1, keepdims=True))
 
 
-def run(model, cut, **files):
-    for result in evaluate.evaluate(model, cut, **files):
-        pass
-    return result
-
-
 @pytest.mark.parametrize("context", [4, 17, 64])
 def test_perplexity_is_llama_cpps(model, context):
-    """Chunks of n tokens that begin with BOS; tokens n/2 + 1 to n - 1 of each are scored; the error as in llama.cpp."""
+    """Chunks of n tokens that begin with BOS; tokens n/2 + 1 to n - 1 of each are scored."""
     ids = text_ids(3 * context + context // 2)
-    nll, _ = run(model, evaluate.chunks(ids, context, bos_id=300))
+    nll = evaluate.evaluate(model, evaluate.chunks(ids, context, bos_id=300)).nll
     losses = []
     for i in range(3):
         chunk = [300, *ids[i * context + 1 : (i + 1) * context]]
@@ -41,7 +35,9 @@ def test_perplexity_is_llama_cpps(model, context):
     ppl, error = evaluate.perplexity(nll)
     assert nll.count == len(losses) == 3 * evaluate.scored(context)
     assert ppl == pytest.approx(np.exp(np.mean(losses)), rel=1e-6)
-    assert error == pytest.approx(np.exp(np.mean(losses)) * np.std(losses) / np.sqrt(len(losses) - 1), rel=1e-4)
+    assert error == pytest.approx(
+        np.exp(np.mean(losses)) * np.std(losses) / np.sqrt(len(losses) - 1), rel=1e-4
+    )
 
 
 def test_chunks():
@@ -76,11 +72,15 @@ def test_kl_divergence_is_its_definition():
 
 
 def test_a_model_does_not_diverge_from_itself(model, tmp_path):
-    path, cut, vocab = tmp_path / "base.npz", evaluate.chunks(text_ids(150), 32, None), model.config.vocab_size
+    path, cut, vocab = (
+        tmp_path / "base.npz",
+        evaluate.chunks(text_ids(150), 32, None),
+        model.config.vocab_size,
+    )
     with evaluate.BaseWriter(path, cut, vocab) as write:
-        run(model, cut, write=write)
+        evaluate.evaluate(model, cut, write=write)
     with evaluate.BaseReader(path, cut, vocab) as base:
-        _, divergence = run(model, cut, compare=base)
+        divergence = evaluate.evaluate(model, cut, compare=base).divergence
     assert divergence.kl.count == 4 * evaluate.scored(32)
     assert divergence.kl.mean == divergence.kl.largest == 0
     assert divergence.same_top.mean == 1
@@ -96,7 +96,7 @@ def test_a_base_file_that_does_not_fit_is_refused(model, tmp_path):
         raise RuntimeError("interrupted")
     assert not list(tmp_path.iterdir())  # half a file is no file
     with evaluate.BaseWriter(path, cut, vocab) as write:
-        run(model, cut, write=write)
+        evaluate.evaluate(model, cut, write=write)
     with pytest.raises(ValueError, match="another text, tokenizer or chunk size"):
         evaluate.BaseReader(path, cut + 1, vocab)
     with pytest.raises(ValueError, match="do not fit a vocabulary of 7"):

@@ -13,7 +13,10 @@ from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 
 
 def test_rms_norm():
-    x, gamma = np.random.default_rng(0).standard_normal((2, 3, 64))[:2], np.random.default_rng(1).standard_normal(64)
+    x, gamma = (
+        np.random.default_rng(0).standard_normal((2, 3, 64))[:2],
+        np.random.default_rng(1).standard_normal(64),
+    )
     want = gamma * x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-5)
     np.testing.assert_allclose(rms_norm(jnp.asarray(x), jnp.asarray(gamma), 1e-5), want, rtol=2e-6)
 
@@ -25,14 +28,21 @@ def test_rope_turns_pairs_as_complex_numbers(interleaved):
     theta = 10000.0 ** (-np.arange(8) / 8)
     z = x[..., 0::2] + 1j * x[..., 1::2] if interleaved else x[..., :8] + 1j * x[..., 8:]
     z = 1.25 * z * np.exp(1j * positions[..., None, None] * theta)
-    want = np.stack([z.real, z.imag], -1).reshape(x.shape) if interleaved else np.concatenate([z.real, z.imag], -1)
+    want = (
+        np.stack([z.real, z.imag], -1).reshape(x.shape)
+        if interleaved
+        else np.concatenate([z.real, z.imag], -1)
+    )
     frequencies = rope_frequencies(RopeConfig(10000.0), 16)
     got = apply_rope(jnp.asarray(x), jnp.asarray(positions), jnp.asarray(frequencies), 1.25, interleaved)
     np.testing.assert_allclose(got, want, atol=2e-3)  # angles of 5,000 radians in float32 are good to 3e-4
 
 
 def test_linear_scaling_divides_every_frequency():
-    plain, scaled = rope_frequencies(RopeConfig(1e4), 64), rope_frequencies(RopeConfig(1e4, scaling="linear", factor=4.0), 64)
+    plain, scaled = (
+        rope_frequencies(RopeConfig(1e4), 64),
+        rope_frequencies(RopeConfig(1e4, scaling="linear", factor=4.0), 64),
+    )
     np.testing.assert_allclose(scaled, plain / 4, rtol=1e-6)
 
 
@@ -48,12 +58,20 @@ def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all_positions():
 
 
 def test_llama3_scaling_against_its_published_form():
-    rope = RopeConfig(5e5, scaling="llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0)
+    rope = RopeConfig(
+        5e5, scaling="llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    )
     got, plain = rope_frequencies(rope, 128), 5e5 ** (-np.arange(64) / 64)
     for freq, scaled in zip(plain, got, strict=True):
         wavelength = 2 * math.pi / freq
         smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
-        want = freq if wavelength < 8192 / 4 else freq / 8 if wavelength > 8192 else (1 - smooth) * freq / 8 + smooth * freq
+        want = (
+            freq
+            if wavelength < 8192 / 4
+            else freq / 8
+            if wavelength > 8192
+            else (1 - smooth) * freq / 8 + smooth * freq
+        )
         assert abs(scaled - want) < 1e-6 * want
 
 
@@ -71,17 +89,46 @@ def test_bonsai_configs_come_from_metadata():
 
 def test_a_hugging_face_config_of_llama_3():
     metadata = {
-        "model_type": "llama", "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "intermediate_size": 14336,
-        "num_hidden_layers": 32, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072, "rope_theta": 500000.0, "hidden_act": "silu",
-        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
-    }  # fmt: skip
+        "model_type": "llama",
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_hidden_layers": 32,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 131072,
+        "rope_theta": 500000.0,
+        "hidden_act": "silu",
+        "rope_scaling": {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
     embedding = open_checkpoint("synth:llama-70b:f16").tensors["token_embd.weight"]
     checkpoint = Checkpoint("hf", "huggingface", metadata, {"model.embed_tokens.weight": embedding})
     c = architectures.config_of(checkpoint)
-    assert (c.head_dim, c.num_kv_heads, c.vocab_size, c.rope.scaling, c.rope.base) == (128, 8, 128256, "llama3", 5e5)
+    assert (c.head_dim, c.num_kv_heads, c.vocab_size, c.rope.scaling, c.rope.base) == (
+        128,
+        8,
+        128256,
+        "llama3",
+        5e5,
+    )
     with pytest.raises(CheckpointError, match="hf: metadata of this llama model: rms_norm_eps is missing"):
-        architectures.config_of(Checkpoint("hf", "huggingface", {k: v for k, v in metadata.items() if k != "rms_norm_eps"}, checkpoint.tensors))
-    with pytest.raises(NotImplementedError, match="architecture 'rwkv' is not supported; supported: llama, qwen2, qwen3"):
+        architectures.config_of(
+            Checkpoint(
+                "hf",
+                "huggingface",
+                {k: v for k, v in metadata.items() if k != "rms_norm_eps"},
+                checkpoint.tensors,
+            )
+        )
+    with pytest.raises(
+        NotImplementedError, match="architecture 'rwkv' is not supported; supported: llama, qwen2, qwen3"
+    ):
         architectures.config_of(Checkpoint("hf", "huggingface", {"model_type": "rwkv"}, {}))
 
 

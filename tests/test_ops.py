@@ -8,13 +8,30 @@ import pytest
 
 from pallas_kernels import LayerStack, attention, dispatch, formats, from_blocks, matmul, quantize
 
-DECODED_BY_GGUF = ["f32", "f16", "bf16", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k"]
+DECODED_BY_GGUF = [
+    "f32",
+    "f16",
+    "bf16",
+    "q4_0",
+    "q4_1",
+    "q5_0",
+    "q5_1",
+    "q8_0",
+    "q2_k",
+    "q3_k",
+    "q4_k",
+    "q5_k",
+    "q6_k",
+]
 
 
 def random_weight(format, seed, *shape):
-    """A QTensor of random blocks [*lead, N, K], and the same weights decoded by the gguf package, in float64."""
+    """A QTensor of random blocks [*lead, N, K], and the same weights decoded by the gguf package, in
+    float64."""
     blocks = (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)
-    raw = np.asarray(formats.pack(format, formats.random_fields(format, jax.random.key(seed), blocks, 0.0, 0.1)))
+    raw = np.asarray(
+        formats.pack(format, formats.random_fields(format, jax.random.key(seed), blocks, 0.0, 0.1))
+    )
     type_ = gguf.GGMLQuantizationType[format.upper()]
     return from_blocks(jnp.asarray(raw), format), gguf.dequantize(raw, type_).astype(np.float64)
 
@@ -57,7 +74,9 @@ def test_a_stack_of_mixed_formats_finds_each_layer():
 def test_matmul_under_vmap_and_grad():
     w, dense = random_weight("q8_0", 9, 8, 64)
     x = np.random.default_rng(10).standard_normal((5, 64)).astype(np.float32)
-    np.testing.assert_allclose(jax.vmap(lambda row: matmul(row, w))(x), matmul(jnp.asarray(x), w), rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        jax.vmap(lambda row: matmul(row, w))(x), matmul(jnp.asarray(x), w), rtol=2e-5, atol=1e-6
+    )
     gradient = jax.grad(lambda x: matmul(x, w).sum())(jnp.asarray(x))
     assert relative_error(gradient, np.broadcast_to(dense.sum(0), x.shape)) < 1e-6
 
@@ -70,10 +89,15 @@ def test_matmul_refuses_what_does_not_fit():
 
 def test_quantize_then_multiply_is_near_the_exact_product():
     rng = np.random.default_rng(12)
-    dense, x = rng.standard_normal((16, 256)).astype(np.float32), rng.standard_normal((4, 256)).astype(np.float32)
+    dense, x = (
+        rng.standard_normal((16, 256)).astype(np.float32),
+        rng.standard_normal((4, 256)).astype(np.float32),
+    )
     for format, error in {"f16": 1e-3, "bf16": 8e-3, "q8_0": 1e-2, "q1_0": 0.7}.items():
-        assert relative_error(matmul(jnp.asarray(x), quantize(jnp.asarray(dense), format)), x @ dense.T) < error
-    with pytest.raises(NotImplementedError, match="q2_k has no encoder; formats that have one: .*q1_0"):
+        assert (
+            relative_error(matmul(jnp.asarray(x), quantize(jnp.asarray(dense), format)), x @ dense.T) < error
+        )
+    with pytest.raises(NotImplementedError, match=r"q2_k has no encoder; formats that have one: .*q1_0"):
         quantize(jnp.asarray(dense), "q2_k")
     with pytest.raises(ValueError, match="100 columns are no multiple of its block of 32"):
         quantize(jnp.zeros((4, 100)), "q8_0")
@@ -96,7 +120,8 @@ def naive_attention(q, k, v, positions):
 
 
 @pytest.mark.parametrize(
-    ("H", "Hkv", "D", "page_size", "pages", "seed"), [(4, 2, 64, 16, 3, 0), (6, 1, 128, 64, 9, 1), (3, 3, 32, 7, 50, 2)]
+    ("H", "Hkv", "D", "page_size", "pages", "seed"),
+    [(4, 2, 64, 16, 3, 0), (6, 1, 128, 64, 9, 1), (3, 3, 32, 7, 50, 2)],
 )
 def test_attention_reads_shuffled_pages_like_a_contiguous_cache(H, Hkv, D, page_size, pages, seed):
     rng = np.random.default_rng(seed)
@@ -134,5 +159,7 @@ def test_choice_is_explained_and_a_named_one_that_cannot_run_is_refused():
     verdicts = dispatch.explain(problem)
     assert [v.impl for v in verdicts if v.taken] == [dispatch.choose(problem)]
     assert all(v.reason for v in verdicts)
-    with pytest.raises(NotImplementedError, match=r"impl='triton' cannot run matmul f32 8 x 8 on gpu: .*what can: xla"):
+    with pytest.raises(
+        NotImplementedError, match=r"impl='triton' cannot run matmul f32 8 x 8 on gpu: .*what can: xla"
+    ):
         dispatch.choose(problem, "triton")

@@ -1,8 +1,8 @@
 """Whole models against llama.cpp, which shares no code with us.
 
-Tiny models of every architecture are written as GGUF files and run by both. The real SmolLM2 is held against answers of
-llama.cpp that are kept in data/smollm2_oracle.json; a slow test makes them again (and `python -m tests.test_oracle` writes
-them).
+Tiny models of every architecture are written as GGUF files and run by both. The real SmolLM2 is held against
+answers of llama.cpp that are kept in data/smollm2_oracle.json; a slow test makes them again (and `python -m
+tests.test_oracle` writes them).
 """
 
 import dataclasses
@@ -51,7 +51,8 @@ def answers(path: Path, tokenizer: bj.Tokenizer, ids: list[list[int]], n: int) -
 
 
 def make_oracle() -> dict:
-    """llama.cpp's greedy answers and top-20 log-probabilities: on the weights as F32, and on the file as it is."""
+    """llama.cpp's greedy answers and top-20 log-probabilities: on the weights as F32, and on the file as it
+    is."""
     from tests.llama_cpp import write_float32
 
     tokenizer = smollm2_model().tokenizer
@@ -84,13 +85,17 @@ def test_smollm2_writes_what_llama_cpp_writes():
     assert len(rows) == 20
     same = 0
     for row in rows:
-        output = bj.generate(model, [row["prompt"]], max_new_tokens=NEW_TOKENS, sampling=GREEDY, ignore_eos=True)[0]
+        output = bj.generate(
+            model, [row["prompt"]], max_new_tokens=NEW_TOKENS, sampling=GREEDY, ignore_eos=True
+        )[0]
         at = first_difference(output.tokens, row)
         if at is None:
             same += 1
         else:
             first, second = row["top_logprobs"][at][:2]
-            assert first - second < NEAR_TIE, f"differs at token {at} of {row['prompt'][:8]}..., which is no near-tie"
+            assert first - second < NEAR_TIE, (
+                f"differs at token {at} of {row['prompt'][:8]}..., which is no near-tie"
+            )
     assert same >= 19
 
 
@@ -101,9 +106,10 @@ def test_smollm2_distributions_are_llama_cpp_s():
 
 
 def test_smollm2_is_as_near_to_llama_cpp_on_the_file_as_its_int8_activations_let_it():
-    """llama.cpp quantizes activations to 8 bits on this file; measured against an exact forward: KL 3e-3, 96 %."""
+    """llama.cpp quantizes activations to 8 bits on this file; measured against an exact forward: KL 3e-3, 96
+    %."""
     found = agreement(smollm2_model(), kept_oracle()["as_is"])
-    print(f"SmolLM2 against llama.cpp on the file as it is: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
+    print(f"SmolLM2 against llama.cpp on the file: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < 3e-3 and found.same_top > 0.96
 
 
@@ -156,7 +162,9 @@ def test_a_changed_tensor_changes_the_text(tmp_path):
     checkpoint = open_checkpoint(str(path))
     rows = answers(path, bj.Tokenizer.from_checkpoint(checkpoint), ids, 16)
     other = dict(checkpoint.tensors)
-    other["blk.1.attn_k.weight"] = dataclasses.replace(other["blk.2.attn_k.weight"], name="blk.1.attn_k.weight")
+    other["blk.1.attn_k.weight"] = dataclasses.replace(
+        other["blk.2.attn_k.weight"], name="blk.1.attn_k.weight"
+    )
     broken = bj.from_checkpoint(Checkpoint(str(path), "gguf", checkpoint.metadata, other))
     assert agreement(broken, rows).kl > 1e-3
 

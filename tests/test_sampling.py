@@ -38,7 +38,14 @@ def kept_by_sorting(logits, params):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(
     "change",
-    [{"top_k": 5}, {"top_k": 1}, {"top_p": 0.7}, {"top_p": 0.05}, {"min_p": 0.2}, {"top_k": 20, "top_p": 0.9, "min_p": 0.02}],
+    [
+        {"top_k": 5},
+        {"top_k": 1},
+        {"top_p": 0.7},
+        {"top_p": 0.05},
+        {"min_p": 0.2},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.02},
+    ],
     ids=str,
 )
 def test_truncation_keeps_what_sorting_keeps(change, seed):
@@ -59,12 +66,20 @@ def test_draws_follow_the_softmax(temperature):
 
 
 def test_equal_logits_beyond_top_k_are_kept():
-    assert set(draws(dataclasses.replace(PLAIN, top_k=2), np.array([3.0, 1.0, 1.0, 0.0])).tolist()) == {0, 1, 2}
+    assert set(draws(dataclasses.replace(PLAIN, top_k=2), np.array([3.0, 1.0, 1.0, 0.0])).tolist()) == {
+        0,
+        1,
+        2,
+    }
 
 
 def test_rows_keep_their_own_parameters_and_do_not_depend_on_each_other():
     logits = jnp.asarray(np.random.default_rng(2).normal(0, 1, (3, V)), jnp.float32)
-    rows = [SamplingParams(temperature=0.0), dataclasses.replace(PLAIN, seed=7), dataclasses.replace(PLAIN, top_k=1)]
+    rows = [
+        SamplingParams(temperature=0.0),
+        dataclasses.replace(PLAIN, seed=7),
+        dataclasses.replace(PLAIN, top_k=1),
+    ]
     together, _ = sample(sampler(rows, 3, V), logits, jnp.array([5, 5, 5]))
     for i, row in enumerate(rows):
         alone, _ = sample(sampler([row], 1, V), logits[i : i + 1], jnp.array([5]))
@@ -81,7 +96,11 @@ def test_a_shared_seed_counts_up_from_row_to_row():
 
 def penalized(params, logits, prompt, answer):
     """What a greedy row picks after this prompt and answer."""
-    s = read_prompt(sampler([params], 1, V), jnp.array([prompt], jnp.int32).reshape(1, -1), jnp.ones((1, len(prompt)), bool))
+    s = read_prompt(
+        sampler([params], 1, V),
+        jnp.array([prompt], jnp.int32).reshape(1, -1),
+        jnp.ones((1, len(prompt)), bool),
+    )
     for token in answer:
         forced = jnp.where(jnp.arange(V) == token, 1e9, 0.0)[None]
         _, s = sample(s.replace(temperature=jnp.zeros(1)), forced, jnp.array([0]))
@@ -96,7 +115,15 @@ def test_penalties_and_bias_change_what_is_picked():
     # The repetition penalty counts the prompt ...
     assert penalized(dataclasses.replace(greedy, repetition_penalty=1.2), logits, [3], []) == 4
     # ... and makes negative logits more negative, not less.
-    assert penalized(dataclasses.replace(greedy, repetition_penalty=1.2), -np.abs(logits) - 1 + 4 * (logits > 0), [4], []) == 3
+    assert (
+        penalized(
+            dataclasses.replace(greedy, repetition_penalty=1.2),
+            -np.abs(logits) - 1 + 4 * (logits > 0),
+            [4],
+            [],
+        )
+        == 3
+    )
     # Presence and frequency count the answer only.
     assert penalized(dataclasses.replace(greedy, presence_penalty=0.2), logits, [3], []) == 3
     assert penalized(dataclasses.replace(greedy, presence_penalty=0.2), logits, [], [3]) == 4
@@ -107,7 +134,15 @@ def test_penalties_and_bias_change_what_is_picked():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"temperature": -1.0}, {"temperature": float("nan")}, {"top_p": 1.5}, {"min_p": -0.1}, {"top_k": -1}, {"repetition_penalty": 0.0}]
+    "bad",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"top_k": -1},
+        {"repetition_penalty": 0.0},
+    ],
 )
 def test_parameters_out_of_range_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=f"SamplingParams: {next(iter(bad))} is "):

@@ -45,7 +45,7 @@ def test_importing_needs_no_more_than_numpy_jax_flax_and_jaxtyping():
     """GPU machines may lack the rest. Flax itself brings rich."""
     script = (
         "import sys, json\n"
-        "for name in ('typer', 'jinja2', 'tokenizers', 'huggingface_hub', 'safetensors', 'gguf', 'xllamacpp'):\n"
+        "for name in ('typer', 'jinja2', 'tokenizers', 'huggingface_hub', 'safetensors', 'gguf'):\n"
         "    sys.modules[name] = None  # importing it now fails\n"
         "import bonsai_jax, checkpoints, pallas_kernels\n"
         "checkpoints.open_checkpoint('synth:tiny-llama:q8_0')\n"

@@ -37,12 +37,15 @@ def get(name: str) -> ModuleType:
 def config_of(checkpoint: Checkpoint) -> ModelConfig:
     """ModelConfig of a checkpoint, from its metadata and the shapes of its tensors, never from its name.
 
-    Raises NotImplementedError for an architecture without a file, CheckpointError for metadata that is absent or absurd.
+    Raises NotImplementedError for an architecture without a file, CheckpointError for metadata that is absent
+    or absurd.
     """
     key = "general.architecture" if checkpoint.naming == "gguf" else "model_type"
     name = checkpoint.metadata.get(key)
     if not isinstance(name, str):
-        raise CheckpointError(f"{checkpoint.source}: {key} is {name!r}; it must name the model's architecture")
+        raise CheckpointError(
+            f"{checkpoint.source}: {key} is {name!r}; it must name the model's architecture"
+        )
     module = get(name)
     read = module.config_from_gguf if checkpoint.naming == "gguf" else module.config_from_huggingface
     try:

