@@ -82,7 +82,7 @@ def read_one_by_one(
 
     def step(i, carry):
         total, cache = carry
-        logits, cache = _read(params, cache, tokens[i][None, None], config)
+        logits, cache = last_logits(params, cache, tokens[i][None, None], config)
         return total + logits.max(), cache
 
     return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))

@@ -32,7 +32,7 @@ def held_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
 
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes of a cache with every row full. `run` must be resolved (model.resolve)."""
-    tokens = run.rows * kv.page_count(run.context or config.context_length, run.page_size) * run.page_size
+    tokens = run.rows * kv.page_count(run.context, run.page_size) * run.page_size
     return tokens * kv.bytes_per_token(config, run.cache_dtype)
 
 

@@ -44,12 +44,20 @@ def render(source: str, variables: Mapping[str, Any]) -> str:
         return "".join(_compiled(source).generate(**variables))
     except ChatTemplateError:
         raise
-    except TemplateSyntaxError as error:
-        raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from None
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-        raise ChatTemplateError(f"chat template: {error}") from None
     except (RecursionError, MemoryError, AssertionError, SyntaxError) as error:
         raise ChatTemplateError(f"chat template: too deeply nested ({type(error).__name__})") from None
+    except TemplateSyntaxError as error:
+        raise ChatTemplateError(f"chat template, line {error.lineno}: {error.message}") from None
+    except (
+        TemplateError,
+        ArithmeticError,
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        RuntimeError,
+    ) as error:
+        raise ChatTemplateError(f"chat template: {error}") from None
     finally:
         _BUDGET.reset(token)
 
@@ -341,7 +349,8 @@ def _environment() -> Any:
                 raise SecurityError(f"the string method {name} is not supported")
             if isinstance(owner, str) and name in ("join", "replace"):
                 return _join(*args, owner) if name == "join" else _replace(owner, *args, **kwargs)
-            return _charged(super().call(context, called, *args, **kwargs))  # pyright: ignore[reportCallIssue]
+            # jinja2 names the receiver __self, which pyright takes for a missing argument
+            return _charged(super().call(context, called, *args, **kwargs))  # pyright: ignore
 
         def wrap_str_format(self, value: Any) -> None:
             """Leaves str.format to `call`, which refuses it."""

@@ -41,11 +41,6 @@ class Model:
     tokenizer: Tokenizer
     source: str
 
-    @property
-    def context(self) -> int:
-        """Most tokens a row may hold, prompt and answer together."""
-        return self.run.context or self.config.context_length
-
 
 @dataclasses.dataclass(frozen=True)
 class Output:
@@ -219,7 +214,7 @@ def stream(
     ids = _encode(model, prompt)
     _check_new(max_new_tokens)
     _check_room(model, len(ids), max_new_tokens)
-    context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.context)
+    context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.run.context)
     state = new_state(model, 1, context, [sampling], max_new_tokens, ignore_eos=ignore_eos)
     for _, piece in continue_stream(model, state, ids, stop=stop):
         yield piece
@@ -363,10 +358,10 @@ def _check_new(max_new_tokens: int) -> None:
 
 
 def _check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:
-    if prompt_tokens + max_new_tokens > model.context:
+    if prompt_tokens + max_new_tokens > model.run.context:
         raise ValueError(
             f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones exceed the context of "
-            f"{model.context}; shorten them, or load with a larger context "
+            f"{model.run.context}; shorten them, or load with a larger context "
             f"(this model's own is {model.config.context_length})"
         )
 

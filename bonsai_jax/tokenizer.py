@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from bonsai_jax import chat_template
+
 # What a token is, numbered as GGUF's tokenizer.ggml.token_type. Control and unknown tokens are not shown.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -23,34 +25,16 @@ _LONGEST_PIECE = 1024  # characters; the longest in real vocabularies have a few
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 # Texts that llama.cpp takes for control tokens whatever their type says, first those that end a generation.
-_END_TEXTS = (
-    *(
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|end|>",
-        "<|return|>",
-        "<|call|>",
-        "<end_of_turn>",
-        "<|endoftext|>",
-        "</s>",
-    ),
-    *("<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]", "<|end_of_text|>", "<end_of_utterance>", "<eos>"),
-    *(
-        "<\uff5cend▁of▁sentence\uff5c>",
-        "<|fim_pad|>",
-        "<fim-pad>",
-        "<fim_pad>",
-        "<PAD>",
-        "[PAD]",
-        "<|file_sep|>",
-    ),
-    *("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
-)
-_FILL_TEXTS = (
-    *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<\uff5cfim▁begin\uff5c>", "<PRE>", "▁<PRE>"),
-    *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<\uff5cfim▁hole\uff5c>", "<SUF>", "▁<SUF>"),
-    *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<\uff5cfim▁end\uff5c>", "<MID>", "▁<MID>"),
-)
+_END_TEXTS = (  # noqa: SIM905 - a list would fill a page
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> "
+    "_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <\uff5cend▁of▁sentence\uff5c> <|fim_pad|> "
+    "<fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"
+).split()
+_FILL_TEXTS = (  # noqa: SIM905
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
+    "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID>"
+).split()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +48,7 @@ class _PreTokenizer:
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _LLAMA3 = (  # DIGITS: how many of them make a word
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"'[sStTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL]|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _PRE_TOKENIZERS = {
@@ -172,11 +156,10 @@ class Tokenizer:
                        text, so text from strangers cannot forge a turn
         """
         try:
-            ids = self.encoder(text, parse_special)
+            text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(
-                f"text holds a lone surrogate at character {error.start}, which no UTF-8 has"
-            ) from None
+            raise ValueError(f"text holds half a character (a surrogate) at {error.start}") from None
+        ids = self.encoder(text, parse_special)
         before = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         after = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []
         return [*before, *ids, *after]
@@ -226,8 +209,6 @@ class Tokenizer:
         ones when that text is encoded; `encode_chat` prevents it. Raises `chat_template.ChatTemplateError` if
         there is no template, or it is broken, refuses the messages, or exceeds its bounds.
         """
-        from bonsai_jax import chat_template
-
         if self.chat_template is None:
             raise chat_template.ChatTemplateError(
                 "this model has no chat template: use plain text prompts, or set one with "
@@ -243,17 +224,19 @@ class Tokenizer:
         Where a string in the messages spells one, the spelling is fenced with noncharacters before the
         template sees it, and encoded as plain text afterwards.
         """
-        names = [
-            text for text, kind in zip(self.texts, self.kinds, strict=True) if kind in (CONTROL, UNKNOWN)
-        ]
-        spelled = re.compile(
-            "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True)) or "(?!)"
-        )
-        text = self.apply_chat_template(_fenced(messages, spelled), **template_arguments)
+        text = self.apply_chat_template(_fenced(messages, self._control_names), **template_arguments)
         ids = []
         for i, part in enumerate(re.split(f"{_OPEN}(.*?)(?:{_CLOSE}|$)", text, flags=re.DOTALL)):
             ids += self.encode(_unfenced(part), add_special=False, parse_special=i % 2 == 0)
         return ids
+
+    @functools.cached_property
+    def _control_names(self) -> re.Pattern[str]:
+        """Matches the name of any token that is not shown, the longest first."""
+        names = [
+            text for text, kind in zip(self.texts, self.kinds, strict=True) if kind in (CONTROL, UNKNOWN)
+        ]
+        return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
     def _text(self, id: int | None) -> str:
         return "" if id is None else self.texts[id]
@@ -441,7 +424,7 @@ class _GgufVocabulary:
         user_defined = [id for id in special if self.kinds[id] == USER_DEFINED]
 
         def encode(text: str, parse_special: bool) -> list[int]:
-            parts: list[str | int] = [text]
+            parts: list[str | int] = [text] if text else []
             for id in special if parse_special else user_defined:
                 if self.texts[id] in text:
                     parts = [piece for part in parts for piece in _cut(part, self.texts[id], id)]
@@ -464,7 +447,7 @@ def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
     return pieces[:-1]
 
 
-def _bpe(key: str, vocabulary: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Any:
+def _bpe(key: str, vocabulary: dict[str, int], merges: Any, **options: Any) -> Any:
     """A tokenizers.Tokenizer of a BPE model; ValueError names `key` where a merge is of unknown tokens."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
@@ -479,7 +462,7 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) ->
     from tokenizers import Regex, pre_tokenizers
 
     name = _value(metadata, "tokenizer.ggml.pre", str, "default")
-    pre = _PRE_TOKENIZERS.get(_ALIASES.get(name, name))
+    pre = _PRE_TOKENIZERS.get(_ALIASES.get(name) or name)
     if pre is None:
         supported = ", ".join(sorted([*_PRE_TOKENIZERS, *_ALIASES]))
         raise NotImplementedError(f"tokenizer.ggml.pre = {name!r} is not supported; supported: {supported}")
@@ -644,7 +627,9 @@ def _huggingface(folder: Path) -> Tokenizer:
 
 def _decoder_kind(path: Path, backend: Any) -> tuple[bool, bool]:
     """(byte_level, space_prefix) of a tokenizer.json, from its decoder."""
-    state = json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    state: dict[str, Any] = (
+        json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    )
     steps = {step["type"]: step for step in state.get("decoders", [state])}
     if "ByteLevel" in steps:
         return True, False

@@ -1,8 +1,10 @@
-"""The tokenizer against llama.cpp's own, on SmolLM2's file and on small vocabularies trained here, and its properties.
+"""The tokenizer against llama.cpp's own, on SmolLM2's file and on small vocabularies trained here.
 
-The small vocabularies are trained without cutting text into words, so that merges cross every word boundary: a word cut
-in another place than llama.cpp cuts it gives other ids.
+The small vocabularies are trained without cutting text into words, so that merges cross every word boundary:
+a word cut in another place than llama.cpp cuts it gives other ids.
 """
+
+# ruff: noqa: RUF001 - texts of many scripts
 
 import dataclasses
 import functools
@@ -18,7 +20,7 @@ import pytest
 import tokenizers
 import xllamacpp
 from gguf import GGUFWriter
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bonsai_jax.chat_template import ChatTemplateError
@@ -46,29 +48,10 @@ TEXTS = [
     "</s> <s> <unk> <0x41> [INST] <tool> ▁ a▁b",
     "$100 + 5% = ~^|<>`x` \\n \x00 \x7f \u200b\ufeff e\u0301",
 ]
-# Characters that Unicode has had for long, so that no table of it is too old, and what tokenizers treat apart.
-SNIPPETS = st.sampled_from(
-    [
-        *string.printable,
-        "'s",
-        "'LL",
-        "  ",
-        "\n\n",
-        "é",
-        "ß",
-        "中",
-        "字",
-        "ا",
-        "١",
-        "²",
-        "👍",
-        "\u200d",
-        "\u00a0",
-    ]
-)
-OLD_UNICODE = st.characters(
-    max_codepoint=0xFFFF, categories=("L", "N", "P", "Zs", "Mn", "Sm", "Sc"), exclude_characters="\u180e"
-)
+# What tokenizers treat apart, and characters that are old enough for every table of Unicode.
+SNIPPETS = st.sampled_from([*string.printable, *"éß中字ا١²👍\u200d\u00a0", "'s", "'LL", "  ", "\n\n"])
+CATEGORIES = ("L", "N", "P", "Zs", "Mn", "Sm", "Sc")
+OLD_UNICODE = st.characters(max_codepoint=0xFFFF, categories=CATEGORIES, exclude_characters="\u180e")
 RANDOM_TEXT = st.one_of(
     st.text(st.sampled_from("ab 1.'\n\t!éЖ中字🙂"), max_size=40),
     st.lists(SNIPPETS, max_size=40).map("".join),
@@ -176,14 +159,10 @@ def sentencepiece_metadata(space_prefix: bool = True) -> dict:
 
 
 def write_model(path: Path, metadata: dict) -> None:
-    """A complete llama model of 32 numbers a token around a vocabulary: llama.cpp's server loads nothing less."""
+    """A complete llama model of width 32 around a vocabulary: llama.cpp's server loads nothing less."""
     writer = GGUFWriter(path, "llama")
-    for name, value in {
-        "block_count": 1,
-        "context_length": 64,
-        "embedding_length": 32,
-        "feed_forward_length": 32,
-    }.items():
+    sizes = {"block_count": 1, "context_length": 64, "embedding_length": 32, "feed_forward_length": 32}
+    for name, value in sizes.items():
         writer.add_uint32(f"llama.{name}", value)
     writer.add_uint32("llama.attention.head_count", 1)
     writer.add_float32("llama.attention.layer_norm_rms_epsilon", 1e-5)
@@ -230,8 +209,9 @@ def pair(name: str) -> tuple[Tokenizer, LlamaCpp]:
         return Tokenizer.from_gguf(VOCABULARIES[name]()), LlamaCpp(path)
 
 
-def tokenizer(name: str) -> Tokenizer:
-    return Tokenizer.from_gguf(VOCABULARIES[name]())
+@functools.cache
+def tokenizer_of(name: str) -> Tokenizer:
+    return smollm2() if name == "smollm2" else Tokenizer.from_gguf(VOCABULARIES[name]())
 
 
 every_vocabulary = pytest.mark.parametrize("name", ["smollm2", *VOCABULARIES])
@@ -281,15 +261,15 @@ def test_bos_and_eos_are_added_as_the_file_says():
         before, after = [ids["bos"]] * ("bos" in flags), [ids["eos"]] * ("eos" in flags)
         assert ours.encode("a") == [*before, *ours.encode("a", add_special=False), *after]
     assert (
-        tokenizer("llama-bpe").add_bos
-        and tokenizer("sentencepiece").add_bos
-        and not tokenizer("gpt-2").add_bos
+        tokenizer_of("llama-bpe").add_bos
+        and tokenizer_of("sentencepiece").add_bos
+        and not tokenizer_of("gpt-2").add_bos
     )
 
 
 @every_vocabulary
 def test_no_plain_text_becomes_a_control_token(name):
-    ours = smollm2() if name == "smollm2" else tokenizer(name)
+    ours = tokenizer_of(name)
     controls = [id for id, kind in enumerate(ours.kinds) if kind in (CONTROL, UNKNOWN)]
     for id in controls:
         text = f"x{ours.texts[id]}y"
@@ -313,31 +293,10 @@ def test_equal_merges_and_unreachable_tokens_do_no_harm():
     metadata = byte_level_metadata("qwen2")
     merges = metadata["tokenizer.ggml.merges"]
     twice = Tokenizer.from_gguf(metadata | {"tokenizer.ggml.merges": merges + merges[::-1]})
-    assert twice.encode(TEXTS[3]) == tokenizer("qwen2").encode(TEXTS[3])
+    assert twice.encode(TEXTS[3]) == tokenizer_of("qwen2").encode(TEXTS[3])
 
 
 # ---- decoding ----
-
-
-@every_vocabulary
-@settings(max_examples=60, deadline=None)
-@given(text=RANDOM_TEXT)
-def test_decoding_gives_the_text_back(name, text):
-    ours = smollm2() if name == "smollm2" else tokenizer_of(name)
-    missing = "ĄÿÍ" if name in PRE_TOKENIZERS else ""
-    lacks = (
-        [id for id in range(256) if bytes([id]) not in all_bytes(name)]
-        if name in ("smollm2", *PRE_TOKENIZERS)
-        else []
-    )
-    if any(byte in text.encode() for byte in lacks):
-        return  # the vocabulary has no token for that byte
-    assert ours.decode(ours.encode(text, parse_special=False), skip_special=True) == text, missing
-
-
-@functools.cache
-def tokenizer_of(name: str) -> Tokenizer:
-    return smollm2() if name == "smollm2" else tokenizer(name)
 
 
 @functools.cache
@@ -347,13 +306,22 @@ def all_bytes(name: str) -> frozenset[bytes]:
 
 
 @every_vocabulary
+@settings(max_examples=60, deadline=None)
+@given(text=RANDOM_TEXT)
+def test_decoding_gives_the_text_back(name, text):
+    ours, known = tokenizer_of(name), all_bytes(name)
+    if all(bytes([byte]) in known for byte in text.encode()):  # some vocabularies lack tokens for rare bytes
+        assert ours.decode(ours.encode(text, add_special=False, parse_special=False)) == text
+
+
+@every_vocabulary
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_the_detokenizer_joins_to_decode(name, data):
     ours = tokenizer_of(name)
     ids = data.draw(st.lists(st.integers(0, ours.vocab_size + 3), max_size=30))
-    emoji = [ours.encode("👨‍👩‍👧 é", add_special=False)] * 2
-    ids += data.draw(st.permutations(sum(emoji, []))) + sum(emoji, [])
+    emoji = ours.encode("👨‍👩‍👧 é", add_special=False)
+    ids += data.draw(st.permutations(emoji * 2)) + emoji
     for flags in ({}, {"skip_special": False}, {"at_start": False}):
         detokenizer = ours.detokenizer(**flags)
         pieces = [detokenizer.push(id) for id in ids]
@@ -488,7 +456,7 @@ def test_empty_and_unused_tokens_stand_for_nothing():
     }
     ours = Tokenizer.from_gguf(metadata | more)
     assert [ours.token_bytes(len(tokens) + i) for i in range(3)] == [b"", b"", b""]
-    assert ours.encode(TEXTS[3]) == tokenizer("qwen2").encode(TEXTS[3])
+    assert ours.encode(TEXTS[3]) == tokenizer_of("qwen2").encode(TEXTS[3])
 
 
 # ---- Hugging Face folders ----
@@ -501,7 +469,8 @@ def hugging_face_folder(folder: Path, metadata: dict, *, add_bos: bool) -> None:
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(normal, merges))
     cut = tokenizers.Regex(
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+        r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
     )
     split, byte_level = (
         tokenizers.pre_tokenizers.Split(cut, "isolated"),
@@ -540,9 +509,10 @@ def test_a_folder_is_read_as_the_gguf_file_of_the_same_vocabulary(tmp_path, add_
     metadata = byte_level_metadata("qwen2") | {"tokenizer.ggml.add_bos_token": add_bos}
     hugging_face_folder(tmp_path, metadata, add_bos=add_bos)
     folder, file = Tokenizer.from_folder(tmp_path), Tokenizer.from_gguf(metadata)
-    lacking = [t for t in TEXTS if "\x00" not in t]
-    for text in lacking:
+    for text in TEXTS:
         for flags in ({}, {"add_special": False}, {"parse_special": False}):
+            if flags == {"parse_special": False} and "<|im_start|>" in text:
+                continue  # tokenizers then overlooks our user-defined "<|im_start" inside of it
             ids = folder.encode(text, **flags)
             assert ids == file.encode(text, **flags), text
             assert folder.decode(ids) == file.decode(ids)
@@ -610,7 +580,8 @@ def with_template(source: str) -> Tokenizer:
 def test_smollm2_template():
     expected = (
         "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
-        "<|im_start|>user\nHi <b>&</b><|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n<|im_start|>user\né?<|im_end|>\n"
+        "<|im_start|>user\nHi <b>&</b><|im_end|>\n<|im_start|>assistant\nyes<|im_end|>\n"
+        "<|im_start|>user\né?<|im_end|>\n"
     )
     assert smollm2().apply_chat_template(MESSAGES) == expected + "<|im_start|>assistant\n"
     assert smollm2().apply_chat_template(MESSAGES, add_generation_prompt=False) == expected
@@ -644,11 +615,13 @@ def test_encode_chat_is_the_encoded_template_and_cannot_be_forged():
             "user\n",
         ),
         (
-            "{% for m in messages %}{{ loop.index0 }}{{ loop.length }}{% if m.role == 'assistant' %}{% break %}{% endif %}{% endfor %}",
+            "{% for m in messages %}{{ loop.index0 }}{{ loop.length }}"
+            "{% if m.role == 'assistant' %}{% break %}{% endif %}{% endfor %}",
             "0313",
         ),
         (
-            "{%- set ns = namespace(n=0) -%}{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
+            "{%- set ns = namespace(n=0) -%}"
+            "{% for m in messages[::-1] %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
             "3",
         ),
         (
@@ -656,7 +629,8 @@ def test_encode_chat_is_the_encoded_template_and_cannot_be_forged():
             '{"role": "user", "content": "é?"}[\n  "<f>"\n]',
         ),
         (
-            "{{ 'a</think>\nb'.split('</think>')[-1].lstrip('\\n') }}{{ ' x ' | trim ~ 5 % 2 ~ none }}{{ missing }}",
+            "{{ 'a</think>\nb'.split('</think>')[-1].lstrip('\\n') }}"
+            "{{ ' x ' | trim ~ 5 % 2 ~ none }}{{ missing }}",
             "bx1None",
         ),
         ("{{ messages | map(attribute='role') | join(', ') | replace('user', 'U') }}", "U, assistant, U"),
@@ -669,7 +643,8 @@ def test_encode_chat_is_the_encoded_template_and_cannot_be_forged():
             "role=assistant;content=yes;(1, 2, 3)",
         ),
         (
-            "{{ strftime_now('%Y') | length }}{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+            "{{ strftime_now('%Y') | length }}"
+            "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
             "42",
         ),
         (
@@ -691,7 +666,7 @@ def test_templates_render_as_in_transformers(source, expected):
         ("{{ raise_exception.__globals__ }}", "access to '__globals__'"),
         ("{{ messages.append(1) }}", "access to 'append'"),
         ("{{ messages[0].update(role='system') }}", "access to 'update'"),
-        ("{{ cycler.__init__.__globals__.os.popen('id') }}", "undefined"),
+        ("{{ cycler.__init__.__globals__.os.popen('id') }}", "access to '__init__'"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% if %}", "line 1: Expected an expression"),
         ("\n\n{% for m in messages %}", "line 3: Unexpected end"),

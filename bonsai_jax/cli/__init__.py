@@ -64,9 +64,7 @@ app.command("env")(env.command)
 
 def _version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
-
-        print(f"bonsai-jax {version('bonsai-jax')}")
+        print(f"bonsai-jax {env.version('bonsai-jax') or 'in a checkout, not installed'}")
         raise typer.Exit()
 
 

@@ -58,10 +58,10 @@ class Conversation:
         messages = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
         ids = self.model.tokenizer.encode_chat([*first, *messages])
-        room = self.model.context - len(ids)
+        room = self.model.run.context - len(ids)
         if room < 1:
             raise ValueError(
-                f"the conversation has {len(ids)} tokens and the context holds {self.model.context}: "
+                f"the conversation has {len(ids)} tokens and the context holds {self.model.run.context}: "
                 "/reset begins a new one, and --ctx sets a larger context"
             )
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
@@ -94,7 +94,9 @@ class Conversation:
         if (
             self.cache is None or self.cache.k.is_deleted()
         ):  # the latter after an interrupt between two states
-            self.cache = kv.empty(self.model.config, 1, self.model.context, run.cache_dtype, run.page_size)
+            self.cache = kv.empty(
+                self.model.config, 1, self.model.run.context, run.cache_dtype, run.page_size
+            )
         # The cache may lack the newest token, and may be ahead of those that were shown.
         most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
         shared = next((i for i in range(most) if self.held[i] != ids[i]), most)
@@ -165,7 +167,7 @@ def stats(conversation: Conversation) -> str:
     return (
         f"{line_of(conversation.model, seen, depth)}; "
         f"{conversation.reused} tokens of the prompt were in the cache; "
-        f"context {len(conversation.held)} of {conversation.model.context}"
+        f"context {len(conversation.held)} of {conversation.model.run.context}"
     )
 
 
@@ -205,7 +207,7 @@ def command(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = -1,
-    context: options.Context = None,
+    context: options.Context = 0,
     impl: options.Impl = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
@@ -231,7 +233,7 @@ def command(
         loaded, params, max_new_tokens, system=system, stop=tuple(stop or ()), ignore_eos=ignore_eos
     )
     if sys.stdin.isatty():
-        say(f"{loaded.source}, context {loaded.context}; /help lists the commands")
+        say(f"{loaded.source}, context {loaded.run.context}; /help lists the commands")
     for line in lines():
         if line.startswith("/"):
             if not obey(conversation, line):

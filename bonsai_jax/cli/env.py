@@ -32,8 +32,8 @@ def command() -> None:
     rows = [
         ("python", f"{platform.python_version()} ({platform.platform()})"),
         ("commit", bench.commit() or "-"),
-        *((name, _version(name) or "missing") for name in NEEDED),
-        *((name, version) for name in OPTIONAL if (version := _version(name))),
+        *((name, version(name) or "missing") for name in NEEDED),
+        *((name, found) for name in OPTIONAL if (found := version(name))),
         (
             "devices",
             ", ".join(f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()),
@@ -48,7 +48,8 @@ def command() -> None:
     print(options.table(rows))
 
 
-def _version(name: str) -> str | None:
+def version(name: str) -> str | None:
+    """An installed package's version, None if there is none."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -39,7 +39,7 @@ def command(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = -1,
-    context: options.Context = None,
+    context: options.Context = 0,
     impl: options.Impl = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
@@ -88,7 +88,7 @@ def command(
     else:
         ids = loaded.tokenizer.encode(text)
     if max_new_tokens < 0:
-        max_new_tokens = max(1, loaded.context - len(ids))
+        max_new_tokens = max(1, loaded.run.context - len(ids))
     seen = Figures(len(ids), clock)
     pieces = bj.stream(
         loaded, ids, max_new_tokens=max_new_tokens, sampling=params, stop=stop or [], ignore_eos=ignore_eos

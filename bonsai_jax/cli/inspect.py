@@ -20,7 +20,7 @@ def command(
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The model, instead of -m.")] = None,
     model: options.ModelName = None,
     impl: options.Impl = "auto",
-    context: options.Context = None,
+    context: options.Context = 0,
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     offline: options.Offline = False,

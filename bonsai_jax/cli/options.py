@@ -25,13 +25,16 @@ ModelName = Annotated[
 ]
 Impl = Annotated[Impls, typer.Option(help="Implementation of the ops.")]
 Context = Annotated[
-    int | None,
+    int,
     typer.Option(
-        "-c", "--ctx", min=1, help="Most tokens of prompt and answer together; the model's own, at most 4096."
+        "-c",
+        "--ctx",
+        min=0,
+        help="Most tokens of prompt and answer together; 0: the model's own, at most 4096.",
     ),
 ]
 Weights = Annotated[
-    Literal["auto", "packed", "decoded"],
+    Holdings,
     typer.Option(help="Hold weights as in the file, or decoded once to float32."),
 ]
 CacheType = Annotated[
@@ -104,9 +107,7 @@ def sampling(
     )
 
 
-def run_config(
-    *, context: int | None, impl: Impls, weights: Holdings, cache_dtype: CacheTypes
-) -> "RunConfig":
+def run_config(*, context: int, impl: Impls, weights: Holdings, cache_dtype: CacheTypes) -> "RunConfig":
     """How the command line runs a model: one row."""
     from bonsai_jax import RunConfig
 
