@@ -21,8 +21,8 @@ for _name in ("checkpoints", "pallas_kernels"):
     _beside = Path(__file__).resolve().parent.parent
     if [place.resolve().parent for place in _found[:1]] != [_beside]:
         raise ImportError(
-            f"bonsai_jax needs the package {_name} that lies beside it in {_beside}, but "
-            f"Python found {_found[0] if _found else 'none'}; rename that folder, or start Python in another one"
+            f"bonsai_jax needs the package {_name} that lies beside it in {_beside}, but Python found "
+            f"{_found[0] if _found else 'none'}; rename that folder, or start Python in another one"
         )
 
 if TYPE_CHECKING:
