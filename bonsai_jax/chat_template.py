@@ -348,9 +348,8 @@ def _environment() -> Any:
             if isinstance(owner, str) and name in _REFUSED_METHODS:
                 raise SecurityError(f"the string method {name} is not supported")
             if isinstance(owner, str) and name in ("join", "replace"):
-                return _join(*args, owner) if name == "join" else _replace(owner, *args, **kwargs)
-            # jinja2 names the receiver __self, which pyright takes for a missing argument
-            return _charged(super().call(context, called, *args, **kwargs))  # pyright: ignore
+                return _join(args[0], owner) if name == "join" else _replace(owner, *args, **kwargs)
+            return _charged(super().call(context, called, *args, **kwargs))
 
         def wrap_str_format(self, value: Any) -> None:
             """Leaves str.format to `call`, which refuses it."""

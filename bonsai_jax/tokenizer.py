@@ -24,7 +24,7 @@ SPACE = "\u2581"  # how SentencePiece writes a space
 _LONGEST_PIECE = 1024  # characters; the longest in real vocabularies have a few hundred
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
-# Texts that llama.cpp takes for control tokens whatever their type says, first those that end a generation.
+# A user-defined token of one of these names is a control token, as in llama.cpp. The first end a generation.
 _END_TEXTS = (  # noqa: SIM905 - a list would fill a page
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> "
     "_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <\uff5cend▁of▁sentence\uff5c> <|fim_pad|> "
