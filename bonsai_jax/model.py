@@ -280,7 +280,9 @@ class _Reader:
     def __init__(self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: Sequence[str]):
         if any(not s for s in stop):
             raise ValueError("stop: an empty text would end every answer before it begins")
-        self.detokenizer: Detokenizer = tokenizer.detokenizer(at_start=False)  # an answer continues its prompt
+        self.detokenizer: Detokenizer = tokenizer.detokenizer(
+            at_start=False
+        )  # an answer continues its prompt
         self.end_tokens, self.stop, self.held = end_tokens, tuple(stop), ""
 
     def read(self, drawn: Sequence[int] | np.ndarray, ended: bool) -> Piece:

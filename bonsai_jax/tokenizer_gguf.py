@@ -1,0 +1,327 @@
+"""Tokenizers from GGUF metadata: byte-level BPE and SentencePiece-style BPE, with llama.cpp's ids."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from bonsai_jax.tokenizer import (
+    BYTE,
+    BYTE_ALPHABET,
+    BYTE_TOKEN,
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Tokenizer,
+)
+
+_LONGEST_PIECE = 1024  # characters; the longest in real vocabularies have a few hundred
+
+# A user-defined token of one of these names is a control token, as in llama.cpp. The first end a generation.
+END_TEXTS = (  # noqa: SIM905 - a list would fill a page
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> "
+    "_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <\uff5cend▁of▁sentence\uff5c> <|fim_pad|> "
+    "<fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"
+).split()
+_FILL_TEXTS = (  # noqa: SIM905
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
+    "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID>"
+).split()
+
+
+@dataclasses.dataclass(frozen=True)
+class _PreTokenizer:
+    """How byte-level BPE cuts text into words: each pattern cuts what the one before it left."""
+
+    patterns: tuple[str, ...]
+    ignore_merges: bool = False  # a word that is a token is that token, whatever the merges make of it
+    add_bos: bool = False
+
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (  # DIGITS: how many of them make a word
+    r"'[sStTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL]|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PRE_TOKENIZERS = {
+    "default": _PreTokenizer((r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")),
+    "gpt-2": _PreTokenizer((_GPT2,)),
+    "smollm": _PreTokenizer((r"\p{N}", _GPT2)),
+    "qwen2": _PreTokenizer((_LLAMA3.replace("DIGITS", ""),)),
+    "llama-bpe": _PreTokenizer((_LLAMA3.replace("DIGITS", "{1,3}"),), ignore_merges=True, add_bos=True),
+}
+_ALIASES = {
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
+    "starcoder": "smollm",
+    "deepseek-r1-qwen": "qwen2",
+}
+
+
+def build(metadata: Mapping[str, Any]) -> Tokenizer:
+    """See Tokenizer.from_gguf."""
+    vocabulary = _GgufVocabulary.read(metadata)
+    kind = _value(metadata, "tokenizer.ggml.model", str)
+    if kind == "gpt2":
+        return _byte_level_bpe(metadata, vocabulary)
+    if kind == "llama":
+        return _sentencepiece_bpe(metadata, vocabulary)
+    raise NotImplementedError(f"tokenizer.ggml.model = {kind!r} is not supported; supported: 'gpt2', 'llama'")
+
+
+def _value(metadata: Mapping[str, Any], key: str, kind: type, default: Any = ...) -> Any:
+    """metadata[key] as `kind`; ValueError if it has another type, or is missing without a default."""
+    value = metadata.get(key, default)
+    if value is ...:
+        raise ValueError(f"{key} is missing: the file has no usable tokenizer")
+    if value is default:
+        return default
+    value = value.item() if isinstance(value, np.generic) else value
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{key} = {str(value)[:80]!r}: expected {kind.__name__}")
+    return value
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = _value(metadata, key, list)
+    if bad := set(map(type, values)) - {str}:
+        raise ValueError(f"{key} holds {bad.pop().__name__}, expected strings")
+    return values
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float | None) -> np.ndarray:
+    """metadata[key] as an array of `count` numbers, all `default` where the key is absent."""
+    if default is not None and key not in metadata:
+        return np.full(count, default)
+    try:
+        values = np.asarray(_value(metadata, key, object))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    if values.ndim != 1 or values.dtype.kind not in "iuf":
+        raise ValueError(f"{key}: expected a list of numbers, found shape {values.shape} of {values.dtype}")
+    if len(values) != count:
+        raise ValueError(f"{key} has {len(values)} entries, but tokenizer.ggml.tokens has {count}")
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class _GgufVocabulary:
+    """What both kinds of GGUF tokenizer share.
+
+    ids is {text: id}; bpe_ids leaves control tokens out, so that BPE cannot make one from plain text.
+    """
+
+    texts: list[str]
+    kinds: bytes
+    ids: dict[str, int]
+    bpe_ids: dict[str, int]
+
+    @staticmethod
+    def read(metadata: Mapping[str, Any]) -> "_GgufVocabulary":
+        texts = _strings(metadata, "tokenizer.ggml.tokens")
+        if not texts:
+            raise ValueError("tokenizer.ggml.tokens is empty")
+        kinds = _numbers(metadata, "tokenizer.ggml.token_type", len(texts), default=NORMAL)
+        bad = np.flatnonzero(~np.isin(kinds, (0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)))
+        if bad.size:
+            raise ValueError(f"tokenizer.ggml.token_type[{bad[0]}] = {kinds[bad[0]]}: expected 1 to 6")
+        kinds = bytearray(np.where(kinds == 0, UNUSED, kinds).astype(np.uint8).tobytes())
+        if "" in texts:
+            kinds = bytearray(kind if text else UNUSED for text, kind in zip(texts, kinds, strict=True))
+            texts = [text or f"[EMPTY_{id}]" for id, text in enumerate(texts)]
+        ids = dict(zip(texts, range(len(texts)), strict=True))
+        if len(ids) != len(texts):
+            id = next(id for id, text in enumerate(texts) if ids[text] != id)
+            raise ValueError(f"tokenizer.ggml.tokens: {texts[id][:80]!r} is both {id} and {ids[texts[id]]}")
+        for text in END_TEXTS + _FILL_TEXTS:
+            if text in ids and kinds[ids[text]] == USER_DEFINED:
+                kinds[ids[text]] = CONTROL
+        bpe_ids = dict(ids)
+        for id in np.flatnonzero(np.frombuffer(kinds, np.uint8) == CONTROL):
+            del bpe_ids[texts[id]]
+        return _GgufVocabulary(texts, bytes(kinds), ids, bpe_ids)
+
+    def special_id(self, metadata: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        id = _value(metadata, key, int, None)
+        if id is None:
+            return default if default is not None and default < len(self.texts) else None
+        if not 0 <= id < len(self.texts):
+            raise ValueError(f"{key} = {id}, but there are {len(self.texts)} tokens")
+        return id
+
+    def tokenizer(
+        self,
+        metadata: Mapping[str, Any],
+        *,
+        encode_plain: Callable[[str, bool], list[int]],
+        bos_id: int | None,
+        eos_id: int | None,
+        add_bos: bool,
+        **fields: Any,
+    ) -> Tokenizer:
+        """The Tokenizer, given how it encodes text without special tokens: (text, follows special) -> ids."""
+        add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
+        add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, False)
+        for name, add, id in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
+            if add and id is None:
+                raise ValueError(
+                    f"tokenizer.ggml.add_{name}_token is set, but tokenizer.ggml.{name}_token_id is not"
+                )
+        ends = {eos_id, *(self.special_id(metadata, name) for name in ("eot", "eom"))}
+        ends |= {
+            self.ids[text] for text in END_TEXTS if text in self.ids and self.kinds[self.ids[text]] == CONTROL
+        }
+        template = _value(metadata, "tokenizer.chat_template", str, None)
+        return Tokenizer(
+            texts=self.texts,
+            kinds=self.kinds,
+            bos_id=bos_id,
+            eos_id=eos_id,
+            eos_ids=frozenset(id for id in ends if id is not None),
+            pad_id=self.special_id(metadata, "padding"),
+            add_bos=add_bos,
+            add_eos=add_eos,
+            chat_template=template,
+            encoder=self._encoder(encode_plain),
+            **fields,
+        )
+
+    def _encoder(self, encode_plain: Callable[[str, bool], list[int]]) -> Callable[[str, bool], list[int]]:
+        """Finds special tokens in a text, longest first as llama.cpp does, and encodes what lies between."""
+        special = [id for id, kind in enumerate(self.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
+        special.sort(key=lambda id: -len(self.texts[id].encode()))
+        user_defined = [id for id in special if self.kinds[id] == USER_DEFINED]
+
+        def encode(text: str, parse_special: bool) -> list[int]:
+            parts: list[str | int] = [text] if text else []
+            for id in special if parse_special else user_defined:
+                if self.texts[id] in text:
+                    parts = [piece for part in parts for piece in _cut(part, self.texts[id], id)]
+            ids, follows_special = [], True
+            for part in parts:
+                ids += [part] if isinstance(part, int) else encode_plain(part, follows_special)
+                follows_special = isinstance(part, int)
+            return ids
+
+        return encode
+
+
+def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
+    """A text cut at every `mark`, with `id` in its place and no empty pieces; an id as it is."""
+    if isinstance(part, int):
+        return [part]
+    pieces: list[str | int] = []
+    for text in part.split(mark):
+        pieces += [text, id] if text else [id]
+    return pieces[:-1]
+
+
+def _bpe(key: str, vocabulary: dict[str, int], merges: Any, **options: Any) -> Any:
+    """A tokenizers.Tokenizer of a BPE model; ValueError names `key` where a merge is of unknown tokens."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    try:
+        return Backend(models.BPE(vocabulary, merges, **options))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) -> Tokenizer:
+    from tokenizers import Regex, pre_tokenizers
+
+    name = _value(metadata, "tokenizer.ggml.pre", str, "default")
+    pre = _PRE_TOKENIZERS.get(_ALIASES.get(name) or name)
+    if pre is None:
+        supported = ", ".join(sorted([*_PRE_TOKENIZERS, *_ALIASES]))
+        raise NotImplementedError(f"tokenizer.ggml.pre = {name!r} is not supported; supported: {supported}")
+
+    # A merge is "left right"; the first of two equal ones counts.
+    merges = [m.partition(" ")[::2] for m in dict.fromkeys(_strings(metadata, "tokenizer.ggml.merges"))]
+    if bad := next((left for left, right in merges if not left or not right or " " in right), None):
+        raise ValueError(f"tokenizer.ggml.merges: {bad[:80]!r} is not two tokens with a space between")
+    # Bytes without a token are dropped, but only after merging: until then they keep their neighbours apart.
+    count = len(vocabulary.texts)
+    missing = [character for character in BYTE_ALPHABET if character not in vocabulary.bpe_ids]
+    ids = vocabulary.bpe_ids | {character: count + i for i, character in enumerate(missing)}
+    backend = _bpe("tokenizer.ggml.merges", ids, merges, ignore_merges=pre.ignore_merges)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+    def encode_plain(text: str, follows_special: bool) -> list[int]:
+        ids = backend.encode(text, add_special_tokens=False).ids
+        return [id for id in ids if id < count] if missing else ids
+
+    return vocabulary.tokenizer(
+        metadata,
+        encode_plain=encode_plain,
+        bos_id=vocabulary.special_id(metadata, "bos"),
+        eos_id=vocabulary.special_id(metadata, "eos"),
+        add_bos=pre.add_bos,
+        byte_level=True,
+        space_prefix=False,
+    )
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) -> Tokenizer:
+    texts, kinds = vocabulary.texts, vocabulary.kinds
+    scores = _numbers(metadata, "tokenizer.ggml.scores", len(texts), default=0.0 if not texts else None)
+    if np.isnan(scores).any():
+        raise ValueError(f"tokenizer.ggml.scores[{np.flatnonzero(np.isnan(scores))[0]}] is not a number")
+    for id, kind in enumerate(kinds):
+        if kind == BYTE and not BYTE_TOKEN.fullmatch(texts[id]):
+            raise ValueError(
+                f"tokenizer.ggml.tokens[{id}] = {texts[id][:80]!r} has type byte: expected <0x00> to <0xFF>"
+            )
+        if len(texts[id]) > _LONGEST_PIECE:
+            raise ValueError(
+                f"tokenizer.ggml.tokens[{id}] has {len(texts[id])} characters, the limit is {_LONGEST_PIECE}"
+            )
+
+    # Every way to put a token together from two others is a merge, and the better token goes first.
+    mergeable = {
+        text for text, kind in zip(texts, kinds, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)
+    }
+    merges = []
+    for id in np.argsort(-scores.astype(np.float64), kind="stable"):
+        if (text := texts[id]) in mergeable:
+            pairs = [(text[:k], text[k:]) for k in range(1, len(text))]
+            merges += [pair for pair in pairs if pair[0] in mergeable and pair[1] in mergeable]
+    unknown_id = vocabulary.special_id(metadata, "unknown", 0)
+    unknown = (
+        texts[unknown_id] if unknown_id is not None and texts[unknown_id] in vocabulary.bpe_ids else None
+    )
+    backend = _bpe(
+        "tokenizer.ggml.tokens",
+        vocabulary.bpe_ids,
+        merges,
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    space_prefix = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+
+    def encode_plain(text: str, follows_special: bool) -> list[int]:
+        text = " " + text if space_prefix and follows_special else text
+        return backend.encode(text.replace(" ", SPACE), add_special_tokens=False).ids
+
+    return vocabulary.tokenizer(
+        metadata,
+        encode_plain=encode_plain,
+        bos_id=vocabulary.special_id(metadata, "bos", 1),
+        eos_id=vocabulary.special_id(metadata, "eos", 2),
+        add_bos=True,
+        byte_level=False,
+        space_prefix=space_prefix,
+    )
+
+
+# ---- Hugging Face ----
