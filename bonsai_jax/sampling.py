@@ -61,7 +61,9 @@ def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_
                     f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}"
                 )
     most = max(len(p.logit_bias) for p in per_row)
-    width = 1 << (most - 1).bit_length() if most else 0  # a power of two: few shapes, few compilations
+    # A power of two: few shapes, few compilations. Never 0: under shard_map, jax 0.11.2 crashes on an empty
+    # array in a loop.
+    width = 1 << max(0, most - 1).bit_length()
     bias_ids = np.full((rows, width), vocab_size, np.int32)
     bias = np.zeros((rows, width), np.float32)
     for row, p in enumerate(per_row):
