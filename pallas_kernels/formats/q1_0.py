@@ -26,3 +26,37 @@ def quantize(x):
     bits = ((integer >= 0) | (integer == np.int32(-(2**31)))).reshape(*x.shape[:-1], 16, 8)
     qs = (bits.astype(jnp.uint8) << np.arange(8, dtype=np.uint8)).sum(axis=-1, dtype=jnp.uint8)
     return {"d": jnp.abs(x).mean(axis=-1).astype(jnp.float16), "qs": qs}
+
+
+def tile(block):
+    """Blocks -> the layout of mosaic/bit_gemv.py: {"words": uint32 [*lead, N / 16, K / 256, 32, 4],
+    "scales": uint32 [*lead, N / 16, K / 128, 8]}, rows padded to 16 and groups to 2 with weights of scale 0."""
+    *lead, n, groups = block["d"].shape
+    row, group = -n % 16, -groups % 2
+    padding = [(0, 0)] * len(lead) + [(0, row), (0, group)]
+    d = jnp.pad(jax.lax.bitcast_convert_type(block["d"], jnp.uint16), padding)
+    words = jax.lax.bitcast_convert_type(block["qs"].reshape(*lead, n, groups, 4, 4), jnp.uint32)
+    words = jnp.pad(words, [*padding, (0, 0)])
+    tiles, pairs, k = (n + row) // 16, (groups + group) // 2, len(lead)
+    words = words.reshape(*lead, tiles, 2, 8, pairs, 2, 4)  # r, g, pair, h, t: row is 8 r + g, group 2 pair + h
+    words = words.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 5, 4, 1)))
+    d = d.reshape(*lead, tiles, 2, 8, groups + group)
+    d = d.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 1)))
+    return {
+        "words": words.reshape(*lead, tiles, pairs, 32, 4),
+        "scales": jax.lax.bitcast_convert_type(d, jnp.uint32),
+    }
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K): tiles -> blocks."""
+    *lead, tiles, pairs, _, _ = tiled["words"].shape
+    (n, columns), k = shape, len(lead)
+    words = tiled["words"].reshape(*lead, tiles, pairs, 8, 4, 2, 2)  # g, t, h, r
+    words = words.transpose(*range(k), *(k + axis for axis in (0, 5, 2, 1, 4, 3)))
+    words = words.reshape(*lead, tiles * 16, 2 * pairs, 4)[..., :n, : columns // WEIGHTS, :]
+    d = jax.lax.bitcast_convert_type(tiled["scales"], jnp.float16)  # [*lead, tiles, groups, g, r]
+    d = d.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 1)))
+    d = d.reshape(*lead, tiles * 16, 2 * pairs)[..., :n, : columns // WEIGHTS]
+    qs = jax.lax.bitcast_convert_type(words, jnp.uint8)
+    return {"d": d, "qs": qs.reshape(*qs.shape[:-2], 16)}

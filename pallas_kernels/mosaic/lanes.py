@@ -1,0 +1,146 @@
+"""What one lane of a warp does, as MLIR and PTX: the few instructions that Pallas does not offer.
+
+Functions take and return MLIR values and are called while a kernel is traced, inside `plgpu.inline_mgpu`. A warp is 32
+lanes; u32 and s32 are both i32 here.
+"""
+
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, vector
+from jax.experimental.mosaic.gpu import utils as mosaic
+
+
+def i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
+
+
+def f32() -> ir.Type:
+    return ir.F32Type.get()
+
+
+def index(value: int):
+    return arith.constant(ir.IndexType.get(), value)
+
+
+def integer(value: int):
+    return arith.constant(i32(), value - 2**32 if value >= 2**31 else value)
+
+
+def real(value: float):
+    return arith.constant(f32(), float(value))
+
+
+def to_integer(value):
+    return arith.index_cast(i32(), value)
+
+
+def to_index(value):
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def thread() -> ir.Value:
+    return gpu.thread_id(gpu.Dimension.x)
+
+
+def block() -> ir.Value:
+    return gpu.block_id(gpu.Dimension.x)
+
+
+def is_equal(a, b):
+    return arith.cmpi(arith.CmpIPredicate.eq, a, b)
+
+
+def is_below(a, b):
+    return arith.cmpi(arith.CmpIPredicate.ult, a, b)
+
+
+def element(v, i: int):
+    """Element i of a vector."""
+    return vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
+
+
+def load_vector(count: int, ref, indices):
+    """`count` neighbouring 32-bit words of a ref of i32: one 16-byte load where count is 4."""
+    return vector.load(ir.VectorType.get((count,), i32()), ref, indices)
+
+
+def halves(word):
+    """The two float16 of a word, as float32: (low half, high half)."""
+    pair = llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), word)
+    return [arith.extf(f32(), element(pair, i)) for i in range(2)]
+
+
+def ptx(result: ir.Type, operands, text: str, constraints: str):
+    """Inline PTX without side effects."""
+    return llvm.inline_asm(result, operands, text, constraints, has_side_effects=False)
+
+
+def round_to_integer(x):
+    """Nearest integer, ties to even."""
+    return ptx(i32(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f")
+
+
+def warp_max(word):
+    """Largest u32 of the warp, in every lane."""
+    return llvm.inline_asm(
+        i32(), [word], "redux.sync.max.u32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True
+    )
+
+
+def warp_sum(word):
+    """Sum of the warp's s32, in every lane."""
+    return llvm.inline_asm(
+        i32(), [word], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", has_side_effects=True
+    )
+
+
+def warp_sum_real(x, lanes: int = 32):
+    """Sum over groups of neighbouring lanes (a power of two), in every lane of the group."""
+    distance = 1
+    while distance < lanes:
+        x = arith.addf(x, mosaic.shfl_bfly(x, distance))
+        distance *= 2
+    return x
+
+
+def ballot(word, bit: int):
+    """Word whose bit i is bit `bit` of lane i's word."""
+    text = (
+        "{\n.reg .pred p;\n.reg .b32 a;\n"
+        f"and.b32 a, $1, {1 << bit};\n"
+        "setp.ne.u32 p, a, 0;\nvote.sync.ballot.b32 $0, p, 0xffffffff;\n}"
+    )
+    return llvm.inline_asm(i32(), [word], text, "=r,r", has_side_effects=True)
+
+
+def count_common_bits(a0, a1, b):
+    """Binary tensor cores: popcounts of a & b over 128 bits, for 16 rows of `a` and 8 columns of `b`.
+
+    mma.m16n8k128 .b1 and.popc. With lane = 4 g + t: a0 and a1 hold word t of rows g and g + 8, b word t of column g. Returns
+    for this lane [row g, column 2 t], [g, 2 t + 1], [g + 8, 2 t], [g + 8, 2 t + 1].
+    """
+    zero = integer(0)
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([i32()] * 4),
+        [a0, a1, b, zero],
+        "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc "
+        "{$0,$1,$2,$3},{$4,$5},{$6},{$7,$7,$7,$7};",
+        "=r,=r,=r,=r,r,r,r,r",
+        has_side_effects=False,
+    )
+    return [llvm.extractvalue(i32(), result, [i]) for i in range(4)]
+
+
+def load(ref, *indices):
+    return memref.load(ref, [index(i) if isinstance(i, int) else i for i in indices])
+
+
+def store(value, ref, *indices):
+    memref.store(value, ref, [index(i) if isinstance(i, int) else i for i in indices])
+
+
+def block_barrier():
+    gpu.barrier()
+
+
+when = mosaic.when
+
