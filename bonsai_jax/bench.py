@@ -65,7 +65,7 @@ def last_logits(
     """A prompt through the model, behind what the cache holds: its last token's logits, and the cache."""
     lengths = jnp.full(1, tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
-    return layers.logits(params, hidden), cache
+    return layers.logits(params, hidden, config), cache
 
 
 read_prompt = functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")(last_logits)

@@ -67,7 +67,7 @@ def prefill(
     hidden, cache = read(params, state.cache, tokens, lengths, config)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     state = state.replace(cache=cache, sampler=sampling.read_prompt(state.sampler, tokens, valid))
-    return _draw(params, state, hidden)
+    return _draw(params, state, hidden, config)
 
 
 def step(params: Params, state: State, config: ModelConfig) -> State:
@@ -77,7 +77,7 @@ def step(params: Params, state: State, config: ModelConfig) -> State:
     """
     positions = jnp.where(state.remaining > 0, state.cache.lengths, -1)[:, None]  # [B, 1]
     hidden, cache = _forward(params, state.cache, jnp.maximum(state.tokens, 0)[:, None], positions, config)
-    return _draw(params, state.replace(cache=cache), hidden[:, 0])
+    return _draw(params, state.replace(cache=cache), hidden[:, 0], config)
 
 
 def decode(
@@ -139,7 +139,7 @@ def teacher_forced_logits(
     nothing."""
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config)
-    return layers.logits(params, hidden), cache
+    return layers.logits(params, hidden, config), cache
 
 
 def read(
@@ -187,10 +187,11 @@ def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Arr
     return jnp.where(offset < lengths[:, None], cache.lengths[:, None] + offset, -1)
 
 
-def _draw(params: Params, state: State, hidden: jax.Array) -> State:
+def _draw(params: Params, state: State, hidden: jax.Array, config: ModelConfig) -> State:
     """Draw each running row's next token from its hidden vector [B, H], and see whether it ends the row."""
     running = state.remaining > 0
-    tokens, sampler = sampling.sample(state.sampler, layers.logits(params, hidden), state.cache.lengths)
+    logits = layers.logits(params, hidden, config)
+    tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths)
     stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
     return state.replace(

@@ -11,15 +11,7 @@ from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params
-from pallas_kernels import attention, matmul
-
-
-def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
-    """Root-mean-square norm (Zhang and Sennrich 2019).
-
-    y = gamma * x / sqrt(mean(x^2) + eps)
-    """
-    return gamma * (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps))
+from pallas_kernels import attention, gated, matmul, rms_norm
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -78,19 +70,20 @@ def apply_rope(
 def attention_block(
     x: Float[Array, "B T H"],
     params: Params,
-    layer: Int[Array, ""],
+    layer: int | Int[Array, ""],
     cache: KVCache,
     positions: Int[Array, "B T"],
     config: ModelConfig,
     num_keys: int | Int[Array, ""],
 ) -> tuple[Float[Array, "B T H"], KVCache]:
-    """Self-attention of one layer, without its residual: norm, q k v, (QK-norm,) rope, cache write,
-    attention, output."""
-    w, (B, T, _) = params.layers, x.shape
-    x = rms_norm(x, w.attn_norm[layer], config.rms_norm_eps)
+    """Self-attention of one layer and its residual.
+
+    x + W_o attention(...): norm, q k v, (QK-norm,) rope, cache write, attention, output projection
+    """
+    w, (B, T, _), eps = params.layers, x.shape, config.rms_norm_eps
 
     def project(weight, bias, heads):
-        y = matmul(x, weight, layer)
+        y = matmul(x, weight, layer, gamma=w.attn_norm, eps=eps)
         y = y if bias is None else y + bias[layer]
         return y.reshape(B, T, heads, config.head_dim)
 
@@ -98,26 +91,25 @@ def attention_block(
     k = project(w.wk, w.bk, config.num_kv_heads)  # [B, T, kv heads, D]
     v = project(w.wv, w.bv, config.num_kv_heads)
     if w.q_norm is not None and w.k_norm is not None:
-        q = rms_norm(q, w.q_norm[layer], config.rms_norm_eps)
-        k = rms_norm(k, w.k_norm[layer], config.rms_norm_eps)
+        q, k = rms_norm(q, w.q_norm[layer], eps), rms_norm(k, w.k_norm[layer], eps)
     rotation = (positions, params.rope_frequencies, config.rope.mscale, config.rope.interleaved)
     cache = kv.write(cache, layer, apply_rope(k, *rotation), v, positions)
     out = attention(
         apply_rope(q, *rotation), cache.k, cache.v, cache.block_table, positions, layer, num_keys=num_keys
     )
-    return matmul(out.reshape(B, T, config.q_width), w.wo, layer), cache
+    return matmul(out.reshape(B, T, config.q_width), w.wo, layer, residual=x), cache
 
 
 def gated_mlp(
-    x: Float[Array, "B T H"], params: Params, layer: Int[Array, ""], config: ModelConfig
+    x: Float[Array, "B T H"], params: Params, layer: int | Int[Array, ""], config: ModelConfig
 ) -> Float[Array, "B T H"]:
-    """SwiGLU feed-forward of one layer (Shazeer 2020), without its residual.
+    """SwiGLU feed-forward of one layer (Shazeer 2020) and its residual.
 
-    y = W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
+    x + W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
     """
     w = params.layers
-    x = rms_norm(x, w.ffn_norm[layer], config.rms_norm_eps)
-    return matmul(jax.nn.silu(matmul(x, w.w_gate, layer)) * matmul(x, w.w_up, layer), w.w_down, layer)
+    hidden = gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
+    return matmul(hidden, w.w_down, layer, residual=x)
 
 
 def decoder(
@@ -130,25 +122,31 @@ def decoder(
 ) -> tuple[Float[Array, "B T H"], KVCache]:
     """Run T tokens a row through every layer, against what the cache holds before them.
 
-    x_0 = embed(tokens);  x <- x + attention_block(x);  x <- x + gated_mlp(x);  returns rms_norm(x)
+    x_0 = embed(tokens);  x <- attention_block(x);  x <- gated_mlp(x).  Returns x, not yet normed (`logits` does).
 
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place; weights stay stacked and are
-    indexed by layer.
+    indexed by layer. A decode step on kernels is unrolled instead: a GPU captures straight code as one graph,
+    but a loop not.
     """
 
     def layer_step(carry, layer):
         x, cache = carry
-        mixed, cache = attention_block(x, params, layer, cache, positions, config, num_keys)
-        x = x + mixed
-        return (x + gated_mlp(x, params, layer, config), cache), None
+        x, cache = attention_block(x, params, layer, cache, positions, config, num_keys)
+        return (gated_mlp(x, params, layer, config), cache), None
 
-    x = params.embed.rows(tokens)
-    (x, cache), _ = jax.lax.scan(layer_step, (x, cache), jnp.arange(config.num_layers))
-    return rms_norm(x, params.final_norm, config.rms_norm_eps), kv.advance(cache, positions)
+    carry = (params.embed.rows(tokens), cache)
+    if tokens.shape[1] == 1 and params.layers.wq.parts[0].impl != "xla":
+        for layer in range(config.num_layers):
+            carry, _ = layer_step(carry, layer)
+    else:
+        carry, _ = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers))
+    x, cache = carry
+    return x, kv.advance(cache, positions)
 
 
-def logits(params: Params, x: Float[Array, "*batch H"]) -> Float[Array, "*batch V"]:
-    """Scores of every token, from the decoder's output; tied models use the embedding as the output
-    matrix."""
-    return matmul(x, params.embed if params.head is None else params.head)
+def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:
+    """Scores of every token, from the decoder's output, which is normed here; tied models use the embedding as the
+    output matrix."""
+    head = params.embed if params.head is None else params.head
+    return matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)

@@ -115,6 +115,7 @@ def load_params(
         layers.rope_frequencies(config.rope, config.head_dim),
         impl=run.impl,
         decoded=run.weights == "decoded",
+        activation_bits=run.activation_bits,
         progress=progress,
     )
 

@@ -75,6 +75,7 @@ def load(
     *,
     impl: str = "auto",
     decoded: bool = False,
+    activation_bits: int = 8,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
     """Read every tensor of the checkpoint onto the default device.
@@ -83,12 +84,13 @@ def load(
     rope_frequencies  float32 [head_dim / 2] (layers.rope_frequencies)
     impl       matmul implementation (dispatch.choose)
     decoded    hold weights as float32, decoded here once, instead of packed
+    activation_bits  8 or 16, to which kernels may round activations
     progress   called with bytes read so far and in all
     Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats. All names and shapes are
     checked before anything is read.
     """
-    plan = _match(checkpoint, specs, config)
+    plan, hold = _match(checkpoint, specs, config), _Hold(impl, decoded, activation_bits)
     total, done = sum(t.nbytes for tensors in plan.values() for t in tensors), 0
     fields: dict[str, Any] = {}
     for spec, tensors in plan.items():
@@ -99,9 +101,7 @@ def load(
             vectors = _vectors(tensors)
             fields[spec.field] = vectors if stacked else vectors[0]
         else:
-            fields[spec.field] = (
-                _stack(tensors, impl, decoded) if stacked else _matrix(tensors[0], impl, decoded)
-            )
+            fields[spec.field] = _stack(tensors, hold) if stacked else _matrix(tensors[0], hold)
         done += sum(t.nbytes for t in tensors)
         progress(done, total)
     # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
@@ -167,48 +167,60 @@ def _match(
     return plan
 
 
+@dataclasses.dataclass(frozen=True)
+class _Hold:
+    """How matrices are held: see `load`."""
+
+    impl: str
+    decoded: bool
+    activation_bits: int
+
+    def format(self, t: Tensor | RandomTensor) -> str:
+        return "f32" if self.decoded else t.format
+
+
 def _vectors(tensors: Sequence[Tensor | RandomTensor]) -> jax.Array:
     """Norms and biases: float32 [tensors, width]."""
     return jnp.stack([qtensor.dequantize(qtensor.from_blocks(blocks(t)[None], t.format))[0] for t in tensors])
 
 
-def _stack(tensors: Sequence[Tensor | RandomTensor], impl: str, decoded: bool) -> LayerStack:
+def _stack(tensors: Sequence[Tensor | RandomTensor], hold: _Hold) -> LayerStack:
     """One matrix of every layer, in a stack per format. Each layer is written into its place in a donated
     stack, so that no more than one layer exists twice."""
-    held = ["f32" if decoded else t.format for t in tensors]
+    held = [hold.format(t) for t in tensors]
     formats_held = list(dict.fromkeys(held))
     where = tuple(
         (formats_held.index(format), held[:layer].count(format)) for layer, format in enumerate(held)
     )
     parts: list[QTensor | None] = [None] * len(formats_held)
     for t, (part, index) in zip(tensors, where, strict=True):
-        one = _matrix(t, impl, decoded)
+        one = _matrix(t, hold)
         stack = parts[part] or _zeros(one, held.count(one.format))
         parts[part] = _place(stack, one, index)
     return LayerStack(tuple(part for part in parts if part), where)
 
 
-def _matrix(t: Tensor | RandomTensor, impl: str, decoded: bool) -> QTensor:
-    """One matrix in the format in which it will be held: its own, or f32."""
-    held = "f32" if decoded else t.format
-    chosen = dispatch.choose(dispatch.Problem("matmul", dispatch.platform(), held, t.shape), impl)
+def _matrix(t: Tensor | RandomTensor, hold: _Hold) -> QTensor:
+    """One matrix in the format and layout in which it will be held."""
+    problem = dispatch.Problem("matmul", dispatch.platform(), hold.format(t), t.shape)
+    impl = dispatch.choose(problem, hold.impl)
     if isinstance(t, Tensor):
-        w = _unpack(jnp.asarray(t.data), t.format, held)
+        w = _from_blocks(jnp.asarray(t.data), t.format, problem.format, impl)
     else:
         w = QTensor(_draw(t), t.format, (t.shape[0], t.shape[1]))
-        w = w if held == t.format else _decode(w)
-    return w.replace(impl=chosen)
+        w = _convert(w, problem.format, impl)
+    return w.replace(impl=impl, activation_bits=hold.activation_bits)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "held"))
-def _unpack(raw: jax.Array, format: str, held: str) -> QTensor:
-    w = qtensor.from_blocks(raw, format)
-    return w if held == format else qtensor.quantize(qtensor.dequantize(w), held)
+@functools.partial(jax.jit, static_argnames=("format", "held", "impl"))
+def _from_blocks(raw: jax.Array, format: str, held: str, impl: str) -> QTensor:
+    return _convert(qtensor.from_blocks(raw, format), held, impl)
 
 
-@jax.jit
-def _decode(w: QTensor) -> QTensor:
-    return qtensor.quantize(qtensor.dequantize(w), "f32")
+@functools.partial(jax.jit, static_argnames=("held", "impl"))
+def _convert(w: QTensor, held: str, impl: str) -> QTensor:
+    w = w if w.format == held else qtensor.quantize(qtensor.dequantize(w), held)
+    return qtensor.tile(w) if impl == "mosaic" else w
 
 
 def _draw(t: RandomTensor) -> dict[str, jax.Array]:

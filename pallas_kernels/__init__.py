@@ -2,7 +2,7 @@
 
 from pallas_kernels.attention import attention
 from pallas_kernels.dispatch import Problem, Verdict, choose, explain
-from pallas_kernels.matmul import matmul
+from pallas_kernels.matmul import gated, matmul, rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize, from_blocks, quantize
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "dequantize",
     "explain",
     "from_blocks",
+    "gated",
     "matmul",
     "quantize",
+    "rms_norm",
 ]

@@ -63,6 +63,9 @@ def attention(
 
     heads = (B, Hkv, H // Hkv, T)
     carry = (jnp.full(heads, -jnp.inf), jnp.zeros(heads), jnp.zeros((*heads, D)))
-    _, total, out = jax.lax.fori_loop(0, (num_keys + block - 1) // block, visit, carry)
+    if table.shape[1] == pages_per_block:  # no loop: on a GPU its condition would go to the host and back
+        _, total, out = visit(0, carry)
+    else:
+        _, total, out = jax.lax.fori_loop(0, (num_keys + block - 1) // block, visit, carry)
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D)

@@ -9,8 +9,8 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a choice depends on: the op ("matmul", "attention"), the weight's format and shape, the device's
-    platform."""
+    """What a choice depends on: the op ("matmul", "attention"), the platform ("cpu", or "sm_90" for a GPU of
+    compute capability 9.0), the weight's format and shape."""
 
     op: str
     platform: str
@@ -32,13 +32,21 @@ class Verdict:
     reason: str
 
 
-def _no_kernel(problem: Problem) -> str | None:
+def _mosaic(problem: Problem) -> str | None:
+    if not problem.platform.startswith("sm_") or int(problem.platform[3:]) < 80:
+        return "needs an NVIDIA GPU of compute capability 8.0 or newer"
+    if (problem.op, problem.format) != ("matmul", "q1_0"):
+        return _no_kernel(problem)
+    return None
+
+
+def _no_kernel(problem: Problem) -> str:
     return f"no kernel for {problem.op}{' of ' + problem.format if problem.format else ''} in this version"
 
 
 # In order of preference. A candidate answers None when it can run the problem, else the reason why not.
 CANDIDATES: dict[str, Callable[[Problem], str | None]] = {
-    "mosaic": _no_kernel,
+    "mosaic": _mosaic,
     "triton": _no_kernel,
     "xla": lambda problem: None,
 }
@@ -74,5 +82,7 @@ def choose(problem: Problem, impl: str = "auto") -> str:
 
 
 def platform() -> str:
-    """ "cpu" or "gpu" (or "tpu"): where jax puts arrays by default."""
-    return jax.default_backend()
+    """Where jax puts arrays by default: "sm_90" for a GPU of compute capability 9.0, else "cpu" or "tpu"."""
+    if jax.default_backend() != "gpu":
+        return jax.default_backend()
+    return "sm_" + jax.devices()[0].compute_capability.replace(".", "")

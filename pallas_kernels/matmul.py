@@ -1,4 +1,4 @@
-"""Matrix product with quantized weights."""
+"""Matrix product with quantized weights, with what stands before and behind it in a transformer layer."""
 
 import jax
 import jax.numpy as jnp
@@ -7,36 +7,94 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize
 
 
+def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
+    """Root-mean-square norm (Zhang and Sennrich 2019).
+
+    y = gamma * x / sqrt(mean(x^2) + eps)
+    """
+    return gamma * (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps))
+
+
 def matmul(
-    x: Float[Array, "*batch K"], w: QTensor | LayerStack, layer: int | Int[Array, ""] | None = None
+    x: Float[Array, "*batch K"],
+    w: QTensor | LayerStack,
+    layer: int | Int[Array, ""] | None = None,
+    *,
+    gamma: Float[Array, "L K"] | Float[Array, "K"] | None = None,
+    eps: float = 0.0,
+    residual: Float[Array, "*batch N"] | None = None,
 ) -> Float[Array, "*batch N"]:
     """Product of activations with the decoded weights of one matrix.
 
-    y[..., n] = sum_k x[..., k] W[layer, n, k]
+    y[..., n] = sum_k norm(x)[..., k] W[layer, n, k] + residual[..., n]
 
-    x      floating point [..., K]
-    w      QTensor of N x K, or a stack of them (a LayerStack, or a QTensor with a leading layer axis) with
-    layer  the index into it, which may be traced: kernels index the stack themselves, nothing is sliced out
-           for them
+    x         floating point [..., K]
+    w         QTensor of N x K, or a stack of them (a LayerStack, or a QTensor with a leading layer axis) with
+    layer     the index into it, which may be traced: kernels index the stack themselves, nothing is sliced
+    gamma     with it, norm is rms_norm with gamma[layer] and eps; without, x itself
+    residual  without it, 0
     Returns float32 [..., N].
     Raises ValueError when x does not end in K.
     """
+    _check(x, w)
+    if isinstance(w, LayerStack):
+        return w.at(layer, lambda part, i: _run(x, (part,), i, layer, gamma, eps, residual))
+    return _run(x, (w,), layer, layer, gamma, eps, residual)
+
+
+def gated(
+    x: Float[Array, "*batch K"],
+    gate: LayerStack,
+    up: LayerStack,
+    layer: int | Int[Array, ""],
+    *,
+    gamma: Float[Array, "L K"],
+    eps: float,
+) -> Float[Array, "*batch N"]:
+    """The first half of a SwiGLU feed-forward (Shazeer 2020).
+
+    y = silu(W_gate n) * (W_up n),  n = rms_norm(x; gamma[layer], eps)
+
+    Arguments, result and errors as for `matmul`.
+    """
+    _check(x, gate)
+    _check(x, up)
+    if len(gate.parts) == len(up.parts) == 1:
+        return _run(x, (gate.parts[0], up.parts[0]), layer, layer, gamma, eps, None)
+    g, u = (matmul(x, w, layer, gamma=gamma, eps=eps) for w in (gate, up))
+    return jax.nn.silu(g) * u
+
+
+def definition(x: jax.Array, weights: tuple[QTensor, ...], layer, gamma, eps, residual) -> jax.Array:
+    """The reference, and the path of every device without a kernel: norm, decode, multiply in float32.
+
+    One matrix, or two for silu(x G.T) * (x U.T). HIGHEST, because a GPU's default for float32 is TF32 with 10
+    bits of mantissa.
+    """
+    x = x.astype(jnp.float32)
+    if gamma is not None:
+        x = rms_norm(x, gamma, eps)
+    dense = [dequantize(w if layer is None else w[layer]) for w in weights]
+    y = [jnp.einsum("...k,nk->...n", x, w, precision=jax.lax.Precision.HIGHEST) for w in dense]
+    out = y[0] if len(y) == 1 else jax.nn.silu(y[0]) * y[1]
+    return out if residual is None else out + residual
+
+
+def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """`part_layer` indexes the weights, `layer` the norm: they differ where a file mixes formats."""
+    if all(w.impl == "mosaic" for w in weights) and x.size // x.shape[-1] <= MOST_ROWS:
+        from pallas_kernels.mosaic import bit_gemv  # only GPUs need it
+
+        return bit_gemv.run(x, weights, part_layer, layer, gamma, eps, residual)
+    gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
+    return definition(x, weights, part_layer, gamma, eps, residual)
+
+
+MOST_ROWS = 8  # of a matrix-vector kernel; more go through the definition
+
+
+def _check(x: jax.Array, w: QTensor | LayerStack) -> None:
     if x.shape[-1] != w.shape[1]:
         raise ValueError(
             f"matmul: x ends in {x.shape[-1]} but the weight is {w.shape[0]} x {w.shape[1]} (N x K)"
         )
-    if isinstance(w, LayerStack):
-        return w.at(layer, lambda part, index: IMPLEMENTATIONS[part.impl](x, part, index))
-    return IMPLEMENTATIONS[w.impl](x, w, layer)
-
-
-def definition(x: jax.Array, w: QTensor, layer) -> jax.Array:
-    """The reference, and the path of every device without a kernel: decode the layer, multiply in float32.
-
-    HIGHEST, because a GPU's default for float32 is TF32 with 10 bits of mantissa.
-    """
-    dense = dequantize(w if layer is None else w[layer])
-    return jnp.einsum("...k,nk->...n", x.astype(jnp.float32), dense, precision=jax.lax.Precision.HIGHEST)
-
-
-IMPLEMENTATIONS = {"xla": definition}

@@ -16,13 +16,16 @@ class QTensor(struct.PyTreeNode):
              makes. `lead` is empty for one matrix and (layers,) for a stack.
     format   name of a file of pallas_kernels/formats
     shape    (N, K), without `lead`
-    impl     the matmul implementation chosen for it at load (dispatch.choose)
+    impl     the matmul implementation chosen for it at load (dispatch.choose). "mosaic": the fields are those that
+             the format's `tile` makes, which a kernel reads as they are
+    activation_bits  to which a kernel may round activations, per group of 128: 8, or 16, which is nearly exact
     """
 
     fields: dict[str, jax.Array]
     format: str = struct.field(pytree_node=False)
     shape: tuple[int, int] = struct.field(pytree_node=False)
     impl: str = struct.field(pytree_node=False, default="xla")
+    activation_bits: int = struct.field(pytree_node=False, default=8)
 
     @property
     def nbytes(self) -> int:
@@ -34,6 +37,13 @@ class QTensor(struct.PyTreeNode):
 
     def rows(self, ids: jax.Array) -> jax.Array:
         """float32 [*ids.shape, K]: the decoded rows `ids` of a single matrix, for embedding look-ups."""
+        if self.impl == "mosaic":
+            # Whole tiles of 16 rows, as matrices of one tile.
+            fields = {
+                name: jnp.expand_dims(field[ids // 16], ids.ndim) for name, field in self.fields.items()
+            }
+            tiles = self.replace(fields=fields, shape=(16, self.shape[1]))
+            return jnp.take_along_axis(dequantize(tiles), (ids % 16)[..., None, None], axis=-2)[..., 0, :]
         return dequantize(self.replace(fields={name: field[ids] for name, field in self.fields.items()}))
 
 
@@ -44,9 +54,16 @@ def from_blocks(raw: jax.Array, format: str) -> QTensor:
     return QTensor(fields, format, (raw.shape[-2], columns))
 
 
+def tile(w: QTensor) -> QTensor:
+    """The same weights in the layout that kernels read (impl "mosaic"). Raises AttributeError for a format without
+    one: dispatch.choose knows which have."""
+    return w.replace(fields=formats.get(w.format).tile(w.fields), impl="mosaic")
+
+
 def dequantize(w: QTensor) -> jax.Array:
     """float32 [*lead, N, K]: what the format says the weights are, exactly."""
-    blocks = formats.get(w.format).dequantize(w.fields)
+    module = formats.get(w.format)
+    blocks = module.dequantize(module.untile(w.fields, w.shape) if w.impl == "mosaic" else w.fields)
     return blocks.reshape(*blocks.shape[:-2], w.shape[1])
 
 

@@ -8,8 +8,9 @@ import pytest
 
 from bonsai_jax import architectures
 from bonsai_jax.config import ModelConfig, RopeConfig, yarn_mscale
-from bonsai_jax.layers import apply_rope, rms_norm, rope_frequencies
+from bonsai_jax.layers import apply_rope, rope_frequencies
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from pallas_kernels import rms_norm
 
 
 def test_rms_norm():

@@ -155,11 +155,11 @@ def test_attention_of_known_length_can_be_differentiated():
 
 
 def test_choice_is_explained_and_a_named_one_that_cannot_run_is_refused():
-    problem = dispatch.Problem("matmul", "gpu", "f32", (8, 8))
+    problem = dispatch.Problem("matmul", "sm_90", "f32", (8, 8))
     verdicts = dispatch.explain(problem)
     assert [v.impl for v in verdicts if v.taken] == [dispatch.choose(problem)]
     assert all(v.reason for v in verdicts)
     with pytest.raises(
-        NotImplementedError, match=r"impl='triton' cannot run matmul f32 8 x 8 on gpu: .*what can: xla"
+        NotImplementedError, match=r"impl='triton' cannot run matmul f32 8 x 8 on sm_90: .*what can: xla"
     ):
         dispatch.choose(problem, "triton")

@@ -38,7 +38,9 @@ def tile(block):
     words = jax.lax.bitcast_convert_type(block["qs"].reshape(*lead, n, groups, 4, 4), jnp.uint32)
     words = jnp.pad(words, [*padding, (0, 0)])
     tiles, pairs, k = (n + row) // 16, (groups + group) // 2, len(lead)
-    words = words.reshape(*lead, tiles, 2, 8, pairs, 2, 4)  # r, g, pair, h, t: row is 8 r + g, group 2 pair + h
+    words = words.reshape(
+        *lead, tiles, 2, 8, pairs, 2, 4
+    )  # r, g, pair, h, t: row is 8 r + g, group 2 pair + h
     words = words.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 5, 4, 1)))
     d = d.reshape(*lead, tiles, 2, 8, groups + group)
     d = d.transpose(*range(k), *(k + axis for axis in (0, 3, 2, 1)))

@@ -21,11 +21,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
-from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
-from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes
@@ -33,6 +30,25 @@ from pallas_kernels.mosaic import lanes
 GROUP = 128
 MAX_ROWS = 8
 LOADS_PER_LANE = 8  # 16-byte loads that a lane has in flight before anything else: 128 bytes
+
+
+def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """matmul's candidate: any leading axes of up to 8 rows, QTensors with or without a layer axis."""
+    lead, n = x.shape[:-1], weights[0].shape[0]
+    stacks = [w.fields if layer is not None else jax.tree.map(lambda a: a[None], w.fields) for w in weights]
+    norm_layer = layer if gamma is not None and gamma.ndim == 2 else 0
+    if residual is not None:
+        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
+    y = bit_gemv(
+        x.astype(jnp.float32).reshape(-1, x.shape[-1]),
+        tuple((stack["words"], stack["scales"]) for stack in stacks),
+        jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer)]),
+        gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
+        eps=eps,
+        residual=residual,
+        activation_bits=weights[0].activation_bits,
+    )
+    return y[:, :n].reshape(*lead, n)
 
 
 def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
@@ -45,7 +61,7 @@ def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
 def bit_gemv(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
-    layer: jax.Array,
+    layers: jax.Array,
     *,
     gamma: jax.Array | None = None,
     eps: float = 0.0,
@@ -54,21 +70,21 @@ def bit_gemv(
 ) -> jax.Array:
     """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
 
-    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [layers, K], x is rms_norm(x; gamma[layer], eps)
+    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   ((words, scales),) of W, or of G and U, tiled stacks as above
-    layer     int32 scalar, the index into the stacks
+    layers    int32 [2], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
     """
     rows, columns = x.shape
-    layers, n_tiles, pairs = weights[0][0].shape[:3]
+    n_tiles, pairs = weights[0][0].shape[1:3]
     if columns < pairs * 2 * GROUP:
         padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
     warps, tiles = plan(n_tiles, pairs)
-    operands = [a for pair in weights for a in pair] + [x, layer.reshape(1)]
+    operands = [a for pair in weights for a in pair] + [x, layers]
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
     body = functools.partial(
@@ -97,7 +113,7 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
     def phase(ctx, *refs):
         refs = list(refs)
         weight_gmem = [(refs.pop(0), refs.pop(0)) for _ in range(matrices)]
-        x_gmem, layer_gmem = refs.pop(0), refs.pop(0)
+        x_gmem, layers_gmem = refs.pop(0), refs.pop(0)
         gamma_gmem = refs.pop(0) if normed else None
         residual_gmem = refs.pop(0) if added else None
         out_gmem, sums_smem, squares_smem = refs
@@ -105,33 +121,48 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
         thread = lanes.thread()
         warp, lane = arith.divui(thread, lanes.index(32)), arith.remui(thread, lanes.index(32))
         g, t = arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
-        layer = lanes.to_index(lanes.load(layer_gmem, 0))
+        layer, norm_layer = (lanes.to_index(lanes.load(layers_gmem, i)) for i in (0, 1))
         per_warp = -(-pairs // warps)
         first_tile = arith.muli(lanes.block(), lanes.index(tiles))
         tile = [
-            arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(n_tiles - 1)) for j in range(tiles)
+            arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(n_tiles - 1))
+            for j in range(tiles)
         ]
         # Pairs behind the last are read again, and count nothing.
-        wanted = [arith.addi(arith.muli(lanes.index(per_warp), warp), lanes.index(p)) for p in range(per_warp)]
+        wanted = [
+            arith.addi(arith.muli(lanes.index(per_warp), warp), lanes.index(p)) for p in range(per_warp)
+        ]
         pair = [arith.minui(p, lanes.index(pairs - 1)) for p in wanted]
-        counts = [arith.select(lanes.is_below(p, lanes.index(pairs)), lanes.real(1), lanes.real(0)) for p in wanted]
-        group = {(p, h): arith.addi(arith.muli(pair[p], lanes.index(2)), lanes.index(h)) for p in range(per_warp) for h in (0, 1)}
+        counts = [
+            arith.select(lanes.is_below(p, lanes.index(pairs)), lanes.real(1), lanes.real(0)) for p in wanted
+        ]
+        group = {
+            (p, h): arith.addi(arith.muli(pair[p], lanes.index(2)), lanes.index(h))
+            for p in range(per_warp)
+            for h in (0, 1)
+        }
 
         # All weights of this block, on their way at once.
         words, scales = {}, {}
         for m, (words_gmem, scales_gmem) in enumerate(weight_gmem):
             for j in range(tiles):
                 for p in range(per_warp):
-                    words[m, j, p] = lanes.load_vector(4, words_gmem, [layer, tile[j], pair[p], lane, lanes.index(0)])
+                    words[m, j, p] = lanes.load_vector(
+                        4, words_gmem, [layer, tile[j], pair[p], lane, lanes.index(0)]
+                    )
                     for h in (0, 1):
                         scales[m, j, p, h] = lanes.load(scales_gmem, layer, tile[j], group[p, h], g)
 
         gammas = {
-            (p, h, i): lanes.load(gamma_gmem, layer, _column(group[p, h], i, lane))
+            (p, h, i): lanes.load(gamma_gmem, norm_layer, _column(group[p, h], i, lane))
             for p, h in group for i in range(4) if normed
         }  # fmt: skip
-        highest = lanes.is_equal(t, lanes.index(3))  # of this lane's planes 2 t and 2 t + 1, the second is negative
-        plane_weight = arith.sitofp(lanes.f32(), arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(t), lanes.integer(2))))
+        highest = lanes.is_equal(
+            t, lanes.index(3)
+        )  # of this lane's planes 2 t and 2 t + 1, the second is negative
+        plane_weight = arith.sitofp(
+            lanes.f32(), arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(t), lanes.integer(2)))
+        )
 
         for row in range(rows):
             planes, scale, correction, squares = {}, {}, {}, lanes.real(0)
@@ -156,20 +187,28 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
                         for byte, plane in enumerate(planes[p, h]):
                             c = lanes.count_common_bits(a0, a1, plane)
                             last = byte == bits // 8 - 1
-                            second = arith.select(highest, lanes.integer(-2), lanes.integer(2)) if last else lanes.integer(2)
+                            second = (
+                                arith.select(highest, lanes.integer(-2), lanes.integer(2))
+                                if last
+                                else lanes.integer(2)
+                            )
                             for r in (0, 1):
                                 both = arith.addi(c[2 * r], arith.muli(c[2 * r + 1], second))
                                 both = arith.shli(both, lanes.integer(8 * byte))
                                 counted[r] = both if byte == 0 else arith.addi(counted[r], both)
                         d = lanes.halves(scales[m, j, p, h])
                         for r in (0, 1):
-                            y[r] = mlir_math.fma(arith.mulf(d[r], scale[p, h]), arith.sitofp(lanes.f32(), counted[r]), y[r])
+                            y[r] = mlir_math.fma(
+                                arith.mulf(d[r], scale[p, h]), arith.sitofp(lanes.f32(), counted[r]), y[r]
+                            )
                             sums[r] = mlir_math.fma(d[r], correction[p, h], sums[r])
                     for r in (0, 1):
                         total = lanes.warp_sum_real(arith.mulf(y[r], plane_weight), lanes=4)
                         total = arith.subf(total, sums[r])
                         with lanes.when(lanes.is_equal(t, lanes.index(0))):
-                            lanes.store(total, sums_smem, m * tiles + j, row, warp, arith.addi(g, lanes.index(8 * r)))
+                            lanes.store(
+                                total, sums_smem, m * tiles + j, row, warp, arith.addi(g, lanes.index(8 * r))
+                            )
         lanes.block_barrier()
 
         def over_warps(load):
@@ -186,15 +225,23 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
             row = arith.remui(arith.divui(at, lanes.index(16)), lanes.index(rows))
             j = arith.divui(at, lanes.index(16 * rows))
             n_tile = arith.addi(first_tile, j)
-            valid = arith.andi(lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, lanes.index(n_tiles)))
+            valid = arith.andi(
+                lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, lanes.index(n_tiles))
+            )
             with lanes.when(valid):
                 n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
                 y = [
-                    over_warps(lambda w, m=m: lanes.load(sums_smem, arith.addi(j, lanes.index(m * tiles)), row, w, inside))
+                    over_warps(
+                        lambda w, m=m: lanes.load(
+                            sums_smem, arith.addi(j, lanes.index(m * tiles)), row, w, inside
+                        )
+                    )
                     for m in range(matrices)
                 ]
                 if normed:
-                    mean = arith.mulf(over_warps(lambda w: lanes.load(squares_smem, row, w)), lanes.real(1 / columns))
+                    mean = arith.mulf(
+                        over_warps(lambda w: lanes.load(squares_smem, row, w)), lanes.real(1 / columns)
+                    )
                     norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(eps)))
                     y = [arith.mulf(v, norm) for v in y]
                 if matrices == 2:

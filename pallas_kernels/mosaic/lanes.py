@@ -122,8 +122,7 @@ def count_common_bits(a0, a1, b):
     result = llvm.inline_asm(
         llvm.StructType.get_literal([i32()] * 4),
         [a0, a1, b, zero],
-        "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc "
-        "{$0,$1,$2,$3},{$4,$5},{$6},{$7,$7,$7,$7};",
+        "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {$0,$1,$2,$3},{$4,$5},{$6},{$7,$7,$7,$7};",
         "=r,=r,=r,=r,r,r,r,r",
         has_side_effects=False,
     )
@@ -143,4 +142,3 @@ def block_barrier():
 
 
 when = mosaic.when
-
