@@ -103,7 +103,7 @@ class Test:
             np.random.default_rng(0).integers(0, config.vocab_size, self.depth + self.tokens).astype(np.int32)
         )
         self.ids = jnp.asarray(ids[self.depth :])
-        self.cache = kv.empty(config, 1, self.depth + self.tokens, run.cache_dtype, run.page_size)
+        self.cache = kv.empty(config, run, 1, self.depth + self.tokens)
         if self.depth:
             _, self.cache = read_prompt(
                 self.model.params, self.cache, jnp.asarray(ids[None, : self.depth]), config

@@ -4,7 +4,8 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.config import ModelConfig
+from bonsai_jax.config import ModelConfig, RunConfig
+from pallas_kernels import dispatch
 
 
 class KVCache(struct.PyTreeNode):
@@ -13,6 +14,7 @@ class KVCache(struct.PyTreeNode):
     k, v         [layers, pages, page_size, kv heads, head_dim]; keys are stored rotated
     block_table  int32 [rows, pages per row]: the page of a row's tokens [i * page_size, (i + 1) * page_size)
     lengths      int32 [rows]: tokens stored
+    impl         the implementation of attention chosen for it (dispatch.choose)
 
     Donate it to the function that writes it, and XLA updates the pages where they are.
     """
@@ -21,6 +23,7 @@ class KVCache(struct.PyTreeNode):
     v: Float[Array, "L pages page_size Hkv D"]
     block_table: Int[Array, "B pages_per_row"]
     lengths: Int[Array, "B"]
+    impl: str = struct.field(pytree_node=False, default="xla")
 
     @property
     def capacity(self) -> int:
@@ -38,36 +41,20 @@ def bytes_per_token(config: ModelConfig, dtype) -> int:
     return 2 * config.num_layers * config.kv_width * jnp.dtype(dtype).itemsize
 
 
-def empty(config: ModelConfig, rows: int, context: int, dtype, page_size: int) -> KVCache:
-    """An empty cache in which each row owns enough pages for `context` tokens, in order.
+def empty(config: ModelConfig, run: RunConfig, rows: int, context: int) -> KVCache:
+    """An empty cache in which each row owns enough pages for `context` tokens, in order. `run` must be resolved.
 
     Zeros and not uninitialised memory: what lies beyond a row's length is masked, but 0 * NaN would be NaN.
     """
-    pages = page_count(context, page_size)
-    shape = (config.num_layers, rows * pages, page_size, config.num_kv_heads, config.head_dim)
+    pages = page_count(context, run.page_size)
+    shape = (config.num_layers, rows * pages, run.page_size, config.num_kv_heads, config.head_dim)
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
     return KVCache(
-        k=jnp.zeros(shape, dtype),
-        v=jnp.zeros(shape, dtype),
+        k=jnp.zeros(shape, run.cache_dtype),
+        v=jnp.zeros(shape, run.cache_dtype),
         block_table=jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages),
         lengths=jnp.zeros(rows, jnp.int32),
-    )
-
-
-def write(
-    cache: KVCache,
-    layer: int | Int[Array, ""],
-    k: Float[Array, "B T Hkv D"],
-    v: Float[Array, "B T Hkv D"],
-    positions: Int[Array, "B T"],
-) -> KVCache:
-    """Store keys and values of one layer at their positions; those at position -1 (padding) are dropped."""
-    num_pages, page_size = cache.k.shape[1:3]
-    page = jnp.take_along_axis(cache.block_table, jnp.maximum(positions, 0) // page_size, axis=1)
-    page = jnp.where(positions < 0, num_pages, page)  # out of bounds: dropped
-    at = (layer, page, positions % page_size)
-    return cache.replace(
-        k=cache.k.at[at].set(k.astype(cache.k.dtype), mode="drop"),
-        v=cache.v.at[at].set(v.astype(cache.v.dtype), mode="drop"),
+        impl=dispatch.choose(dispatch.Problem("attention", dispatch.platform(), shape=heads), run.impl),
     )
 
 

@@ -11,7 +11,7 @@ from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params
-from pallas_kernels import attention, gated, matmul, rms_norm
+from pallas_kernels import attend, gated, matmul
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -47,32 +47,13 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return (theta * keep + theta / rope.factor * (1 - keep)).astype(np.float32)
 
 
-def apply_rope(
-    x: Float[Array, "B T H D"],
-    positions: Int[Array, "B T"],
-    frequencies: Float[Array, "D/2"],
-    mscale: float,
-    interleaved: bool,
-) -> Float[Array, "B T H D"]:
-    """Rotary position embedding (Su et al. 2021): pair i is rotated by positions * frequencies[i].
-
-    (a, b) -> mscale * (a cos - b sin, b cos + a sin)
-    """
-    angle = positions[..., None, None].astype(jnp.float32) * frequencies  # [B, T, 1, D/2]
-    cos, sin = mscale * jnp.cos(angle), mscale * jnp.sin(angle)
-    if interleaved:
-        a, b = x[..., 0::2], x[..., 1::2]
-        return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
-    a, b = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
-
-
 def attention_block(
     x: Float[Array, "B T H"],
     params: Params,
     layer: int | Int[Array, ""],
     cache: KVCache,
     positions: Int[Array, "B T"],
+    rotation: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]],
     config: ModelConfig,
     num_keys: int | Int[Array, ""],
 ) -> tuple[Float[Array, "B T H"], KVCache]:
@@ -90,13 +71,12 @@ def attention_block(
     q = project(w.wq, w.bq, config.num_heads)  # [B, T, heads, D]
     k = project(w.wk, w.bk, config.num_kv_heads)  # [B, T, kv heads, D]
     v = project(w.wv, w.bv, config.num_kv_heads)
-    if w.q_norm is not None and w.k_norm is not None:
-        q, k = rms_norm(q, w.q_norm[layer], eps), rms_norm(k, w.k_norm[layer], eps)
-    rotation = (positions, params.rope_frequencies, config.rope.mscale, config.rope.interleaved)
-    cache = kv.write(cache, layer, apply_rope(k, *rotation), v, positions)
-    out = attention(
-        apply_rope(q, *rotation), cache.k, cache.v, cache.block_table, positions, layer, num_keys=num_keys
-    )
+    out, k_pages, v_pages = attend(
+        q, k, v, cache.k, cache.v, cache.block_table, positions, layer,
+        rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm), eps=eps,
+        num_keys=num_keys, impl=cache.impl,
+    )  # fmt: skip
+    cache = cache.replace(k=k_pages, v=v_pages)
     return matmul(out.reshape(B, T, config.q_width), w.wo, layer, residual=x), cache
 
 
@@ -132,9 +112,11 @@ def decoder(
 
     def layer_step(carry, layer):
         x, cache = carry
-        x, cache = attention_block(x, params, layer, cache, positions, config, num_keys)
+        x, cache = attention_block(x, params, layer, cache, positions, rotation, config, num_keys)
         return (gated_mlp(x, params, layer, config), cache), None
 
+    angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
+    rotation = (config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle))
     carry = (params.embed.rows(tokens), cache)
     if tokens.shape[1] == 1 and params.layers.wq.parts[0].impl != "xla":
         for layer in range(config.num_layers):

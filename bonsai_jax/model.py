@@ -144,7 +144,7 @@ def new_state(
     ignore_eos: bool = False,
 ) -> core.State:
     """An empty generation state whose rows can hold `context` tokens each."""
-    cache = kv.empty(model.config, rows, context, model.run.cache_dtype, model.run.page_size)
+    cache = kv.empty(model.config, model.run, rows, context)
     return start_state(model, cache, params, max_new_tokens, ignore_eos=ignore_eos)
 
 
@@ -266,7 +266,7 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     """`logits` in chunks of at most 512 tokens, for texts whose logits do not fit in memory at once."""
     ids = _encode(model, token_ids)
     _check_room(model, len(ids), 0)
-    cache = kv.empty(model.config, 1, len(ids), model.run.cache_dtype, model.run.page_size)
+    cache = kv.empty(model.config, model.run, 1, len(ids))
     for first in range(0, len(ids), core.PREFILL_CHUNK):
         chunk = ids[first : first + core.PREFILL_CHUNK]
         tokens, lengths = pad([chunk])

@@ -1,6 +1,6 @@
 """Quantized weights on the device and the ops on them. Arrays in, arrays out: no files, no models."""
 
-from pallas_kernels.attention import attention
+from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.dispatch import Problem, Verdict, choose, explain
 from pallas_kernels.matmul import gated, matmul, rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize, from_blocks, quantize
@@ -10,6 +10,8 @@ __all__ = [
     "Problem",
     "QTensor",
     "Verdict",
+    "apply_rope",
+    "attend",
     "attention",
     "choose",
     "dequantize",

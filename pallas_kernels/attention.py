@@ -1,8 +1,10 @@
-"""Causal attention over a paged key-value cache."""
+"""Attention over a paged key-value cache, with what a layer does to queries, keys and values before it."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from pallas_kernels.matmul import rms_norm
 
 KEYS_PER_BLOCK = 256  # keys visited at a time, in whole pages: bounds what is gathered out of the pages
 
@@ -69,3 +71,80 @@ def attention(
         _, total, out = jax.lax.fori_loop(0, (num_keys + block - 1) // block, visit, carry)
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D)
+
+
+def apply_rope(
+    x: Float[Array, "B T H D"], cos: Float[Array, "B T D/2"], sin: Float[Array, "B T D/2"], interleaved: bool
+) -> Float[Array, "B T H D"]:
+    """Rotary position embedding (Su et al. 2021): pair i is turned by the angle of cos[..., i] and sin[..., i].
+
+    (a, b) -> (a cos - b sin, b cos + a sin)
+
+    interleaved   pairs are (0, 1), (2, 3), ...; else (i, i + D / 2)
+    """
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    if interleaved:
+        a, b = x[..., 0::2], x[..., 1::2]
+        return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    a, b = jnp.split(x, 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def write_pages(
+    pages: Float[Array, "L pages page_size Hkv D"],
+    new: Float[Array, "B T Hkv D"],
+    block_table: Int[Array, "B pages_per_row"],
+    positions: Int[Array, "B T"],
+    layer: int | Int[Array, ""],
+) -> Float[Array, "L pages page_size Hkv D"]:
+    """Store keys or values of one layer at their positions; those at position -1 (padding) are dropped."""
+    num_pages, page_size = pages.shape[1:3]
+    page = jnp.take_along_axis(block_table, jnp.maximum(positions, 0) // page_size, axis=1)
+    page = jnp.where(positions < 0, num_pages, page)  # out of bounds: dropped
+    return pages.at[layer, page, positions % page_size].set(new.astype(pages.dtype), mode="drop")
+
+
+def attend(
+    q: Float[Array, "B T H D"],
+    k: Float[Array, "B T Hkv D"],
+    v: Float[Array, "B T Hkv D"],
+    k_pages: Float[Array, "L pages page_size Hkv D"],
+    v_pages: Float[Array, "L pages page_size Hkv D"],
+    block_table: Int[Array, "B pages_per_row"],
+    positions: Int[Array, "B T"],
+    layer: int | Int[Array, ""],
+    *,
+    rotation: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]],
+    interleaved: bool,
+    norms: tuple[Float[Array, "L D"] | None, Float[Array, "L D"] | None],
+    eps: float,
+    num_keys: int | Int[Array, ""],
+    impl: str = "xla",
+) -> tuple[
+    Float[Array, "B T H D"], Float[Array, "L pages page_size Hkv D"], Float[Array, "L pages page_size Hkv D"]
+]:
+    """What a layer does between its projections: QK-norm, rope, cache write, attention.
+
+    q, k, v    as projected; without T > 1 rows may be anywhere, see positions
+    norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
+    rotation   cos and sin of the new tokens' angles, for rope
+    impl       "mosaic" runs one token a row in one kernel; more tokens go through the definition
+    The rest as for `attention`. Returns the output, float32 [B, T, H, D], and the cache's pages with k and v stored
+    (in place, where the pages are donated).
+    """
+    if impl == "mosaic" and q.shape[1] == 1:
+        from pallas_kernels.mosaic.decode_attention import decode_attention  # only GPUs need it
+
+        flat = [x.reshape(x.shape[0], -1) for x in (q, k, v)]
+        cos, sin = (x[:, 0] for x in rotation)
+        gammas = norms if norms[0] is not None else None
+        out, k_pages, v_pages = decode_attention(
+            *flat, k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, eps, interleaved
+        )
+        return out.reshape(q.shape), k_pages, v_pages
+    if norms[0] is not None and norms[1] is not None:
+        q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
+    q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
+    k_pages = write_pages(k_pages, k, block_table, positions, layer)
+    v_pages = write_pages(v_pages, v, block_table, positions, layer)
+    return attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys), k_pages, v_pages

@@ -10,7 +10,8 @@ import jax
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """What a choice depends on: the op ("matmul", "attention"), the platform ("cpu", or "sm_90" for a GPU of
-    compute capability 9.0), the weight's format and shape."""
+    compute capability 9.0), the
+    weight's format and its shape, or (query heads, KV heads, head_dim)."""
 
     op: str
     platform: str
@@ -35,9 +36,14 @@ class Verdict:
 def _mosaic(problem: Problem) -> str | None:
     if not problem.platform.startswith("sm_") or int(problem.platform[3:]) < 80:
         return "needs an NVIDIA GPU of compute capability 8.0 or newer"
-    if (problem.op, problem.format) != ("matmul", "q1_0"):
-        return _no_kernel(problem)
-    return None
+    if problem.op == "attention":
+        heads, kv_heads, head_dim = problem.shape
+        if head_dim not in (64, 128):
+            return f"head_dim is {head_dim}; the kernel has 64 and 128"
+        if heads // kv_heads * (head_dim // 4 + 2) > 170 or heads // kv_heads > 8:
+            return f"{heads // kv_heads} query heads of {head_dim} a KV head do not fit a lane's registers"
+        return None
+    return None if (problem.op, problem.format) == ("matmul", "q1_0") else _no_kernel(problem)
 
 
 def _no_kernel(problem: Problem) -> str:

@@ -25,7 +25,7 @@ def shapes(source, rows=1, context=2048):
     params = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
 
     def state():
-        cache = bj.cache.empty(config, rows, context, run.cache_dtype, run.page_size)
+        cache = bj.cache.empty(config, run, rows, context)
         sampler = bj.sampling.sampler(bj.SamplingParams(seed=0), rows, config.vocab_size)
         return core.start(cache, sampler, jnp.zeros((rows, 2), jnp.int32), jnp.ones(rows, jnp.int32))
 

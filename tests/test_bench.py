@@ -73,14 +73,14 @@ def test_what_is_timed_is_the_models_forward(model):
     config = model.config
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 24).astype(np.int32)
     expected = bj.logits(model, ids)
-    fresh = kv.empty(config, 1, 64, "float32", 16)
+    fresh = kv.empty(config, model.run, 1, 64)
     _, cache = bench.read_prompt(model.params, fresh, jnp.asarray(ids[None, :10]), config)
     got, cache = bench.read_prompt(model.params, cache, jnp.asarray(ids[None, 10:]), config)
     np.testing.assert_allclose(got[0], expected[-1], atol=2e-4)
     assert cache.lengths[0] == 24
 
     total, cache = bench.read_one_by_one(
-        model.params, kv.empty(config, 1, 64, "float32", 16), jnp.asarray(ids), 20, config
+        model.params, kv.empty(config, model.run, 1, 64), jnp.asarray(ids), 20, config
     )
     assert cache.lengths[0] == 20
     assert float(total) == pytest.approx(expected[:20].max(-1).sum(), rel=1e-4)

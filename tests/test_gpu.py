@@ -3,6 +3,7 @@
 PYTHONPATH=. python -m pytest -m gpu
 """
 
+import dataclasses
 import functools
 import json
 
@@ -12,12 +13,16 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from pallas_kernels import dequantize, formats, from_blocks, matmul
+from bonsai_jax import cache as kv
+from bonsai_jax import decoding as core
+from pallas_kernels import LayerStack, QTensor, attend, dequantize, formats, from_blocks, gated, matmul
+from pallas_kernels.qtensor import tile
 
 # The same tests, run again here because the mark below is this module's.
-from tests.agreement import agreement
+from tests.agreement import agreement, log_softmax
 from tests.kept_oracles import DATA, TINY
 from tests.test_decoding import *  # noqa: F403
+from tests.test_decoding import padded
 from tests.test_sampling import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
@@ -64,3 +69,142 @@ def test_the_same_input_gives_the_same_bits():
     runs = [bj.logits(model, list(range(50))) for _ in range(3)]
     np.testing.assert_array_equal(runs[0], runs[1])
     np.testing.assert_array_equal(runs[0], runs[2])
+
+
+def quantized(x, bits):
+    """float64 [rows, K] as a kernel's codes times scales give it: symmetric, per group of 128."""
+    top = 2 ** (bits - 1) - 1
+    groups = x.reshape(*x.shape[:-1], -1, 128)
+    largest = np.maximum(np.abs(groups).max(-1, keepdims=True), np.float32(1e-20))
+    inverse = np.float32(top) / largest
+    return (np.rint(groups * inverse).astype(np.float64) * (largest.astype(np.float64) / top)).reshape(
+        x.shape
+    )
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "kind"),
+    [
+        (64, 256, 1, "plain"),
+        (1000, 896, 3, "normed"),  # neither whole tiles nor whole pairs of groups
+        (4096, 4096, 1, "added"),
+        (2048, 2560, 8, "gated"),
+        (2560, 9728, 2, "added"),
+        (151669, 2048, 1, "normed"),
+    ],
+)
+def test_the_1_bit_kernel_is_its_definition_on_its_own_codes(N, K, rows, kind, bits):
+    rng = np.random.default_rng(N + K)
+    layers, layer = (1, 0) if N > 10000 else (3, 2)
+    stacks = []
+    for seed in range(2 if kind == "gated" else 1):
+        fields = formats.random_fields("q1_0", jax.random.key(seed), (layers, N, K // 128), 0.0, 0.02)
+        stacks.append(QTensor(fields, "q1_0", (N, K), activation_bits=bits))
+    x = rng.standard_normal((rows, K)).astype(np.float32)
+    gamma = (1 + 0.1 * rng.standard_normal((layers, K))).astype(np.float32)
+    residual = rng.standard_normal((rows, N)).astype(np.float32)
+    dense = [np.asarray(dequantize(w[layer]), np.float64) for w in stacks]
+    codes, norm = quantized(x * gamma[layer] if kind in ("normed", "gated") else x, bits), 1.0
+    if kind in ("normed", "gated"):
+        norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
+    want = [norm * codes @ w.T for w in dense]
+    want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
+    tiled = [tile(w) for w in stacks]
+    for w, before in zip(tiled, stacks, strict=True):
+        np.testing.assert_array_equal(dequantize(w), dequantize(before))
+    if kind == "gated":
+        gate, up = (LayerStack((w,), tuple((0, i) for i in range(layers))) for w in tiled)
+        run = jax.jit(lambda x: gated(x, gate, up, layer, gamma=jnp.asarray(gamma), eps=1e-6))
+    else:
+        norms = {"gamma": jnp.asarray(gamma), "eps": 1e-6} if kind == "normed" else {}
+        added = {"residual": jnp.asarray(residual)} if kind == "added" else {}
+        run = jax.jit(lambda x: matmul(x, tiled[0], layer, **norms, **added))
+        want = want + residual if kind == "added" else want
+    got = [np.asarray(run(x)) for _ in range(3)]
+    # A code that lies within rounding of a half may go either way: one of them in 1e4 moves the result by 1e-4.
+    assert np.linalg.norm(got[0] - want) < (1e-4 if bits == 8 else 1e-5) * np.linalg.norm(want)
+    np.testing.assert_array_equal(got[0], got[1])
+    np.testing.assert_array_equal(got[0], got[2])
+
+
+@pytest.mark.parametrize(
+    ("H", "Hkv", "D", "B", "pages", "dtype", "interleaved", "normed"),
+    [
+        (32, 8, 128, 1, 3, "bfloat16", False, True),
+        (32, 8, 128, 1, 40, "bfloat16", False, True),
+        (16, 8, 128, 8, 5, "float32", False, True),
+        (9, 3, 64, 2, 20, "float32", True, False),
+        (14, 2, 64, 3, 9, "bfloat16", False, False),
+    ],
+)
+def test_the_attention_kernel_is_its_definition(H, Hkv, D, B, pages, dtype, interleaved, normed):
+    rng = np.random.default_rng(D + H + pages)
+    L, page_size, layer = 2, 64, 1
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    q, k, v = draw(B, 1, H, D), draw(B, 1, Hkv, D), draw(B, 1, Hkv, D)
+    k_pages, v_pages = (draw(L, B * pages, page_size, Hkv, D).astype(dtype) for _ in range(2))
+    table = jnp.asarray(rng.permutation(B * pages).reshape(B, pages), jnp.int32)
+    positions = rng.integers(0, pages * page_size, B)
+    positions[0] = pages * page_size - 1
+    if B > 1:
+        positions[1] = 0  # the first token of all
+    if B > 2:
+        positions[2] = -1  # a row that has ended
+    angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)), jnp.float32)
+    rest = dict(
+        rotation=(jnp.cos(angle), jnp.sin(angle)),
+        interleaved=interleaved,
+        norms=(1 + 0.1 * draw(L, D), 1 + 0.1 * draw(L, D)) if normed else (None, None),
+        eps=1e-6,
+        num_keys=pages * page_size,
+    )
+    positions = jnp.asarray(positions[:, None], jnp.int32)
+    args = (q, k, v, k_pages, v_pages, table, positions)
+    want = jax.jit(lambda *a: attend(*a, layer, **rest))(*args)
+    runs = [jax.jit(lambda *a: attend(*a, layer, **rest, impl="mosaic"))(*args) for _ in range(2)]
+    for got in runs:
+        np.testing.assert_allclose(got[0], want[0], atol=3e-5 if dtype == "float32" else 5e-3, rtol=1e-5)
+        for pages_got, pages_want in zip(
+            got[1:], want[1:], strict=True
+        ):  # rounded to bfloat16 by one ulp at most
+            error = jnp.abs(pages_got.astype(jnp.float32) - pages_want.astype(jnp.float32)).max()
+            assert error <= (1e-5 if dtype == "float32" else 2**-6)
+            assert (pages_got != pages_want).mean() < 1e-3
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+
+
+def step_log_p(model, ids):
+    """Log-probabilities after each token, read one by one: through the kernels of a decode step."""
+    cache, out = kv.empty(model.config, model.run, 1, len(ids)), []
+    for token in ids:
+        tokens, lengths = jnp.array([[token]], jnp.int32), jnp.array([1], jnp.int32)
+        scores, cache = core.teacher_forced_logits(model.params, cache, tokens, lengths, model.config)
+        out.append(np.asarray(scores[0, 0]))
+    return log_softmax(np.stack(out))
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])
+@pytest.mark.parametrize(("bits", "limit"), [(8, 5e-3), (16, 1e-5)])
+def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit):
+    ids = np.random.default_rng(3).integers(0, 256, 40).tolist()
+    run = bj.RunConfig(cache_dtype="float32", activation_bits=bits)
+    kernels = bj.load(f"synth:{name}:q1_0", run)
+    assert kernels.params.layers.wq.parts[0].impl == "mosaic"
+    exact = bj.logits(bj.load(f"synth:{name}:q1_0", dataclasses.replace(run, impl="xla")), ids)
+    assert exact.std() > 2
+    p, q = log_softmax(exact), step_log_p(kernels, ids)
+    kl = (np.exp(p) * (p - q)).sum(-1).mean()
+    print(f"{name}, {bits} bits: KL {kl:.2e}")
+    assert 0 < kl < limit
+
+
+def test_kernel_steps_update_the_cache_in_place():
+    model = bj.load("synth:tiny-qwen3:q1_0")
+    state = bj.new_state(model, 1, 2048, bj.SamplingParams(temperature=0.0), 64, ignore_eos=True)
+    state = core.prefill_jit(model.params, state, *padded([list(range(20))]), model.config)
+    before = state.cache.k.unsafe_buffer_pointer()
+    compiled = core.decode_jit.lower(model.params, state, model.config, limit=4, size=8).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < state.cache.k.nbytes
+    after, _ = core.decode_jit(model.params, state, model.config, limit=4, size=8)
+    assert state.cache.k.is_deleted() and after.cache.k.unsafe_buffer_pointer() == before

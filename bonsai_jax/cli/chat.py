@@ -94,9 +94,7 @@ class Conversation:
         if (
             self.cache is None or self.cache.k.is_deleted()
         ):  # the latter after an interrupt between two states
-            self.cache = kv.empty(
-                self.model.config, 1, self.model.run.context, run.cache_dtype, run.page_size
-            )
+            self.cache = kv.empty(self.model.config, run, 1, run.context)
         # The cache may lack the newest token, and may be ahead of those that were shown.
         most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
         shared = next((i for i in range(most) if self.held[i] != ids[i]), most)

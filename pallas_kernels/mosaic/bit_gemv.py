@@ -58,6 +58,7 @@ def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
     return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
 
 
+@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
 def bit_gemv(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],

@@ -5,7 +5,7 @@ lanes; u32 and s32 are both i32 here.
 """
 
 from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, vector
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
 
@@ -142,3 +142,71 @@ def block_barrier():
 
 
 when = mosaic.when
+
+
+def load_reals(count: int, ref, indices):
+    """`count` neighbouring float32 or bfloat16 of a ref, as a list of float32."""
+    loaded = vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
+    if ref.type.element_type != f32():
+        loaded = arith.extf(ir.VectorType.get((count,), f32()), loaded)
+    return [element(loaded, i) for i in range(count)]
+
+
+def store_reals(values, ref, indices):
+    """A list of float32 into neighbouring float32 or bfloat16 of a ref."""
+    packed = vector.from_elements(ir.VectorType.get((len(values),), f32()), values)
+    if ref.type.element_type != f32():
+        packed = arith.truncf(ir.VectorType.get((len(values),), ref.type.element_type), packed)
+    vector.store(packed, ref, indices)
+
+
+def largest_of_warp(x, lanes: int = 32):
+    """Largest float32 over groups of neighbouring lanes, in every lane of the group."""
+    distance = 1
+    while distance < lanes:
+        x = arith.maximumf(x, mosaic.shfl_bfly(x, distance))
+        distance *= 2
+    return x
+
+
+def swapped(x, distance: int):
+    """The value of the lane whose number differs in the bit `distance`."""
+    return mosaic.shfl_bfly(x, distance)
+
+
+def add_to_counter(ref, at):
+    """Atomically add 1 to an i32 of global memory, ordered with all that the block wrote before a barrier; the old value."""
+    return llvm.inline_asm(
+        i32(),
+        [_pointer(ref, at)],
+        "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;",
+        "=r,l,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def load_written_by_others(ref, at):
+    """A float32 of global memory that another block of the same launch wrote; `at` counts elements."""
+    return llvm.inline_asm(
+        f32(),
+        [_pointer(ref, at, f32())],
+        "ld.relaxed.gpu.global.f32 $0, [$1];",
+        "=f,l,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def _pointer(ref, at, element_type=None):
+    base, wide = mosaic.memref_ptr(ref), ir.IntegerType.get_signless(64)
+    offset = arith.index_cast(wide, at)
+    return llvm.getelementptr(
+        base.type, base, [offset], [-(2**31)], element_type or i32(), llvm.GEPNoWrapFlags.none
+    )
+
+
+def loop(start, stop, step, carry, body):
+    """for i in range(start, stop, step): carry = body(i, carry). A list of values in, a list out."""
+    for_op = scf.ForOp(start, stop, step, carry)
+    with ir.InsertionPoint(for_op.body):
+        scf.yield_(body(for_op.induction_variable, list(for_op.inner_iter_args)))
+    return list(for_op.results)
