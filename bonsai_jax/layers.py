@@ -61,23 +61,18 @@ def attention_block(
 
     x + W_o attention(...): norm, q k v, (QK-norm,) rope, cache write, attention, output projection
     """
-    w, (B, T, _), eps = params.layers, x.shape, config.rms_norm_eps
+    w, eps = params.layers, config.rms_norm_eps
 
-    def project(weight, bias, heads):
-        y = matmul(x, weight, layer, gamma=w.attn_norm, eps=eps)
-        y = y if bias is None else y + bias[layer]
-        return y.reshape(B, T, heads, config.head_dim)
-
-    q = project(w.wq, w.bq, config.num_heads)  # [B, T, heads, D]
-    k = project(w.wk, w.bk, config.num_kv_heads)  # [B, T, kv heads, D]
-    v = project(w.wv, w.bv, config.num_kv_heads)
+    qkv = [matmul(x, weight, layer, gamma=w.attn_norm, eps=eps) for weight in w.wqkv]
+    qkv = qkv[0] if len(qkv) == 1 else jnp.concatenate(qkv, axis=-1)
+    qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
     out, k_pages, v_pages = attend(
-        q, k, v, cache.k, cache.v, cache.block_table, positions, layer,
+        qkv, cache.k, cache.v, cache.block_table, positions, layer,
         rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm), eps=eps,
         num_keys=num_keys, impl=cache.impl,
     )  # fmt: skip
     cache = cache.replace(k=k_pages, v=v_pages)
-    return matmul(out.reshape(B, T, config.q_width), w.wo, layer, residual=x), cache
+    return matmul(out, w.wo, layer, residual=x), cache
 
 
 def gated_mlp(
@@ -118,7 +113,7 @@ def decoder(
     angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
     rotation = (config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle))
     carry = (params.embed.rows(tokens), cache)
-    if tokens.shape[1] == 1 and params.layers.wq.parts[0].impl != "xla":
+    if tokens.shape[1] == 1 and params.layers.wqkv[0].parts[0].impl != "xla":
         for layer in range(config.num_layers):
             carry, _ = layer_step(carry, layer)
     else:

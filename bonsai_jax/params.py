@@ -18,20 +18,16 @@ from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
 
 class Layers(struct.PyTreeNode):
     """Weights that every layer has, stacked by layer. Matrices are outputs x inputs; None where a model has
-    none."""
+    none. Queries, keys and values are joined to one matrix where their formats agree (qtensor.joined)."""
 
     attn_norm: Float[Array, "L H"]
-    wq: LayerStack
-    wk: LayerStack
-    wv: LayerStack
+    wqkv: tuple[LayerStack, ...]
     wo: LayerStack
     ffn_norm: Float[Array, "L H"]
     w_gate: LayerStack
     w_up: LayerStack
     w_down: LayerStack
-    bq: Float[Array, "L Q"] | None = None
-    bk: Float[Array, "L KV"] | None = None
-    bv: Float[Array, "L KV"] | None = None
+    bqkv: Float[Array, "L Q+2KV"] | None = None
     q_norm: Float[Array, "L D"] | None = None
     k_norm: Float[Array, "L D"] | None = None
 
@@ -50,7 +46,8 @@ class Params(struct.PyTreeNode):
 class Spec:
     """Where one field of Params comes from.
 
-    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer
+    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer; wq, wk
+                 and wv, and bq, bk and bv, are joined
     gguf         tensor name in GGUF files
     huggingface  tensor name in Hugging Face files; None where only GGUF has it
     shape        names of ModelConfig attributes; two of them make a matrix, which may be quantized
@@ -102,8 +99,12 @@ def load(
             fields[spec.field] = vectors if stacked else vectors[0]
         else:
             fields[spec.field] = _stack(tensors, hold) if stacked else _matrix(tensors[0], hold)
+        if spec.field == "wv":  # at once, while little else is loaded: for a moment they exist twice
+            fields["wqkv"] = qtensor.joined([fields.pop(name) for name in ("wq", "wk", "wv")])
         done += sum(t.nbytes for t in tensors)
         progress(done, total)
+    if biases := [fields.pop(name) for name in ("bq", "bk", "bv") if name in fields]:
+        fields["bqkv"] = jnp.concatenate(biases, axis=1)
     # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
     if (divisors := fields.pop("rope_divisors", None)) is not None:
         rope_frequencies = rope_frequencies / divisors

@@ -105,9 +105,7 @@ def write_pages(
 
 
 def attend(
-    q: Float[Array, "B T H D"],
-    k: Float[Array, "B T Hkv D"],
-    v: Float[Array, "B T Hkv D"],
+    qkv: Float[Array, "B T width"],
     k_pages: Float[Array, "L pages page_size Hkv D"],
     v_pages: Float[Array, "L pages page_size Hkv D"],
     block_table: Int[Array, "B pages_per_row"],
@@ -121,30 +119,36 @@ def attend(
     num_keys: int | Int[Array, ""],
     impl: str = "xla",
 ) -> tuple[
-    Float[Array, "B T H D"], Float[Array, "L pages page_size Hkv D"], Float[Array, "L pages page_size Hkv D"]
+    Float[Array, "B T HD"], Float[Array, "L pages page_size Hkv D"], Float[Array, "L pages page_size Hkv D"]
 ]:
     """What a layer does between its projections: QK-norm, rope, cache write, attention.
 
-    q, k, v    as projected; without T > 1 rows may be anywhere, see positions
+    qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
     rotation   cos and sin of the new tokens' angles, for rope
     impl       "mosaic" runs one token a row in one kernel; more tokens go through the definition
-    The rest as for `attention`. Returns the output, float32 [B, T, H, D], and the cache's pages with k and v stored
+    The rest as for `attention`. Returns the output, float32 [B, T, H D], and the cache's pages with k and v stored
     (in place, where the pages are donated).
     """
-    if impl == "mosaic" and q.shape[1] == 1:
+    B, T, width = qkv.shape
+    kv_heads, head_dim = k_pages.shape[3:]
+    if impl == "mosaic" and T == 1:
         from pallas_kernels.mosaic.decode_attention import decode_attention  # only GPUs need it
 
-        flat = [x.reshape(x.shape[0], -1) for x in (q, k, v)]
         cos, sin = (x[:, 0] for x in rotation)
         gammas = norms if norms[0] is not None else None
         out, k_pages, v_pages = decode_attention(
-            *flat, k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, eps, interleaved
-        )
-        return out.reshape(q.shape), k_pages, v_pages
+            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas,
+            eps=eps, interleaved=interleaved,
+        )  # fmt: skip
+        return out[:, None], k_pages, v_pages
+    q, k, v = jnp.split(
+        qkv.reshape(B, T, -1, head_dim), (width // head_dim - 2 * kv_heads, -kv_heads), axis=2
+    )
     if norms[0] is not None and norms[1] is not None:
         q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
-    return attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys), k_pages, v_pages
+    out = attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys)
+    return out.reshape(B, T, -1), k_pages, v_pages

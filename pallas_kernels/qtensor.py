@@ -1,6 +1,6 @@
 """Weights on the device: one QTensor per matrix, one LayerStack per weight that every layer has."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -105,3 +105,23 @@ class LayerStack(struct.PyTreeNode):
         part, index = jnp.array(self.where, jnp.int32).T
         branches = [lambda i, part=part: use(part, i) for part in self.parts]
         return jax.lax.switch(part[layer], branches, index[layer])
+
+
+def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
+    """Matrices of the same input as one, rows below rows, so that one product serves them all; as they are where
+    formats differ in some layer, or rows do not fill whole tiles."""
+    first = stacks[0]
+    formats_of = [[(part.format, part.impl) for part in stack.parts] for stack in stacks]
+    whole = all(part.impl != "mosaic" or part.shape[0] % 16 == 0 for stack in stacks for part in stack.parts)
+    if (
+        not whole
+        or any(f != formats_of[0] for f in formats_of)
+        or any(s.where != first.where for s in stacks)
+    ):
+        return tuple(stacks)
+    rows = sum(stack.shape[0] for stack in stacks)
+    parts = []
+    for same in zip(*(stack.parts for stack in stacks), strict=True):
+        fields = {name: jnp.concatenate([w.fields[name] for w in same], axis=1) for name in same[0].fields}
+        parts.append(same[0].replace(fields=fields, shape=(rows, first.shape[1])))
+    return (first.replace(parts=tuple(parts)),)

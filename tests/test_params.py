@@ -63,7 +63,8 @@ def test_a_format_without_a_decoder_is_named():
 
 def test_a_mixed_file_keeps_a_stack_for_each_format():
     model = bj.load("synth:tiny-llama:q4_k_m", bj.RunConfig(weights="packed"))
-    v = model.params.layers.wv
+    assert len(model.params.layers.wqkv) == 3  # not joined: values have other formats than queries and keys
+    v = model.params.layers.wqkv[2]
     assert {part.format for part in v.parts} == {"q4_k", "q6_k"} and len(v.where) == 3
     for layer, (part, index) in enumerate(v.where):
         t = open_checkpoint("synth:tiny-llama:q4_k_m").tensors[f"blk.{layer}.attn_v.weight"]

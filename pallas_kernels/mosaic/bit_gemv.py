@@ -143,6 +143,19 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
             for h in (0, 1)
         }
 
+        gammas = {
+            (p, h, i): lanes.load(gamma_gmem, norm_layer, _column(group[p, h], i, lane))
+            for p, h in group for i in range(4) if normed
+        }  # fmt: skip
+
+        def activations(row):
+            return {
+                (p, h, i): lanes.load(x_gmem, row, _column(group[p, h], i, lane))
+                for p, h in group
+                for i in range(4)
+            }
+
+        first_row = activations(0)  # before the weights: these are near and wanted first
         # All weights of this block, on their way at once.
         words, scales = {}, {}
         for m, (words_gmem, scales_gmem) in enumerate(weight_gmem):
@@ -154,10 +167,6 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
                     for h in (0, 1):
                         scales[m, j, p, h] = lanes.load(scales_gmem, layer, tile[j], group[p, h], g)
 
-        gammas = {
-            (p, h, i): lanes.load(gamma_gmem, norm_layer, _column(group[p, h], i, lane))
-            for p, h in group for i in range(4) if normed
-        }  # fmt: skip
         highest = lanes.is_equal(
             t, lanes.index(3)
         )  # of this lane's planes 2 t and 2 t + 1, the second is negative
@@ -167,8 +176,9 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
 
         for row in range(rows):
             planes, scale, correction, squares = {}, {}, {}, lanes.real(0)
+            loaded = activations(row) if row else first_row
             for p, h in group:
-                x = [lanes.load(x_gmem, row, _column(group[p, h], i, lane)) for i in range(4)]
+                x = [loaded[p, h, i] for i in range(4)]
                 for v in x:
                     squares = mlir_math.fma(arith.mulf(v, counts[p]), v, squares)
                 if normed:
@@ -274,12 +284,14 @@ def _quantize(x, lane, bits: int):
     inverse = arith.divf(lanes.real(top), largest)
     q = [lanes.round_to_integer(arith.mulf(v, inverse)) for v in x]
     total = functools.reduce(arith.addi, q)
+    # Word t of plane p is bit p of the lanes' q[t]. Transposed, lane 8 t + p holds it; lane 4 p + t wants it.
+    t, p = arith.remui(lane, lanes.index(4)), arith.divui(lane, lanes.index(4))
+    source = lanes.to_integer(arith.addi(arith.muli(t, lanes.index(8)), p))
     planes = []
     for byte in range(bits // 8):
-        word = lanes.integer(0)
-        for p in range(8):
-            for t in range(4):
-                here = lanes.is_equal(lane, lanes.index(4 * p + t))
-                word = arith.select(here, lanes.ballot(q[t], 8 * byte + p), word)
-        planes.append(word)
+        packed = lanes.integer(0)
+        for i, value in enumerate(q):
+            low = arith.andi(arith.shrui(value, lanes.integer(8 * byte)), lanes.integer(255))
+            packed = arith.ori(packed, arith.shli(low, lanes.integer(8 * i)))
+        planes.append(lanes.from_lane(lanes.transposed_bits(packed, lane), source))
     return planes, arith.mulf(largest, lanes.real(1 / top)), arith.sitofp(lanes.f32(), lanes.warp_sum(total))

@@ -30,11 +30,11 @@ BLOCKS = 128  # about as many as an H200 has multiprocessors
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved"))
 def decode_attention(
-    q, k, v, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, eps, interleaved
+    qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, eps, interleaved
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernel behind pallas_kernels.attention.decode_attention; arguments and results are described there."""
-    batch, width = q.shape
     page_size, kv_heads, head_dim = k_pages.shape[2:]
+    batch, width = qkv.shape[0], qkv.shape[1] - 2 * kv_heads * head_dim
     heads, capacity = width // (kv_heads * head_dim), block_table.shape[1] * page_size
     splits = max(1, min(-(-capacity // KEYS_PER_SPLIT), BLOCKS // (batch * kv_heads)))
     keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
@@ -63,7 +63,7 @@ def decode_attention(
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    operands = [q, k, v, cos, sin, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
+    operands = [qkv, cos, sin, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
     out, _, _ = kernel(*operands, *(norms or ()), keys, values, finished)
     return out, jax.freeze(keys), jax.freeze(values)
 
@@ -71,7 +71,7 @@ def decode_attention(
 def _body(*refs, kv_heads, heads, head_dim, page_size, splits, normed, eps, interleaved):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def phase(ctx, *refs):
-        q_gmem, k_gmem, v_gmem, cos_gmem, sin_gmem, positions_gmem, table_gmem, layer_gmem, *refs = refs
+        qkv_gmem, cos_gmem, sin_gmem, positions_gmem, table_gmem, layer_gmem, *refs = refs
         q_gamma_gmem, k_gamma_gmem, *refs = refs if normed else (None, None, *refs)
         keys_gmem, values_gmem, finished_gmem, out_gmem, partial_gmem, max_sum_gmem, *refs = refs
         sums_smem, weights_smem, totals_smem, flag_smem = refs
@@ -116,21 +116,20 @@ def _body(*refs, kv_heads, heads, head_dim, page_size, splits, normed, eps, inte
                 for v, o, c, s in zip(x, other, cos, sin, strict=True)
             ]
 
-        def head_of(ref, head):
+        def head_of(first, head):
+            """This lane's elements of head `first + head` of qkv."""
+            head = arith.addi(head, lanes.index(first))
             return lanes.load_reals(
-                share, ref, [row, arith.addi(arith.muli(head, lanes.index(head_dim)), mine)]
+                share, qkv_gmem, [row, arith.addi(arith.muli(head, lanes.index(head_dim)), mine)]
             )
 
         q = []
         for g in range(heads):
-            head = arith.addi(arith.muli(kv_head, lanes.index(heads)), lanes.index(g))
-            q.append(
-                [
-                    arith.mulf(v, lanes.real(head_dim**-0.5))
-                    for v in rotated(head_of(q_gmem, head), q_gamma_gmem)
-                ]
-            )
-        new_key, new_value = rotated(head_of(k_gmem, kv_head), k_gamma_gmem), head_of(v_gmem, kv_head)
+            query = rotated(head_of(g, arith.muli(kv_head, lanes.index(heads))), q_gamma_gmem)
+            q.append([arith.mulf(v, lanes.real(head_dim**-0.5)) for v in query])
+        new_key = rotated(head_of(heads * kv_heads, kv_head), k_gamma_gmem)
+        new_key = lanes.as_stored(new_key, keys_gmem)
+        new_value = lanes.as_stored(head_of((heads + 1) * kv_heads, kv_head), values_gmem)
 
         def place(j):
             page = lanes.to_index(lanes.load(table_gmem, row, arith.divui(j, lanes.index(page_size))))

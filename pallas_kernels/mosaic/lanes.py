@@ -102,14 +102,47 @@ def warp_sum_real(x, lanes: int = 32):
     return x
 
 
-def ballot(word, bit: int):
-    """Word whose bit i is bit `bit` of lane i's word."""
-    text = (
-        "{\n.reg .pred p;\n.reg .b32 a;\n"
-        f"and.b32 a, $1, {1 << bit};\n"
-        "setp.ne.u32 p, a, 0;\nvote.sync.ballot.b32 $0, p, 0xffffffff;\n}"
+def transposed_bits(word, lane):
+    """Lane j's word gets bit i from bit j of lane i: a 32 x 32 bit transpose in five exchanges (Warren 2012, 7-3)."""
+    for distance, low in (
+        (16, 0x0000FFFF),
+        (8, 0x00FF00FF),
+        (4, 0x0F0F0F0F),
+        (2, 0x33333333),
+        (1, 0x55555555),
+    ):
+        other = mosaic.shfl_bfly(word, distance)
+        shift = integer(distance)
+        upper = is_equal(arith.andi(to_integer(lane), shift), shift)
+        kept = arith.andi(word, arith.select(upper, integer(low << distance), integer(low)))
+        got = arith.select(
+            upper,
+            arith.andi(arith.shrui(other, shift), integer(low)),
+            arith.andi(arith.shli(other, shift), integer(low << distance)),
+        )
+        word = arith.ori(kept, got)
+    return word
+
+
+def from_lane(word, lane):
+    """The word of another lane; `lane` is an i32 of this lane's choice."""
+    return llvm.inline_asm(
+        i32(),
+        [word, lane],
+        "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;",
+        "=r,r,r",
+        has_side_effects=True,
     )
-    return llvm.inline_asm(i32(), [word], text, "=r,r", has_side_effects=True)
+
+
+def as_stored(values, ref):
+    """A list of float32 rounded to what a ref of float32 or bfloat16 can hold."""
+    if ref.type.element_type == f32():
+        return values
+    packed = vector.from_elements(ir.VectorType.get((len(values),), f32()), values)
+    packed = arith.truncf(ir.VectorType.get((len(values),), ref.type.element_type), packed)
+    packed = arith.extf(ir.VectorType.get((len(values),), f32()), packed)
+    return [element(packed, i) for i in range(len(values))]
 
 
 def count_common_bits(a0, a1, b):
