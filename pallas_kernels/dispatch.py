@@ -40,7 +40,7 @@ def _mosaic(problem: Problem) -> str | None:
         heads, kv_heads, head_dim = problem.shape
         if head_dim not in (64, 128):
             return f"head_dim is {head_dim}; the kernel has 64 and 128"
-        if heads // kv_heads * (head_dim // 4 + 2) > 170 or heads // kv_heads > 8:
+        if heads // kv_heads * (head_dim // 8 + 2) > 170 or heads // kv_heads > 8:
             return f"{heads // kv_heads} query heads of {head_dim} a KV head do not fit a lane's registers"
         return None
     return None if (problem.op, problem.format) == ("matmul", "q1_0") else _no_kernel(problem)

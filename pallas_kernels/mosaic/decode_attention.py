@@ -1,11 +1,11 @@
 """One token's attention for every row: QK-norm, rope, cache write and flash decoding over pages, in one launch.
 
-A block of 256 threads has one row, one KV head with its G query heads, and one split of the row's keys. Eight neighbouring
-lanes are a worker, which holds D / 8 elements a lane of each query head; the 32 workers of a block take keys in turn:
+A block of 256 threads has one row, one KV head with its G query heads, and one split of the row's keys. Sixteen neighbouring
+lanes are a worker, which holds D / 16 elements a lane of each query head; the 16 workers of a block take keys in turn:
 
     q, k, v of the new token -> norm, rope -> registers     (split 0 also stores k and v, and attends to the new key)
     worker: keys of its split -> online softmax (m, l, o)
-    block:  32 workers -> shared memory -> (m, l, o) of the split
+    block:  16 workers -> shared memory -> (m, l, o) of the split
     last block of a row and KV head to finish: splits -> out
 
 Splits depend on a row's own length only, and are combined in order: a row's bits do not depend on other rows, nor on which
@@ -22,7 +22,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes
 
-THREADS, WORKERS, SHARE = 256, 32, 8  # SHARE lanes are a worker
+THREADS, WORKERS, SHARE = 256, 16, 16  # SHARE lanes are a worker
+AT_ONCE = 4  # keys that a worker has on their way together
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
 KEYS_PER_SPLIT = 128
 BLOCKS = 128  # about as many as an H200 has multiprocessors
@@ -108,7 +109,7 @@ def _body(*refs, kv_heads, heads, head_dim, page_size, splits, normed, eps, inte
                     turned.append(arith.subf(arith.mulf(a, cos[i]), arith.mulf(b, sin[i])))
                     turned.append(arith.addf(arith.mulf(b, cos[i]), arith.mulf(a, sin[i])))
                 return turned
-            # Element i of the first half and of the second are 4 lanes apart.
+            # Element i of the first half and of the second are half a worker apart.
             other = [lanes.swapped(v, SHARE // 2) for v in x]
             other = [arith.select(in_first_half, arith.negf(o), o) for o in other]
             return [
@@ -159,25 +160,31 @@ def _body(*refs, kv_heads, heads, head_dim, page_size, splits, normed, eps, inte
         stop = arith.minui(length, arith.addi(start, chunk))
 
         def visit(first, state):
-            """32 keys, one a worker; every lane of a warp comes here as often."""
-            wanted = arith.addi(first, worker)
-            valid = lanes.is_below(wanted, stop)
-            at = place(arith.select(valid, wanted, first))
-            key, value = lanes.load_reals(share, keys_gmem, at), lanes.load_reals(share, values_gmem, at)
+            """AT_ONCE keys a worker; every lane of a warp comes here as often."""
+            wanted = [arith.addi(first, arith.addi(lanes.index(i * WORKERS), worker)) for i in range(AT_ONCE)]
+            valid = [lanes.is_below(j, stop) for j in wanted]
+            at = [place(arith.select(ok, j, first)) for ok, j in zip(valid, wanted, strict=True)]
+            keys = [lanes.load_reals(share, keys_gmem, place_) for place_ in at]
+            values = [lanes.load_reals(share, values_gmem, place_) for place_ in at]
             out = []
             for g in range(heads):
                 maximum, total, *o = state[g * (share + 2) : (g + 1) * (share + 2)]
-                s = arith.select(valid, score(g, key), lanes.real(LOWEST))
-                new_maximum = arith.maximumf(maximum, s)
-                keep = mlir_math.exp(arith.subf(maximum, new_maximum))
-                weight = arith.select(valid, mlir_math.exp(arith.subf(s, new_maximum)), lanes.real(0))
-                out += [new_maximum, mlir_math.fma(total, keep, weight)]
-                out += [
-                    mlir_math.fma(weight, v, arith.mulf(o_, keep)) for v, o_ in zip(value, o, strict=True)
+                scores = [
+                    arith.select(ok, score(g, key), lanes.real(LOWEST))
+                    for ok, key in zip(valid, keys, strict=True)
                 ]
+                new_maximum = functools.reduce(arith.maximumf, scores, maximum)
+                keep = mlir_math.exp(arith.subf(maximum, new_maximum))
+                total, o = arith.mulf(total, keep), [arith.mulf(v, keep) for v in o]
+                for ok, s, value in zip(valid, scores, values, strict=True):
+                    weight = mlir_math.exp(arith.subf(s, new_maximum))
+                    weight = arith.select(ok, weight, lanes.real(0))
+                    total = arith.addf(total, weight)
+                    o = [mlir_math.fma(weight, v, o_) for v, o_ in zip(value, o, strict=True)]
+                out += [new_maximum, total, *o]
             return out
 
-        state = lanes.loop(start, stop, lanes.index(WORKERS), state, visit)
+        state = lanes.loop(start, stop, lanes.index(AT_ONCE * WORKERS), state, visit)
 
         for g in range(heads):
             maximum, total, *o = state[g * (share + 2) : (g + 1) * (share + 2)]
@@ -190,11 +197,13 @@ def _body(*refs, kv_heads, heads, head_dim, page_size, splits, normed, eps, inte
         # Warp g weighs the workers of head g against each other.
         warp, lane = arith.divui(thread, lanes.index(32)), arith.remui(thread, lanes.index(32))
         with lanes.when(lanes.is_below(warp, lanes.index(heads))):
-            maximum = lanes.load(weights_smem, warp, lane)
-            largest = lanes.largest_of_warp(maximum)
+            one = arith.remui(lane, lanes.index(WORKERS))
+            maximum = lanes.load(weights_smem, warp, one)
+            largest = lanes.largest_of_warp(maximum, WORKERS)
             weight = mlir_math.exp(arith.subf(maximum, largest))
-            total = lanes.warp_sum_real(arith.mulf(lanes.load(totals_smem, warp, lane), weight))
-            lanes.store(weight, weights_smem, warp, lane)
+            total = arith.mulf(lanes.load(totals_smem, warp, one), weight)
+            total = lanes.warp_sum_real(total, WORKERS)
+            lanes.store(weight, weights_smem, warp, one)
             with lanes.when(lanes.is_equal(lane, lanes.index(0))):
                 lanes.store(total, totals_smem, warp, 0)
                 two = arith.muli(warp, lanes.index(2))
