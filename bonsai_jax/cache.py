@@ -42,7 +42,8 @@ def bytes_per_token(config: ModelConfig, dtype) -> int:
 
 
 def empty(config: ModelConfig, run: RunConfig, rows: int, context: int) -> KVCache:
-    """An empty cache in which each row owns enough pages for `context` tokens, in order. `run` must be resolved.
+    """An empty cache in which each row owns enough pages for `context` tokens, in order. `run` must be
+    resolved.
 
     Zeros and not uninitialised memory: what lies beyond a row's length is masked, but 0 * NaN would be NaN.
     """

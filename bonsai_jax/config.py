@@ -90,7 +90,8 @@ class RunConfig:
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": decoded on CPU, where that measured fastest
                  (benchmarks/LOG.md), packed elsewhere
-    activation_bits  8 or 16, to which kernels may round activations, per group of 128; 16 is nearly exact. The
+    activation_bits  8 or 16, to which kernels may round activations, per group of 128; 16 is nearly exact.
+                     The
                  definitions round nothing
     cache_dtype  of keys and values; None: float32 on CPU, bfloat16 elsewhere
     page_size    tokens in a page of the cache

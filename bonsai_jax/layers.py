@@ -97,7 +97,8 @@ def decoder(
 ) -> tuple[Float[Array, "B T H"], KVCache]:
     """Run T tokens a row through every layer, against what the cache holds before them.
 
-    x_0 = embed(tokens);  x <- attention_block(x);  x <- gated_mlp(x).  Returns x, not yet normed (`logits` does).
+    x_0 = embed(tokens);  x <- attention_block(x);  x <- gated_mlp(x).  Returns x, not yet normed (`logits`
+                          does).
 
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place; weights stay stacked and are
@@ -123,7 +124,7 @@ def decoder(
 
 
 def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:
-    """Scores of every token, from the decoder's output, which is normed here; tied models use the embedding as the
-    output matrix."""
+    """Scores of every token, from the decoder's output, which is normed here; tied models use the embedding
+    as the output matrix."""
     head = params.embed if params.head is None else params.head
     return matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)

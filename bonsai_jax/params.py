@@ -46,8 +46,8 @@ class Params(struct.PyTreeNode):
 class Spec:
     """Where one field of Params comes from.
 
-    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer; wq, wk
-                 and wv, and bq, bk and bv, are joined
+    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer; wq,
+                 wk and wv, and bq, bk and bv, are joined
     gguf         tensor name in GGUF files
     huggingface  tensor name in Hugging Face files; None where only GGUF has it
     shape        names of ModelConfig attributes; two of them make a matrix, which may be quantized

@@ -76,7 +76,8 @@ def attention(
 def apply_rope(
     x: Float[Array, "B T H D"], cos: Float[Array, "B T D/2"], sin: Float[Array, "B T D/2"], interleaved: bool
 ) -> Float[Array, "B T H D"]:
-    """Rotary position embedding (Su et al. 2021): pair i is turned by the angle of cos[..., i] and sin[..., i].
+    """Rotary position embedding (Su et al. 2021): pair i is turned by the angle of cos[..., i] and sin[...,
+    i].
 
     (a, b) -> (a cos - b sin, b cos + a sin)
 
@@ -127,8 +128,8 @@ def attend(
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
     rotation   cos and sin of the new tokens' angles, for rope
     impl       "mosaic" runs one token a row in one kernel; more tokens go through the definition
-    The rest as for `attention`. Returns the output, float32 [B, T, H D], and the cache's pages with k and v stored
-    (in place, where the pages are donated).
+    The rest as for `attention`. Returns the output, float32 [B, T, H D], and the cache's pages with k and v
+    stored (in place, where the pages are donated).
     """
     B, T, width = qkv.shape
     kv_heads, head_dim = k_pages.shape[3:]

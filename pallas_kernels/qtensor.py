@@ -16,9 +16,10 @@ class QTensor(struct.PyTreeNode):
              makes. `lead` is empty for one matrix and (layers,) for a stack.
     format   name of a file of pallas_kernels/formats
     shape    (N, K), without `lead`
-    impl     the matmul implementation chosen for it at load (dispatch.choose). "mosaic": the fields are those that
-             the format's `tile` makes, which a kernel reads as they are
-    activation_bits  to which a kernel may round activations, per group of 128: 8, or 16, which is nearly exact
+    impl     the matmul implementation chosen for it at load (dispatch.choose). "mosaic": the fields are those
+             that the format's `tile` makes, which a kernel reads as they are
+    activation_bits  to which a kernel may round activations, per group of 128: 8, or 16, which is nearly
+                     exact
     """
 
     fields: dict[str, jax.Array]
@@ -55,8 +56,8 @@ def from_blocks(raw: jax.Array, format: str) -> QTensor:
 
 
 def tile(w: QTensor) -> QTensor:
-    """The same weights in the layout that kernels read (impl "mosaic"). Raises AttributeError for a format without
-    one: dispatch.choose knows which have."""
+    """The same weights in the layout that kernels read (impl "mosaic"). Raises AttributeError for a format
+    without one: dispatch.choose knows which have."""
     return w.replace(fields=formats.get(w.format).tile(w.fields), impl="mosaic")
 
 
@@ -108,8 +109,8 @@ class LayerStack(struct.PyTreeNode):
 
 
 def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
-    """Matrices of the same input as one, rows below rows, so that one product serves them all; as they are where
-    formats differ in some layer, or rows do not fill whole tiles."""
+    """Matrices of the same input as one, rows below rows, so that one product serves them all; as they are
+    where formats differ in some layer, or rows do not fill whole tiles."""
     first = stacks[0]
     formats_of = [[(part.format, part.impl) for part in stack.parts] for stack in stacks]
     whole = all(part.impl != "mosaic" or part.shape[0] % 16 == 0 for stack in stacks for part in stack.parts)

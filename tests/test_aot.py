@@ -1,6 +1,11 @@
 """The decode step and prefill compile for GPUs, in place and without a second copy of anything large."""
 
 import functools
+import os
+import re
+import subprocess
+import sys
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +15,19 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint
+from pallas_kernels import dispatch
+from pallas_kernels.mosaic.bit_gemv import bit_gemv
+from pallas_kernels.mosaic.decode_attention import decode_attention
 from tests.aot import compile_for_gpu
 
 pytestmark = pytest.mark.aot
 
 
-@functools.cache
+def as_on_a_gpu(capability):
+    """Choose implementations as a GPU of this compute capability would."""
+    return mock.patch.object(dispatch, "platform", lambda: f"sm_{capability[0]}{capability[1]}")
+
+
 def shapes(source, rows=1, context=2048):
     """Shapes of a model's weights and of a generation state, as a GPU would hold them; nothing is
     allocated."""
@@ -32,12 +44,18 @@ def shapes(source, rows=1, context=2048):
     return params, jax.eval_shape(state), config
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0)], ids=str)
+CAPABILITIES = [(8, 0), (8, 9), (9, 0)]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize(
     "source", ["synth:tiny-llama:q4_k_m", "synth:tiny-qwen2:q8_0", "synth:tiny-qwen3:q1_0"]
 )
 def test_decode_compiles_with_its_cache_aliased(source, capability):
-    params, state, config = shapes(source)
+    with as_on_a_gpu(capability):
+        params, state, config = shapes(source)
+    impl = "mosaic" if source.endswith("q1_0") else "xla"
+    assert params.layers.w_down.parts[0].impl == impl and state.cache.impl == "mosaic"
     step = functools.partial(core.decode, config=config, size=8)
     compiled = compile_for_gpu(
         lambda params, state: step(params, state, limit=8),
@@ -52,25 +70,92 @@ def test_decode_compiles_with_its_cache_aliased(source, capability):
     assert memory.temp_size_in_bytes < cache_bytes
 
 
-@pytest.mark.parametrize("format", ["q1_0", "q4_k_m"])
-def test_decode_of_the_8b_model_copies_neither_cache_nor_stack(format):
-    """Its largest temporary is what the definitions make: one matrix decoded to float32, the output
-    matrix."""
-    params, state, config = shapes(f"synth:bonsai-8b:{format}", rows=2)
+def test_the_8b_step_reads_its_weights_in_place():
+    """Through kernels no weight is copied or decoded to memory: the temporaries are a few vectors."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q1_0")
     compiled = compile_for_gpu(
         lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
     )
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
-    decoded_head = 4 * config.vocab_size * config.hidden
-    assert memory.temp_size_in_bytes < 1.3 * decoded_head
+    assert memory.temp_size_in_bytes < 8e6  # the logits and what sampling makes of them
+
+
+def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
+    """Its largest temporary is what the definition makes: the output matrix decoded to float32."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q4_k_m", rows=2)
+    compiled = compile_for_gpu(
+        lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.temp_size_in_bytes < 1.3 * 4 * config.vocab_size * config.hidden
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
-    params, state, config = shapes("synth:bonsai-8b:q1_0", context=8192)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q1_0", context=8192)
     tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = compile_for_gpu(
         lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
     )
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * config.vocab_size * config.hidden
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("kernel", ["gate and up", "down", "down, 8 rows", "attention", "attention, 64 wide"])
+def test_hot_kernels_do_not_spill(kernel, capability):
+    """Registers as ptxas counts them, of the kernels of an 8B step (and of a 0.5B one's attention); printed with -rP."""
+    code = f"""
+import jax, jax.numpy as jnp
+from pallas_kernels.mosaic.bit_gemv import bit_gemv
+from pallas_kernels.mosaic.decode_attention import decode_attention
+from tests.aot import compile_for_gpu
+from tests.test_aot import HOT
+f, arguments = HOT[{kernel!r}]()
+compile_for_gpu(f, *arguments, compute_capability={capability})
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    # A process of its own: what a target lacks aborts LLVM, and ptxas prints from C.
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout + done.stderr
+    registers = re.findall(r"Used (\d+) registers", printed)
+    assert registers, "no ptxas on the PATH, or it printed nothing"
+    print(f"{kernel}, {capability}: {registers} registers")
+    assert re.findall(r"(\d+) bytes spill stores", printed) in (["0"], [])
+    assert "Registers are spilled" not in printed
+
+
+def _product(n, k, matrices, rows):
+    layers = 36
+    words = jax.ShapeDtypeStruct((layers, n // 16, k // 256, 32, 4), jnp.uint32)
+    scales = jax.ShapeDtypeStruct((layers, n // 16, k // 128, 8), jnp.uint32)
+    gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 else None
+    f = lambda x, weights, index, gamma: bit_gemv(x, weights, index, gamma=gamma, eps=1e-6)  # noqa: E731
+    x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    return f, (x, ((words, scales),) * matrices, index, gamma)
+
+
+def _attention(heads, kv_heads, head_dim, normed):
+    f32, i32, pages = jnp.float32, jnp.int32, 40
+    cache = jax.ShapeDtypeStruct((4, pages, 64, kv_heads, head_dim), jnp.bfloat16)
+    angle = jax.ShapeDtypeStruct((1, head_dim // 2), f32)
+    gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
+    return functools.partial(decode_attention, eps=1e-6, interleaved=not normed), (
+        jax.ShapeDtypeStruct((1, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
+        jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1,), i32), jax.ShapeDtypeStruct((), i32),
+        angle, angle, (gamma, gamma) if normed else None,
+    )  # fmt: skip
+
+
+HOT = {
+    "gate and up": lambda: _product(12288, 4096, 2, 1),
+    "down": lambda: _product(4096, 12288, 1, 1),
+    "down, 8 rows": lambda: _product(4096, 12288, 1, 8),
+    "attention": lambda: _attention(32, 8, 128, True),
+    "attention, 64 wide": lambda: _attention(14, 2, 64, False),
+}

@@ -90,8 +90,9 @@ def test_the_1_bit_kernel_is_its_definition_on_its_own_codes(N, K, rows, kind, b
     for seed in range(2 if kind == "gated" else 1):
         fields = formats.random_fields("q1_0", jax.random.key(seed), (layers, N, K // 128), 0.0, 0.02)
         stacks.append(QTensor(fields, "q1_0", (N, K), activation_bits=bits))
-    # Powers of two times whole numbers, with the largest code in every group: quantizing them is exact, so that what
-    # is compared is the product. (Of random activations, one code in 1e4 lies near enough to a half to go either way.)
+    # Powers of two times whole numbers, with the largest code in every group: quantizing them is exact, so
+    # that what is compared is the product. (Of random activations, one code in 1e4 lies near enough to a half
+    # to go either way.)
     top = 2 ** (bits - 1) - 1
     x = rng.integers(-top, top + 1, (rows, K // 128, 128))
     x[..., 5] = top
@@ -145,13 +146,13 @@ def test_the_attention_kernel_is_its_definition(H, Hkv, D, B, pages, dtype, inte
     if B > 2:
         positions[2] = -1  # a row that has ended
     angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)), jnp.float32)
-    rest = dict(
-        rotation=(jnp.cos(angle), jnp.sin(angle)),
-        interleaved=interleaved,
-        norms=(1 + 0.1 * draw(L, D), 1 + 0.1 * draw(L, D)) if normed else (None, None),
-        eps=1e-6,
-        num_keys=pages * page_size,
-    )
+    rest = {
+        "rotation": (jnp.cos(angle), jnp.sin(angle)),
+        "interleaved": interleaved,
+        "norms": (1 + 0.1 * draw(L, D), 1 + 0.1 * draw(L, D)) if normed else (None, None),
+        "eps": 1e-6,
+        "num_keys": pages * page_size,
+    }
     positions = jnp.asarray(positions[:, None], jnp.int32)
     args = (qkv, k_pages, v_pages, table, positions)
     want = jax.jit(lambda *a: attend(*a, layer, **rest))(*args)

@@ -30,7 +30,7 @@ def quantize(x):
 
 def tile(block):
     """Blocks -> the layout of mosaic/bit_gemv.py: {"words": uint32 [*lead, N / 16, K / 256, 32, 4],
-    "scales": uint32 [*lead, N / 16, K / 128, 8]}, rows padded to 16 and groups to 2 with weights of scale 0."""
+    "scales": uint32 [*lead, N / 16, K / 128, 8]}; rows padded to 16, groups to 2, by weights of scale 0."""
     *lead, n, groups = block["d"].shape
     row, group = -n % 16, -groups % 2
     padding = [(0, 0)] * len(lead) + [(0, row), (0, group)]

@@ -1,20 +1,21 @@
-"""Matrix-vector products with 1-bit weights (Q1_0), on the binary tensor cores: packed weights are never unpacked.
+"""Matrix-vector products with 1-bit weights (Q1_0), on the binary tensor cores: packed weights are never
+unpacked.
 
-An activation x is an integer q of 8 (or 16) bits times the scale s of its group of 128: x = s q, q = sum_p 2^p b_p with
-the highest plane negative. A weight is d (2 b - 1) with one d per group and row. So over a group
+An activation x is an integer q of 8 (or 16) bits times the scale s of its group of 128: x = s q, q = sum_p
+2^p b_p with the highest plane negative. A weight is d (2 b - 1) with one d per group and row. So over a group
 
     sum_k w_k x_k = d s (2 sum_p 2^p popcount(b & b_p) - sum_k q_k)
 
-and `mma.m16n8k128 and.popc` counts 16 rows against 8 planes at once. One block of threads has `tiles` tiles of 16 rows; its
-warps share the columns in pairs of groups:
+and `mma.m16n8k128 and.popc` counts 16 rows against 8 planes at once. One block of threads has `tiles` tiles
+of 16 rows; its warps share the columns in pairs of groups:
 
     weights of all its tiles and pairs -> registers      (on their way while the activations are quantized)
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
     popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
 
-Layout (`tile`): words [L, N / 16, K / 256, 32 lanes, 4], for lane 4 g + t and a pair of groups (h = 0, 1) word t of rows g and
-g + 8: one 16-byte load; scales [L, N / 16, K / 128, 8], the float16 scales of rows g and g + 8. Rows are padded to 16 and
-columns to 256, by weights whose scale is 0.
+Layout (`tile`): words [L, N / 16, K / 256, 32 lanes, 4], for lane 4 g + t and a pair of groups (h = 0, 1)
+word t of rows g and g + 8: one 16-byte load; scales [L, N / 16, K / 128, 8], the float16 scales of rows g and
+g + 8. Rows are padded to 16 and columns to 256, by weights whose scale is 0.
 """
 
 import functools
@@ -29,7 +30,7 @@ from pallas_kernels.mosaic import lanes
 
 GROUP = 128
 MAX_ROWS = 8
-LOADS_PER_LANE = 8  # 16-byte loads that a lane has in flight before anything else: 128 bytes
+LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
@@ -52,7 +53,8 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
 
 
 def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
-    """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132 blocks."""
+    """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132
+    blocks."""
     warps = min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
     per_warp = -(-pairs // warps)
     return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
@@ -90,8 +92,9 @@ def bit_gemv(
     operands += [residual] if residual is not None else []
     body = functools.partial(
         _body,
-        rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles, matrices=len(weights),
-        normed=gamma is not None, added=residual is not None, eps=eps, bits=activation_bits,
+        rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
+        matrices=len(weights), normed=gamma is not None, added=residual is not None, eps=eps,
+        bits=activation_bits,
     )  # fmt: skip
     kernel = plgpu.kernel(
         body,
@@ -222,11 +225,9 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
                             )
         lanes.block_barrier()
 
-        def over_warps(load):
-            total = load(0)
-            for w in range(1, warps):
-                total = arith.addf(total, load(w))
-            return total
+        def over_warps(ref, before, after):
+            """Sum of ref[before, warp, after] over the warps."""
+            return functools.reduce(arith.addf, [lanes.load(ref, *before, w, *after) for w in range(warps)])
 
         # One thread an output: tiles x rows x 16 of them.
         outputs, threads = tiles * rows * 16, warps * 32
@@ -241,18 +242,12 @@ def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, 
             )
             with lanes.when(valid):
                 n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
-                y = [
-                    over_warps(
-                        lambda w, m=m: lanes.load(
-                            sums_smem, arith.addi(j, lanes.index(m * tiles)), row, w, inside
-                        )
-                    )
-                    for m in range(matrices)
-                ]
+                y = []
+                for m in range(matrices):
+                    slot = arith.addi(j, lanes.index(m * tiles))
+                    y.append(over_warps(sums_smem, [slot, row], [inside]))
                 if normed:
-                    mean = arith.mulf(
-                        over_warps(lambda w: lanes.load(squares_smem, row, w)), lanes.real(1 / columns)
-                    )
+                    mean = arith.mulf(over_warps(squares_smem, [row], []), lanes.real(1 / columns))
                     norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(eps)))
                     y = [arith.mulf(v, norm) for v in y]
                 if matrices == 2:

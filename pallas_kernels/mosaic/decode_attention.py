@@ -1,15 +1,18 @@
-"""One token's attention for every row: QK-norm, rope, cache write and flash decoding over pages, in one launch.
+"""One token's attention for every row: QK-norm, rope, cache write and flash decoding over pages, in one
+launch.
 
-A block of 256 threads has one row, one KV head with its G query heads, and one split of the row's keys. Sixteen neighbouring
-lanes are a worker, which holds D / 16 elements a lane of each query head; the 16 workers of a block take keys in turn:
+A block of 256 threads has one row, one KV head with its G query heads, and one split of the row's keys.
+Sixteen neighbouring lanes are a worker, which holds D / 16 elements a lane of each query head; the 16 workers
+of a block take keys in turn:
 
-    q, k, v of the new token -> norm, rope -> registers     (split 0 also stores k and v, and attends to the new key)
+    q, k, v of the new token -> norm, rope -> registers     (split 0 also stores k and v, and attends to the
+                                                            new key)
     worker: keys of its split -> online softmax (m, l, o)
     block:  16 workers -> shared memory -> (m, l, o) of the split
     last block of a row and KV head to finish: splits -> out
 
-Splits depend on a row's own length only, and are combined in order: a row's bits do not depend on other rows, nor on which
-block finishes last.
+Splits depend on a row's own length only, and are combined in order: a row's bits do not depend on other rows,
+nor on which block finishes last.
 """
 
 import functools
@@ -23,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic import lanes
 
 THREADS, WORKERS, SHARE = 256, 16, 16  # SHARE lanes are a worker
-AT_ONCE = 4  # keys that a worker has on their way together
+AT_ONCE = 5  # keys that a worker has on their way together
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
 KEYS_PER_SPLIT = 128
 BLOCKS = 128  # about as many as an H200 has multiprocessors
@@ -33,7 +36,8 @@ BLOCKS = 128  # about as many as an H200 has multiprocessors
 def decode_attention(
     qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, eps, interleaved
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The kernel behind pallas_kernels.attention.decode_attention; arguments and results are described there."""
+    """The kernel behind pallas_kernels.attention.decode_attention; arguments and results are described
+    there."""
     page_size, kv_heads, head_dim = k_pages.shape[2:]
     batch, width = qkv.shape[0], qkv.shape[1] - 2 * kv_heads * head_dim
     heads, capacity = width // (kv_heads * head_dim), block_table.shape[1] * page_size

@@ -1,10 +1,10 @@
 """What one lane of a warp does, as MLIR and PTX: the few instructions that Pallas does not offer.
 
-Functions take and return MLIR values and are called while a kernel is traced, inside `plgpu.inline_mgpu`. A warp is 32
-lanes; u32 and s32 are both i32 here.
+Functions take and return MLIR values and are called while a kernel is traced, inside `plgpu.inline_mgpu`. A
+warp is 32 lanes; u32 and s32 are both i32 here.
 """
 
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
@@ -103,7 +103,8 @@ def warp_sum_real(x, lanes: int = 32):
 
 
 def transposed_bits(word, lane):
-    """Lane j's word gets bit i from bit j of lane i: a 32 x 32 bit transpose in five exchanges (Warren 2012, 7-3)."""
+    """Lane j's word gets bit i from bit j of lane i: a 32 x 32 bit transpose in five exchanges (Warren 2012,
+    7-3)."""
     for distance, low in (
         (16, 0x0000FFFF),
         (8, 0x00FF00FF),
@@ -148,8 +149,8 @@ def as_stored(values, ref):
 def count_common_bits(a0, a1, b):
     """Binary tensor cores: popcounts of a & b over 128 bits, for 16 rows of `a` and 8 columns of `b`.
 
-    mma.m16n8k128 .b1 and.popc. With lane = 4 g + t: a0 and a1 hold word t of rows g and g + 8, b word t of column g. Returns
-    for this lane [row g, column 2 t], [g, 2 t + 1], [g + 8, 2 t], [g + 8, 2 t + 1].
+    mma.m16n8k128 .b1 and.popc. With lane = 4 g + t: a0 and a1 hold word t of rows g and g + 8, b word t of
+    column g. Returns for this lane [row g, column 2 t], [g, 2 t + 1], [g + 8, 2 t], [g + 8, 2 t + 1].
     """
     zero = integer(0)
     result = llvm.inline_asm(
@@ -208,7 +209,8 @@ def swapped(x, distance: int):
 
 
 def add_to_counter(ref, at):
-    """Atomically add 1 to an i32 of global memory, ordered with all that the block wrote before a barrier; the old value."""
+    """Atomically add 1 to an i32 of global memory, ordered with all that the block wrote before a barrier;
+    the old value."""
     return llvm.inline_asm(
         i32(),
         [_pointer(ref, at)],
