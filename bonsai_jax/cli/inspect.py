@@ -42,7 +42,7 @@ def command(
     metadata = {key: _short(value) for key, value in checkpoint.metadata.items()}
     tensors = _by_format(checkpoint)
     figures = _figures(checkpoint, config, run)
-    choices = _choices(checkpoint, run)
+    choices = _choices(checkpoint, config, run)
     if as_json:
         out = {
             "source": checkpoint.source,
@@ -58,7 +58,7 @@ def command(
     print(options.table([tuple(tensors[0]), *(tuple(row.values()) for row in tensors)]), end="\n\n")
     print(options.table([(key, _readable(key, value)) for key, value in figures.items()]), end="\n\n")
     for choice in choices:
-        print(f"{choice['problem']} ({choice['tensors']} tensors)")
+        print(f"{choice['problem']} ({choice['times']} of them)")
         for candidate in choice["candidates"]:
             print(f"  {'->' if candidate['taken'] else '  '} {candidate['impl']}: {candidate['reason']}")
 
@@ -129,7 +129,7 @@ def _readable(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _choices(checkpoint: "Checkpoint", run: "RunConfig") -> list[dict[str, Any]]:
+def _choices(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") -> list[dict[str, Any]]:
     """For every distinct problem, which implementations could run it and which one would."""
     import dataclasses
 
@@ -142,10 +142,12 @@ def _choices(checkpoint: "Checkpoint", run: "RunConfig") -> list[dict[str, Any]]
         for t in checkpoint.tensors.values()
         if len(t.shape) == 2
     )
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    problems[dispatch.Problem("attention", dispatch.platform(), shape=heads)] = config.num_layers
     return [
         {
             "problem": str(problem),
-            "tensors": count,
+            "times": count,
             "candidates": [dataclasses.asdict(verdict) for verdict in dispatch.explain(problem, run.impl)],
         }
         for problem, count in problems.items()
