@@ -6,6 +6,8 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize
 
+MOST_ROWS = 8  # of a matrix-vector kernel; more go through the definition
+
 
 def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
     """Root-mean-square norm (Zhang and Sennrich 2019).
@@ -88,9 +90,6 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
         return bit_gemv.run(x, weights, part_layer, layer, gamma, eps, residual)
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
     return definition(x, weights, part_layer, gamma, eps, residual)
-
-
-MOST_ROWS = 8  # of a matrix-vector kernel; more go through the definition
 
 
 def _check(x: jax.Array, w: QTensor | LayerStack) -> None:

@@ -29,7 +29,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic import lanes
 
 GROUP = 128
-MAX_ROWS = 8
 LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
 
 
