@@ -9,9 +9,14 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a choice depends on: the op ("matmul", "attention"), the platform ("cpu", or "sm_90" for a GPU of
-    compute capability 9.0), the
-    weight's format and its shape, or (query heads, KV heads, head_dim)."""
+    """What a choice depends on.
+
+    op        "matmul", "attention", or "layers": how the kernels of a decode step are launched
+    platform  "cpu", or "sm_90" for a GPU of compute capability 9.0
+    format    of the weight, or of all of the layers' weights ("" where they differ)
+    shape     (N, K); (query heads, KV heads, head_dim); or (rows, hidden, ffn, query heads, KV heads,
+              head_dim)
+    """
 
     op: str
     platform: str
@@ -50,18 +55,36 @@ def _no_kernel(problem: Problem) -> str:
     return f"no kernel for {problem.op}{' of ' + problem.format if problem.format else ''} in this version"
 
 
+def _one_launch(problem: Problem) -> str | None:
+    if not problem.platform.startswith("sm_") or int(problem.platform[3:]) < 90:
+        return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
+    if problem.format != "q1_0":
+        return "not all layers' weights are Q1_0, joined by layer"
+    attention = Problem("attention", problem.platform, shape=problem.shape[3:])
+    if reason := _mosaic(attention):
+        return reason
+    from pallas_kernels.mosaic.decode_layers import Shapes  # only GPUs need it
+
+    return Shapes(*problem.shape, blocks=multiprocessors()).refuses()
+
+
 # In order of preference. A candidate answers None when it can run the problem, else the reason why not.
-CANDIDATES: dict[str, Callable[[Problem], str | None]] = {
+_KERNELS: dict[str, Callable[[Problem], str | None]] = {
     "mosaic": _mosaic,
     "triton": _no_kernel,
     "xla": lambda problem: None,
+}
+CANDIDATES = {
+    "matmul": _KERNELS,
+    "attention": _KERNELS,
+    "layers": {"one_launch": _one_launch, "launches": lambda problem: None},
 }
 
 
 def explain(problem: Problem, impl: str = "auto") -> list[Verdict]:
     """Every candidate in order of preference, with the reason it was or was not taken."""
     verdicts, taken = [], False
-    for name, refuses in CANDIDATES.items():
+    for name, refuses in CANDIDATES[problem.op].items():
         reason = refuses(problem)
         if reason is None and not taken and impl in ("auto", name):
             taken = True
@@ -81,7 +104,7 @@ def choose(problem: Problem, impl: str = "auto") -> str:
         if verdict.taken:
             return verdict.impl
     reasons = {verdict.impl: verdict.reason for verdict in verdicts}
-    able = [name for name, refuses in CANDIDATES.items() if refuses(problem) is None]
+    able = [name for name, refuses in CANDIDATES[problem.op].items() if refuses(problem) is None]
     raise NotImplementedError(
         f"impl={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}"
     )
@@ -92,3 +115,8 @@ def platform() -> str:
     if jax.default_backend() != "gpu":
         return jax.default_backend()
     return "sm_" + jax.devices()[0].compute_capability.replace(".", "")
+
+
+def multiprocessors() -> int:
+    """Of the default GPU; an H200's where there is none, for compiling without one."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132

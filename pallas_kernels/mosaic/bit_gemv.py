@@ -13,12 +13,17 @@ of 16 rows; its warps share the columns in pairs of groups:
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
     popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
 
+`bit_gemv` is one such phase as a kernel of its own; decode_layers.py has the same pieces in one launch.
+
 Layout (`tile`): words [L, N / 16, K / 256, 32 lanes, 4], for lane 4 g + t and a pair of groups (h = 0, 1)
 word t of rows g and g + 8: one 16-byte load; scales [L, N / 16, K / 128, 8], the float16 scales of rows g and
 g + 8. Rows are padded to 16 and columns to 256, by weights whose scale is 0.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,187 +86,275 @@ def bit_gemv(
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
-    if columns < pairs * 2 * GROUP:
-        padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
-        x = jnp.pad(x, padding)
-        gamma = None if gamma is None else jnp.pad(gamma, padding)
     warps, tiles = plan(n_tiles, pairs)
     operands = [a for pair in weights for a in pair] + [x, layers]
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
-    body = functools.partial(
-        _body,
+    phase = Product(
         rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-        matrices=len(weights), normed=gamma is not None, added=residual is not None, eps=eps,
-        bits=activation_bits,
+        matrices=len(weights), normed=gamma is not None, eps=eps, bits=activation_bits,
     )  # fmt: skip
     kernel = plgpu.kernel(
-        body,
+        functools.partial(_body, phase=phase, added=residual is not None),
         out_type=jax.ShapeDtypeStruct((rows, n_tiles * 16), jnp.float32),
         grid=(-(-n_tiles // tiles),),
         grid_names=("tiles",),
         num_threads=warps // 4,
         thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((len(weights) * tiles, rows, warps, 16), jnp.float32),
-            plgpu.SMEM((rows, warps), jnp.float32),
-        ],
+        scratch_types=[plgpu.SMEM((phase.scratch,), jnp.float32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return kernel(*operands)
 
 
-def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, added, eps, bits):
+def _body(*refs, phase: "Product", added: bool):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-    def phase(ctx, *refs):
+    def kernel(ctx, *refs):
         refs = list(refs)
-        weight_gmem = [(refs.pop(0), refs.pop(0)) for _ in range(matrices)]
+        weight_gmem = [(refs.pop(0), refs.pop(0)) for _ in range(phase.matrices)]
         x_gmem, layers_gmem = refs.pop(0), refs.pop(0)
-        gamma_gmem = refs.pop(0) if normed else None
+        gamma_gmem = refs.pop(0) if phase.normed else None
         residual_gmem = refs.pop(0) if added else None
-        out_gmem, sums_smem, squares_smem = refs
+        out_gmem, scratch_smem = refs
 
-        thread = lanes.thread()
-        warp, lane = arith.divui(thread, lanes.index(32)), arith.remui(thread, lanes.index(32))
-        g, t = arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
+        me = Place.of(phase)
         layer, norm_layer = (lanes.to_index(lanes.load(layers_gmem, i)) for i in (0, 1))
-        per_warp = -(-pairs // warps)
-        first_tile = arith.muli(lanes.block(), lanes.index(tiles))
+        first_tile = arith.muli(lanes.block(), lanes.index(phase.tiles))
         tile = [
-            arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(n_tiles - 1))
-            for j in range(tiles)
+            arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(phase.n_tiles - 1))
+            for j in range(phase.tiles)
         ]
-        # Pairs behind the last are read again, and count nothing.
-        wanted = [
-            arith.addi(arith.muli(lanes.index(per_warp), warp), lanes.index(p)) for p in range(per_warp)
-        ]
-        pair = [arith.minui(p, lanes.index(pairs - 1)) for p in wanted]
-        counts = [
-            arith.select(lanes.is_below(p, lanes.index(pairs)), lanes.real(1), lanes.real(0)) for p in wanted
-        ]
-        group = {
-            (p, h): arith.addi(arith.muli(pair[p], lanes.index(2)), lanes.index(h))
-            for p in range(per_warp)
-            for h in (0, 1)
-        }
-
-        gammas = {
-            (p, h, i): lanes.load(gamma_gmem, norm_layer, _column(group[p, h], i, lane))
-            for p, h in group for i in range(4) if normed
-        }  # fmt: skip
-
-        def activations(row):
-            return {
-                (p, h, i): lanes.load(x_gmem, row, _column(group[p, h], i, lane))
-                for p, h in group
-                for i in range(4)
-            }
-
-        first_row = activations(0)  # before the weights: these are near and wanted first
+        gamma = phase.gather(me, lambda column: lanes.load(gamma_gmem, norm_layer, column), phase.normed)
+        x_of = lambda row: phase.gather(me, lambda column: lanes.load(x_gmem, row, column))  # noqa: E731
+        first_row = x_of(0)  # before the weights: these are near and wanted first
         # All weights of this block, on their way at once.
         words, scales = {}, {}
         for m, (words_gmem, scales_gmem) in enumerate(weight_gmem):
-            for j in range(tiles):
-                for p in range(per_warp):
+            for j in range(phase.tiles):
+                for p in range(phase.per_warp):
                     words[m, j, p] = lanes.load_vector(
-                        4, words_gmem, [layer, tile[j], pair[p], lane, lanes.index(0)]
+                        4, words_gmem, [layer, tile[j], me.pair[p], me.lane, lanes.index(0)]
                     )
                     for h in (0, 1):
-                        scales[m, j, p, h] = lanes.load(scales_gmem, layer, tile[j], group[p, h], g)
+                        scales[m, j, p, h] = lanes.load(
+                            scales_gmem, layer, tile[j], me.scale_group[p, h], me.g
+                        )
 
-        highest = lanes.is_equal(
-            t, lanes.index(3)
-        )  # of this lane's planes 2 t and 2 t + 1, the second is negative
-        plane_weight = arith.sitofp(
-            lanes.f32(), arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(t), lanes.integer(2)))
-        )
-
-        for row in range(rows):
-            planes, scale, correction, squares = {}, {}, {}, lanes.real(0)
-            loaded = activations(row) if row else first_row
-            for p, h in group:
-                x = [loaded[p, h, i] for i in range(4)]
-                for v in x:
-                    squares = mlir_math.fma(arith.mulf(v, counts[p]), v, squares)
-                if normed:
-                    x = [arith.mulf(v, gammas[p, h, i]) for i, v in enumerate(x)]
-                planes[p, h], step, total = _quantize(x, lane, bits)
-                scale[p, h] = arith.mulf(step, counts[p])
-                correction[p, h] = arith.mulf(scale[p, h], total)
-            if normed:
-                squares = lanes.warp_sum_real(squares)
-                lanes.store(squares, squares_smem, row, warp)
-            for m in range(matrices):
-                for j in range(tiles):
-                    y, sums = [lanes.real(0)] * 2, [lanes.real(0)] * 2  # rows g and g + 8 of the tile
-                    for p, h in group:
-                        a0, a1 = (lanes.element(words[m, j, p], 2 * h + r) for r in (0, 1))
-                        counted = [None, None]
-                        for byte, plane in enumerate(planes[p, h]):
-                            c = lanes.count_common_bits(a0, a1, plane)
-                            last = byte == bits // 8 - 1
-                            second = (
-                                arith.select(highest, lanes.integer(-2), lanes.integer(2))
-                                if last
-                                else lanes.integer(2)
-                            )
-                            for r in (0, 1):
-                                both = arith.addi(c[2 * r], arith.muli(c[2 * r + 1], second))
-                                both = arith.shli(both, lanes.integer(8 * byte))
-                                counted[r] = both if byte == 0 else arith.addi(counted[r], both)
-                        d = lanes.halves(scales[m, j, p, h])
-                        for r in (0, 1):
-                            y[r] = mlir_math.fma(
-                                arith.mulf(d[r], scale[p, h]), arith.sitofp(lanes.f32(), counted[r]), y[r]
-                            )
-                            sums[r] = mlir_math.fma(d[r], correction[p, h], sums[r])
-                    for r in (0, 1):
-                        total = lanes.warp_sum_real(arith.mulf(y[r], plane_weight), lanes=4)
-                        total = arith.subf(total, sums[r])
-                        with lanes.when(lanes.is_equal(t, lanes.index(0))):
-                            lanes.store(
-                                total, sums_smem, m * tiles + j, row, warp, arith.addi(g, lanes.index(8 * r))
-                            )
+        for row in range(phase.rows):
+            quantized = phase.quantize(me, first_row if row == 0 else x_of(row), gamma)
+            phase.store_squares(me, quantized, scratch_smem, row)
+            for m in range(phase.matrices):
+                for j in range(phase.tiles):
+                    total = phase.tile_product(
+                        me, quantized, lambda p, m=m, j=j: words[m, j, p], lambda p, h: scales[m, j, p, h]
+                    )
+                    phase.store_sums(me, total, scratch_smem, m, lanes.index(j), row)
         lanes.block_barrier()
 
-        def over_warps(ref, before, after):
-            """Sum of ref[before, warp, after] over the warps."""
-            return functools.reduce(arith.addf, [lanes.load(ref, *before, w, *after) for w in range(warps)])
+        def store(row, n, y):
+            if added:
+                y = arith.addf(y, lanes.load(residual_gmem, row, n))
+            lanes.store(y, out_gmem, row, n)
 
-        # One thread an output: tiles x rows x 16 of them.
-        outputs, threads = tiles * rows * 16, warps * 32
-        for first in range(0, outputs, threads):
-            at = arith.addi(thread, lanes.index(first))
-            inside = arith.remui(at, lanes.index(16))
-            row = arith.remui(arith.divui(at, lanes.index(16)), lanes.index(rows))
-            j = arith.divui(at, lanes.index(16 * rows))
-            n_tile = arith.addi(first_tile, j)
-            valid = arith.andi(
-                lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, lanes.index(n_tiles))
+        phase.outputs(me, scratch_smem, first_tile, lanes.index(phase.n_tiles), store)
+
+    kernel(*refs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a lane stands in its block, and which columns its warp has.
+
+    pair         of this warp, clipped to the last
+    scale_group  {(p, h): group of pair p}, as the weights' scales count them, with padding
+    x_group      the same, clipped to the last that activations have
+    count        {(p, h): 1.0, or 0.0 for a group that is another's or padding}
+    """
+
+    thread: Any
+    warp: Any
+    lane: Any
+    g: Any
+    t: Any
+    pair: list
+    scale_group: dict
+    x_group: dict
+    count: dict
+
+    @staticmethod
+    def of(phase: "Product") -> "Place":
+        thread = lanes.thread()
+        warp, lane = arith.divui(thread, lanes.index(32)), arith.remui(thread, lanes.index(32))
+        g, t = arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
+        first = arith.muli(lanes.index(phase.per_warp), warp)
+        wanted = [arith.addi(first, lanes.index(p)) for p in range(phase.per_warp)]
+        pair = [arith.minui(p, lanes.index(phase.pairs - 1)) for p in wanted]
+        groups, scale_group, x_group, count = phase.columns // GROUP, {}, {}, {}
+        for p in range(phase.per_warp):
+            for h in (0, 1):
+                asked, clipped = (
+                    arith.addi(arith.muli(q, lanes.index(2)), lanes.index(h)) for q in (wanted[p], pair[p])
+                )
+                inside = lanes.is_below(asked, lanes.index(groups))
+                scale_group[p, h] = clipped
+                x_group[p, h] = arith.minui(clipped, lanes.index(groups - 1))
+                count[p, h] = arith.select(inside, lanes.real(1), lanes.real(0))
+        return Place(thread, warp, lane, g, t, pair, scale_group, x_group, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A warp's activations of one row: per (p, h) the planes (a word per 8 bits), the scale and scale * sum
+    of q; and the sum of squares of them all."""
+
+    planes: dict
+    scale: dict
+    correction: dict
+    squares: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
+
+    rows, columns      of the activations
+    n_tiles, pairs     of the matrix: tiles of 16 rows, pairs of groups of 128 columns
+    warps, tiles       of a block
+    Its methods are called while a kernel is traced.
+    """
+
+    rows: int
+    columns: int
+    n_tiles: int
+    pairs: int
+    warps: int
+    tiles: int
+    matrices: int = 1
+    normed: bool = False
+    eps: float = 0.0
+    bits: int = 8
+
+    @property
+    def per_warp(self) -> int:
+        return -(-self.pairs // self.warps)
+
+    @property
+    def scratch(self) -> int:
+        """float32 of shared memory: sums [matrices, tiles, rows, warps, 16], then squares [rows, warps]."""
+        return self.matrices * self.tiles * self.rows * self.warps * 16 + self.rows * self.warps
+
+    def gather(self, me: Place, load: Callable, wanted: bool = True) -> dict:
+        """{(p, h, i): load(column)} of this lane's columns: bit `lane` of word i of each of its groups."""
+        return {
+            (p, h, i): load(
+                arith.addi(arith.muli(group, lanes.index(GROUP)), arith.addi(lanes.index(32 * i), me.lane))
             )
+            for (p, h), group in me.x_group.items()
+            for i in range(4)
+            if wanted
+        }
+
+    def quantize(self, me: Place, x: dict, gamma: dict) -> Quantized:
+        planes, scale, correction, squares = {}, {}, {}, lanes.real(0)
+        for p, h in me.x_group:
+            mine = [x[p, h, i] for i in range(4)]
+            for v in mine:
+                squares = mlir_math.fma(arith.mulf(v, me.count[p, h]), v, squares)
+            if self.normed:
+                mine = [arith.mulf(v, gamma[p, h, i]) for i, v in enumerate(mine)]
+            planes[p, h], step, total = _quantize(mine, me.lane, self.bits)
+            scale[p, h] = arith.mulf(step, me.count[p, h])
+            correction[p, h] = arith.mulf(scale[p, h], total)
+        return Quantized(planes, scale, correction, squares)
+
+    def tile_product(self, me: Place, x: Quantized, words: Callable, scales: Callable) -> list:
+        """This warp's share of rows g and g + 8 of a tile: words(p) is the vector of a pair, scales(p, h) the
+        scales of a group."""
+        highest = lanes.is_equal(me.t, lanes.index(3))  # of planes 2 t and 2 t + 1, the second is negative
+        y, sums = [lanes.real(0)] * 2, [lanes.real(0)] * 2
+        for p in range(self.per_warp):
+            word = words(p)
+            for h in (0, 1):
+                a0, a1 = (lanes.element(word, 2 * h + r) for r in (0, 1))
+                counted = [None, None]
+                for byte, plane in enumerate(x.planes[p, h]):
+                    c = lanes.count_common_bits(a0, a1, plane)
+                    second = lanes.integer(2)
+                    if byte == self.bits // 8 - 1:
+                        second = arith.select(highest, lanes.integer(-2), second)
+                    for r in (0, 1):
+                        both = arith.addi(c[2 * r], arith.muli(c[2 * r + 1], second))
+                        both = arith.shli(both, lanes.integer(8 * byte))
+                        counted[r] = both if byte == 0 else arith.addi(counted[r], both)
+                d = lanes.halves(scales(p, h))
+                for r in (0, 1):
+                    scale = arith.mulf(d[r], x.scale[p, h])
+                    y[r] = mlir_math.fma(scale, arith.sitofp(lanes.f32(), counted[r]), y[r])
+                    sums[r] = mlir_math.fma(d[r], x.correction[p, h], sums[r])
+        weight = arith.sitofp(
+            lanes.f32(), arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(me.t), lanes.integer(2)))
+        )
+        return [
+            arith.subf(lanes.warp_sum_real(arith.mulf(y[r], weight), lanes=4), sums[r]) for r in (0, 1)
+        ]
+
+    def _slot(self, m, j, row, warp):
+        """Where the 16 sums of matrix m, tile j, a row and a warp begin."""
+        at = arith.addi(lanes.index(m * self.tiles), j)
+        at = arith.addi(arith.muli(at, lanes.index(self.rows)), row)
+        return arith.muli(arith.addi(arith.muli(at, lanes.index(self.warps)), warp), lanes.index(16))
+
+    def store_sums(self, me: Place, total: list, scratch_smem, m: int, j, row: int):
+        at = self._slot(m, j, lanes.index(row), me.warp)
+        with lanes.when(lanes.is_equal(me.t, lanes.index(0))):
+            for r in (0, 1):
+                lanes.store(total[r], scratch_smem, arith.addi(at, arith.addi(me.g, lanes.index(8 * r))))
+
+    def store_squares(self, me: Place, x: Quantized, scratch_smem, row: int):
+        if self.normed:
+            first = self.scratch - self.rows * self.warps + row * self.warps
+            squares = lanes.warp_sum_real(x.squares)
+            lanes.store(squares, scratch_smem, arith.addi(lanes.index(first), me.warp))
+
+    def outputs(self, me: Place, scratch_smem, first_tile, end_tile, store: Callable):
+        """Behind a block barrier: store(row, n, y) for every output before `end_tile`, one thread each."""
+
+        def over_warps(at, stride):
+            """Sum over the warps, in order."""
+            return functools.reduce(
+                arith.addf,
+                [
+                    lanes.load(scratch_smem, arith.addi(at, lanes.index(w * stride)))
+                    for w in range(self.warps)
+                ],
+            )
+
+        outputs, threads = self.tiles * self.rows * 16, self.warps * 32
+        for first in range(0, outputs, threads):
+            at = arith.addi(me.thread, lanes.index(first))
+            inside = arith.remui(at, lanes.index(16))
+            row = arith.remui(arith.divui(at, lanes.index(16)), lanes.index(self.rows))
+            j = arith.divui(at, lanes.index(16 * self.rows))
+            n_tile = arith.addi(first_tile, j)
+            valid = arith.andi(lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, end_tile))
             with lanes.when(valid):
-                n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
-                y = []
-                for m in range(matrices):
-                    slot = arith.addi(j, lanes.index(m * tiles))
-                    y.append(over_warps(sums_smem, [slot, row], [inside]))
-                if normed:
-                    mean = arith.mulf(over_warps(squares_smem, [row], []), lanes.real(1 / columns))
-                    norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(eps)))
+                y = [
+                    over_warps(arith.addi(self._slot(m, j, row, lanes.index(0)), inside), 16)
+                    for m in range(self.matrices)
+                ]
+                if self.normed:
+                    squares = arith.addi(
+                        lanes.index(self.scratch - self.rows * self.warps),
+                        arith.muli(row, lanes.index(self.warps)),
+                    )
+                    mean = arith.mulf(over_warps(squares, 1), lanes.real(1 / self.columns))
+                    norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(self.eps)))
                     y = [arith.mulf(v, norm) for v in y]
-                if matrices == 2:
+                if self.matrices == 2:
                     denominator = arith.addf(lanes.real(1), mlir_math.exp(arith.negf(y[0])))
                     y = [arith.mulf(arith.divf(y[0], denominator), y[1])]
-                if added:
-                    y = [arith.addf(y[0], lanes.load(residual_gmem, row, n))]
-                lanes.store(y[0], out_gmem, row, n)
-
-    phase(*refs)
-
-
-def _column(group, word: int, lane):
-    """Column of bit `lane` of word `word` of a group."""
-    return arith.addi(arith.muli(group, lanes.index(GROUP)), arith.addi(lanes.index(32 * word), lane))
+                n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
+                store(row, n, y[0])
 
 
 def _quantize(x, lane, bits: int):

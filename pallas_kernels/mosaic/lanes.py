@@ -53,6 +53,14 @@ def is_below(a, b):
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
+def is_above_zero(x):
+    return arith.cmpf(arith.CmpFPredicate.OGT, x, real(0))
+
+
+def true():
+    return arith.constant(ir.IntegerType.get_signless(1), 1)
+
+
 def element(v, i: int):
     """Element i of a vector."""
     return vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
@@ -178,12 +186,22 @@ def block_barrier():
 when = mosaic.when
 
 
+def load_stored(count: int, ref, indices):
+    """`count` neighbouring float32 or bfloat16 of a ref, as a vector of what they are."""
+    return vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
+
+
+def reals(stored) -> list:
+    """A vector of float32 or bfloat16 as a list of float32."""
+    kind = ir.VectorType(stored.type)
+    if kind.element_type != f32():
+        stored = arith.extf(ir.VectorType.get(kind.shape, f32()), stored)
+    return [element(stored, i) for i in range(kind.shape[0])]
+
+
 def load_reals(count: int, ref, indices):
     """`count` neighbouring float32 or bfloat16 of a ref, as a list of float32."""
-    loaded = vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
-    if ref.type.element_type != f32():
-        loaded = arith.extf(ir.VectorType.get((count,), f32()), loaded)
-    return [element(loaded, i) for i in range(count)]
+    return reals(load_stored(count, ref, indices))
 
 
 def store_reals(values, ref, indices):
@@ -221,7 +239,8 @@ def add_to_counter(ref, at):
 
 
 def load_written_by_others(ref, at):
-    """A float32 of global memory that another block of the same launch wrote; `at` counts elements."""
+    """A float32 of global memory that another block of the same launch wrote; `at` counts elements. Past the
+    multiprocessor's own cache, which may hold what was there before."""
     return llvm.inline_asm(
         f32(),
         [_pointer(ref, at, f32())],
@@ -229,6 +248,107 @@ def load_written_by_others(ref, at):
         "=f,l,~{memory}",
         has_side_effects=True,
     )
+
+
+def load_reals_written_by_others(count: int, ref, at) -> list:
+    """`count` (a multiple of 4) neighbouring float32, as above."""
+    out = []
+    for first in range(0, count, 4):
+        loaded = llvm.inline_asm(
+            llvm.StructType.get_literal([f32()] * 4),
+            [_pointer(ref, arith.addi(at, index(first)), f32())],
+            "ld.relaxed.gpu.global.v4.f32 {$0,$1,$2,$3}, [$4];",
+            "=f,=f,=f,=f,l,~{memory}",
+            has_side_effects=True,
+        )
+        out += [llvm.extractvalue(f32(), loaded, [i]) for i in range(4)]
+    return out
+
+
+def arrive(ref, at):
+    """Count this block at a grid barrier. Behind a block barrier: what the block wrote is seen by who waits."""
+    llvm.inline_asm(
+        _void(),
+        [_pointer(ref, at)],
+        "red.release.gpu.global.add.u32 [$0], 1;",
+        "l,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def wait_for(ref, at, blocks):
+    """Wait until `blocks` (an i32) blocks have arrived. Before a block barrier, by one thread."""
+    llvm.inline_asm(
+        _void(),
+        [_pointer(ref, at), blocks],
+        """{
+        .reg .pred p;
+        .reg .u32 v;
+        again_${:uid}:
+        ld.acquire.gpu.global.u32 v, [$0];
+        setp.lt.u32 p, v, $1;
+        @p bra again_${:uid};
+        }""",
+        "l,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def shared_address(ref):
+    """Address of a ref in shared memory, as i32."""
+    return llvm.ptrtoint(i32(), mosaic.memref_ptr(ref))
+
+
+def mbarrier_init(address):
+    """One arrival, and the bytes it announces, complete a turn."""
+    llvm.inline_asm(
+        _void(),
+        [address],
+        "mbarrier.init.shared::cta.b64 [$0], 1; fence.mbarrier_init.release.cluster;",
+        "r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def mbarrier_expect(address, byte_count):
+    llvm.inline_asm(
+        _void(),
+        [address, byte_count],
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
+        "r,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def mbarrier_wait(address, parity):
+    """Wait until the turn of this parity (an i32) has completed."""
+    llvm.inline_asm(
+        _void(),
+        [address, parity],
+        """{
+        .reg .pred p;
+        again_${:uid}:
+        mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
+        @!p bra again_${:uid};
+        }""",
+        "r,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def copy_to_shared(destination, ref, at, byte_count, mbarrier):
+    """Bulk copy of global memory from element `at` of a ref of i32; its bytes are counted at the mbarrier."""
+    llvm.inline_asm(
+        _void(),
+        [destination, _pointer(ref, at), byte_count, mbarrier],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        "r,l,r,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def _void():
+    return ir.Type.parse("!llvm.void")
 
 
 def _pointer(ref, at, element_type=None):
