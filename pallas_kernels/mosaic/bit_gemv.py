@@ -124,8 +124,12 @@ def _body(*refs, phase: "Product", added: bool):
             arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(phase.n_tiles - 1))
             for j in range(phase.tiles)
         ]
-        gamma = phase.gather(me, lambda column: lanes.load(gamma_gmem, norm_layer, column), phase.normed)
-        x_of = lambda row: phase.gather(me, lambda column: lanes.load(x_gmem, row, column))  # noqa: E731
+        loads = lambda ref, i: lambda columns: [lanes.load(ref, i, lanes.plus(*n)) for n in columns]  # noqa: E731
+        gamma = phase.gather(me, loads(gamma_gmem, norm_layer)) if phase.normed else {}
+        x_of = lambda row: phase.gather(me, loads(x_gmem, row))  # noqa: E731
+        outputs = phase.my_outputs(me, first_tile, lanes.index(phase.n_tiles))
+        inside = lambda n: arith.minui(n, lanes.index(16 * phase.n_tiles - 1))  # noqa: E731
+        residual = [lanes.load(residual_gmem, row, inside(n)) for *_, row, _, n in outputs if added]
         first_row = x_of(0)  # before the weights: these are near and wanted first
         # All weights of this block, on their way at once.
         words, scales = {}, {}
@@ -146,17 +150,18 @@ def _body(*refs, phase: "Product", added: bool):
             for m in range(phase.matrices):
                 for j in range(phase.tiles):
                     total = phase.tile_product(
-                        me, quantized, lambda p, m=m, j=j: words[m, j, p], lambda p, h: scales[m, j, p, h]
+                        me,
+                        quantized,
+                        lambda p, m=m, j=j: words[m, j, p],
+                        lambda p, h, m=m, j=j: scales[m, j, p, h],
                     )
                     phase.store_sums(me, total, scratch_smem, m, lanes.index(j), row)
         lanes.block_barrier()
 
-        def store(row, n, y):
-            if added:
-                y = arith.addf(y, lanes.load(residual_gmem, row, n))
-            lanes.store(y, out_gmem, row, n)
+        def store(i, row, n, y):
+            lanes.store(arith.addf(y, residual[i]) if added else y, out_gmem, row, n)
 
-        phase.outputs(me, scratch_smem, first_tile, lanes.index(phase.n_tiles), store)
+        phase.outputs(me, scratch_smem, outputs, store)
 
     kernel(*refs)
 
@@ -167,7 +172,7 @@ class Place:
 
     pair         of this warp, clipped to the last
     scale_group  {(p, h): group of pair p}, as the weights' scales count them, with padding
-    x_group      the same, clipped to the last that activations have
+    x_group      the same, clipped to the last that activations have: (index, constant to be added)
     count        {(p, h): 1.0, or 0.0 for a group that is another's or padding}
     """
 
@@ -187,25 +192,36 @@ class Place:
         warp, lane = arith.divui(thread, lanes.index(32)), arith.remui(thread, lanes.index(32))
         g, t = arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
         first = arith.muli(lanes.index(phase.per_warp), warp)
-        wanted = [arith.addi(first, lanes.index(p)) for p in range(phase.per_warp)]
-        pair = [arith.minui(p, lanes.index(phase.pairs - 1)) for p in wanted]
-        groups, scale_group, x_group, count = phase.columns // GROUP, {}, {}, {}
+        groups = phase.columns // GROUP
+        # Where every warp has as many whole pairs, addresses differ by constants alone.
+        even = phase.per_warp * phase.warps * 2 == groups
+        pair, scale_group, x_group, count = [], {}, {}, {}
         for p in range(phase.per_warp):
+            wanted = arith.addi(first, lanes.index(p))
+            pair.append(wanted if even else arith.minui(wanted, lanes.index(phase.pairs - 1)))
             for h in (0, 1):
                 asked, clipped = (
-                    arith.addi(arith.muli(q, lanes.index(2)), lanes.index(h)) for q in (wanted[p], pair[p])
+                    arith.addi(arith.muli(q, lanes.index(2)), lanes.index(h)) for q in (wanted, pair[p])
                 )
                 inside = lanes.is_below(asked, lanes.index(groups))
                 scale_group[p, h] = clipped
-                x_group[p, h] = arith.minui(clipped, lanes.index(groups - 1))
+                x_group[p, h] = (arith.minui(clipped, lanes.index(groups - 1)), 0)
                 count[p, h] = arith.select(inside, lanes.real(1), lanes.real(0))
+                if even:
+                    x_group[p, h] = (arith.muli(first, lanes.index(2)), 2 * p + h)
+                    count[p, h] = lanes.real(1)
         return Place(thread, warp, lane, g, t, pair, scale_group, x_group, count)
 
 
 @dataclasses.dataclass(frozen=True)
 class Quantized:
-    """A warp's activations of one row: per (p, h) the planes (a word per 8 bits), the scale and scale * sum
-    of q; and the sum of squares of them all."""
+    """A warp's activations of one row.
+
+    planes      {(p, h): a word per 8 bits of q}
+    scale       {(p, h): of what this lane counts}
+    correction  {(p, h): -s sum_k q_k}, in one of the four lanes that share a row of weights
+    squares     sum over this lane's columns, where the phase norms
+    """
 
     planes: dict
     scale: dict
@@ -243,35 +259,39 @@ class Product:
         """float32 of shared memory: sums [matrices, tiles, rows, warps, 16], then squares [rows, warps]."""
         return self.matrices * self.tiles * self.rows * self.warps * 16 + self.rows * self.warps
 
-    def gather(self, me: Place, load: Callable, wanted: bool = True) -> dict:
-        """{(p, h, i): load(column)} of this lane's columns: bit `lane` of word i of each of its groups."""
-        return {
-            (p, h, i): load(
-                arith.addi(arith.muli(group, lanes.index(GROUP)), arith.addi(lanes.index(32 * i), me.lane))
-            )
-            for (p, h), group in me.x_group.items()
+    def gather(self, me: Place, load: Callable) -> dict:
+        """{(p, h, i): value} of this lane's columns, bit `lane` of word i of each of its groups. load(columns)
+        loads all; a column is an index and a constant to be added."""
+        columns = {
+            (p, h, i): (arith.addi(arith.muli(base, lanes.index(GROUP)), me.lane), GROUP * more + 32 * i)
+            for (p, h), (base, more) in me.x_group.items()
             for i in range(4)
-            if wanted
         }
+        return dict(zip(columns, load(list(columns.values())), strict=True))
 
     def quantize(self, me: Place, x: dict, gamma: dict) -> Quantized:
+        # Of planes 2 t and 2 t + 1 this lane sums the counts: 2 * 4^t times what `tile_product` counts.
+        weight = arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(me.t), lanes.integer(2)))
+        weight = arith.sitofp(lanes.f32(), weight)
+        first = lanes.is_equal(me.t, lanes.index(0))
         planes, scale, correction, squares = {}, {}, {}, lanes.real(0)
         for p, h in me.x_group:
             mine = [x[p, h, i] for i in range(4)]
-            for v in mine:
-                squares = mlir_math.fma(arith.mulf(v, me.count[p, h]), v, squares)
             if self.normed:
+                square = functools.reduce(lambda sum_, v: mlir_math.fma(v, v, sum_), mine, lanes.real(0))
+                squares = mlir_math.fma(square, me.count[p, h], squares)
                 mine = [arith.mulf(v, gamma[p, h, i]) for i, v in enumerate(mine)]
             planes[p, h], step, total = _quantize(mine, me.lane, self.bits)
-            scale[p, h] = arith.mulf(step, me.count[p, h])
-            correction[p, h] = arith.mulf(scale[p, h], total)
+            step = arith.mulf(step, me.count[p, h])
+            scale[p, h] = arith.mulf(step, weight)
+            correction[p, h] = arith.select(first, arith.negf(arith.mulf(step, total)), lanes.real(0))
         return Quantized(planes, scale, correction, squares)
 
     def tile_product(self, me: Place, x: Quantized, words: Callable, scales: Callable) -> list:
         """This warp's share of rows g and g + 8 of a tile: words(p) is the vector of a pair, scales(p, h) the
         scales of a group."""
         highest = lanes.is_equal(me.t, lanes.index(3))  # of planes 2 t and 2 t + 1, the second is negative
-        y, sums = [lanes.real(0)] * 2, [lanes.real(0)] * 2
+        y = [lanes.real(0)] * 2
         for p in range(self.per_warp):
             word = words(p)
             for h in (0, 1):
@@ -288,15 +308,9 @@ class Product:
                         counted[r] = both if byte == 0 else arith.addi(counted[r], both)
                 d = lanes.halves(scales(p, h))
                 for r in (0, 1):
-                    scale = arith.mulf(d[r], x.scale[p, h])
-                    y[r] = mlir_math.fma(scale, arith.sitofp(lanes.f32(), counted[r]), y[r])
-                    sums[r] = mlir_math.fma(d[r], x.correction[p, h], sums[r])
-        weight = arith.sitofp(
-            lanes.f32(), arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(me.t), lanes.integer(2)))
-        )
-        return [
-            arith.subf(lanes.warp_sum_real(arith.mulf(y[r], weight), lanes=4), sums[r]) for r in (0, 1)
-        ]
+                    real = arith.sitofp(lanes.f32(), counted[r])
+                    y[r] = mlir_math.fma(d[r], mlir_math.fma(real, x.scale[p, h], x.correction[p, h]), y[r])
+        return [lanes.warp_sum_real(v, lanes=4) for v in y]
 
     def _slot(self, m, j, row, warp):
         """Where the 16 sums of matrix m, tile j, a row and a warp begin."""
@@ -316,8 +330,23 @@ class Product:
             squares = lanes.warp_sum_real(x.squares)
             lanes.store(squares, scratch_smem, arith.addi(lanes.index(first), me.warp))
 
-    def outputs(self, me: Place, scratch_smem, first_tile, end_tile, store: Callable):
-        """Behind a block barrier: store(row, n, y) for every output before `end_tile`, one thread each."""
+    def my_outputs(self, me: Place, first_tile, end_tile) -> list:
+        """This thread's outputs: per output (whether it is there, j, row, index within the tile, n)."""
+        out = []
+        outputs, threads = self.tiles * self.rows * 16, self.warps * 32
+        for first in range(0, outputs, threads):
+            at = arith.addi(me.thread, lanes.index(first))
+            inside = arith.remui(at, lanes.index(16))
+            row = arith.remui(arith.divui(at, lanes.index(16)), lanes.index(self.rows))
+            j = arith.divui(at, lanes.index(16 * self.rows))
+            n_tile = arith.addi(first_tile, j)
+            valid = arith.andi(lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, end_tile))
+            n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
+            out.append((valid, j, row, inside, n))
+        return out
+
+    def outputs(self, me: Place, scratch_smem, mine: list, store: Callable):
+        """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
 
         def over_warps(at, stride):
             """Sum over the warps, in order."""
@@ -329,14 +358,7 @@ class Product:
                 ],
             )
 
-        outputs, threads = self.tiles * self.rows * 16, self.warps * 32
-        for first in range(0, outputs, threads):
-            at = arith.addi(me.thread, lanes.index(first))
-            inside = arith.remui(at, lanes.index(16))
-            row = arith.remui(arith.divui(at, lanes.index(16)), lanes.index(self.rows))
-            j = arith.divui(at, lanes.index(16 * self.rows))
-            n_tile = arith.addi(first_tile, j)
-            valid = arith.andi(lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, end_tile))
+        for i, (valid, j, row, inside, n) in enumerate(mine):
             with lanes.when(valid):
                 y = [
                     over_warps(arith.addi(self._slot(m, j, row, lanes.index(0)), inside), 16)
@@ -353,8 +375,7 @@ class Product:
                 if self.matrices == 2:
                     denominator = arith.addf(lanes.real(1), mlir_math.exp(arith.negf(y[0])))
                     y = [arith.mulf(arith.divf(y[0], denominator), y[1])]
-                n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
-                store(row, n, y[0])
+                store(i, row, n, y[0])
 
 
 def _quantize(x, lane, bits: int):
@@ -362,13 +383,11 @@ def _quantize(x, lane, bits: int):
 
     planes   per 8 bits of q one word: lane 4 p + t holds word t of plane p, as the tensor core wants it
     """
-    largest = lanes.integer(0)
-    for v in x:
-        magnitude = arith.andi(arith.bitcast(lanes.i32(), v), lanes.integer(0x7FFFFFFF))
-        largest = arith.maxui(largest, magnitude)
-    largest = arith.maximumf(arith.bitcast(lanes.f32(), lanes.warp_max(largest)), lanes.real(1e-20))
+    largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for v in x])
+    largest = arith.bitcast(lanes.f32(), lanes.warp_max(arith.bitcast(lanes.i32(), largest)))
+    largest = arith.maximumf(largest, lanes.real(1e-20))
     top = 2 ** (bits - 1) - 1
-    inverse = arith.divf(lanes.real(top), largest)
+    inverse = arith.mulf(lanes.real(top), lanes.reciprocal(largest))
     q = [lanes.round_to_integer(arith.mulf(v, inverse)) for v in x]
     total = functools.reduce(arith.addi, q)
     # Word t of plane p is bit p of the lanes' q[t]. Transposed, lane 8 t + p holds it; lane 4 p + t wants it.
@@ -376,9 +395,6 @@ def _quantize(x, lane, bits: int):
     source = lanes.to_integer(arith.addi(arith.muli(t, lanes.index(8)), p))
     planes = []
     for byte in range(bits // 8):
-        packed = lanes.integer(0)
-        for i, value in enumerate(q):
-            low = arith.andi(arith.shrui(value, lanes.integer(8 * byte)), lanes.integer(255))
-            packed = arith.ori(packed, arith.shli(low, lanes.integer(8 * i)))
+        packed = lanes.packed_bytes(q, byte)
         planes.append(lanes.from_lane(lanes.transposed_bits(packed, lane), source))
     return planes, arith.mulf(largest, lanes.real(1 / top)), arith.sitofp(lanes.f32(), lanes.warp_sum(total))

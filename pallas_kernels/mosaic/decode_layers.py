@@ -1,21 +1,23 @@
-"""All layers of a decode step in one launch: a block on each multiprocessor, a grid barrier between phases.
+"""All layers of a decode step in one launch, a block on each multiprocessor.
 
 A chain of small kernels waits at every link for its launch, then for its first weights. Here each block keeps
 its share of a whole layer's weights in shared memory, and asks for the next layer's share of a phase as soon
 as that phase is done: weights are there before the activations that they wait for.
 
-    x -> [norm, qkv] -> qkv -> [attention] -> out -> [o + x] -> x -> [norm, gate, up, SwiGLU] -> h -> [down + x] -> x
+    x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
 
 Each [phase] is the one of bit_gemv.py or decode_attention.py. A block has the same tiles of a phase in every
-layer; what a phase needs besides activations (gammas, residual, first keys and values) is on its way while
-the block waits at the barrier. Barriers are counters in global memory, one for each layer and phase, which
-only the blocks that have a share of the phase count up:
+layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
+for them.
 
-    block:  write its outputs -> block barrier -> counter + 1 (release)
-    next:   one thread polls the counter (acquire) -> block barrier -> read
+Activations go from block to block through `mail` in global memory, a place for each of a layer's vectors.
+There is no barrier: each word has a tag of 2 bits, which says of which layer it is (lanes.store_tagged). A
+reader asks for its words again until all have the tag that it wants, so that an activation is on its way to
+its reader as soon as it is written, where a barrier would wait for the slowest write, count, and then read.
+The residual stream itself stays exact with the block that adds to it; `mail` has what the others see of it.
 
-Activations go through global memory (the L2 cache): x, qkv, out and h, one buffer each. No phase overwrites
-what another may still read: between a buffer's readers and its next writers lie at least two barriers.
+No word is written while somebody may still read it: a block writes a vector only when it has read all of a
+later one, of which each part was made by somebody who had read all of that vector before.
 """
 
 import dataclasses
@@ -31,6 +33,7 @@ from pallas_kernels.mosaic.bit_gemv import GROUP, Place, Product
 from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Arrays, Attention
 
 PHASES = 5  # qkv, attention, o, gate and up, down
+X, QKV, OUT, HIDDEN = range(4)  # the vectors of a layer
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
 MOST_SHARED_BYTES = 227 * 1024  # of a block, on compute capability 9.0
@@ -93,11 +96,20 @@ class Shapes:
         return sum(_bytes(p, p.tiles) * p.matrices for p in self.products().values())
 
     @property
+    def scratch(self) -> int:
+        """float32 of shared memory for the phases, in turn."""
+        return max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+
+    @property
     def shared_bytes(self) -> int:
         """Of shared memory in all."""
-        attention = self.attention(1, 1, False, False)
-        scratch = max(attention.scratch, *(p.scratch for p in self.products().values()))
-        return self.weight_bytes + 4 * scratch + 8 * PHASES
+        return self.weight_bytes + 4 * self.scratch + 8 * PHASES
+
+    def vectors(self) -> tuple[int, int, int, int]:
+        """Widths of what `mail` holds for each row: x, qkv, attention's output, the feed-forward's hidden
+        vector."""
+        p = self.products()
+        return p[4].n_tiles * 16, p[0].n_tiles * 16, p[2].columns, p[3].n_tiles * 16
 
 
 def _bytes(p: Product, tiles: int) -> int:
@@ -134,40 +146,37 @@ def decode_layers(
     """
     products = shapes.products()
     layers = weights[0][0].shape[0]
-    page_size = k_pages.shape[2]
-    attention = shapes.attention(page_size, block_table.shape[1], head_norms is not None, interleaved)
+    attention = shapes.attention(k_pages.shape[2], block_table.shape[1], head_norms is not None, interleaved)
     pad = lambda a, p: jnp.pad(a, ((0, 0), (0, p.n_tiles * 16 - a.shape[1])))  # noqa: E731
-    x_ref = jax.new_ref(pad(x, products[4]))
+    x = pad(x, products[4])
+    first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | _tag(0)
+    mail = jnp.zeros(shapes.rows * sum(shapes.vectors()[1:]), jnp.int32)
+    x_ref, mail_ref = jax.new_ref(x), jax.new_ref(jnp.concatenate([first.reshape(-1), mail]))
     keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    arrivals = jax.new_ref(jnp.zeros(layers * PHASES + 1, jnp.int32))
     finished = jax.new_ref(jnp.zeros(shapes.rows * shapes.kv_heads, jnp.int32))
-    scratch = max(attention.scratch, *(p.scratch for p in products.values()))
-    buffer = lambda n: jax.ShapeDtypeStruct((shapes.rows, n), jnp.float32)  # noqa: E731
     kernel = plgpu.kernel(
-        functools.partial(
-            _body, shapes=shapes, attention=attention, layers=layers, biased=bias is not None
-        ),
-        out_type=(
-            buffer(products[0].n_tiles * 16),
-            buffer(shapes.heads * shapes.head_dim),
-            buffer(products[3].n_tiles * 16),
-            *attention.partials(),
-        ),
+        functools.partial(_body, shapes=shapes, attention=attention, layers=layers, biased=bias is not None),
+        out_type=attention.partials(),
         grid=(shapes.blocks,),
         grid_names=("block",),
         num_threads=THREADS // 128,
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((shapes.weight_bytes // 4,), jnp.int32),
-            plgpu.SMEM((scratch,), jnp.float32),
+            plgpu.SMEM((shapes.scratch,), jnp.float32),
             plgpu.SMEM((2 * PHASES,), jnp.int32),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     operands = [a for pair in weights for a in pair] + [*norms, *(head_norms or ())]
     operands += [pad(bias, products[0])] if bias is not None else []
-    kernel(*operands, *rotation, positions, block_table, x_ref, keys, values, arrivals, finished)
+    kernel(*operands, *rotation, positions, block_table, x_ref, mail_ref, keys, values, finished)
     return jax.freeze(x_ref)[:, : shapes.hidden], jax.freeze(keys), jax.freeze(values)
+
+
+def _tag(write):
+    """Of the write-th contents of a place in `mail`, which begins as zeros."""
+    return write % 3 + 1
 
 
 def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool):
@@ -181,17 +190,16 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         attn_norm, ffn_norm = take(2)
         q_gamma, k_gamma = take(2) if attention.normed else (None, None)
         bias = take(1)[0] if biased else None
-        cos, sin, positions, table, x, keys, values, arrivals, finished = take(9)
-        qkv, out, h, partial, max_sum = take(5)
+        cos, sin, positions, table, x, mail, keys, values, finished, partial, max_sum = take(11)
         weights_smem, scratch_smem, mbarriers = take(3)
 
         weight_gmem = {0: [qkv_w], 2: [o_w], 3: [gate_w, up_w], 4: [down_w]}
-        inputs = {0: x, 2: out, 3: x, 4: h}
-        widths = {0: products[4].n_tiles * 16, 2: products[2].columns, 3: products[4].n_tiles * 16,
-                  4: products[3].n_tiles * 16}  # fmt: skip
-        outputs = {0: qkv, 2: x, 3: h, 4: x}
         gammas = {0: attn_norm, 3: ffn_norm}
-        # Blocks that have a share of a phase, which the next one waits for.
+        widths = shapes.vectors()
+        begins = [shapes.rows * sum(widths[:i]) for i in range(len(widths))]  # of each vector in `mail`
+        reads = {0: X, 1: QKV, 2: OUT, 3: X, 4: HIDDEN}
+        writes = {0: QKV, 1: OUT, 2: X, 3: HIDDEN, 4: X}
+        # Blocks that have a share of a phase.
         taking_part = {i: -(-p.n_tiles // p.tiles) for i, p in products.items()} | {1: attention.blocks}
 
         block, thread = lanes.block(), lanes.thread()
@@ -230,40 +238,48 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
                     destination = arith.addi(weights_address, lanes.integer(at))
                     lanes.copy_to_shared(destination, ref, source, size_, mbarrier(i))
 
-        def wait_for_phase(i, layer):
-            """Until the phase before i has been done by all its blocks."""
-            with lanes.when(lanes.is_equal(thread, lanes.index(0))):
-                at = arith.addi(arith.muli(layer, lanes.index(PHASES)), lanes.index(i))
-                blocks = lanes.integer(taking_part[(i - 1) % PHASES])
-                if i == 0:  # the first layer's x was there before the launch
-                    first = lanes.is_equal(layer, lanes.index(0))
-                    blocks = arith.select(first, lanes.integer(0), blocks)
-                lanes.wait_for(arrivals, at, blocks)
-            lanes.block_barrier()
+        def tag(layer, vector, i):
+            """Of what phase i of a layer reads or writes: x is written twice a layer."""
+            write = layer
+            if vector == X:
+                write = arith.addi(
+                    arith.muli(layer, lanes.index(2)), lanes.index({0: 0, 2: 1, 3: 1, 4: 2}[i])
+                )
+            return lanes.to_integer(arith.addi(arith.remui(write, lanes.index(3)), lanes.index(1)))
 
-        def done(i, layer):
-            lanes.block_barrier()
-            with lanes.when(lanes.is_equal(thread, lanes.index(0))):
-                at = arith.addi(arith.muli(layer, lanes.index(PHASES)), lanes.index(i + 1))
-                lanes.arrive(arrivals, at)
+        def in_mail(vector, row, column):
+            first = arith.addi(arith.muli(row, lanes.index(widths[vector])), lanes.index(begins[vector]))
+            return arith.addi(first, column)
+
+        def receive(i, layer, row, columns, count):
+            wanted = [((in_mail(reads[i], row, at), constant), count) for at, constant in columns]
+            return lanes.load_tagged(mail, wanted, tag(layer, reads[i], i))
+
+        def send(i, layer, y, row, n):
+            lanes.store_tagged(y, mail, in_mail(writes[i], row, n), tag(layer, writes[i], i))
 
         def product(i, layer):
             p, me = products[i], places[i]
-            gamma = p.gather(me, lambda column: lanes.load(gammas[i], layer, column), p.normed)
-            wait_for_phase(i, layer)
-
-            def x_of(row):
-                first = lanes.index(row * widths[i])
-                return p.gather(
-                    me, lambda column: lanes.load_written_by_others(inputs[i], arith.addi(first, column))
+            gamma = {}
+            if p.normed:
+                gamma = p.gather(
+                    me, lambda columns: [lanes.load(gammas[i], layer, lanes.plus(*n)) for n in columns]
                 )
+
+            mine = p.my_outputs(me, first_tile[i], lanes.index(p.n_tiles))
+            inside = lambda n: arith.minui(n, lanes.index(16 * p.n_tiles - 1))  # noqa: E731
+            added = []  # the residual, which is this block's own, or the bias
+            if i in (2, 4):
+                added = [lanes.load(x, row, inside(n)) for *_, row, _, n in mine]
+            elif i == 0 and biased:
+                added = [lanes.load(bias, layer, inside(n)) for *_, n in mine]
 
             def words(m, j, pair):
                 at = arith.addi(arith.muli(j, lanes.index(p.pairs)), pair)
-                at = arith.addi(arith.muli(at, lanes.index(PAIR_BYTES // 4)), arith.muli(me.lane, lanes.index(4)))
-                return lanes.load_vector(
-                    4, weights_smem, [arith.addi(at, lanes.index(region[i, m] // 4))]
+                at = arith.addi(
+                    arith.muli(at, lanes.index(PAIR_BYTES // 4)), arith.muli(me.lane, lanes.index(4))
                 )
+                return lanes.load_vector(4, weights_smem, [arith.addi(at, lanes.index(region[i, m] // 4))])
 
             def scales(m, j, group):
                 at = arith.addi(arith.muli(j, lanes.index(2 * p.pairs)), group)
@@ -274,7 +290,10 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             together = max(1, AT_ONCE // p.matrices)
             last = max(0, p.tiles - together)
             for row in range(p.rows):
-                quantized = p.quantize(me, x_of(row), gamma)
+                received = p.gather(
+                    me, lambda columns, row=row: receive(i, layer, lanes.index(row), columns, 1)
+                )
+                quantized = p.quantize(me, received, gamma)
                 p.store_squares(me, quantized, scratch_smem, row)
                 if row == 0:
                     lanes.mbarrier_wait(mbarrier(i), lanes.to_integer(arith.remui(layer, lanes.index(2))))
@@ -300,26 +319,26 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             with lanes.when(arith.andi(is_copier, more)):
                 request(i, arith.addi(layer, lanes.index(1)))
 
-            def store(row, n, y):
-                if i in (2, 4):  # x of these outputs was written by this block, or before the launch
-                    at = arith.addi(arith.muli(row, lanes.index(widths[0])), n)
-                    y = arith.addf(y, lanes.load_written_by_others(x, at))
-                if i == 0 and biased:
-                    y = arith.addf(y, lanes.load(bias, layer, n))
-                lanes.store(y, outputs[i], row, n)
+            def store(k, row, n, y):
+                if i in (2, 4):
+                    y = arith.addf(y, added[k])
+                    lanes.store(y, x, row, n)
+                elif added:
+                    y = arith.addf(y, added[k])
+                send(i, layer, y, row, n)
 
-            p.outputs(me, scratch_smem, first_tile[i], lanes.index(p.n_tiles), store)
-            done(i, layer)
+            p.outputs(me, scratch_smem, mine, store)
+            lanes.block_barrier()  # the next phase has the same scratch memory
 
         def attend(layer):
             arrays = Arrays(
-                qkv, cos, sin, positions, table, q_gamma, k_gamma, keys, values, finished, out, partial, max_sum
-            )
-            attention.run(
-                arrays, scratch_smem, layer, wait=lambda: wait_for_phase(1, layer),
-                qkv_width=products[0].n_tiles * 16,
+                lambda row, columns: receive(1, layer, row, columns, 4),
+                lambda y, row, n: send(1, layer, y, row, n),
+                cos, sin, positions, table, q_gamma, k_gamma, keys, values, finished, partial, max_sum,
             )  # fmt: skip
-            done(1, layer)
+            following = arith.minui(arith.addi(layer, lanes.index(1)), lanes.index(layers - 1))
+            attention.run(arrays, scratch_smem, layer, following)
+            lanes.block_barrier()
 
         with lanes.when(lanes.is_equal(thread, lanes.index(0))):
             for i in products:
