@@ -47,7 +47,8 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     y = bit_gemv(
         x.astype(jnp.float32).reshape(-1, x.shape[-1]),
         tuple((stack["words"], stack["scales"]) for stack in stacks),
-        jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer)]),
+        # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
+        jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer, -1)]),
         gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
         eps=eps,
         residual=residual,
@@ -79,7 +80,7 @@ def bit_gemv(
 
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   ((words, scales),) of W, or of G and U, tiled stacks as above
-    layers    int32 [2], the index into the weights' stacks and the one into gamma's
+    layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
@@ -260,8 +261,10 @@ class Product:
         return self.matrices * self.tiles * self.rows * self.warps * 16 + self.rows * self.warps
 
     def gather(self, me: Place, load: Callable) -> dict:
-        """{(p, h, i): value} of this lane's columns, bit `lane` of word i of each of its groups. load(columns)
-        loads all; a column is an index and a constant to be added."""
+        """{(p, h, i): value} of this lane's columns, bit `lane` of word i of each of its groups.
+
+        load(columns) loads them all; a column is an index and a constant to be added.
+        """
         columns = {
             (p, h, i): (arith.addi(arith.muli(base, lanes.index(GROUP)), me.lane), GROUP * more + 32 * i)
             for (p, h), (base, more) in me.x_group.items()

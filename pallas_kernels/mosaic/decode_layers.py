@@ -22,6 +22,8 @@ later one, of which each part was made by somebody who had read all of that vect
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +32,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes
 from pallas_kernels.mosaic.bit_gemv import GROUP, Place, Product
-from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Arrays, Attention
+from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Attention, Cache, Share
 
 PHASES = 5  # qkv, attention, o, gate and up, down
 X, QKV, OUT, HIDDEN = range(4)  # the vectors of a layer
@@ -61,8 +63,8 @@ class Shapes:
                 f"a block's share of a layer takes {self.shared_bytes} bytes of shared memory; "
                 f"there are {MOST_SHARED_BYTES}"
             )
-        if self.rows * self.kv_heads > self.blocks:
-            return f"{self.rows} rows of {self.kv_heads} KV heads are more than {self.blocks} multiprocessors"
+        if (owners := self.attention(1, 1, False, False).owners) > self.blocks:
+            return f"{owners} blocks for attention are more than {self.blocks} multiprocessors"
         return None
 
     def products(self) -> dict[int, Product]:
@@ -85,7 +87,7 @@ class Shapes:
 
     def attention(self, page_size: int, pages: int, normed: bool, interleaved: bool) -> Attention:
         return Attention(
-            rows=self.rows, kv_heads=self.kv_heads, heads=self.heads // self.kv_heads,
+            rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
             normed=normed, eps=self.eps, interleaved=interleaved,
         )  # fmt: skip
@@ -150,13 +152,12 @@ def decode_layers(
     pad = lambda a, p: jnp.pad(a, ((0, 0), (0, p.n_tiles * 16 - a.shape[1])))  # noqa: E731
     x = pad(x, products[4])
     first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | _tag(0)
-    mail = jnp.zeros(shapes.rows * sum(shapes.vectors()[1:]), jnp.int32)
+    mail = jnp.zeros(shapes.rows * sum(shapes.vectors()[1:]) + attention.partials, jnp.int32)
     x_ref, mail_ref = jax.new_ref(x), jax.new_ref(jnp.concatenate([first.reshape(-1), mail]))
     keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    finished = jax.new_ref(jnp.zeros(shapes.rows * shapes.kv_heads, jnp.int32))
     kernel = plgpu.kernel(
         functools.partial(_body, shapes=shapes, attention=attention, layers=layers, biased=bias is not None),
-        out_type=attention.partials(),
+        out_type=(),
         grid=(shapes.blocks,),
         grid_names=("block",),
         num_threads=THREADS // 128,
@@ -170,7 +171,7 @@ def decode_layers(
     )
     operands = [a for pair in weights for a in pair] + [*norms, *(head_norms or ())]
     operands += [pad(bias, products[0])] if bias is not None else []
-    kernel(*operands, *rotation, positions, block_table, x_ref, mail_ref, keys, values, finished)
+    kernel(*operands, *rotation, positions, block_table, x_ref, mail_ref, keys, values)
     return jax.freeze(x_ref)[:, : shapes.hidden], jax.freeze(keys), jax.freeze(values)
 
 
@@ -190,7 +191,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         attn_norm, ffn_norm = take(2)
         q_gamma, k_gamma = take(2) if attention.normed else (None, None)
         bias = take(1)[0] if biased else None
-        cos, sin, positions, table, x, mail, keys, values, finished, partial, max_sum = take(11)
+        cos, sin, positions, table, x, mail, keys, values = take(8)
         weights_smem, scratch_smem, mbarriers = take(3)
 
         weight_gmem = {0: [qkv_w], 2: [o_w], 3: [gate_w, up_w], 4: [down_w]}
@@ -202,18 +203,19 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         # Blocks that have a share of a phase.
         taking_part = {i: -(-p.n_tiles // p.tiles) for i, p in products.items()} | {1: attention.blocks}
 
-        block, thread = lanes.block(), lanes.thread()
         weights_address, mbarrier_address = (lanes.shared_address(r) for r in (weights_smem, mbarriers))
-        first_tile = {i: arith.muli(block, lanes.index(p.tiles)) for i, p in products.items()}
-        places, region, offset = {}, {}, 0  # region: byte offset of a matrix's words in shared memory
+
+        def first_tile(i):
+            return arith.muli(lanes.block(), lanes.index(products[i].tiles))
+
+        region, offset = {}, 0  # region: byte offset of a matrix's words in shared memory
         for i, p in products.items():
-            places[i] = Place.of(p)
             for m in range(p.matrices):
                 region[i, m] = offset
                 offset += _bytes(p, p.tiles)
 
         def takes_part(i):
-            return lanes.is_below(block, lanes.index(taking_part[i]))
+            return lanes.is_below(lanes.block(), lanes.index(taking_part[i]))
 
         def mbarrier(i):
             return arith.addi(mbarrier_address, lanes.integer(8 * i))
@@ -221,14 +223,14 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         def request(i, layer):
             """By one thread: a layer's weights of phase i into shared memory."""
             p = products[i]
-            left = arith.subi(lanes.index(p.n_tiles), first_tile[i])
+            left = arith.subi(lanes.index(p.n_tiles), first_tile(i))
             tiles = arith.minui(left, lanes.index(p.tiles))
             size = lambda each: lanes.to_integer(arith.muli(tiles, lanes.index(p.pairs * each)))  # noqa: E731
             words, scales = size(PAIR_BYTES), size(SCALE_BYTES)
             lanes.mbarrier_expect(
                 mbarrier(i), arith.muli(arith.addi(words, scales), lanes.integer(p.matrices))
             )
-            tile = arith.addi(arith.muli(layer, lanes.index(p.n_tiles)), first_tile[i])
+            tile = arith.addi(arith.muli(layer, lanes.index(p.n_tiles)), first_tile(i))
             for m, (words_gmem, scales_gmem) in enumerate(weight_gmem[i]):
                 for ref, size_, each, at in (
                     (words_gmem, words, PAIR_BYTES, region[i, m]),
@@ -259,18 +261,19 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             lanes.store_tagged(y, mail, in_mail(writes[i], row, n), tag(layer, writes[i], i))
 
         def product(i, layer):
-            p, me = products[i], places[i]
+            p, me = products[i], Place.of(products[i])
             gamma = {}
             if p.normed:
                 gamma = p.gather(
                     me, lambda columns: [lanes.load(gammas[i], layer, lanes.plus(*n)) for n in columns]
                 )
 
-            mine = p.my_outputs(me, first_tile[i], lanes.index(p.n_tiles))
+            mine = p.my_outputs(me, first_tile(i), lanes.index(p.n_tiles))
             inside = lambda n: arith.minui(n, lanes.index(16 * p.n_tiles - 1))  # noqa: E731
             added = []  # the residual, which is this block's own, or the bias
             if i in (2, 4):
-                added = [lanes.load(x, row, inside(n)) for *_, row, _, n in mine]
+                own = lambda row, n: arith.addi(arith.muli(row, lanes.index(widths[X])), inside(n))  # noqa: E731
+                added = [lanes.load_written_by_others(x, own(row, n)) for *_, row, _, n in mine]
             elif i == 0 and biased:
                 added = [lanes.load(bias, layer, inside(n)) for *_, n in mine]
 
@@ -315,7 +318,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
                 lanes.loop(lanes.index(0), lanes.index(p.tiles), lanes.index(together), [], some_tiles)
             lanes.block_barrier()
             more = lanes.is_below(layer, lanes.index(layers - 1))
-            is_copier = lanes.is_equal(thread, lanes.index(THREADS - 32))
+            is_copier = lanes.is_equal(me.thread, lanes.index(THREADS - 32))
             with lanes.when(arith.andi(is_copier, more)):
                 request(i, arith.addi(layer, lanes.index(1)))
 
@@ -330,17 +333,20 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             p.outputs(me, scratch_smem, mine, store)
             lanes.block_barrier()  # the next phase has the same scratch memory
 
+        cache = Cache(keys, values, table, positions, cos, sin, q_gamma, k_gamma)
+        share = attention.share(cache)
+
         def attend(layer):
-            arrays = Arrays(
-                lambda row, columns: receive(1, layer, row, columns, 4),
-                lambda y, row, n: send(1, layer, y, row, n),
-                cos, sin, positions, table, q_gamma, k_gamma, keys, values, finished, partial, max_sum,
+            attention.run(
+                cache, share, layer, scratch_smem,
+                load_qkv=lambda row, columns: receive(1, layer, row, columns, 4),
+                store_out=lambda y, row, n: send(1, layer, y, row, n),
+                exchange=BetweenSplits(mail, shapes.rows * sum(widths), tag(layer, OUT, 1)),
+                next_layer=arith.minui(arith.addi(layer, lanes.index(1)), lanes.index(layers - 1)),
             )  # fmt: skip
-            following = arith.minui(arith.addi(layer, lanes.index(1)), lanes.index(layers - 1))
-            attention.run(arrays, scratch_smem, layer, following)
             lanes.block_barrier()
 
-        with lanes.when(lanes.is_equal(thread, lanes.index(0))):
+        with lanes.when(lanes.is_equal(lanes.thread(), lanes.index(0))):
             for i in products:
                 lanes.mbarrier_init(mbarrier(i))
             for i in products:
@@ -357,3 +363,23 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         lanes.loop(lanes.index(0), lanes.index(layers), lanes.index(1), [], one_layer)
 
     kernel(*refs)
+
+
+@dataclasses.dataclass(frozen=True)
+class BetweenSplits:
+    """Splits of a row's attention exchange by `mail`, and each of them combines its part of the outputs."""
+
+    mail: Any
+    begin: int
+    tag: Any
+
+    def send(self, at, value):
+        lanes.store_tagged(value, self.mail, lanes.plus(at, self.begin), self.tag)
+
+    def collect(self, share: Share, use: Callable):
+        use(
+            lambda i: lanes.is_equal(arith.remui(i, share.splits), share.split),
+            lambda places: lanes.load_tagged(
+                self.mail, [((at, constant + self.begin), 1) for at, constant in places], self.tag
+            ),
+        )

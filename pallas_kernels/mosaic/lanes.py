@@ -34,6 +34,13 @@ def plus(value, constant: int):
     return arith.addi(value, index(constant)) if constant else value
 
 
+def sum_of(base, *terms):
+    """An index plus a sum of indices times constants: (index, constant) pairs."""
+    for term, factor in terms:
+        base = arith.addi(base, arith.muli(term, index(factor)) if factor != 1 else term)
+    return base
+
+
 def to_integer(value):
     return arith.index_cast(i32(), value)
 
@@ -43,11 +50,19 @@ def to_index(value):
 
 
 def thread() -> ir.Value:
-    return gpu.thread_id(gpu.Dimension.x)
+    """Number of this thread in its block. Read anew at each call: what is computed from it is not kept in
+    registers from one phase of a kernel to the next."""
+    return _special("%tid.x")
 
 
 def block() -> ir.Value:
-    return gpu.block_id(gpu.Dimension.x)
+    """Number of this block, read anew at each call."""
+    return _special("%ctaid.x")
+
+
+def _special(name: str) -> ir.Value:
+    word = llvm.inline_asm(i32(), [], f"mov.u32 $0, {name};", "=r", has_side_effects=True)
+    return arith.index_castui(ir.IndexType.get(), word)
 
 
 def is_equal(a, b):
@@ -184,14 +199,20 @@ def from_lane(word, lane):
     )
 
 
-def as_stored(values, ref):
-    """A list of float32 rounded to what a ref of float32 or bfloat16 can hold."""
-    if ref.type.element_type == f32():
-        return values
+def stored(values, ref):
+    """A list of float32 as the vector of float32 or bfloat16 that a ref holds of them."""
     packed = vector.from_elements(ir.VectorType.get((len(values),), f32()), values)
-    packed = arith.truncf(ir.VectorType.get((len(values),), ref.type.element_type), packed)
-    packed = arith.extf(ir.VectorType.get((len(values),), f32()), packed)
-    return [element(packed, i) for i in range(len(values))]
+    if ref.type.element_type == f32():
+        return packed
+    return arith.truncf(ir.VectorType.get((len(values),), ref.type.element_type), packed)
+
+
+def vector_from_lane(x, lane):
+    """The vector of float32 or bfloat16 of another lane; `lane` is an index."""
+    kind = ir.VectorType(x.type)
+    as_words = _words(x)
+    there = [from_lane(word, to_integer(lane)) for word in as_words]
+    return vector.bitcast(kind, vector.from_elements(ir.VectorType.get((len(there),), i32()), there))
 
 
 def count_common_bits(a0, a1, b):
@@ -239,14 +260,13 @@ def split_pair(x, y):
     return [high, _narrowed(*rest)]
 
 
-def pairs(stored) -> list:
+def pairs(x) -> list:
     """Neighbours of a vector of float32 or bfloat16 as pairs of bfloat16: for each pair, the parts whose sum
     it is."""
-    kind = ir.VectorType(stored.type)
-    if kind.element_type == f32():
-        x = reals(stored)
+    if ir.VectorType(x.type).element_type == f32():
+        x = reals(x)
         return [split_pair(*two) for two in zip(x[::2], x[1::2], strict=True)]
-    return [[word] for word in _words(stored)]
+    return [[word] for word in _words(x)]
 
 
 def pairs_across(a, b) -> list:
@@ -266,10 +286,11 @@ def _narrowed(x, y):
     return ptx(i32(), [y, x], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")
 
 
-def _words(stored) -> list:
-    """A vector of bfloat16 as i32."""
-    count = ir.VectorType(stored.type).shape[0] // 2
-    as_words = vector.bitcast(ir.VectorType.get((count,), i32()), stored)
+def _words(x) -> list:
+    """A vector of float32, or of pairs of bfloat16, as i32."""
+    kind = ir.VectorType(x.type)
+    count = kind.shape[0] if kind.element_type == f32() else kind.shape[0] // 2
+    as_words = vector.bitcast(ir.VectorType.get((count,), i32()), x)
     return [element(as_words, i) for i in range(count)]
 
 
@@ -303,12 +324,12 @@ def load_stored(count: int, ref, indices):
     return vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
 
 
-def reals(stored) -> list:
+def reals(x) -> list:
     """A vector of float32 or bfloat16 as a list of float32."""
-    kind = ir.VectorType(stored.type)
+    kind = ir.VectorType(x.type)
     if kind.element_type != f32():
-        stored = arith.extf(ir.VectorType.get(kind.shape, f32()), stored)
-    return [element(stored, i) for i in range(kind.shape[0])]
+        x = arith.extf(ir.VectorType.get(kind.shape, f32()), x)
+    return [element(x, i) for i in range(kind.shape[0])]
 
 
 def load_reals(count: int, ref, indices):
@@ -316,12 +337,30 @@ def load_reals(count: int, ref, indices):
     return reals(load_stored(count, ref, indices))
 
 
+def load_either(count: int, condition, a, b, at) -> list:
+    """`count` (a multiple of 4) neighbouring float32 from element `at` of a where the condition holds, else
+    of b: refs that nobody writes."""
+    pointer = arith.select(condition, *(_pointer(ref, at, f32()) for ref in (a, b)))
+    out = []
+    for first in range(0, count, 4):
+        loaded = ptx(
+            llvm.StructType.get_literal([f32()] * 4),
+            [pointer],
+            f"ld.global.nc.v4.f32 {{$0,$1,$2,$3}}, [$4+{4 * first}];",
+            "=f,=f,=f,=f,l",
+        )
+        out += [llvm.extractvalue(f32(), loaded, [i]) for i in range(4)]
+    return out
+
+
+def store_stored(x, ref, indices):
+    """A vector of what a ref holds into neighbouring elements of it."""
+    vector.store(x, ref, indices)
+
+
 def store_reals(values, ref, indices):
     """A list of float32 into neighbouring float32 or bfloat16 of a ref."""
-    packed = vector.from_elements(ir.VectorType.get((len(values),), f32()), values)
-    if ref.type.element_type != f32():
-        packed = arith.truncf(ir.VectorType.get((len(values),), ref.type.element_type), packed)
-    vector.store(packed, ref, indices)
+    store_stored(stored(values, ref), ref, indices)
 
 
 def largest_of_warp(x, lanes: int = 32):
