@@ -119,7 +119,7 @@ class Share:
     split, splits
     length       keys before the new one; active: whether the row has a new one
     start, stop  of the split's keys, the new one among them
-    fetched      where this lane's first keys and values are: (whether to use them, page, slot)
+    page         of this warp's first keys, where pages have whole 16 keys
     """
 
     row: Any
@@ -131,6 +131,7 @@ class Share:
     active: Any
     start: Any
     stop: Any
+    page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,10 +228,14 @@ class Attention:
         splits = arith.minui(arith.ceildivui(keys, lanes.index(KEYS_PER_SPLIT)), lanes.index(self.splits))
         few = lanes.is_below(keys, lanes.index(KEYS_ALONE + 1))
         splits = arith.select(few, lanes.index(1), splits)
-        chunk = arith.ceildivui(keys, splits)
+        # In whole 16, so that a warp's keys are of one page.
+        chunk = arith.ceildivui(arith.ceildivui(keys, splits), lanes.index(KEYS))
+        chunk = arith.muli(chunk, lanes.index(KEYS))
         start = arith.minui(keys, arith.muli(split, chunk))
         stop = arith.minui(keys, arith.addi(start, chunk))
-        return Share(row, heads, owner, split, splits, length, active, start, stop)
+        base = arith.minui(lanes.sum_of(start, (arith.divui(lanes.thread(), lanes.index(32)), KEYS)), length)
+        page = lanes.load(cache.table, row, arith.divui(base, lanes.index(self.page_size)))
+        return Share(row, heads, owner, split, splits, length, active, start, stop, page)
 
     def run(self, cache: Cache, share: Share, layer, smem, load_qkv, store_out, exchange, next_layer=None):
         """A layer's share of this block.
@@ -246,10 +251,12 @@ class Attention:
             if next_layer is not None:
                 self._ask_for(cache, share, next_layer)
 
-    def _place(self, cache: Cache, share: Share, layer, j, part):
-        """Of element `part` of key j."""
+    def _place(self, cache: Cache, share: Share, layer, j, part, page=None):
+        """Of element `part` of key j, whose page may be known."""
         page_size = lanes.index(self.page_size)
-        page = lanes.to_index(lanes.load(cache.table, share.row, arith.divui(j, page_size)))
+        if page is None:
+            page = lanes.load(cache.table, share.row, arith.divui(j, page_size))
+        page = lanes.to_index(page)
         kv_head = arith.divui(share.heads, lanes.index(self.group // self.heads))
         return [layer, page, arith.remui(j, page_size), kv_head, part]
 
@@ -289,13 +296,20 @@ class Attention:
                 [plus(base, (t, 2), (lanes.index(i), 1)) for i in (0, 1, 8, 9)],
             )
 
-        def fetch(first):
-            """Keys and values as they are stored; key 0 where there is none, or it is the new one."""
-            stored = lambda j: arith.andi(lanes.is_below(j, share.stop), lanes.is_below(j, share.length))  # noqa: E731
-            there = lambda j: arith.select(stored(j), j, lanes.index(0))  # noqa: E731
+        def fetch(first, page=None):
+            """Keys and values as they are stored. Those that are not there are read from where they would be,
+            or from the last: what lies there is finite, and is not used."""
+            last = arith.maxui(share.length, lanes.index(1))
+            there = lambda j: arith.minui(j, arith.subi(last, lanes.index(1)))  # noqa: E731
             key_js, value_js = keys_of(first)
+            if self.page_size % KEYS == 0:
+                if page is None:
+                    base = there(plus(first, (warp, KEYS)))
+                    page = lanes.load(cache.table, share.row, arith.divui(base, lanes.index(self.page_size)))
+                there = lambda j: j  # noqa: E731
+            place = functools.partial(self._place, cache, share, layer, page=page)
             return [
-                lanes.load_stored(8, ref, place(there(j), part))
+                lanes.load_stored(8, ref, place(there(j), part=part))
                 for ref, js, parts in (
                     (cache.keys, key_js, key_part), (cache.values, value_js, value_part),
                 )
@@ -303,7 +317,10 @@ class Attention:
                 for part in parts
             ]  # fmt: skip
 
-        fetched = fetch(share.start)  # before q is asked for, which other blocks may still be making
+        first_page = share.page if self.page_size % KEYS == 0 else None
+        fetched = fetch(
+            share.start, first_page
+        )  # before q is asked for, which other blocks may still be making
 
         # The new token: lanes g have query head g, those behind the last the new key.
         heads = share.heads

@@ -1,8 +1,8 @@
 """All layers of a decode step in one launch, a block on each multiprocessor.
 
 A chain of small kernels waits at every link for its launch, then for its first weights. Here each block keeps
-its share of a whole layer's weights in shared memory, and asks for the next layer's share of a phase as soon
-as that phase is done: weights are there before the activations that they wait for.
+its share of a whole layer's weights in shared memory, and asks for the next layer's share of a phase when
+that phase is done: weights are there before the activations that they wait for.
 
     x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
 
@@ -220,25 +220,50 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         def mbarrier(i):
             return arith.addi(mbarrier_address, lanes.integer(8 * i))
 
-        def request(i, layer):
-            """By one thread: a layer's weights of phase i into shared memory."""
+        def request(i, layer, first=0, end=None):
+            """By one thread: a layer's weights of phase i into shared memory, or some of its tiles; with the
+            first tile, the bytes of all are announced."""
             p = products[i]
-            left = arith.subi(lanes.index(p.n_tiles), first_tile(i))
-            tiles = arith.minui(left, lanes.index(p.tiles))
-            size = lambda each: lanes.to_integer(arith.muli(tiles, lanes.index(p.pairs * each)))  # noqa: E731
-            words, scales = size(PAIR_BYTES), size(SCALE_BYTES)
-            lanes.mbarrier_expect(
-                mbarrier(i), arith.muli(arith.addi(words, scales), lanes.integer(p.matrices))
-            )
-            tile = arith.addi(arith.muli(layer, lanes.index(p.n_tiles)), first_tile(i))
-            for m, (words_gmem, scales_gmem) in enumerate(weight_gmem[i]):
-                for ref, size_, each, at in (
-                    (words_gmem, words, PAIR_BYTES, region[i, m]),
-                    (scales_gmem, scales, SCALE_BYTES, region[i, m] + p.tiles * p.pairs * PAIR_BYTES),
-                ):
-                    source = arith.muli(tile, lanes.index(p.pairs * each // 4))
-                    destination = arith.addi(weights_address, lanes.integer(at))
-                    lanes.copy_to_shared(destination, ref, source, size_, mbarrier(i))
+            end = p.tiles if end is None else end
+            if first == end:
+                return
+            there = arith.minui(arith.subi(lanes.index(p.n_tiles), first_tile(i)), lanes.index(p.tiles))
+            size = lambda tiles, each: lanes.to_integer(arith.muli(tiles, lanes.index(p.pairs * each)))  # noqa: E731
+            if first == 0:
+                lanes.mbarrier_expect(mbarrier(i), size(there, p.matrices * (PAIR_BYTES + SCALE_BYTES)))
+            tiles = arith.subi(arith.minui(there, lanes.index(end)), lanes.index(first))
+            tile = lanes.sum_of(first_tile(i), (layer, p.n_tiles), (lanes.index(first), 1))
+            with lanes.when(lanes.is_below(lanes.index(first), there)):
+                for m, (words_gmem, scales_gmem) in enumerate(weight_gmem[i]):
+                    begin = region[i, m]
+                    for ref, each, at in (
+                        (words_gmem, PAIR_BYTES, begin),
+                        (scales_gmem, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
+                    ):
+                        source = arith.muli(tile, lanes.index(p.pairs * each // 4))
+                        at += first * p.pairs * each
+                        destination = arith.addi(weights_address, lanes.integer(at))
+                        lanes.copy_to_shared(destination, ref, source, size(tiles, each), mbarrier(i))
+
+        def request_during(i, layer):
+            """By one thread, when the activations of phase i are there: what can be asked for, in parts that
+            are there before the next phase waits for activations. A wait during a copy takes three times as
+            long."""
+            most, half = -(-2 * products[3].tiles // 3), -(-products[4].tiles // 2)
+            parts = {
+                0: [(3, most, None), (4, 0, half)],
+                2: [(4, half, None)],
+                3: [(0, 0, None), (2, 0, None)],
+                4: [(3, 0, most)],
+            }[i]
+            following = i in (3, 4)  # the phases before are done, and are asked for the next layer
+            wanted = lanes.is_below(layer, lanes.index(layers - 1))
+            if not following:  # the first layer was asked for at once
+                wanted = arith.xori(lanes.is_equal(layer, lanes.index(0)), lanes.true())
+            with lanes.when(wanted):
+                for j, first, end in parts:
+                    with lanes.when(takes_part(j)):
+                        request(j, lanes.plus(layer, int(following)), first, end)
 
         def tag(layer, vector, i):
             """Of what phase i of a layer reads or writes: x is written twice a layer."""
@@ -296,6 +321,9 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
                 received = p.gather(
                     me, lambda columns, row=row: receive(i, layer, lanes.index(row), columns, 1)
                 )
+                if row == 0:
+                    with lanes.when(lanes.is_equal(me.thread, lanes.index(THREADS - 32))):
+                        request_during(i, layer)
                 quantized = p.quantize(me, received, gamma)
                 p.store_squares(me, quantized, scratch_smem, row)
                 if row == 0:
@@ -317,10 +345,6 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
 
                 lanes.loop(lanes.index(0), lanes.index(p.tiles), lanes.index(together), [], some_tiles)
             lanes.block_barrier()
-            more = lanes.is_below(layer, lanes.index(layers - 1))
-            is_copier = lanes.is_equal(me.thread, lanes.index(THREADS - 32))
-            with lanes.when(arith.andi(is_copier, more)):
-                request(i, arith.addi(layer, lanes.index(1)))
 
             def store(k, row, n, y):
                 if i in (2, 4):
@@ -358,6 +382,12 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             for i in range(PHASES):
                 with lanes.when(takes_part(i)):
                     attend(layer) if i == 1 else product(i, layer)
+                copies = arith.andi(
+                    arith.xori(takes_part(i), lanes.true()), lanes.is_equal(lanes.thread(), lanes.index(0))
+                )
+                if i != 1:
+                    with lanes.when(copies):
+                        request_during(i, layer)
             return carry
 
         lanes.loop(lanes.index(0), lanes.index(layers), lanes.index(1), [], one_layer)
