@@ -1,5 +1,6 @@
 """The benchmarks run anywhere, at a tiny size: their rows are complete and their checks hold."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -45,6 +46,29 @@ def test_a_table_is_for_people():
     lines = script("matvec", *TINY, "-m", "tiny-llama", "-f", "q4_k").splitlines()
     assert lines[0].startswith("| op | model | shape |") and len(lines) == 2 + 5
     assert len({line.count("|") for line in lines}) == 1
+
+
+def test_the_plot_takes_the_fastest_row_of_each_model_and_its_own_ceiling():
+    path = ROOT / "benchmarks" / "plot_ceiling.py"
+    spec = importlib.util.spec_from_file_location("plot_ceiling", path)
+    plot_ceiling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot_ceiling)
+    row = {
+        "model": "large",
+        "test": "tg128",
+        "tok_s": 100.0,
+        "gb_s": 50.0,
+        "ceiling_share": 0.25,
+        "commit": "a",
+    }
+    rows = [
+        *(row, row | {"tok_s": 200.0, "gb_s": 100.0, "ceiling_share": 0.5, "commit": "b"}),
+        row | {"test": "pp512", "ceiling_share": None},
+        row | {"model": "small", "gb_s": 10.0, "ceiling_share": 0.05},
+    ]
+    small, large = plot_ceiling.points(rows)
+    assert (small.model, small.bytes, small.ceiling) == ("small", 1e8, 2000.0)
+    assert (large.model, large.bytes, large.ceiling, large.commit) == ("large", 5e8, 400.0, "b")
 
 
 def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_kept(tmp_path):
