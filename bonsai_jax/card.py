@@ -110,10 +110,17 @@ def bandwidth() -> float:
 
 
 def impl_names(params: Params) -> str:
-    """The matmul implementations that these weights were loaded for: "xla", "mosaic+xla" where they
-    differ."""
+    """The matmul implementations that these weights were loaded for: "xla", "mosaic+xla" where they differ;
+    "mosaic:16" where kernels have 16 bits of activations and not 8."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    return "+".join(sorted({leaf.impl for leaf in leaves if isinstance(leaf, QTensor)}))
+    names = {
+        leaf.impl
+        if leaf.impl == "xla" or leaf.activation_bits == 8
+        else f"{leaf.impl}:{leaf.activation_bits}"
+        for leaf in leaves
+        if isinstance(leaf, QTensor)
+    }
+    return "+".join(sorted(names))
 
 
 def step_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:

@@ -1,6 +1,7 @@
 """llama.cpp, in this process, as an oracle for whole models: greedy tokens and the log-probabilities behind
 them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -31,17 +32,18 @@ class LlamaCpp:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
         self.server = xllamacpp.Server(params)
 
-    def greedy(self, prompt_ids: list[int], n: int, *, readable: int) -> dict:
+    def greedy(self, prompt_ids: list[int], n: int, *, readable: int, text: Sequence[int] = ()) -> dict:
         """The n tokens that greedy decoding draws after the prompt, also beyond an end token, with the 20
         likeliest behind each: a row for `agreement`.
 
         readable  id of any token whose text is whole characters. The server keeps back tokens that end within
                   a character, with their log-probabilities; so each step is a request for one token, biased
                   to be this one: the log-probabilities it reports are those before the bias.
+        text      tokens to go on with, as long as there are any, instead of those that decoding draws
         """
         ids = list(prompt_ids)
         top_ids, top_logprobs = [], []
-        for _ in range(n):
+        for i in range(n):
             request = {
                 "prompt": ids,
                 "max_tokens": 1,
@@ -54,7 +56,7 @@ class LlamaCpp:
             assert drawn["id"] == readable
             top_ids.append([t["id"] for t in drawn["top_logprobs"][:TOP]])
             top_logprobs.append([t["logprob"] for t in drawn["top_logprobs"][:TOP]])
-            ids.append(top_ids[-1][0])
+            ids.append(text[i] if i < len(text) else top_ids[-1][0])
         top_logprobs = np.array(top_logprobs).round(5).tolist()
         return {
             "prompt": prompt_ids,

@@ -11,9 +11,10 @@ import pytest
 from typer.testing import CliRunner
 
 import bonsai_jax as bj
-from bonsai_jax import bench
+from bonsai_jax import bench, card
 from bonsai_jax.cli import app, options
 from bonsai_jax.cli.chat import Conversation
+from pallas_kernels import QTensor
 
 ROOT = Path(__file__).parent.parent
 TINY = "synth:tiny-llama:q8_0"
@@ -134,6 +135,7 @@ def test_interrupt_ends_with_130(monkeypatch):
         (("generate", "-f", "BINARY", "-m", TINY), 1, "byte 0 is not UTF-8"),
         (("generate", "x", "-m", TINY, "--impl", "triton"), 1, "impl='triton' cannot run"),
         (("generate", "x", "-m", TINY, "--impl", "cuda"), 2, "'cuda' is not one of"),
+        (("generate", "x", "-m", TINY, "--activation-bits", 4), 2, "'4' is not one of"),
         (("generate", "x", "-m", TINY, "-n", 9999), 1, "exceed the context of"),
         (("generate", "x", "-m", TINY, "-c", 99999), 1, "context is 99999"),
         (("generate", "", "-m", TINY), 1, "the prompt is empty"),
@@ -271,6 +273,30 @@ def test_chat_goes_on_after_a_message_that_does_not_fit():
 
 
 # ---- inspect, bench, perplexity, env ----
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "perplexity"])
+def test_activation_bits_reach_the_run_config(command, monkeypatch, tmp_path):
+    seen = []
+
+    def load(checkpoint, run, **_):
+        seen.append(run.activation_bits)
+        raise ValueError("far enough")
+
+    monkeypatch.setattr(bj, "load", load)
+    monkeypatch.setattr(bj, "from_checkpoint", load)
+    (tmp_path / "text.txt").write_text("words")
+    arguments = {"generate": ["x"], "perplexity": ["-f", tmp_path / "text.txt"]}.get(command, [])
+    for bits in ([], ["--activation-bits", 16], ["--activation-bits", 8]):
+        assert run(command, *arguments, "-m", TINY, *bits).exit_code == 1
+    assert seen == [8, 16, 8]
+
+
+def test_rows_say_when_kernels_had_16_bits():
+    w = QTensor({}, "q1_0", (16, 256), impl="mosaic")
+    assert card.impl_names([w, w.replace(impl="xla")]) == "mosaic+xla"
+    wide = [w.replace(activation_bits=16), w.replace(impl="xla", activation_bits=16)]
+    assert card.impl_names(wide) == "mosaic:16+xla"
 
 
 def test_inspect_reads_no_weights(monkeypatch):

@@ -22,7 +22,7 @@ from pallas_kernels.qtensor import tile
 from tests.agreement import agreement, log_softmax
 from tests.kept_oracles import DATA, TINY
 from tests.test_decoding import *  # noqa: F403
-from tests.test_decoding import padded
+from tests.test_decoding import GREEDY, padded
 from tests.test_sampling import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
@@ -122,6 +122,49 @@ def test_the_1_bit_kernel_is_its_definition_on_its_own_codes(N, K, rows, kind, b
     np.testing.assert_array_equal(got[0], got[2])
 
 
+def single_bits(K: int) -> QTensor:
+    """Q1_0 weights whose products give activations away: for each group of 128 columns, which alone has a
+    scale (1), a row without a bit and a row for each column, with that bit only.
+
+    y[bit k] - y[no bit] = (2 q_k - total) s - (0 - total) s = 2 s q_k
+    """
+    groups = K // 128
+    d = np.repeat(np.eye(groups, dtype=np.float16), 129, axis=0)
+    qs = np.zeros((groups, 129, groups, 16), np.uint8)
+    for k in range(128):
+        qs[np.arange(groups), 1 + k, np.arange(groups), k // 8] = 1 << k % 8
+    fields = {"d": jnp.asarray(d), "qs": jnp.asarray(qs.reshape(-1, groups, 16))}
+    return QTensor(fields, "q1_0", (groups * 129, K))
+
+
+def codes_in(y: np.ndarray, step: np.ndarray) -> np.ndarray:
+    """Codes [rows, groups, 128] from products with `single_bits` and each group's step [rows, groups, 1]."""
+    y = y.astype(np.float64).reshape(len(y), -1, 129)
+    return (y[:, :, 1:] - y[:, :, :1]) / (2 * step)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize(("K", "normed"), [(4096, False), (4096, True), (896, True), (9728, False)])
+def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, bits):
+    """q = round(x top / absmax) in float32; at most one in 1e4 may be off, and by one."""
+    rng = np.random.default_rng(K + bits)
+    x = rng.standard_normal((8, K)).astype(np.float32)
+    x[:, rng.integers(0, K, 20)] *= 30  # a few outliers, as real activations have
+    gamma = rng.uniform(0.5, 2, (1, K)).astype(np.float32)
+    codes = (x * gamma if normed else x).reshape(8, -1, 128)
+    largest, top = np.abs(codes).max(-1, keepdims=True), np.float32(2 ** (bits - 1) - 1)
+    want = np.rint(codes * (top / largest))
+    norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + 1e-6) if normed else np.ones(8)
+    w = tile(single_bits(K)).replace(activation_bits=bits)
+    norms = {"gamma": jnp.asarray(gamma[0]), "eps": 1e-6} if normed else {}
+    y = np.asarray(jax.jit(lambda x: matmul(x, w, **norms))(x))
+    found = codes_in(y, norm[:, None, None] * largest.astype(np.float64) / top)
+    assert np.abs(found - np.rint(found)).max() < 0.1  # the difference gives whole numbers
+    off = np.abs(np.rint(found) - want)
+    print(f"{K} columns, {bits} bits: {(off > 0).sum()} of {off.size} codes differ")
+    assert off.max() <= 1 and (off > 0).mean() <= 1e-4
+
+
 @pytest.mark.parametrize(
     ("H", "Hkv", "D", "B", "pages", "dtype", "interleaved", "normed"),
     [
@@ -191,6 +234,57 @@ def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit):
     kl = (np.exp(p) * (p - q)).sum(-1).mean()
     print(f"{name}, {bits} bits: KL {kl:.2e}")
     assert 0 < kl < limit
+
+
+NEAR_TIE = 0.01  # nats between two tokens, below which either may come first
+
+
+def greedy_by_steps(model, ids, n):
+    """n greedy tokens behind a prompt that is read by decode steps, one token each."""
+    state = bj.new_state(model, 1, 256, GREEDY, n, ignore_eos=True)
+    for token in ids:
+        state = state.replace(tokens=jnp.array([token], jnp.int32), remaining=jnp.array([n], jnp.int32))
+        state, _ = core.decode_jit(model.params, state, model.config, limit=1, size=1)
+    first = int(state.tokens[0])
+    _, rest = core.decode_jit(model.params, state, model.config, limit=n - 1, size=n - 1)
+    return [first, *np.asarray(rest)[0].tolist()]
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("length", [1, 17, 40, 100])
+def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits):
+    """Prefill runs the exact definitions, steps run kernels: near-ties aside, the same greedy tokens."""
+    model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(activation_bits=bits))
+    assert model.params.layers.wqkv[0].parts[0].impl == "mosaic"
+    ids = np.random.default_rng(length).integers(0, 256, length).tolist()
+    at_once = bj.generate(model, [ids], max_new_tokens=48, sampling=GREEDY, ignore_eos=True)[0].tokens
+    by_steps = greedy_by_steps(model, ids, 48)
+    at = next((i for i in range(48) if at_once[i] != by_steps[i]), None)
+    print(f"{length} tokens, {bits} bits: first difference at {at}")
+    if at is not None:
+        log_p = step_log_p(model, ids + by_steps[:at])[-1]
+        gap = abs(log_p[at_once[at]] - log_p[by_steps[at]])
+        assert gap < NEAR_TIE, f"token {at} differs, {gap:.3f} nats apart"
+
+
+def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
+    """At a fixed number of rows; other rows differ in prompt, length, seed and end."""
+    model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(page_size=16))
+    assert model.params.layers.wqkv[0].parts[0].impl == "mosaic"
+    draw = lambda n, seed: np.random.default_rng(seed).integers(0, 256, n).tolist()  # noqa: E731
+    mine, runs = draw(20, 5), []
+    for seed, lengths, limits in ((6, (3, 31), (32, 32)), (7, (32, 18), (2, 9)), (8, (1, 1), (1, 32))):
+        prompts = [draw(lengths[0], seed), mine, draw(lengths[1], seed + 10)]
+        sampling = [bj.SamplingParams(seed=s) for s in (seed, 1, seed + 1)]
+        new = [limits[0], 32, limits[1]]
+        state = bj.new_state(model, 3, 256, sampling, new, ignore_eos=True)
+        state = core.prefill_jit(model.params, state, *padded(prompts, 32), model.config)
+        state, drawn = core.decode_jit(model.params, state, model.config, limit=24, size=24)
+        pages = state.cache.block_table[1]
+        runs.append((drawn[1], state.cache.k[:, pages], state.cache.v[:, pages]))
+    for other in runs[1:]:
+        for one, another in zip(runs[0], other, strict=True):
+            np.testing.assert_array_equal(one, another)
 
 
 def test_kernel_steps_update_the_cache_in_place():

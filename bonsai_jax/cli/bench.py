@@ -36,6 +36,7 @@ def command(
     impl: options.Impl = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
+    activation_bits: options.ActivationBits = "8",
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -53,7 +54,13 @@ def command(
     from checkpoints import open_checkpoint
 
     context = max(sizes[0] + sizes[1]) + max(sizes[2])
-    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    run = options.run_config(
+        impl=impl,
+        context=context,
+        weights=weights,
+        cache_dtype=cache_dtype,
+        activation_bits=activation_bits,
+    )
     checkpoint = open_checkpoint(model or options.demo_model(), offline=offline)
     with options.progress("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, progress=update)

@@ -209,6 +209,7 @@ def command(
     impl: options.Impl = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
+    activation_bits: options.ActivationBits = "8",
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -223,7 +224,13 @@ def command(
         frequency=frequency_penalty,
         seed=seed,
     )
-    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    run = options.run_config(
+        impl=impl,
+        context=context,
+        weights=weights,
+        cache_dtype=cache_dtype,
+        activation_bits=activation_bits,
+    )
     loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")

@@ -43,6 +43,7 @@ def command(
     impl: options.Impl = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
+    activation_bits: options.ActivationBits = "8",
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -74,7 +75,13 @@ def command(
     )
 
     began = time.perf_counter()
-    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    run = options.run_config(
+        impl=impl,
+        context=context,
+        weights=weights,
+        cache_dtype=cache_dtype,
+        activation_bits=activation_bits,
+    )
     loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
     load_s = time.perf_counter() - began
 

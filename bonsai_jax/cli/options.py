@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Impls = Literal["auto", "xla", "mosaic", "triton"]
 Holdings = Literal["auto", "packed", "decoded"]
 CacheTypes = Literal["float32", "bfloat16"] | None
+Bits = Literal["8", "16"]  # typer has choices of text only
 
 ModelName = Annotated[
     str | None,
@@ -40,6 +41,10 @@ Weights = Annotated[
 CacheType = Annotated[
     CacheTypes,
     typer.Option("--cache-dtype", help="Of keys and values; float32 on CPU, bfloat16 on GPU."),
+]
+ActivationBits = Annotated[
+    Bits,
+    typer.Option("--activation-bits", help="To which kernels may round activations; 16 is nearly exact."),
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never ask the network for user/repo.")]
 NoCompileCache = Annotated[
@@ -107,11 +112,20 @@ def sampling(
     )
 
 
-def run_config(*, context: int, impl: Impls, weights: Holdings, cache_dtype: CacheTypes) -> "RunConfig":
+def run_config(
+    *, context: int, impl: Impls, weights: Holdings, cache_dtype: CacheTypes, activation_bits: Bits = "8"
+) -> "RunConfig":
     """How the command line runs a model: one row."""
     from bonsai_jax import RunConfig
 
-    return RunConfig(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype, rows=1)
+    return RunConfig(
+        impl=impl,
+        context=context,
+        weights=weights,
+        cache_dtype=cache_dtype,
+        activation_bits=16 if activation_bits == "16" else 8,
+        rows=1,
+    )
 
 
 def load(

@@ -1,0 +1,102 @@
+"""Attention of a decode step, alone: QK-norm, rope, cache write and attention over pages.
+
+    uv run python benchmarks/decode_attention.py [-m bonsai-8b,bonsai-4b,bonsai-1.7b] [--keys 128,2048,8192]
+
+Chained over the layers of one cache, which each call updates in place: a layer waits for the one before
+because the pages go through all of them. Pages are in random order. `keys` counts the new token's. The bytes
+are those of the keys and values that are visible, read once; the speed of light reads the same pages.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import one_op
+
+from bonsai_jax import ModelConfig, architectures
+from checkpoints import open_checkpoint
+from pallas_kernels import attend, dispatch
+
+EPS = 1e-6
+LIMITS = {"float32": 1e-5, "bfloat16": 5e-3}  # the new key and value are rounded to the cache's type
+
+
+def measure_one(
+    arguments: argparse.Namespace, model: str, config: ModelConfig, rows: int, keys: int
+) -> one_op.Row:
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    impl = dispatch.choose(dispatch.Problem("attention", dispatch.platform(), shape=heads))
+    page_size, dtype = arguments.page_size, jnp.dtype(arguments.cache_dtype)
+    if keys % page_size:
+        raise SystemExit(f"--keys {keys} is no multiple of the page size of {page_size}")
+    moved = 2 * rows * keys * config.kv_width * dtype.itemsize
+    layers = one_op.layers_for(arguments, moved)
+    pages = rows * keys // page_size
+
+    draw = iter(jax.random.split(jax.random.key(0), 5))
+    shape = (layers, pages, page_size, config.num_kv_heads, config.head_dim)
+    k_pages, v_pages = (jax.random.normal(next(draw), shape, dtype) for _ in range(2))
+    qkv = jax.random.normal(next(draw), (rows, 1, config.q_width + 2 * config.kv_width))
+    table = jax.random.permutation(next(draw), pages).reshape(rows, -1).astype(jnp.int32)
+    gammas = None, None
+    if config.architecture == "qwen3":
+        both = jax.random.split(next(draw))
+        gammas = tuple(1 + 0.1 * jax.random.normal(key, (layers, config.head_dim)) for key in both)
+    positions = jnp.full((rows, 1), keys - 1, jnp.int32)
+    angle = positions[..., None] * config.rope.base ** (-jnp.arange(config.rope_pairs) / config.rope_pairs)
+    rest = {
+        "rotation": (jnp.cos(angle), jnp.sin(angle)),
+        "interleaved": config.rope.interleaved,
+        "norms": gammas,
+        "eps": EPS,
+        "num_keys": keys,
+    }
+
+    def attend_all(pages, impl):
+        out = None
+        for layer in range(layers):
+            out, *pages = attend(qkv, *pages, table, positions, layer, **rest, impl=impl)
+        return pages, out
+
+    last = layers - 1
+    one = jax.jit(
+        lambda k, v, impl: attend(qkv, k, v, table, positions, last, **rest, impl=impl)[0],
+        static_argnames="impl",
+    )
+    want = np.asarray(one(k_pages, v_pages, "xla"), np.float64)
+    chain = jax.jit(lambda pages: attend_all(pages, impl), donate_argnums=0)
+    pages, out = chain([k_pages, v_pages])
+    error = float(np.linalg.norm(np.asarray(out, np.float64) - want) / np.linalg.norm(want))
+
+    counts = {"repetitions": arguments.repetitions, "calls": arguments.calls}
+    state = (pages, out)
+    times = one_op.seconds_per_call(lambda state: chain(state[0]), state, **counts)
+    pages = [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(2)]  # the others were donated
+    light = one_op.light_seconds(pages, **counts)
+    return one_op.row(
+        arguments, times, light, moved, launches=layers, op=f"attention, {keys} keys", model=model, impl=impl,
+        shape=" / ".join(map(str, heads)), rows=rows, layers=layers, error=error,
+    )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[one_op.Row]:
+    for model in arguments.models.split(","):
+        config = architectures.config_of(open_checkpoint(f"synth:{model}:q1_0"))
+        for rows in map(int, arguments.rows.split(",")):
+            for keys in map(int, arguments.keys.split(",")):
+                yield measure_one(arguments, model, config, rows, keys)
+
+
+def main() -> None:
+    parser = one_op.parser(__doc__.splitlines()[0], "bonsai-8b,bonsai-4b,bonsai-1.7b")
+    parser.add_argument("--keys", default="128,2048,8192", help="visible keys a row, the new one among them")
+    parser.add_argument("--page-size", type=int, default=64)
+    parser.add_argument("--cache-dtype", choices=tuple(LIMITS), default="bfloat16")
+    arguments = parser.parse_args()
+    one_op.report_and_check(measure(arguments), arguments.output, LIMITS[arguments.cache_dtype])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""The benchmarks run anywhere, at a tiny size: their rows are complete and their checks hold."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+TINY = ["-r", "1", "--calls", "1", "--rotate-mb", "1", "--most-layers", "2"]
+KEYS = [
+    *("date", "commit", "device", "driver", "jax", "impl", "op", "model", "shape", "rows", "layers", "bytes"),
+    *("us", "us_min", "us_max", "gb_s", "ceiling_share", "light_us", "empty_us", "error"),
+]
+
+
+def script(name, *arguments):
+    """Standard output of a benchmark in a process of its own, as it is called by hand."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, f"benchmarks/{name}.py", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "ops"),
+    [
+        ("matvec", ["-m", "tiny-qwen3", "--rows", "1,3"], 10),
+        ("decode_attention", ["-m", "tiny-qwen3,tiny-llama", "--keys", "64,256"], 4),
+    ],
+)
+def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops):
+    rows = [json.loads(line) for line in script(name, *TINY, *arguments, "-o", "jsonl").splitlines()]
+    assert len(rows) == ops
+    for row in rows:
+        assert list(row) == KEYS
+        assert row["bytes"] > 0 and row["light_us"] > 0 and row["error"] < 1e-5 and row["impl"] == "xla"
+        assert row["empty_us"] is None  # there is no launch to time
+
+
+def test_a_table_is_for_people():
+    lines = script("matvec", *TINY, "-m", "tiny-llama", "-f", "q4_k").splitlines()
+    assert lines[0].startswith("| op | model | shape |") and len(lines) == 2 + 5
+    assert len({line.count("|") for line in lines}) == 1
+
+
+def test_the_plot_takes_the_fastest_row_of_each_model_and_its_own_ceiling():
+    path = ROOT / "benchmarks" / "plot_ceiling.py"
+    spec = importlib.util.spec_from_file_location("plot_ceiling", path)
+    plot_ceiling = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot_ceiling)
+    row = {
+        "model": "large",
+        "test": "tg128",
+        "tok_s": 100.0,
+        "gb_s": 50.0,
+        "ceiling_share": 0.25,
+        "commit": "a",
+    }
+    rows = [
+        *(row, row | {"tok_s": 200.0, "gb_s": 100.0, "ceiling_share": 0.5, "commit": "b"}),
+        row | {"test": "pp512", "ceiling_share": None},
+        row | {"model": "small", "gb_s": 10.0, "ceiling_share": 0.05},
+    ]
+    small, large = plot_ceiling.points(rows)
+    assert (small.model, small.bytes, small.ceiling) == ("small", 1e8, 2000.0)
+    assert (large.model, large.bytes, large.ceiling, large.commit) == ("large", 5e8, 400.0, "b")
+
+
+def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_kept(tmp_path):
+    source = "synth:tiny-qwen2:f32"
+    arguments = ("--prompts", 2, "-n", 6)
+    made = script("requantized_vs_llamacpp", source, *arguments, "--keep", tmp_path)
+    assert "2 prompts, 12 tokens" in made
+    again = script(
+        "requantized_vs_llamacpp", "--against", tmp_path / "oracle.json", tmp_path / "q1_0.gguf"
+    ).splitlines()
+    exact = [line for line in again if line.startswith("| F32 | ")]
+    assert len(exact) == 2  # all at once, and step by step
+    assert all(float(line.split(" | ")[2]) < 1e-7 for line in exact)

@@ -1,0 +1,98 @@
+"""What falls back to the definitions on a GPU, and the reason it gives: the whole list, kept here.
+
+When a kernel lands, its lines leave FALLS_BACK; when one is found to lack a shape, a line comes.
+"""
+
+import jax
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import architectures, model
+from checkpoints import open_checkpoint
+from pallas_kernels import Problem, dispatch, explain, formats
+
+PLATFORMS = ("sm_80", "sm_90")
+MODELS = ("bonsai-8b", "bonsai-4b", "bonsai-1.7b", "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama")
+# Query heads, KV heads, head_dim of models that there is no synthetic one of.
+OTHER_HEADS = {
+    "SmolLM2-135M": (9, 3, 64),
+    "Qwen2.5-0.5B": (14, 2, 64),
+    "Qwen3-0.6B": (16, 8, 128),
+    "Qwen3-14B": (40, 8, 128),
+    "Llama-2-7B": (32, 32, 128),
+    "Phi-3-mini": (32, 32, 96),
+    "Gemma-2-2B": (8, 4, 256),
+    "StarCoder": (48, 1, 128),
+}
+
+
+# (op, format or "", models): the reason that the kernel gives. The same on every platform of PLATFORMS.
+FALLS_BACK = {
+    **{
+        ("matmul", format, MODELS): f"no kernel for matmul of {format} in this version"
+        for format in (
+            *("f32", "f16", "bf16"),
+            *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
+            *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+            *("tq1_0", "tq2_0", "q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0"),
+        )
+    },
+    ("attention", "", ("Phi-3-mini",)): "head_dim is 96; the kernel has 64 and 128",
+    ("attention", "", ("Gemma-2-2B",)): "head_dim is 256; the kernel has 64 and 128",
+    ("attention", "", ("StarCoder",)): "48 query heads of 128 a KV head do not fit a lane's registers",
+}
+
+
+def problems(platform: str):
+    """(op, format, model) and Problem: each matrix of each synthetic model in every format, and all heads."""
+    heads = dict(OTHER_HEADS)
+    for name in MODELS:
+        checkpoint = open_checkpoint(f"synth:{name}:f32")
+        config = architectures.config_of(checkpoint)
+        heads[name] = (config.num_heads, config.num_kv_heads, config.head_dim)
+        for shape in {t.shape for t in checkpoint.tensors.values() if len(t.shape) == 2}:
+            for format in formats.names():
+                yield ("matmul", format, name), Problem("matmul", platform, format, shape)
+    for name, shape in heads.items():
+        yield ("attention", "", name), Problem("attention", platform, shape=shape)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_what_falls_back_on_a_gpu_and_why(platform):
+    expected = {
+        (op, format, name): {reason} for (op, format, names), reason in FALLS_BACK.items() for name in names
+    }
+    found: dict[tuple, set[str]] = {}
+    for key, problem in problems(platform):
+        verdicts = explain(problem)
+        if next(v for v in verdicts if v.taken).impl == "xla":
+            found.setdefault(key, set()).add(next(v.reason for v in verdicts if v.impl == "mosaic"))
+    assert found == expected
+
+
+def test_every_synthetic_model_is_in_the_list():
+    with pytest.raises(ValueError, match=f"there are {', '.join(MODELS)}"):
+        open_checkpoint("synth:no-such-model:f32")
+
+
+@pytest.mark.parametrize("platform", ["sm_75", "cpu", "tpu"])
+def test_elsewhere_everything_falls_back(platform):
+    reasons = set()
+    for _, problem in problems(platform):
+        verdicts = explain(problem)
+        assert next(v for v in verdicts if v.taken).impl == "xla"
+        reasons.add(next(v.reason for v in verdicts if v.impl == "mosaic"))
+    assert reasons == {"needs an NVIDIA GPU of compute capability 8.0 or newer"}
+
+
+@pytest.mark.parametrize("format", formats.names())
+def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
+    monkeypatch.setattr(dispatch, "platform", lambda: "sm_90")
+    checkpoint = open_checkpoint(f"synth:tiny-qwen3:{format}")
+    config = architectures.config_of(checkpoint)
+    run = model.resolve(bj.RunConfig(weights="packed"), config)
+    params = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
+    falls_back = ("matmul", format, MODELS) in FALLS_BACK
+    matrices = [params.embed, *params.layers.wqkv[0].parts, *params.layers.w_down.parts]
+    assert {w.impl for w in matrices} == {"xla" if falls_back else "mosaic"}
+    assert bj.cache.empty(config, run, 1, 64).impl == "mosaic"
