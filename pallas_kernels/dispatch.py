@@ -9,9 +9,13 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """What a choice depends on: the op ("matmul", "attention"), the platform ("cpu", or "sm_90" for a GPU of
-    compute capability 9.0), the
-    weight's format and its shape, or (query heads, KV heads, head_dim)."""
+    """What a choice depends on.
+
+    op        "matmul", "gemm" (a matmul of many rows), "attention", "prefill attention" (of many queries)
+    platform  "cpu", or "sm_90" for a GPU of compute capability 9.0
+    format    the weight's; for prefill attention the cache's dtype
+    shape     the weight's; for attention (query heads, KV heads, head_dim) and in prefill the page size too
+    """
 
     op: str
     platform: str
@@ -43,7 +47,28 @@ def _mosaic(problem: Problem) -> str | None:
         if heads // kv_heads * (head_dim // 8 + 2) > 170 or heads // kv_heads > 8:
             return f"{heads // kv_heads} query heads of {head_dim} a KV head do not fit a lane's registers"
         return None
+    if problem.op in ("gemm", "prefill attention") and problem.platform != "sm_90":
+        return "needs Hopper's tensor core instructions (compute capability 9.0)"
+    if problem.op == "prefill attention":
+        _, _, head_dim, page_size = problem.shape
+        if problem.format != "bfloat16":
+            return f"the cache is {problem.format}; the kernel reads bfloat16"
+        if head_dim not in (64, 128) or page_size % 64:
+            return (
+                f"head_dim {head_dim}, pages of {page_size}; the kernel has 64 and 128, and multiples of 64"
+            )
+        return None
+    if (problem.op, problem.format) == ("gemm", "q1_0"):
+        return "its tiles are 64 outputs" if -(-problem.shape[0] // 16) % 4 else None
     return None if (problem.op, problem.format) == ("matmul", "q1_0") else _no_kernel(problem)
+
+
+def _library(problem: Problem) -> str | None:
+    if problem.op != "gemm":
+        return "a library's GEMM is for products with many rows"
+    if not problem.platform.startswith("sm_"):
+        return "needs an NVIDIA GPU: elsewhere float16 is no faster than the definition"
+    return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
 
 
 def _no_kernel(problem: Problem) -> str:
@@ -54,6 +79,7 @@ def _no_kernel(problem: Problem) -> str:
 CANDIDATES: dict[str, Callable[[Problem], str | None]] = {
     "mosaic": _mosaic,
     "triton": _no_kernel,
+    "library": _library,
     "xla": lambda problem: None,
 }
 
