@@ -1,6 +1,6 @@
 """Products with many rows (prefill), on the tensor cores: matmul's candidates for more than MOST_ROWS rows.
 
-    x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in (-2, 2) -> GEMM with float32 sums
+    x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2] -> GEMM with float32 sums
                                                              -> s, SwiGLU or residual
 
 Why float16 and not bfloat16: it holds Q1_0's weights (a float16 d) exactly, and 11 bits of an activation

@@ -15,6 +15,7 @@ brings activations (float16) by TMA, two multiply: each `blocks` x 64 outputs (f
 the same 64 of the up projection) with `tokens` tokens. Their weights come straight from memory, one pair of
 groups (256 columns) ahead.
 """
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
 import functools
 import math

@@ -8,10 +8,11 @@ cache is copied or gathered in memory.
                              O = O c + P V  (wgmma, P in registers as bf16)
 
 The two warpgroups take turns: one multiplies while the other computes its softmax (Shah et al. 2024; the
-schedule is that of jax's own attention_mgpu.py). Keys behind the last position that a tile of queries can see are never visited, and only blocks that some of its
-queries cannot see whole are masked. What is lost against the definition: queries and softmax weights are
-rounded to bfloat16, as the cache's keys and values are.
+schedule is that of jax's own attention_mgpu.py). Keys behind the last position that a tile of queries can see
+are never visited, and only blocks that some of its queries cannot see whole are masked. What is lost against
+the definition: queries and softmax weights are rounded to bfloat16, as the cache's keys and values are.
 """
+# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import functools
 import math
@@ -103,7 +104,7 @@ def _body(
         my_q = q_smem.at[warpgroup]
         plgpu.copy_gmem_to_smem(q_gmem.at[row, queries, head], my_q, q_full.at[warpgroup])
         rows = plgpu.Layout.WGMMA.reduce(1)
-        position = plgpu.load(positions_gmem, (row, queries), layout=rows, optimized=False)
+        position = plgpu.load(positions_gmem.at[row, queries], layout=rows, optimized=False)
         plgpu.barrier_wait(q_full.at[warpgroup])
 
         def take_turns():

@@ -1,0 +1,68 @@
+"""Products of many rows, as far as a CPU can tell: scales, the library's candidate, the order of columns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor, dequantize, formats, gemm, matmul
+from pallas_kernels.mosaic.bit_gemm import in_lane_order, plan
+from pallas_kernels.qtensor import tile
+
+
+def random_weights(format, n, k, seed=0):
+    fields = formats.random_fields(
+        format, jax.random.key(seed), (n, k // formats.get(format).WEIGHTS), 0.0, 0.02
+    )
+    return QTensor(fields, format, (n, k))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e6, 1e28])
+def test_a_row_of_any_size_keeps_11_bits(size):
+    x = size * np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+    x[3] = 0
+    a, scale = gemm.scaled_to_half(jnp.asarray(x))
+    assert a.dtype == jnp.float16 and jnp.abs(a).max() <= 2
+    np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)  # powers of two
+    back = np.asarray(a, np.float32) * np.asarray(scale)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    assert (np.abs(back - x) <= np.maximum(2.0**-11 * np.abs(x), 2.0**-24 * largest)).all()
+
+
+@pytest.mark.parametrize("format", ["q1_0", "q4_k", "q6_k", "bf16"])
+def test_the_library_is_near_the_definition(format):
+    w = random_weights(format, 48, 512)
+    x = jax.random.normal(jax.random.key(1), (20, 512))
+    residual = jax.random.normal(jax.random.key(2), (20, 48))
+    want = np.asarray(matmul(x, w, residual=residual))
+    got = np.asarray(matmul(x, w.replace(gemm="library"), residual=residual))
+    assert 0 < np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
+    few = x[:8]  # matrix-vector products are not its business
+    np.testing.assert_array_equal(matmul(few, w.replace(gemm="library")), matmul(few, w))
+
+
+def test_lanes_decode_the_columns_that_their_activations_follow():
+    """What the kernel's lanes do, in numpy: the bits of word t, two by two, against activations in lane
+    order."""
+    n, k = 64, 640  # K is padded to whole pairs of groups
+    w = random_weights("q1_0", n, k)
+    x = np.random.default_rng(0).standard_normal((3, k)).astype(np.float32)
+    packed = tile(w).fields
+    words, scales = np.asarray(packed["words"]), np.asarray(packed["scales"]).view(np.float16)
+    decoded = np.zeros((n, in_lane_order(jnp.asarray(x)).shape[1]))
+    for tile_, pair, g, t, h, r in np.ndindex(n // 16, words.shape[1], 8, 4, 2, 2):
+        word, d = words[tile_, pair, 4 * g + t, 2 * h + r], scales[tile_, 2 * pair + h, 2 * g + r]
+        for j, e in np.ndindex(16, 2):
+            bit = (word >> np.uint32(j + 16 * e)) & 1
+            decoded[16 * tile_ + 8 * r + g, 256 * pair + 128 * h + 8 * j + 2 * t + e] = d if bit else -d
+    want = x.astype(np.float64) @ np.asarray(dequantize(w), np.float64).T
+    got = np.asarray(in_lane_order(jnp.asarray(x)), np.float64) @ decoded.T
+    np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9)
+
+
+def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
+    for m, tiles, matrices, least in [(2048, 384, 1, 0.9), (2048, 768, 2, 0.9), (512, 256, 1, 0.9)]:
+        blocks, tokens = plan(m, tiles, matrices)
+        outputs = 128 * (1 if matrices == 2 else blocks)
+        count = -(-m // tokens) * -(-tiles * 16 // outputs)
+        assert count / (-(-count // 132) * 132) > least
