@@ -222,8 +222,8 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, gemm)
     for seed in range(2 if kind == "gated" else 1):
         fields = formats.random_fields("q1_0", jax.random.key(seed), (layers, N, K // 128), 0.0, 0.02)
         stacks.append(tile(QTensor(fields, "q1_0", (N, K))).replace(gemm=gemm))
-    # Whole numbers of 11 bits (8 for int8, with the largest in every group) times a power of two for each row:
-    # float16 holds them exactly, and quantizing them is exact.
+    # Whole numbers of 11 bits (8 for int8, with the largest in every group) times a power of two for each
+    # row: float16 holds them exactly, and quantizing them is exact.
     top = 127 if gemm == "mosaic int8" else 2047
     x = rng.integers(-top, top + 1, (rows, K))
     x[:, 5::128] = top
