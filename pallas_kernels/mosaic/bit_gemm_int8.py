@@ -8,7 +8,8 @@ of 128 columns, that lanes scale and add up in float32.
     position 16 j + 4 t + b of a group  <-  column 32 t + 8 b + j
 
 +-64 because those differ in one bit; s holds the 1 / 64. The chain begins with scale-d = 0, which Mosaic's
-own wgmma does not offer and which saves clearing the accumulators.
+own wgmma does not offer and which saves clearing the accumulators. On an H200 it is right but no faster than
+float16 (benchmarks/LOG.md), so nothing chooses it yet.
 """
 # pyright: reportCallIssue=false, reportAbstractUsage=false
 
