@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
-from bonsai_jax.params import Params
-from pallas_kernels import attend, gated, matmul
+from bonsai_jax.params import Params, layers_problem
+from pallas_kernels import attend, dispatch, gated, matmul
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -102,8 +102,8 @@ def decoder(
 
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place; weights stay stacked and are
-    indexed by layer. A decode step on kernels is unrolled instead: a GPU captures straight code as one graph,
-    but a loop not.
+    indexed by layer. A decode step on kernels is one launch where that is its schedule, else unrolled: a GPU
+    captures straight code as one graph, but a loop not.
     """
 
     def layer_step(carry, layer):
@@ -114,13 +114,50 @@ def decoder(
     angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
     rotation = (config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle))
     carry = (params.embed.rows(tokens), cache)
-    if tokens.shape[1] == 1 and params.layers.wqkv[0].parts[0].impl != "xla":
+    rows = tokens.shape[0]
+    if tokens.shape[1] == 1 and decode_schedule(params, config, rows) == "one_launch":
+        carry = _one_launch(*carry, params, positions, rotation, config)
+    elif tokens.shape[1] == 1 and params.layers.wqkv[0].parts[0].impl != "xla":
         for layer in range(config.num_layers):
             carry, _ = layer_step(carry, layer)
     else:
         carry, _ = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers))
     x, cache = carry
     return x, kv.advance(cache, positions)
+
+
+def decode_schedule(params: Params, config: ModelConfig, rows: int) -> str:
+    """How this many rows' decode step is launched: the schedule chosen at load, where it has room for
+    them."""
+    if params.schedule == "launches":
+        return "launches"
+    return dispatch.choose(layers_problem(params.layers, config, rows))
+
+
+def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
+    """All layers of a decode step, by one kernel."""
+    from pallas_kernels.mosaic.decode_layers import Shapes, decode_layers  # only GPUs need it
+
+    w = params.layers
+    stacks = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
+    shape = (x.shape[0], config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim)
+    y, k_pages, v_pages = decode_layers(
+        x[:, 0],
+        tuple((part.fields["words"], part.fields["scales"]) for part in stacks),
+        (w.attn_norm, w.ffn_norm),
+        None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm),
+        w.bqkv,
+        cache.k,
+        cache.v,
+        cache.block_table,
+        positions[:, 0],
+        (rotation[0][:, 0], rotation[1][:, 0]),
+        shapes=Shapes(
+            *shape, blocks=dispatch.multiprocessors(), bits=stacks[0].activation_bits, eps=config.rms_norm_eps
+        ),
+        interleaved=config.rope.interleaved,
+    )
+    return y[:, None], cache.replace(k=k_pages, v=v_pages)
 
 
 def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:

@@ -33,13 +33,15 @@ class Layers(struct.PyTreeNode):
 
 
 class Params(struct.PyTreeNode):
-    """A model's weights. `head` is None where the embedding is the output matrix too (tied)."""
+    """A model's weights. `head` is None where the embedding is the output matrix too (tied). `schedule` is how
+    a decode step's kernels are launched (dispatch.choose)."""
 
     embed: QTensor
     layers: Layers
     final_norm: Float[Array, "H"]
     head: QTensor | None
     rope_frequencies: Float[Array, "D/2"]
+    schedule: str = struct.field(pytree_node=False, default="launches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,7 @@ def load(
     impl: str = "auto",
     decoded: bool = False,
     activation_bits: int = 8,
+    schedule: str = "auto",
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
     """Read every tensor of the checkpoint onto the default device.
@@ -82,6 +85,7 @@ def load(
     impl       matmul implementation (dispatch.choose)
     decoded    hold weights as float32, decoded here once, instead of packed
     activation_bits  8 or 16, to which kernels may round activations
+    schedule   how a decode step's kernels are launched (dispatch.choose)
     progress   called with bytes read so far and in all
     Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats. All names and shapes are
@@ -109,10 +113,26 @@ def load(
     if (divisors := fields.pop("rope_divisors", None)) is not None:
         rope_frequencies = rope_frequencies / divisors
     layer_fields = {f.name for f in dataclasses.fields(Layers)}
+    layers = Layers(**{name: value for name, value in fields.items() if name in layer_fields})
     return Params(
-        layers=Layers(**{name: value for name, value in fields.items() if name in layer_fields}),
+        layers=layers,
+        schedule=dispatch.choose(layers_problem(layers, config, rows=1), schedule),
         rope_frequencies=jnp.asarray(rope_frequencies, jnp.float32),
         **{name: value for name, value in fields.items() if name not in layer_fields},
+    )
+
+
+def layers_problem(layers: Layers, config: ModelConfig, rows: int) -> dispatch.Problem:
+    """What the schedule of a decode step depends on."""
+    stacks = [*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down]
+    held = {(part.format, part.impl) for stack in stacks for part in stack.parts}
+    alike = len(stacks) == 5 and all(len(stack.parts) == 1 for stack in stacks) and len(held) == 1
+    format, impl = next(iter(held))
+    return dispatch.Problem(
+        "layers",
+        dispatch.platform(),
+        format if alike and impl == "mosaic" else "",
+        (rows, config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim),
     )
 
 

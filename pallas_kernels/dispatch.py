@@ -11,10 +11,13 @@ import jax
 class Problem:
     """What a choice depends on.
 
-    op        "matmul", "gemm" (a matmul of many rows), "attention", "prefill attention" (of many queries)
+    op        "matmul", "gemm" (a matmul of many rows), "attention", "prefill attention" (of many queries), or
+              "layers": how the kernels of a decode step are launched
     platform  "cpu", or "sm_90" for a GPU of compute capability 9.0
-    format    the weight's; for prefill attention the cache's dtype
-    shape     the weight's; for attention (query heads, KV heads, head_dim) and in prefill the page size too
+    format    of the weight, or of all of the layers' weights ("" where they differ); of prefill attention's
+              cache, its dtype
+    shape     (N, K); (query heads, KV heads, head_dim), in prefill with the page size behind; or (rows,
+              hidden, ffn, query heads, KV heads, head_dim)
     """
 
     op: str
@@ -47,25 +50,25 @@ def _mosaic(problem: Problem) -> str | None:
         if heads // kv_heads * (head_dim // 8 + 2) > 170 or heads // kv_heads > 8:
             return f"{heads // kv_heads} query heads of {head_dim} a KV head do not fit a lane's registers"
         return None
-    if problem.op in ("gemm", "prefill attention") and problem.platform != "sm_90":
+    return None if (problem.op, problem.format) == ("matmul", "q1_0") else _no_kernel(problem)
+
+
+def _wgmma(problem: Problem) -> str | None:
+    if problem.platform != "sm_90":
         return "needs Hopper's tensor core instructions (compute capability 9.0)"
     if problem.op == "prefill attention":
         _, _, head_dim, page_size = problem.shape
         if problem.format != "bfloat16":
             return f"the cache is {problem.format}; the kernel reads bfloat16"
-        if head_dim not in (64, 128) or page_size % 64:
-            return (
-                f"head_dim {head_dim}, pages of {page_size}; the kernel has 64 and 128, and multiples of 64"
-            )
-        return None
-    if (problem.op, problem.format) == ("gemm", "q1_0"):
-        return "its tiles are 64 outputs" if -(-problem.shape[0] // 16) % 4 else None
-    return None if (problem.op, problem.format) == ("matmul", "q1_0") else _no_kernel(problem)
+        if head_dim not in (64, 128):
+            return f"head_dim is {head_dim}; the kernel has 64 and 128"
+        return f"pages of {page_size} are no multiple of 64" if page_size % 64 else None
+    if problem.format != "q1_0":
+        return _no_kernel(problem)
+    return "its tiles are 64 outputs" if -(-problem.shape[0] // 16) % 4 else None
 
 
 def _library(problem: Problem) -> str | None:
-    if problem.op != "gemm":
-        return "a library's GEMM is for products with many rows"
     if not problem.platform.startswith("sm_"):
         return "needs an NVIDIA GPU: elsewhere float16 is no faster than the definition"
     return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
@@ -75,19 +78,38 @@ def _no_kernel(problem: Problem) -> str:
     return f"no kernel for {problem.op}{' of ' + problem.format if problem.format else ''} in this version"
 
 
+def _one_launch(problem: Problem) -> str | None:
+    if not problem.platform.startswith("sm_") or int(problem.platform[3:]) < 90:
+        return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
+    if problem.format != "q1_0":
+        return "not all layers' weights are Q1_0, joined by layer"
+    attention = Problem("attention", problem.platform, shape=problem.shape[3:])
+    if reason := _mosaic(attention):
+        return reason
+    from pallas_kernels.mosaic.decode_layers import Shapes  # only GPUs need it
+
+    return Shapes(*problem.shape, blocks=multiprocessors()).refuses()
+
+
 # In order of preference. A candidate answers None when it can run the problem, else the reason why not.
-CANDIDATES: dict[str, Callable[[Problem], str | None]] = {
+_KERNELS: dict[str, Callable[[Problem], str | None]] = {
     "mosaic": _mosaic,
     "triton": _no_kernel,
-    "library": _library,
     "xla": lambda problem: None,
+}
+CANDIDATES = {
+    "matmul": _KERNELS,
+    "gemm": {"mosaic": _wgmma, "library": _library, "xla": lambda problem: None},
+    "attention": _KERNELS,
+    "prefill attention": {"mosaic": _wgmma, "xla": lambda problem: None},
+    "layers": {"one_launch": _one_launch, "launches": lambda problem: None},
 }
 
 
 def explain(problem: Problem, impl: str = "auto") -> list[Verdict]:
     """Every candidate in order of preference, with the reason it was or was not taken."""
     verdicts, taken = [], False
-    for name, refuses in CANDIDATES.items():
+    for name, refuses in CANDIDATES[problem.op].items():
         reason = refuses(problem)
         if reason is None and not taken and impl in ("auto", name):
             taken = True
@@ -107,7 +129,7 @@ def choose(problem: Problem, impl: str = "auto") -> str:
         if verdict.taken:
             return verdict.impl
     reasons = {verdict.impl: verdict.reason for verdict in verdicts}
-    able = [name for name, refuses in CANDIDATES.items() if refuses(problem) is None]
+    able = [name for name, refuses in CANDIDATES[problem.op].items() if refuses(problem) is None]
     raise NotImplementedError(
         f"impl={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}"
     )
@@ -118,3 +140,8 @@ def platform() -> str:
     if jax.default_backend() != "gpu":
         return jax.default_backend()
     return "sm_" + jax.devices()[0].compute_capability.replace(".", "")
+
+
+def multiprocessors() -> int:
+    """Of the default GPU; an H200's where there is none, for compiling without one."""
+    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132

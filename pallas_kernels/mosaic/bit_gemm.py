@@ -206,6 +206,7 @@ def _body(
 
         def sums_of_whole_numbers(i, packed):
             """The same, with their scales."""
+            assert scale_smem is not None
 
             def one_pair(pair, carry):
                 packed, sums = carry

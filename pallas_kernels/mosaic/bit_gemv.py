@@ -13,12 +13,17 @@ of 16 rows; its warps share the columns in pairs of groups:
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
     popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
 
+`bit_gemv` is one such phase as a kernel of its own; decode_layers.py has the same pieces in one launch.
+
 Layout (`tile`): words [L, N / 16, K / 256, 32 lanes, 4], for lane 4 g + t and a pair of groups (h = 0, 1)
 word t of rows g and g + 8: one 16-byte load; scales [L, N / 16, K / 128, 8], the float16 scales of rows g and
 g + 8. Rows are padded to 16 and columns to 256, by weights whose scale is 0.
 """
 
+import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -81,187 +86,296 @@ def bit_gemv(
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
-    if columns < pairs * 2 * GROUP:
-        padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
-        x = jnp.pad(x, padding)
-        gamma = None if gamma is None else jnp.pad(gamma, padding)
     warps, tiles = plan(n_tiles, pairs)
     operands = [a for pair in weights for a in pair] + [x, layers]
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
-    body = functools.partial(
-        _body,
+    phase = Product(
         rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-        matrices=len(weights), normed=gamma is not None, added=residual is not None, eps=eps,
-        bits=activation_bits,
+        matrices=len(weights), normed=gamma is not None, eps=eps, bits=activation_bits,
     )  # fmt: skip
     kernel = plgpu.kernel(
-        body,
+        functools.partial(_body, phase=phase, added=residual is not None),
         out_type=jax.ShapeDtypeStruct((rows, n_tiles * 16), jnp.float32),
         grid=(-(-n_tiles // tiles),),
         grid_names=("tiles",),
         num_threads=warps // 4,
         thread_name="warpgroup",
-        scratch_types=[
-            plgpu.SMEM((len(weights) * tiles, rows, warps, 16), jnp.float32),
-            plgpu.SMEM((rows, warps), jnp.float32),
-        ],
+        scratch_types=[plgpu.SMEM((phase.scratch,), jnp.float32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return kernel(*operands)
 
 
-def _body(*refs, rows, columns, n_tiles, pairs, warps, tiles, matrices, normed, added, eps, bits):
+def _body(*refs, phase: "Product", added: bool):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-    def phase(ctx, *refs):
+    def kernel(ctx, *refs):
         refs = list(refs)
-        weight_gmem = [(refs.pop(0), refs.pop(0)) for _ in range(matrices)]
+        weight_gmem = [(refs.pop(0), refs.pop(0)) for _ in range(phase.matrices)]
         x_gmem, layers_gmem = refs.pop(0), refs.pop(0)
-        gamma_gmem = refs.pop(0) if normed else None
+        gamma_gmem = refs.pop(0) if phase.normed else None
         residual_gmem = refs.pop(0) if added else None
-        out_gmem, sums_smem, squares_smem = refs
+        out_gmem, scratch_smem = refs
 
-        thread = lanes.thread()
-        warp, lane = arith.divui(thread, lanes.index(32)), arith.remui(thread, lanes.index(32))
-        g, t = arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
+        me = Place.of(phase)
         layer, norm_layer = (lanes.to_index(lanes.load(layers_gmem, i)) for i in (0, 1))
-        per_warp = -(-pairs // warps)
-        first_tile = arith.muli(lanes.block(), lanes.index(tiles))
+        first_tile = arith.muli(lanes.block(), lanes.index(phase.tiles))
         tile = [
-            arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(n_tiles - 1))
-            for j in range(tiles)
+            arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(phase.n_tiles - 1))
+            for j in range(phase.tiles)
         ]
-        # Pairs behind the last are read again, and count nothing.
-        wanted = [
-            arith.addi(arith.muli(lanes.index(per_warp), warp), lanes.index(p)) for p in range(per_warp)
-        ]
-        pair = [arith.minui(p, lanes.index(pairs - 1)) for p in wanted]
-        counts = [
-            arith.select(lanes.is_below(p, lanes.index(pairs)), lanes.real(1), lanes.real(0)) for p in wanted
-        ]
-        group = {
-            (p, h): arith.addi(arith.muli(pair[p], lanes.index(2)), lanes.index(h))
-            for p in range(per_warp)
-            for h in (0, 1)
-        }
-
-        gammas = {
-            (p, h, i): lanes.load(gamma_gmem, norm_layer, _column(group[p, h], i, lane))
-            for p, h in group for i in range(4) if normed
-        }  # fmt: skip
-
-        def activations(row):
-            return {
-                (p, h, i): lanes.load(x_gmem, row, _column(group[p, h], i, lane))
-                for p, h in group
-                for i in range(4)
-            }
-
-        first_row = activations(0)  # before the weights: these are near and wanted first
+        loads = lambda ref, i: lambda columns: [lanes.load(ref, i, lanes.plus(*n)) for n in columns]  # noqa: E731
+        gamma = phase.gather(me, loads(gamma_gmem, norm_layer)) if phase.normed else {}
+        x_of = lambda row: phase.gather(me, loads(x_gmem, row))  # noqa: E731
+        outputs = phase.my_outputs(me, first_tile, lanes.index(phase.n_tiles))
+        inside = lambda n: arith.minui(n, lanes.index(16 * phase.n_tiles - 1))  # noqa: E731
+        residual = [lanes.load(residual_gmem, row, inside(n)) for *_, row, _, n in outputs if added]
+        first_row = x_of(0)  # before the weights: these are near and wanted first
         # All weights of this block, on their way at once.
         words, scales = {}, {}
         for m, (words_gmem, scales_gmem) in enumerate(weight_gmem):
-            for j in range(tiles):
-                for p in range(per_warp):
+            for j in range(phase.tiles):
+                for p in range(phase.per_warp):
                     words[m, j, p] = lanes.load_vector(
-                        4, words_gmem, [layer, tile[j], pair[p], lane, lanes.index(0)]
+                        4, words_gmem, [layer, tile[j], me.pair[p], me.lane, lanes.index(0)]
                     )
                     for h in (0, 1):
-                        scales[m, j, p, h] = lanes.load(scales_gmem, layer, tile[j], group[p, h], g)
+                        scales[m, j, p, h] = lanes.load(
+                            scales_gmem, layer, tile[j], me.scale_group[p, h], me.g
+                        )
 
-        highest = lanes.is_equal(
-            t, lanes.index(3)
-        )  # of this lane's planes 2 t and 2 t + 1, the second is negative
-        plane_weight = arith.sitofp(
-            lanes.f32(), arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(t), lanes.integer(2)))
-        )
-
-        for row in range(rows):
-            planes, scale, correction, squares = {}, {}, {}, lanes.real(0)
-            loaded = activations(row) if row else first_row
-            for p, h in group:
-                x = [loaded[p, h, i] for i in range(4)]
-                for v in x:
-                    squares = mlir_math.fma(arith.mulf(v, counts[p]), v, squares)
-                if normed:
-                    x = [arith.mulf(v, gammas[p, h, i]) for i, v in enumerate(x)]
-                planes[p, h], step, total = _quantize(x, lane, bits)
-                scale[p, h] = arith.mulf(step, counts[p])
-                correction[p, h] = arith.mulf(scale[p, h], total)
-            if normed:
-                squares = lanes.warp_sum_real(squares)
-                lanes.store(squares, squares_smem, row, warp)
-            for m in range(matrices):
-                for j in range(tiles):
-                    y, sums = [lanes.real(0)] * 2, [lanes.real(0)] * 2  # rows g and g + 8 of the tile
-                    for p, h in group:
-                        a0, a1 = (lanes.element(words[m, j, p], 2 * h + r) for r in (0, 1))
-                        counted = [None, None]
-                        for byte, plane in enumerate(planes[p, h]):
-                            c = lanes.count_common_bits(a0, a1, plane)
-                            last = byte == bits // 8 - 1
-                            second = (
-                                arith.select(highest, lanes.integer(-2), lanes.integer(2))
-                                if last
-                                else lanes.integer(2)
-                            )
-                            for r in (0, 1):
-                                both = arith.addi(c[2 * r], arith.muli(c[2 * r + 1], second))
-                                both = arith.shli(both, lanes.integer(8 * byte))
-                                counted[r] = both if byte == 0 else arith.addi(counted[r], both)
-                        d = lanes.halves(scales[m, j, p, h])
-                        for r in (0, 1):
-                            y[r] = mlir_math.fma(
-                                arith.mulf(d[r], scale[p, h]), arith.sitofp(lanes.f32(), counted[r]), y[r]
-                            )
-                            sums[r] = mlir_math.fma(d[r], correction[p, h], sums[r])
-                    for r in (0, 1):
-                        total = lanes.warp_sum_real(arith.mulf(y[r], plane_weight), lanes=4)
-                        total = arith.subf(total, sums[r])
-                        with lanes.when(lanes.is_equal(t, lanes.index(0))):
-                            lanes.store(
-                                total, sums_smem, m * tiles + j, row, warp, arith.addi(g, lanes.index(8 * r))
-                            )
+        for row in range(phase.rows):
+            quantized = phase.quantize(me, first_row if row == 0 else x_of(row), gamma)
+            phase.store_squares(me, quantized, scratch_smem, row)
+            for m in range(phase.matrices):
+                for j in range(phase.tiles):
+                    total = phase.tile_product(
+                        me,
+                        quantized,
+                        lambda p, m=m, j=j: words[m, j, p],
+                        lambda p, h, m=m, j=j: scales[m, j, p, h],
+                    )
+                    phase.store_sums(me, total, scratch_smem, m, lanes.index(j), row)
         lanes.block_barrier()
 
-        def over_warps(ref, before, after):
-            """Sum of ref[before, warp, after] over the warps."""
-            return functools.reduce(arith.addf, [lanes.load(ref, *before, w, *after) for w in range(warps)])
+        def store(i, row, n, y):
+            lanes.store(arith.addf(y, residual[i]) if added else y, out_gmem, row, n)
 
-        # One thread an output: tiles x rows x 16 of them.
-        outputs, threads = tiles * rows * 16, warps * 32
+        phase.outputs(me, scratch_smem, outputs, store)
+
+    kernel(*refs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a lane stands in its block, and which columns its warp has.
+
+    pair         of this warp, clipped to the last
+    scale_group  {(p, h): group of pair p}, as the weights' scales count them, with padding
+    x_group      the same, clipped to the last that activations have: (index, constant to be added)
+    count        {(p, h): 1.0, or 0.0 for a group that is another's or padding}
+    """
+
+    thread: Any
+    warp: Any
+    lane: Any
+    g: Any
+    t: Any
+    pair: list
+    scale_group: dict
+    x_group: dict
+    count: dict
+
+    @staticmethod
+    def of(phase: "Product") -> "Place":
+        thread = lanes.thread()
+        warp, lane = arith.divui(thread, lanes.index(32)), arith.remui(thread, lanes.index(32))
+        g, t = arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
+        first = arith.muli(lanes.index(phase.per_warp), warp)
+        groups = phase.columns // GROUP
+        # Where every warp has as many whole pairs, addresses differ by constants alone.
+        even = phase.per_warp * phase.warps * 2 == groups
+        pair, scale_group, x_group, count = [], {}, {}, {}
+        for p in range(phase.per_warp):
+            wanted = arith.addi(first, lanes.index(p))
+            pair.append(wanted if even else arith.minui(wanted, lanes.index(phase.pairs - 1)))
+            for h in (0, 1):
+                asked, clipped = (
+                    arith.addi(arith.muli(q, lanes.index(2)), lanes.index(h)) for q in (wanted, pair[p])
+                )
+                inside = lanes.is_below(asked, lanes.index(groups))
+                scale_group[p, h] = clipped
+                x_group[p, h] = (arith.minui(clipped, lanes.index(groups - 1)), 0)
+                count[p, h] = arith.select(inside, lanes.real(1), lanes.real(0))
+                if even:
+                    x_group[p, h] = (arith.muli(first, lanes.index(2)), 2 * p + h)
+                    count[p, h] = lanes.real(1)
+        return Place(thread, warp, lane, g, t, pair, scale_group, x_group, count)
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantized:
+    """A warp's activations of one row.
+
+    planes      {(p, h): a word per 8 bits of q}
+    scale       {(p, h): of what this lane counts}
+    correction  {(p, h): -s sum_k q_k}, in one of the four lanes that share a row of weights
+    squares     sum over this lane's columns, where the phase norms
+    """
+
+    planes: dict
+    scale: dict
+    correction: dict
+    squares: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
+
+    rows, columns      of the activations
+    n_tiles, pairs     of the matrix: tiles of 16 rows, pairs of groups of 128 columns
+    warps, tiles       of a block
+    Its methods are called while a kernel is traced.
+    """
+
+    rows: int
+    columns: int
+    n_tiles: int
+    pairs: int
+    warps: int
+    tiles: int
+    matrices: int = 1
+    normed: bool = False
+    eps: float = 0.0
+    bits: int = 8
+
+    @property
+    def per_warp(self) -> int:
+        return -(-self.pairs // self.warps)
+
+    @property
+    def scratch(self) -> int:
+        """float32 of shared memory: sums [matrices, tiles, rows, warps, 16], then squares [rows, warps]."""
+        return self.matrices * self.tiles * self.rows * self.warps * 16 + self.rows * self.warps
+
+    def gather(self, me: Place, load: Callable) -> dict:
+        """{(p, h, i): value} of this lane's columns, bit `lane` of word i of each of its groups. load(columns)
+        loads all; a column is an index and a constant to be added."""
+        columns = {
+            (p, h, i): (arith.addi(arith.muli(base, lanes.index(GROUP)), me.lane), GROUP * more + 32 * i)
+            for (p, h), (base, more) in me.x_group.items()
+            for i in range(4)
+        }
+        return dict(zip(columns, load(list(columns.values())), strict=True))
+
+    def quantize(self, me: Place, x: dict, gamma: dict) -> Quantized:
+        # Of planes 2 t and 2 t + 1 this lane sums the counts: 2 * 4^t times what `tile_product` counts.
+        weight = arith.shli(lanes.integer(2), arith.muli(lanes.to_integer(me.t), lanes.integer(2)))
+        weight = arith.sitofp(lanes.f32(), weight)
+        first = lanes.is_equal(me.t, lanes.index(0))
+        planes, scale, correction, squares = {}, {}, {}, lanes.real(0)
+        for p, h in me.x_group:
+            mine = [x[p, h, i] for i in range(4)]
+            if self.normed:
+                square = functools.reduce(lambda sum_, v: mlir_math.fma(v, v, sum_), mine, lanes.real(0))
+                squares = mlir_math.fma(square, me.count[p, h], squares)
+                mine = [arith.mulf(v, gamma[p, h, i]) for i, v in enumerate(mine)]
+            planes[p, h], step, total = _quantize(mine, me.lane, self.bits)
+            step = arith.mulf(step, me.count[p, h])
+            scale[p, h] = arith.mulf(step, weight)
+            correction[p, h] = arith.select(first, arith.negf(arith.mulf(step, total)), lanes.real(0))
+        return Quantized(planes, scale, correction, squares)
+
+    def tile_product(self, me: Place, x: Quantized, words: Callable, scales: Callable) -> list:
+        """This warp's share of rows g and g + 8 of a tile: words(p) is the vector of a pair, scales(p, h) the
+        scales of a group."""
+        highest = lanes.is_equal(me.t, lanes.index(3))  # of planes 2 t and 2 t + 1, the second is negative
+        y = [lanes.real(0)] * 2
+        for p in range(self.per_warp):
+            word = words(p)
+            for h in (0, 1):
+                a0, a1 = (lanes.element(word, 2 * h + r) for r in (0, 1))
+                counted = [None, None]
+                for byte, plane in enumerate(x.planes[p, h]):
+                    c = lanes.count_common_bits(a0, a1, plane)
+                    second = lanes.integer(2)
+                    if byte == self.bits // 8 - 1:
+                        second = arith.select(highest, lanes.integer(-2), second)
+                    for r in (0, 1):
+                        both = arith.addi(c[2 * r], arith.muli(c[2 * r + 1], second))
+                        both = arith.shli(both, lanes.integer(8 * byte))
+                        counted[r] = both if byte == 0 else arith.addi(counted[r], both)
+                d = lanes.halves(scales(p, h))
+                for r in (0, 1):
+                    real = arith.sitofp(lanes.f32(), counted[r])
+                    y[r] = mlir_math.fma(d[r], mlir_math.fma(real, x.scale[p, h], x.correction[p, h]), y[r])
+        return [lanes.warp_sum_real(v, lanes=4) for v in y]
+
+    def _slot(self, m, j, row, warp):
+        """Where the 16 sums of matrix m, tile j, a row and a warp begin."""
+        at = arith.addi(lanes.index(m * self.tiles), j)
+        at = arith.addi(arith.muli(at, lanes.index(self.rows)), row)
+        return arith.muli(arith.addi(arith.muli(at, lanes.index(self.warps)), warp), lanes.index(16))
+
+    def store_sums(self, me: Place, total: list, scratch_smem, m: int, j, row: int):
+        at = self._slot(m, j, lanes.index(row), me.warp)
+        with lanes.when(lanes.is_equal(me.t, lanes.index(0))):
+            for r in (0, 1):
+                lanes.store(total[r], scratch_smem, arith.addi(at, arith.addi(me.g, lanes.index(8 * r))))
+
+    def store_squares(self, me: Place, x: Quantized, scratch_smem, row: int):
+        if self.normed:
+            first = self.scratch - self.rows * self.warps + row * self.warps
+            squares = lanes.warp_sum_real(x.squares)
+            lanes.store(squares, scratch_smem, arith.addi(lanes.index(first), me.warp))
+
+    def my_outputs(self, me: Place, first_tile, end_tile) -> list:
+        """This thread's outputs: per output (whether it is there, j, row, index within the tile, n)."""
+        out = []
+        outputs, threads = self.tiles * self.rows * 16, self.warps * 32
         for first in range(0, outputs, threads):
-            at = arith.addi(thread, lanes.index(first))
+            at = arith.addi(me.thread, lanes.index(first))
             inside = arith.remui(at, lanes.index(16))
-            row = arith.remui(arith.divui(at, lanes.index(16)), lanes.index(rows))
-            j = arith.divui(at, lanes.index(16 * rows))
+            row = arith.remui(arith.divui(at, lanes.index(16)), lanes.index(self.rows))
+            j = arith.divui(at, lanes.index(16 * self.rows))
             n_tile = arith.addi(first_tile, j)
-            valid = arith.andi(
-                lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, lanes.index(n_tiles))
+            valid = arith.andi(lanes.is_below(at, lanes.index(outputs)), lanes.is_below(n_tile, end_tile))
+            n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
+            out.append((valid, j, row, inside, n))
+        return out
+
+    def outputs(self, me: Place, scratch_smem, mine: list, store: Callable):
+        """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
+
+        def over_warps(at, stride):
+            """Sum over the warps, in order."""
+            return functools.reduce(
+                arith.addf,
+                [
+                    lanes.load(scratch_smem, arith.addi(at, lanes.index(w * stride)))
+                    for w in range(self.warps)
+                ],
             )
+
+        for i, (valid, j, row, inside, n) in enumerate(mine):
             with lanes.when(valid):
-                n = arith.addi(arith.muli(n_tile, lanes.index(16)), inside)
-                y = []
-                for m in range(matrices):
-                    slot = arith.addi(j, lanes.index(m * tiles))
-                    y.append(over_warps(sums_smem, [slot, row], [inside]))
-                if normed:
-                    mean = arith.mulf(over_warps(squares_smem, [row], []), lanes.real(1 / columns))
-                    norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(eps)))
+                y = [
+                    over_warps(arith.addi(self._slot(m, j, row, lanes.index(0)), inside), 16)
+                    for m in range(self.matrices)
+                ]
+                if self.normed:
+                    squares = arith.addi(
+                        lanes.index(self.scratch - self.rows * self.warps),
+                        arith.muli(row, lanes.index(self.warps)),
+                    )
+                    mean = arith.mulf(over_warps(squares, 1), lanes.real(1 / self.columns))
+                    norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(self.eps)))
                     y = [arith.mulf(v, norm) for v in y]
-                if matrices == 2:
+                if self.matrices == 2:
                     denominator = arith.addf(lanes.real(1), mlir_math.exp(arith.negf(y[0])))
                     y = [arith.mulf(arith.divf(y[0], denominator), y[1])]
-                if added:
-                    y = [arith.addf(y[0], lanes.load(residual_gmem, row, n))]
-                lanes.store(y[0], out_gmem, row, n)
-
-    phase(*refs)
-
-
-def _column(group, word: int, lane):
-    """Column of bit `lane` of word `word` of a group."""
-    return arith.addi(arith.muli(group, lanes.index(GROUP)), arith.addi(lanes.index(32 * word), lane))
+                store(i, row, n, y[0])
 
 
 def _quantize(x, lane, bits: int):
@@ -269,13 +383,11 @@ def _quantize(x, lane, bits: int):
 
     planes   per 8 bits of q one word: lane 4 p + t holds word t of plane p, as the tensor core wants it
     """
-    largest = lanes.integer(0)
-    for v in x:
-        magnitude = arith.andi(arith.bitcast(lanes.i32(), v), lanes.integer(0x7FFFFFFF))
-        largest = arith.maxui(largest, magnitude)
-    largest = arith.maximumf(arith.bitcast(lanes.f32(), lanes.warp_max(largest)), lanes.real(1e-20))
+    largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for v in x])
+    largest = arith.bitcast(lanes.f32(), lanes.warp_max(arith.bitcast(lanes.i32(), largest)))
+    largest = arith.maximumf(largest, lanes.real(1e-20))
     top = 2 ** (bits - 1) - 1
-    inverse = arith.divf(lanes.real(top), largest)
+    inverse = arith.mulf(lanes.real(top), lanes.reciprocal(largest))
     q = [lanes.round_to_integer(arith.mulf(v, inverse)) for v in x]
     total = functools.reduce(arith.addi, q)
     # Word t of plane p is bit p of the lanes' q[t]. Transposed, lane 8 t + p holds it; lane 4 p + t wants it.
@@ -283,9 +395,6 @@ def _quantize(x, lane, bits: int):
     source = lanes.to_integer(arith.addi(arith.muli(t, lanes.index(8)), p))
     planes = []
     for byte in range(bits // 8):
-        packed = lanes.integer(0)
-        for i, value in enumerate(q):
-            low = arith.andi(arith.shrui(value, lanes.integer(8 * byte)), lanes.integer(255))
-            packed = arith.ori(packed, arith.shli(low, lanes.integer(8 * i)))
+        packed = lanes.packed_bytes(q, byte)
         planes.append(lanes.from_lane(lanes.transposed_bits(packed, lane), source))
     return planes, arith.mulf(largest, lanes.real(1 / top)), arith.sitofp(lanes.f32(), lanes.warp_sum(total))

@@ -29,6 +29,11 @@ def real(value: float):
     return arith.constant(f32(), float(value))
 
 
+def plus(value, constant: int):
+    """An index and a constant."""
+    return arith.addi(value, index(constant)) if constant else value
+
+
 def to_integer(value):
     return arith.index_cast(i32(), value)
 
@@ -53,6 +58,14 @@ def is_below(a, b):
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
+def is_above_zero(x):
+    return arith.cmpf(arith.CmpFPredicate.OGT, x, real(0))
+
+
+def true():
+    return arith.constant(ir.IntegerType.get_signless(1), 1)
+
+
 def element(v, i: int):
     """Element i of a vector."""
     return vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
@@ -74,9 +87,43 @@ def ptx(result: ir.Type, operands, text: str, constraints: str):
     return llvm.inline_asm(result, operands, text, constraints, has_side_effects=False)
 
 
+def packed_bytes(words, byte: int):
+    """Byte `byte` of each of four words, as one word."""
+    which = byte | (4 + byte) << 4
+    low, high = (ptx(i32(), [*words[i : i + 2]], f"prmt.b32 $0, $1, $2, {which};", "=r,r,r") for i in (0, 2))
+    return ptx(i32(), [low, high], "prmt.b32 $0, $1, $2, 0x5410;", "=r,r,r")
+
+
 def round_to_integer(x):
     """Nearest integer, ties to even."""
     return ptx(i32(), [x], "cvt.rni.s32.f32 $0, $1;", "=r,f")
+
+
+def any_lane(word):
+    """Whether the word of any lane is not 0."""
+    found = llvm.inline_asm(
+        i32(),
+        [word],
+        """{
+        .reg .pred p, q;
+        setp.ne.u32 p, $1, 0;
+        vote.sync.any.pred q, p, 0xffffffff;
+        selp.u32 $0, 1, 0, q;
+        }""",
+        "=r,r",
+        has_side_effects=True,
+    )
+    return arith.cmpi(arith.CmpIPredicate.ne, found, integer(0))
+
+
+def reciprocal(x):
+    """1 / x, to about one unit in the last place."""
+    return ptx(f32(), [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+
+
+def exp2(x):
+    """2^x, to about two units in the last place; 0 far below 0."""
+    return ptx(f32(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
 
 
 def warp_max(word):
@@ -105,23 +152,24 @@ def warp_sum_real(x, lanes: int = 32):
 def transposed_bits(word, lane):
     """Lane j's word gets bit i from bit j of lane i: a 32 x 32 bit transpose in five exchanges (Warren 2012,
     7-3)."""
-    for distance, low in (
-        (16, 0x0000FFFF),
-        (8, 0x00FF00FF),
-        (4, 0x0F0F0F0F),
-        (2, 0x33333333),
-        (1, 0x55555555),
+    for distance, keep_lower, take_lower, take_upper in (
+        (16, None, 0x5410, 0x3276),
+        (8, None, 0x6240, 0x3715),
+        (4, 0x0F0F0F0F, 4, 28),
+        (2, 0x33333333, 2, 30),
+        (1, 0x55555555, 1, 31),
     ):
         other = mosaic.shfl_bfly(word, distance)
-        shift = integer(distance)
-        upper = is_equal(arith.andi(to_integer(lane), shift), shift)
-        kept = arith.andi(word, arith.select(upper, integer(low << distance), integer(low)))
-        got = arith.select(
-            upper,
-            arith.andi(arith.shrui(other, shift), integer(low)),
-            arith.andi(arith.shli(other, shift), integer(low << distance)),
-        )
-        word = arith.ori(kept, got)
+        upper = is_equal(arith.andi(to_integer(lane), integer(distance)), integer(distance))
+        take = arith.select(upper, integer(take_upper), integer(take_lower))
+        if keep_lower is None:  # whole bytes
+            word = ptx(i32(), [word, other, take], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+        else:  # a lower lane's halves move up, an upper one's down: a rotation, of which half is taken
+            keep = arith.select(upper, integer(keep_lower << distance), integer(keep_lower))
+            other = ptx(i32(), [other, take], "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
+            word = ptx(
+                i32(), [word, other, keep], "lop3.b32 $0, $1, $2, $3, 0xe4;", "=r,r,r,r"
+            )  # (word & keep) | (other & ~keep)
     return word
 
 
@@ -163,6 +211,68 @@ def count_common_bits(a0, a1, b):
     return [llvm.extractvalue(i32(), result, [i]) for i in range(4)]
 
 
+def add_product(c, a, b):
+    """Tensor cores: c + a b in float32, for 16 x 16 and 16 x 8 of bfloat16.
+
+    mma.m16n8k16. With lane = 4 g + t, pairs of bfloat16 in an i32: a is [row g, columns 2 t and 2 t + 1],
+    [row g + 8, the same], [row g, columns 2 t + 8 and 2 t + 9], [row g + 8, the same]; b is [rows 2 t and
+    2 t + 1, column g], [rows 2 t + 8 and 2 t + 9, column g]; c as in `count_common_bits`.
+    """
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([f32()] * 4),
+        [*a, *b, *c],
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effects=False,
+    )
+    return [llvm.extractvalue(f32(), result, [i]) for i in range(4)]
+
+
+def split_pair(x, y):
+    """Two float32 as two pairs of bfloat16, x in the low half: their sum has 16 bits of mantissa."""
+    high = _narrowed(x, y)
+    rest = [
+        arith.subf(v, arith.bitcast(f32(), part))
+        for v, part in ((x, arith.shli(high, integer(16))), (y, arith.andi(high, integer(0xFFFF0000))))
+    ]
+    return [high, _narrowed(*rest)]
+
+
+def pairs(stored) -> list:
+    """Neighbours of a vector of float32 or bfloat16 as pairs of bfloat16: for each pair, the parts whose sum
+    it is."""
+    kind = ir.VectorType(stored.type)
+    if kind.element_type == f32():
+        x = reals(stored)
+        return [split_pair(*two) for two in zip(x[::2], x[1::2], strict=True)]
+    return [[word] for word in _words(stored)]
+
+
+def pairs_across(a, b) -> list:
+    """The same, of elements that stand in the same place of two vectors: a's in the low half."""
+    kind = ir.VectorType(a.type)
+    if kind.element_type == f32():
+        return [split_pair(x, y) for x, y in zip(reals(a), reals(b), strict=True)]
+    out = []
+    for x, y in zip(_words(a), _words(b), strict=True):
+        for which in (0x5410, 0x7632):
+            out.append([ptx(i32(), [x, y], f"prmt.b32 $0, $1, $2, {which};", "=r,r,r")])
+    return out
+
+
+def _narrowed(x, y):
+    """Two float32 as a pair of bfloat16, to nearest."""
+    return ptx(i32(), [y, x], "cvt.rn.bf16x2.f32 $0, $1, $2;", "=r,f,f")
+
+
+def _words(stored) -> list:
+    """A vector of bfloat16 as i32."""
+    count = ir.VectorType(stored.type).shape[0] // 2
+    as_words = vector.bitcast(ir.VectorType.get((count,), i32()), stored)
+    return [element(as_words, i) for i in range(count)]
+
+
 def load(ref, *indices):
     return memref.load(ref, [index(i) if isinstance(i, int) else i for i in indices])
 
@@ -178,12 +288,32 @@ def block_barrier():
 when = mosaic.when
 
 
+def choose(condition, values, otherwise) -> list:
+    """values() where the condition holds for a whole warp, which alone runs it, else the list `otherwise`."""
+    if_op = scf.IfOp(condition, results_=[v.type for v in otherwise], has_else=True)
+    with ir.InsertionPoint(if_op.then_block):
+        scf.yield_(values())
+    with ir.InsertionPoint(if_op.else_block):
+        scf.yield_(otherwise)
+    return list(if_op.results)
+
+
+def load_stored(count: int, ref, indices):
+    """`count` neighbouring float32 or bfloat16 of a ref, as a vector of what they are."""
+    return vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
+
+
+def reals(stored) -> list:
+    """A vector of float32 or bfloat16 as a list of float32."""
+    kind = ir.VectorType(stored.type)
+    if kind.element_type != f32():
+        stored = arith.extf(ir.VectorType.get(kind.shape, f32()), stored)
+    return [element(stored, i) for i in range(kind.shape[0])]
+
+
 def load_reals(count: int, ref, indices):
     """`count` neighbouring float32 or bfloat16 of a ref, as a list of float32."""
-    loaded = vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
-    if ref.type.element_type != f32():
-        loaded = arith.extf(ir.VectorType.get((count,), f32()), loaded)
-    return [element(loaded, i) for i in range(count)]
+    return reals(load_stored(count, ref, indices))
 
 
 def store_reals(values, ref, indices):
@@ -221,7 +351,8 @@ def add_to_counter(ref, at):
 
 
 def load_written_by_others(ref, at):
-    """A float32 of global memory that another block of the same launch wrote; `at` counts elements."""
+    """A float32 of global memory that another block of the same launch wrote; `at` counts elements. Past the
+    multiprocessor's own cache, which may hold what was there before."""
     return llvm.inline_asm(
         f32(),
         [_pointer(ref, at, f32())],
@@ -229,6 +360,133 @@ def load_written_by_others(ref, at):
         "=f,l,~{memory}",
         has_side_effects=True,
     )
+
+
+def store_tagged(value, ref, at, tag):
+    """A float32, rounded to 22 bits of mantissa, with a tag of 2 bits in place of the lowest: one word, so
+    that whoever reads the tag has the value. `ref` is of i32."""
+    word = arith.addi(arith.bitcast(i32(), value), integer(2))
+    word = arith.ori(arith.andi(word, integer(0xFFFFFFFC)), tag)
+    llvm.inline_asm(
+        _void(),
+        [_pointer(ref, at), word],
+        "st.relaxed.gpu.global.u32 [$0], $1;",
+        "l,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def load_tagged(ref, wanted, tag) -> list:
+    """Wait until each of the wanted words has this tag: list of float32.
+
+    wanted  ((at, constant), count) pairs: count, 1 or 4, neighbours from element at + constant of a ref of
+            i32. The last is asked for again and again, and then all of them: to ask for all would be most of
+            what the L2 cache can give, and keep back who writes them.
+    """
+    pointers = [_pointer(ref, at) for (at, _), _ in wanted]
+
+    def attempt(wanted, pointers):
+        words = []
+        for pointer, ((_, constant), count) in zip(pointers, wanted, strict=True):
+            many = count == 4
+            type_ = llvm.StructType.get_literal([i32()] * 4) if many else i32()
+            places = "{$0,$1,$2,$3}, [$4" if many else "$0, [$1"
+            loaded = llvm.inline_asm(
+                type_,
+                [pointer],
+                f"ld.relaxed.gpu.global{'.v4' * many}.u32 {places}+{4 * constant}];",
+                "=r,=r,=r,=r,l,~{memory}" if many else "=r,l,~{memory}",
+                has_side_effects=True,
+            )
+            words += [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)] if many else [loaded]
+        wrong = integer(0)
+        for word in words:
+            wrong = arith.ori(wrong, arith.xori(word, tag))
+        again = any_lane(arith.andi(wrong, integer(3)))  # all lanes alike, or each shuffle would be guarded
+        return again, words
+
+    def until_written(wanted, pointers):
+        count = sum(n for _, n in wanted)
+        loop_ = scf.WhileOp([i32()] * count, [])
+        loop_.before.blocks.append()
+        with ir.InsertionPoint(loop_.before.blocks[0]):
+            again, words = attempt(wanted, pointers)
+            scf.ConditionOp(again, words)
+        loop_.after.blocks.append(*[i32()] * count)
+        with ir.InsertionPoint(loop_.after.blocks[0]):
+            scf.YieldOp([])
+        return loop_.results
+
+    until_written(wanted[-1:], pointers[-1:])
+    words = until_written(wanted, pointers)
+    # A tag left in the value would be a bias: it is at most 2^-21 of it.
+    return [arith.bitcast(f32(), arith.andi(word, integer(0xFFFFFFFC))) for word in words]
+
+
+def prefetch(ref, indices):
+    """Ask for the cache line of an element of a ref, into the L2 cache."""
+    at = index(0)
+    for i, size in zip(indices, ref.type.shape, strict=True):
+        at = arith.addi(arith.muli(at, index(size)), index(i) if isinstance(i, int) else i)
+    pointer = _pointer(ref, at, ref.type.element_type)
+    llvm.inline_asm(_void(), [pointer], "prefetch.global.L2 [$0];", "l,~{memory}", has_side_effects=True)
+
+
+def shared_address(ref):
+    """Address of a ref in shared memory, as i32."""
+    return llvm.ptrtoint(i32(), mosaic.memref_ptr(ref))
+
+
+def mbarrier_init(address):
+    """One arrival, and the bytes it announces, complete a turn."""
+    llvm.inline_asm(
+        _void(),
+        [address],
+        "mbarrier.init.shared::cta.b64 [$0], 1; fence.mbarrier_init.release.cluster;",
+        "r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def mbarrier_expect(address, byte_count):
+    llvm.inline_asm(
+        _void(),
+        [address, byte_count],
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
+        "r,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def mbarrier_wait(address, parity):
+    """Wait until the turn of this parity (an i32) has completed."""
+    llvm.inline_asm(
+        _void(),
+        [address, parity],
+        """{
+        .reg .pred p;
+        again_${:uid}:
+        mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
+        @!p bra again_${:uid};
+        }""",
+        "r,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def copy_to_shared(destination, ref, at, byte_count, mbarrier):
+    """Bulk copy of global memory from element `at` of a ref of i32; its bytes are counted at the mbarrier."""
+    llvm.inline_asm(
+        _void(),
+        [destination, _pointer(ref, at), byte_count, mbarrier],
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
+        "r,l,r,r,~{memory}",
+        has_side_effects=True,
+    )
+
+
+def _void():
+    return ir.Type.parse("!llvm.void")
 
 
 def _pointer(ref, at, element_type=None):

@@ -1,0 +1,359 @@
+"""All layers of a decode step in one launch, a block on each multiprocessor.
+
+A chain of small kernels waits at every link for its launch, then for its first weights. Here each block keeps
+its share of a whole layer's weights in shared memory, and asks for the next layer's share of a phase as soon
+as that phase is done: weights are there before the activations that they wait for.
+
+    x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
+
+Each [phase] is the one of bit_gemv.py or decode_attention.py. A block has the same tiles of a phase in every
+layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
+for them.
+
+Activations go from block to block through `mail` in global memory, a place for each of a layer's vectors.
+There is no barrier: each word has a tag of 2 bits, which says of which layer it is (lanes.store_tagged). A
+reader asks for its words again until all have the tag that it wants, so that an activation is on its way to
+its reader as soon as it is written, where a barrier would wait for the slowest write, count, and then read.
+The residual stream itself stays exact with the block that adds to it; `mail` has what the others see of it.
+
+No word is written while somebody may still read it: a block writes a vector only when it has read all of a
+later one, of which each part was made by somebody who had read all of that vector before.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic.bit_gemv import GROUP, Place, Product
+from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Arrays, Attention
+
+PHASES = 5  # qkv, attention, o, gate and up, down
+X, QKV, OUT, HIDDEN = range(4)  # the vectors of a layer
+PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
+SCALE_BYTES = 2 * 16 * 2
+MOST_SHARED_BYTES = 227 * 1024  # of a block, on compute capability 9.0
+AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Static sizes of a step; `blocks` is the number of multiprocessors."""
+
+    rows: int
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    blocks: int
+    bits: int = 8
+    eps: float = 0.0
+
+    def refuses(self) -> str | None:
+        """Why this step cannot run, or None."""
+        if self.shared_bytes > MOST_SHARED_BYTES:
+            return (
+                f"a block's share of a layer takes {self.shared_bytes} bytes of shared memory; "
+                f"there are {MOST_SHARED_BYTES}"
+            )
+        if self.rows * self.kv_heads > self.blocks:
+            return f"{self.rows} rows of {self.kv_heads} KV heads are more than {self.blocks} multiprocessors"
+        return None
+
+    def products(self) -> dict[int, Product]:
+        """The products by phase."""
+        width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
+
+        def product(n, k, **rest):
+            n_tiles = -(-n // 16)
+            return Product(
+                rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
+                tiles=-(-n_tiles // self.blocks), bits=self.bits, eps=self.eps, **rest,
+            )  # fmt: skip
+
+        return {
+            0: product(width + 2 * kv_width, self.hidden, normed=True),
+            2: product(self.hidden, width),
+            3: product(self.ffn, self.hidden, normed=True, matrices=2),
+            4: product(self.hidden, self.ffn),
+        }
+
+    def attention(self, page_size: int, pages: int, normed: bool, interleaved: bool) -> Attention:
+        return Attention(
+            rows=self.rows, kv_heads=self.kv_heads, heads=self.heads // self.kv_heads,
+            head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
+            normed=normed, eps=self.eps, interleaved=interleaved,
+        )  # fmt: skip
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of shared memory, for a block's share of a layer."""
+        return sum(_bytes(p, p.tiles) * p.matrices for p in self.products().values())
+
+    @property
+    def scratch(self) -> int:
+        """float32 of shared memory for the phases, in turn."""
+        return max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of shared memory in all."""
+        return self.weight_bytes + 4 * self.scratch + 8 * PHASES
+
+    def vectors(self) -> tuple[int, int, int, int]:
+        """Widths of what `mail` holds for each row: x, qkv, attention's output, the feed-forward's hidden
+        vector."""
+        p = self.products()
+        return p[4].n_tiles * 16, p[0].n_tiles * 16, p[2].columns, p[3].n_tiles * 16
+
+
+def _bytes(p: Product, tiles: int) -> int:
+    return tiles * p.pairs * (PAIR_BYTES + SCALE_BYTES)
+
+
+@functools.partial(jax.jit, static_argnames=("shapes", "interleaved"))
+def decode_layers(
+    x: jax.Array,
+    weights: tuple[tuple[jax.Array, jax.Array], ...],
+    norms: tuple[jax.Array, jax.Array],
+    head_norms: tuple[jax.Array, jax.Array] | None,
+    bias: jax.Array | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    *,
+    shapes: Shapes,
+    interleaved: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One token of every row through all layers.
+
+    x <- x + W_o attention(norm(x));  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x)
+
+    x          float32 [rows, hidden]
+    weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (bit_gemv.py)
+    norms      float32 [L, hidden], gammas before attention and before the feed-forward
+    head_norms float32 [L, head_dim] of queries and keys, or None
+    bias       float32 [L, width of qkv], or None
+    pages, table, positions, rotation   as for pallas_kernels.attend, for one token a row
+    Returns x float32 [rows, hidden] and the pages, which are updated in place.
+    """
+    products = shapes.products()
+    layers = weights[0][0].shape[0]
+    attention = shapes.attention(k_pages.shape[2], block_table.shape[1], head_norms is not None, interleaved)
+    pad = lambda a, p: jnp.pad(a, ((0, 0), (0, p.n_tiles * 16 - a.shape[1])))  # noqa: E731
+    x = pad(x, products[4])
+    first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | _tag(0)
+    mail = jnp.zeros(shapes.rows * sum(shapes.vectors()[1:]), jnp.int32)
+    x_ref, mail_ref = jax.new_ref(x), jax.new_ref(jnp.concatenate([first.reshape(-1), mail]))
+    keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
+    finished = jax.new_ref(jnp.zeros(shapes.rows * shapes.kv_heads, jnp.int32))
+    kernel = plgpu.kernel(
+        functools.partial(_body, shapes=shapes, attention=attention, layers=layers, biased=bias is not None),
+        out_type=attention.partials(),
+        grid=(shapes.blocks,),
+        grid_names=("block",),
+        num_threads=THREADS // 128,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((shapes.weight_bytes // 4,), jnp.int32),
+            plgpu.SMEM((shapes.scratch,), jnp.float32),
+            plgpu.SMEM((2 * PHASES,), jnp.int32),
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    operands = [a for pair in weights for a in pair] + [*norms, *(head_norms or ())]
+    operands += [pad(bias, products[0])] if bias is not None else []
+    kernel(*operands, *rotation, positions, block_table, x_ref, mail_ref, keys, values, finished)
+    return jax.freeze(x_ref)[:, : shapes.hidden], jax.freeze(keys), jax.freeze(values)
+
+
+def _tag(write):
+    """Of the write-th contents of a place in `mail`, which begins as zeros."""
+    return write % 3 + 1
+
+
+def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool):
+    products = shapes.products()
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def kernel(ctx, *refs):
+        refs = list(refs)
+        take = lambda n: [refs.pop(0) for _ in range(n)]  # noqa: E731
+        qkv_w, o_w, gate_w, up_w, down_w = (take(2) for _ in range(5))
+        attn_norm, ffn_norm = take(2)
+        q_gamma, k_gamma = take(2) if attention.normed else (None, None)
+        bias = take(1)[0] if biased else None
+        cos, sin, positions, table, x, mail, keys, values, finished, partial, max_sum = take(11)
+        weights_smem, scratch_smem, mbarriers = take(3)
+
+        weight_gmem = {0: [qkv_w], 2: [o_w], 3: [gate_w, up_w], 4: [down_w]}
+        gammas = {0: attn_norm, 3: ffn_norm}
+        widths = shapes.vectors()
+        begins = [shapes.rows * sum(widths[:i]) for i in range(len(widths))]  # of each vector in `mail`
+        reads = {0: X, 1: QKV, 2: OUT, 3: X, 4: HIDDEN}
+        writes = {0: QKV, 1: OUT, 2: X, 3: HIDDEN, 4: X}
+        # Blocks that have a share of a phase.
+        taking_part = {i: -(-p.n_tiles // p.tiles) for i, p in products.items()} | {1: attention.blocks}
+
+        block, thread = lanes.block(), lanes.thread()
+        weights_address, mbarrier_address = (lanes.shared_address(r) for r in (weights_smem, mbarriers))
+        first_tile = {i: arith.muli(block, lanes.index(p.tiles)) for i, p in products.items()}
+        places, region, offset = {}, {}, 0  # region: byte offset of a matrix's words in shared memory
+        for i, p in products.items():
+            places[i] = Place.of(p)
+            for m in range(p.matrices):
+                region[i, m] = offset
+                offset += _bytes(p, p.tiles)
+
+        def takes_part(i):
+            return lanes.is_below(block, lanes.index(taking_part[i]))
+
+        def mbarrier(i):
+            return arith.addi(mbarrier_address, lanes.integer(8 * i))
+
+        def request(i, layer):
+            """By one thread: a layer's weights of phase i into shared memory."""
+            p = products[i]
+            left = arith.subi(lanes.index(p.n_tiles), first_tile[i])
+            tiles = arith.minui(left, lanes.index(p.tiles))
+            size = lambda each: lanes.to_integer(arith.muli(tiles, lanes.index(p.pairs * each)))  # noqa: E731
+            words, scales = size(PAIR_BYTES), size(SCALE_BYTES)
+            lanes.mbarrier_expect(
+                mbarrier(i), arith.muli(arith.addi(words, scales), lanes.integer(p.matrices))
+            )
+            tile = arith.addi(arith.muli(layer, lanes.index(p.n_tiles)), first_tile[i])
+            for m, (words_gmem, scales_gmem) in enumerate(weight_gmem[i]):
+                for ref, size_, each, at in (
+                    (words_gmem, words, PAIR_BYTES, region[i, m]),
+                    (scales_gmem, scales, SCALE_BYTES, region[i, m] + p.tiles * p.pairs * PAIR_BYTES),
+                ):
+                    source = arith.muli(tile, lanes.index(p.pairs * each // 4))
+                    destination = arith.addi(weights_address, lanes.integer(at))
+                    lanes.copy_to_shared(destination, ref, source, size_, mbarrier(i))
+
+        def tag(layer, vector, i):
+            """Of what phase i of a layer reads or writes: x is written twice a layer."""
+            write = layer
+            if vector == X:
+                write = arith.addi(
+                    arith.muli(layer, lanes.index(2)), lanes.index({0: 0, 2: 1, 3: 1, 4: 2}[i])
+                )
+            return lanes.to_integer(arith.addi(arith.remui(write, lanes.index(3)), lanes.index(1)))
+
+        def in_mail(vector, row, column):
+            first = arith.addi(arith.muli(row, lanes.index(widths[vector])), lanes.index(begins[vector]))
+            return arith.addi(first, column)
+
+        def receive(i, layer, row, columns, count):
+            wanted = [((in_mail(reads[i], row, at), constant), count) for at, constant in columns]
+            return lanes.load_tagged(mail, wanted, tag(layer, reads[i], i))
+
+        def send(i, layer, y, row, n):
+            lanes.store_tagged(y, mail, in_mail(writes[i], row, n), tag(layer, writes[i], i))
+
+        def product(i, layer):
+            p, me = products[i], places[i]
+            gamma = {}
+            if p.normed:
+                gamma = p.gather(
+                    me, lambda columns: [lanes.load(gammas[i], layer, lanes.plus(*n)) for n in columns]
+                )
+
+            mine = p.my_outputs(me, first_tile[i], lanes.index(p.n_tiles))
+            inside = lambda n: arith.minui(n, lanes.index(16 * p.n_tiles - 1))  # noqa: E731
+            added = []  # the residual, which is this block's own, or the bias
+            if i in (2, 4):
+                added = [lanes.load(x, row, inside(n)) for *_, row, _, n in mine]
+            elif i == 0 and biased:
+                added = [lanes.load(bias, layer, inside(n)) for *_, n in mine]
+
+            def words(m, j, pair):
+                at = arith.addi(arith.muli(j, lanes.index(p.pairs)), pair)
+                at = arith.addi(
+                    arith.muli(at, lanes.index(PAIR_BYTES // 4)), arith.muli(me.lane, lanes.index(4))
+                )
+                return lanes.load_vector(4, weights_smem, [arith.addi(at, lanes.index(region[i, m] // 4))])
+
+            def scales(m, j, group):
+                at = arith.addi(arith.muli(j, lanes.index(2 * p.pairs)), group)
+                at = arith.addi(arith.muli(at, lanes.index(SCALE_BYTES // 8)), me.g)
+                first = region[i, m] + p.tiles * p.pairs * PAIR_BYTES
+                return lanes.load(weights_smem, arith.addi(at, lanes.index(first // 4)))
+
+            together = max(1, AT_ONCE // p.matrices)
+            last = max(0, p.tiles - together)
+            for row in range(p.rows):
+                received = p.gather(
+                    me, lambda columns, row=row: receive(i, layer, lanes.index(row), columns, 1)
+                )
+                quantized = p.quantize(me, received, gamma)
+                p.store_squares(me, quantized, scratch_smem, row)
+                if row == 0:
+                    lanes.mbarrier_wait(mbarrier(i), lanes.to_integer(arith.remui(layer, lanes.index(2))))
+
+                def some_tiles(first, carry, quantized=quantized, row=row):
+                    # The last tiles are done twice where `together` does not divide: the same bits.
+                    first = arith.minui(first, lanes.index(last))
+                    for u in range(min(together, p.tiles)):
+                        j = arith.addi(first, lanes.index(u))
+                        for m in range(p.matrices):
+                            total = p.tile_product(
+                                me, quantized,
+                                lambda pair, m=m, j=j: words(m, j, me.pair[pair]),
+                                lambda pair, h, m=m, j=j: scales(m, j, me.scale_group[pair, h]),
+                            )  # fmt: skip
+                            p.store_sums(me, total, scratch_smem, m, j, row)
+                    return carry
+
+                lanes.loop(lanes.index(0), lanes.index(p.tiles), lanes.index(together), [], some_tiles)
+            lanes.block_barrier()
+            more = lanes.is_below(layer, lanes.index(layers - 1))
+            is_copier = lanes.is_equal(thread, lanes.index(THREADS - 32))
+            with lanes.when(arith.andi(is_copier, more)):
+                request(i, arith.addi(layer, lanes.index(1)))
+
+            def store(k, row, n, y):
+                if i in (2, 4):
+                    y = arith.addf(y, added[k])
+                    lanes.store(y, x, row, n)
+                elif added:
+                    y = arith.addf(y, added[k])
+                send(i, layer, y, row, n)
+
+            p.outputs(me, scratch_smem, mine, store)
+            lanes.block_barrier()  # the next phase has the same scratch memory
+
+        def attend(layer):
+            arrays = Arrays(
+                lambda row, columns: receive(1, layer, row, columns, 4),
+                lambda y, row, n: send(1, layer, y, row, n),
+                cos, sin, positions, table, q_gamma, k_gamma, keys, values, finished, partial, max_sum,
+            )  # fmt: skip
+            following = arith.minui(arith.addi(layer, lanes.index(1)), lanes.index(layers - 1))
+            attention.run(arrays, scratch_smem, layer, following)
+            lanes.block_barrier()
+
+        with lanes.when(lanes.is_equal(thread, lanes.index(0))):
+            for i in products:
+                lanes.mbarrier_init(mbarrier(i))
+            for i in products:
+                with lanes.when(takes_part(i)):
+                    request(i, lanes.index(0))
+        lanes.block_barrier()
+
+        def one_layer(layer, carry):
+            for i in range(PHASES):
+                with lanes.when(takes_part(i)):
+                    attend(layer) if i == 1 else product(i, layer)
+            return carry
+
+        lanes.loop(lanes.index(0), lanes.index(layers), lanes.index(1), [], one_layer)
+
+    kernel(*refs)
