@@ -206,9 +206,9 @@ def _body(
 
         def sums_of_whole_numbers(i, packed):
             """The same, with their scales."""
-            assert scale_smem is not None
 
             def one_pair(pair, carry):
+                assert scale_smem is not None
                 packed, sums = carry
                 following = load_next(i, pair)
                 for step in range(steps_of_pair):
