@@ -15,6 +15,7 @@ class KVCache(struct.PyTreeNode):
     block_table  int32 [rows, pages per row]: the page of a row's tokens [i * page_size, (i + 1) * page_size)
     lengths      int32 [rows]: tokens stored
     impl         the implementation of attention chosen for it (dispatch.choose)
+    prefill_impl the one for many tokens a row
 
     Donate it to the function that writes it, and XLA updates the pages where they are.
     """
@@ -24,6 +25,7 @@ class KVCache(struct.PyTreeNode):
     block_table: Int[Array, "B pages_per_row"]
     lengths: Int[Array, "B"]
     impl: str = struct.field(pytree_node=False, default="xla")
+    prefill_impl: str = struct.field(pytree_node=False, default="xla")
 
     @property
     def capacity(self) -> int:
@@ -50,12 +52,15 @@ def empty(config: ModelConfig, run: RunConfig, rows: int, context: int) -> KVCac
     pages = page_count(context, run.page_size)
     shape = (config.num_layers, rows * pages, run.page_size, config.num_kv_heads, config.head_dim)
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    platform, held_as = dispatch.platform(), str(jnp.dtype(run.cache_dtype))
+    prefill = dispatch.Problem("prefill attention", platform, held_as, (*heads, run.page_size))
     return KVCache(
         k=jnp.zeros(shape, run.cache_dtype),
         v=jnp.zeros(shape, run.cache_dtype),
         block_table=jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages),
         lengths=jnp.zeros(rows, jnp.int32),
-        impl=dispatch.choose(dispatch.Problem("attention", dispatch.platform(), shape=heads), run.impl),
+        impl=dispatch.choose(dispatch.Problem("attention", platform, shape=heads), run.impl),
+        prefill_impl=dispatch.choose(prefill, "xla" if run.impl == "xla" else "auto"),
     )
 
 

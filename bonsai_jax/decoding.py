@@ -23,6 +23,7 @@ from bonsai_jax.sampling import Sampler
 PREFILL_CHUNK = (
     512  # tokens a row that go through the layers at a time: bounds activations for prompts of any length
 )
+PREFILL_BATCH = 2048  # tokens of all rows at a time that fill a GPU's tensor cores
 NO_TOKEN = -1  # in outputs: the row had ended
 
 
@@ -149,25 +150,24 @@ def read(
     after its last token."""
     B, T = tokens.shape
     positions = _positions(cache, tokens, lengths)
-    if T <= PREFILL_CHUNK:
+    size = PREFILL_CHUNK if cache.prefill_impl == "xla" else max(PREFILL_CHUNK, PREFILL_BATCH // B)
+    if size >= T:
         hidden, cache = _forward(params, cache, tokens, positions, config)
         return hidden[jnp.arange(B), lengths - 1], cache
 
     def read_chunk(i, carry):
         last, cache = carry
-        at = i * PREFILL_CHUNK
-        chunk, chunk_positions = (
-            jax.lax.dynamic_slice_in_dim(a, at, PREFILL_CHUNK, 1) for a in (tokens, positions)
-        )
+        at = i * size
+        chunk, chunk_positions = (jax.lax.dynamic_slice_in_dim(a, at, size, 1) for a in (tokens, positions))
         hidden, cache = _forward(params, cache, chunk, chunk_positions, config)
-        index = jnp.clip(lengths - 1 - at, 0, PREFILL_CHUNK - 1)
-        ends_here = (lengths - 1) // PREFILL_CHUNK == i
+        index = jnp.clip(lengths - 1 - at, 0, size - 1)
+        ends_here = (lengths - 1) // size == i
         return jnp.where(ends_here[:, None], hidden[jnp.arange(B), index], last), cache
 
-    padding = -T % PREFILL_CHUNK
+    padding = -T % size
     tokens = jnp.pad(tokens, ((0, 0), (0, padding)))
     positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
-    chunks = (lengths.max() + PREFILL_CHUNK - 1) // PREFILL_CHUNK
+    chunks = (lengths.max() + size - 1) // size
     return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), cache))
 
 

@@ -69,7 +69,7 @@ def attention_block(
     out, k_pages, v_pages = attend(
         qkv, cache.k, cache.v, cache.block_table, positions, layer,
         rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm), eps=eps,
-        num_keys=num_keys, impl=cache.impl,
+        num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl,
     )  # fmt: skip
     cache = cache.replace(k=k_pages, v=v_pages)
     return matmul(out, w.wo, layer, residual=x), cache

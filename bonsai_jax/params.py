@@ -225,12 +225,14 @@ def _matrix(t: Tensor | RandomTensor, hold: _Hold) -> QTensor:
     """One matrix in the format and layout in which it will be held."""
     problem = dispatch.Problem("matmul", dispatch.platform(), hold.format(t), t.shape)
     impl = dispatch.choose(problem, hold.impl)
+    # Naming a kernel names the one of a decode step; only "xla" asks for the definition everywhere.
+    gemm = dispatch.choose(dataclasses.replace(problem, op="gemm"), "xla" if hold.impl == "xla" else "auto")
     if isinstance(t, Tensor):
         w = _from_blocks(jnp.asarray(t.data), t.format, problem.format, impl)
     else:
         w = QTensor(_draw(t), t.format, (t.shape[0], t.shape[1]))
         w = _convert(w, problem.format, impl)
-    return w.replace(impl=impl, activation_bits=hold.activation_bits)
+    return w.replace(impl=impl, gemm=gemm, activation_bits=hold.activation_bits)
 
 
 @functools.partial(jax.jit, static_argnames=("format", "held", "impl"))

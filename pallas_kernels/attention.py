@@ -119,6 +119,7 @@ def attend(
     eps: float,
     num_keys: int | Int[Array, ""],
     impl: str = "xla",
+    prefill_impl: str = "xla",
 ) -> tuple[
     Float[Array, "B T HD"], Float[Array, "L pages page_size Hkv D"], Float[Array, "L pages page_size Hkv D"]
 ]:
@@ -127,7 +128,8 @@ def attend(
     qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
     rotation   cos and sin of the new tokens' angles, for rope
-    impl       "mosaic" runs one token a row in one kernel; more tokens go through the definition
+    impl       "mosaic" runs one token a row in one kernel
+    prefill_impl  for more tokens a row; "mosaic" is mosaic/prefill_attention.py
     The rest as for `attention`. Returns the output, float32 [B, T, H D], and the cache's pages with k and v
     stored (in place, where the pages are donated).
     """
@@ -151,5 +153,10 @@ def attend(
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
-    out = attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys)
+    if prefill_impl == "mosaic" and T > 1:
+        from pallas_kernels.mosaic.prefill_attention import prefill_attention  # only GPUs need it
+
+        out = prefill_attention(q, k_pages, v_pages, block_table, positions, layer)
+    else:
+        out = attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys)
     return out.reshape(B, T, -1), k_pages, v_pages

@@ -11,11 +11,13 @@ import jax
 class Problem:
     """What a choice depends on.
 
-    op        "matmul", "attention", or "layers": how the kernels of a decode step are launched
+    op        "matmul", "gemm" (a matmul of many rows), "attention", "prefill attention" (of many queries), or
+              "layers": how the kernels of a decode step are launched
     platform  "cpu", or "sm_90" for a GPU of compute capability 9.0
-    format    of the weight, or of all of the layers' weights ("" where they differ)
-    shape     (N, K); (query heads, KV heads, head_dim); or (rows, hidden, ffn, query heads, KV heads,
-              head_dim)
+    format    of the weight, or of all of the layers' weights ("" where they differ); of prefill attention's
+              cache, its dtype
+    shape     (N, K); (query heads, KV heads, head_dim), in prefill with the page size behind; or (rows,
+              hidden, ffn, query heads, KV heads, head_dim)
     """
 
     op: str
@@ -51,6 +53,27 @@ def _mosaic(problem: Problem) -> str | None:
     return None if (problem.op, problem.format) == ("matmul", "q1_0") else _no_kernel(problem)
 
 
+def _wgmma(problem: Problem) -> str | None:
+    if problem.platform != "sm_90":
+        return "needs Hopper's tensor core instructions (compute capability 9.0)"
+    if problem.op == "prefill attention":
+        _, _, head_dim, page_size = problem.shape
+        if problem.format != "bfloat16":
+            return f"the cache is {problem.format}; the kernel reads bfloat16"
+        if head_dim not in (64, 128):
+            return f"head_dim is {head_dim}; the kernel has 64 and 128"
+        return f"pages of {page_size} are no multiple of 64" if page_size % 64 else None
+    if problem.format != "q1_0":
+        return _no_kernel(problem)
+    return "its tiles are 64 outputs" if -(-problem.shape[0] // 16) % 4 else None
+
+
+def _library(problem: Problem) -> str | None:
+    if not problem.platform.startswith("sm_"):
+        return "needs an NVIDIA GPU: elsewhere float16 is no faster than the definition"
+    return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
+
+
 def _no_kernel(problem: Problem) -> str:
     return f"no kernel for {problem.op}{' of ' + problem.format if problem.format else ''} in this version"
 
@@ -76,7 +99,9 @@ _KERNELS: dict[str, Callable[[Problem], str | None]] = {
 }
 CANDIDATES = {
     "matmul": _KERNELS,
+    "gemm": {"mosaic": _wgmma, "library": _library, "xla": lambda problem: None},
     "attention": _KERNELS,
+    "prefill attention": {"mosaic": _wgmma, "xla": lambda problem: None},
     "layers": {"one_launch": _one_launch, "launches": lambda problem: None},
 }
 

@@ -6,7 +6,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize
 
-MOST_ROWS = 8  # of a matrix-vector kernel; more go through the definition
+MOST_ROWS = 8  # of a matrix-vector kernel; more are a GEMM, or go through the definition
 
 
 def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
@@ -89,6 +89,11 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
 
         return bit_gemv.run(x, weights, part_layer, layer, gamma, eps, residual)
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
+    if all(w.gemm != "xla" for w in weights) and x.size // x.shape[-1] > MOST_ROWS:
+        from pallas_kernels import gemm  # only GPUs need it
+
+        x = x.astype(jnp.float32)
+        return gemm.run(x if gamma is None else rms_norm(x, gamma, eps), weights, part_layer, residual)
     return definition(x, weights, part_layer, gamma, eps, residual)
 
 

@@ -18,6 +18,8 @@ class QTensor(struct.PyTreeNode):
     shape    (N, K), without `lead`
     impl     the matmul implementation chosen for it at load (dispatch.choose). "mosaic": the fields are those
              that the format's `tile` makes, which a kernel reads as they are
+    gemm     the implementation of products with many rows, chosen at load too: "mosaic" or "library"
+             (gemm.py), or "xla", the definition. "mosaic int8" is never chosen: measured no faster
     activation_bits  to which a kernel may round activations, per group of 128: 8, or 16, which is nearly
                      exact
     """
@@ -27,6 +29,7 @@ class QTensor(struct.PyTreeNode):
     shape: tuple[int, int] = struct.field(pytree_node=False)
     impl: str = struct.field(pytree_node=False, default="xla")
     activation_bits: int = struct.field(pytree_node=False, default=8)
+    gemm: str = struct.field(pytree_node=False, default="xla")
 
     @property
     def nbytes(self) -> int:

@@ -16,8 +16,10 @@ from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint
 from pallas_kernels import dispatch
+from pallas_kernels.mosaic.bit_gemm import bit_gemm
 from pallas_kernels.mosaic.bit_gemv import bit_gemv
 from pallas_kernels.mosaic.decode_attention import decode_attention
+from pallas_kernels.mosaic.prefill_attention import prefill_attention
 from tests.aot import compile_for_gpu
 
 pytestmark = pytest.mark.aot
@@ -125,10 +127,47 @@ def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * config.vocab_size * config.hidden
 
 
+def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
+    """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q1_0", context=32768)
+    assert params.layers.w_down.parts[0].gemm == "mosaic" and state.cache.prefill_impl == "mosaic"
+    tokens = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = compile_for_gpu(
+        lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.temp_size_in_bytes < 0.3e9
+
+
+def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q4_k_m", context=4096)
+    assert {part.gemm for part in params.layers.w_down.parts} == {"library"}
+    tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def read(params, cache, tokens, lengths):
+        return core.read(params, cache, tokens, lengths, config)
+
+    compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
+
+
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
 @pytest.mark.parametrize("kernel", ["gate and up", "down", "down, 8 rows", "attention", "attention, 64 wide"])
 def test_hot_kernels_do_not_spill(kernel, capability):
     """Registers as ptxas counts them, of an 8B step's kernels and a 0.5B one's attention; -rP prints them."""
+    check_spills(kernel, capability)
+
+
+@pytest.mark.parametrize("kernel", ["many: gate and up", "many: down", "many: out", "many queries"])
+def test_hot_kernels_of_prefill_do_not_spill(kernel):
+    check_spills(kernel, (9, 0))
+
+
+def check_spills(kernel, capability):
     code = f"""
 import jax, jax.numpy as jnp
 from pallas_kernels.mosaic.bit_gemv import bit_gemv
@@ -168,7 +207,29 @@ def _attention(heads, kv_heads, head_dim, normed):
     )  # fmt: skip
 
 
+def _many_rows(n, k, matrices, rows):
+    _, (_, weights, _, _) = _product(n, k, matrices, 1)
+    a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
+    f = lambda a, scale, weights, layer, residual: bit_gemm(a, scale, weights, layer, n, residual)  # noqa: E731
+    return f, (a, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
+
+
+def _many_queries(heads, kv_heads, head_dim, tokens):
+    i32, pages = jnp.int32, 40
+    cache = jax.ShapeDtypeStruct((4, pages, 64, kv_heads, head_dim), jnp.bfloat16)
+    return prefill_attention, (
+        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
+        jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
+        jax.ShapeDtypeStruct((), i32),
+    )  # fmt: skip
+
+
 HOT = {
+    "many: gate and up": lambda: _many_rows(12288, 4096, 2, 2048),
+    "many: down": lambda: _many_rows(4096, 12288, 1, 2048),
+    "many: out": lambda: _many_rows(4096, 4096, 1, 512),
+    "many queries": lambda: _many_queries(32, 8, 128, 2048),
     "gate and up": lambda: _product(12288, 4096, 2, 1),
     "down": lambda: _product(4096, 12288, 1, 1),
     "down, 8 rows": lambda: _product(4096, 12288, 1, 8),

@@ -17,7 +17,7 @@ GREEDY = bj.SamplingParams(temperature=0.0)
 
 @functools.cache
 def tiny(name="tiny-qwen3"):
-    return bj.load(f"synth:{name}:q8_0", bj.RunConfig(page_size=16, cache_dtype="float32"))
+    return bj.load(f"synth:{name}:q8_0", bj.RunConfig(page_size=16, cache_dtype="float32", impl="xla"))
 
 
 def prompt(n, seed=0):

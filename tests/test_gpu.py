@@ -296,3 +296,96 @@ def test_kernel_steps_update_the_cache_in_place():
     assert compiled.memory_analysis().temp_size_in_bytes < state.cache.k.nbytes
     after, _ = core.decode_jit(model.params, state, model.config, limit=4, size=8)
     assert state.cache.k.is_deleted() and after.cache.k.unsafe_buffer_pointer() == before
+
+
+@pytest.mark.parametrize("gemm", ["mosaic", "mosaic int8", "library"])
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "kind"),
+    [
+        (64, 256, 9, "plain"),
+        (960, 896, 200, "normed"),  # neither whole tiles of outputs nor of tokens, nor whole pairs of groups
+        (4096, 4096, 512, "added"),
+        (2560, 2560, 300, "gated"),
+        (4096, 12288, 640, "added"),
+    ],
+)
+def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, gemm):
+    rng = np.random.default_rng(N + rows)
+    layers, layer = 3, 2
+    stacks = []
+    for seed in range(2 if kind == "gated" else 1):
+        fields = formats.random_fields("q1_0", jax.random.key(seed), (layers, N, K // 128), 0.0, 0.02)
+        stacks.append(tile(QTensor(fields, "q1_0", (N, K))).replace(gemm=gemm))
+    # Whole numbers of 11 bits (8 for int8, with the largest in every group) times a power of two for each
+    # row: float16 holds them exactly, and quantizing them is exact.
+    top = 127 if gemm == "mosaic int8" else 2047
+    x = rng.integers(-top, top + 1, (rows, K))
+    x[:, 5::128] = top
+    x = x * 2.0 ** rng.integers(-40, 20, (rows, 1))
+    residual = rng.standard_normal((rows, N)).astype(np.float32)
+    dense = [np.asarray(dequantize(w[layer]), np.float64) for w in stacks]
+    x32 = jnp.asarray(x, jnp.float32)
+    options = {"plain": {}, "normed": {"gamma": jnp.ones((layers, K)), "eps": 1e-6}, "gated": {}}
+    if kind == "gated":
+        x32 = jnp.asarray(np.sign(x), jnp.float32)  # so that its norm is exact
+        gate, up = (LayerStack((w,), tuple((0, i) for i in range(layers))) for w in stacks)
+        run = jax.jit(lambda x: gated(x, gate, up, layer, gamma=jnp.ones((layers, K)), eps=0.0))
+        want = [np.sign(x) / np.sqrt((np.sign(x) ** 2).mean(-1, keepdims=True)) @ w.T for w in dense]
+        want = want[0] / (1 + np.exp(-want[0])) * want[1]
+    else:
+        more = {"residual": jnp.asarray(residual)} if kind == "added" else options[kind]
+        run = jax.jit(lambda x: matmul(x, stacks[0], layer, **more))
+        norm = np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) if kind == "normed" else 1.0
+        want = (x / norm) @ dense[0].T + (residual if kind == "added" else 0)
+    got = [np.asarray(run(x32)) for _ in range(3)]
+    limit = 5e-6 if kind in ("plain", "added") else 1e-2 if gemm == "mosaic int8" else 1e-3
+    for row_got, row_want in zip(got[0], want, strict=True):  # rows differ by many orders of magnitude
+        assert np.linalg.norm(row_got - row_want) < limit * np.linalg.norm(row_want)
+    np.testing.assert_array_equal(got[0], got[1])
+    np.testing.assert_array_equal(got[0], got[2])
+
+
+@pytest.mark.parametrize(
+    ("H", "Hkv", "D", "B", "T", "depth", "page_size"),
+    [
+        (32, 8, 128, 1, 512, 0, 64),
+        (32, 8, 128, 3, 100, 300, 64),  # ragged, and behind what the cache holds
+        (9, 3, 64, 1, 200, 64, 64),
+        (14, 2, 64, 2, 129, 1, 128),
+        (16, 8, 128, 2, 2, 0, 64),
+    ],
+)
+def test_many_queries_attend_as_their_definition_does(H, Hkv, D, B, T, depth, page_size):
+    from pallas_kernels import attention
+    from pallas_kernels.mosaic.prefill_attention import prefill_attention
+
+    rng = np.random.default_rng(H + T)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    pages = -(-(T + depth) // page_size) + 1
+    q = draw(B, T, H, D).astype(jnp.bfloat16).astype(jnp.float32)
+    k_pages, v_pages = (draw(2, B * pages, page_size, Hkv, D).astype(jnp.bfloat16) for _ in range(2))
+    table = jnp.asarray(rng.permutation(B * pages).reshape(B, pages), jnp.int32)
+    lengths = np.array([T, 1, 0][:B])
+    positions = np.where(np.arange(T) < lengths[:, None], depth + np.arange(T), -1)
+    args = (q, k_pages, v_pages, table, jnp.asarray(positions, jnp.int32), 1)
+    want = np.asarray(attention(*args, num_keys=T + depth))
+    got = [np.asarray(prefill_attention(*args)) for _ in range(2)]
+    np.testing.assert_allclose(got[0], want, atol=2e-2, rtol=0)
+    assert np.linalg.norm(got[0] - want) < 4e-3 * np.linalg.norm(want)
+    assert (got[0][positions < 0] == 0).all()
+    np.testing.assert_array_equal(got[0], got[1])
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])
+@pytest.mark.parametrize("format", ["q1_0", "q4_k_m"])
+def test_prefill_is_near_the_exact_definition(name, format):
+    """Both with a bfloat16 cache: what is measured is GEMMs in float16 and attention in bfloat16."""
+    ids = np.random.default_rng(3).integers(0, 256, 700).tolist()
+    fast, exact = (
+        bj.logits(bj.load(f"synth:{name}:{format}", bj.RunConfig(impl=impl)), ids) for impl in ("auto", "xla")
+    )
+    assert exact.std() > 2
+    p, q = log_softmax(exact), log_softmax(fast)
+    kl = (np.exp(p) * (p - q)).sum(-1).mean()
+    print(f"{name} {format}: KL {kl:.2e}")
+    assert 0 < kl < 2e-4

@@ -1,0 +1,79 @@
+"""Products with many rows (prefill), on the tensor cores: matmul's candidates for more than MOST_ROWS rows.
+
+    x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2] -> GEMM with float32 sums
+                                                             -> s, SwiGLU or residual
+
+Why float16 and not bfloat16: it holds Q1_0's weights (a float16 d) exactly, and 11 bits of an activation
+where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost: activations are
+rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it), and weights of formats
+that multiply two numbers (Q4_K) to 2^-12 of themselves.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.qtensor import QTensor, dequantize
+
+
+def run(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Array:
+    """x W.T + residual, or silu(x G.T) * (x U.T), by the candidate chosen for the weights at load.
+
+    x        float32 [*batch, K], normed
+    weights  one matrix, or two; `layer` indexes their stack, if they are one
+    Returns float32 [*batch, N].
+    """
+    if any(w.gemm not in ("mosaic", "mosaic int8") for w in weights):
+        return library(x, weights, layer, residual)
+    from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
+
+    lead, n = x.shape[:-1], weights[0].shape[0]
+    x = x.reshape(-1, x.shape[-1])
+    if weights[0].gemm == "mosaic":
+        a, scale = scaled_to_half(x)
+        scale = scale[:, 0]
+    else:
+        a, scale = scaled_to_int8(x)
+    stacks = [w.fields if layer is not None else jax.tree.map(lambda f: f[None], w.fields) for w in weights]
+    y = bit_gemm.bit_gemm(
+        a,
+        scale,
+        tuple((stack["words"], stack["scales"]) for stack in stacks),
+        jnp.asarray(0 if layer is None else layer, jnp.int32),
+        n,
+        None if residual is None else residual.reshape(-1, n),
+    )
+    return y.reshape(*lead, n)
+
+
+def library(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Array:
+    """The candidate "library": decode the matrix to float16, and one GEMM of XLA's choice (cuBLAS).
+
+    For the time of the call each matrix exists in float16 (2 N K bytes): 200 MB
+    for gate and up of an 8B model. XLA decodes straight from the layout that kernels read.
+    """
+    a, scale = scaled_to_half(x)
+    dense = [dequantize(w if layer is None else w[layer]).astype(jnp.float16) for w in weights]
+    y = [jnp.einsum("...k,nk->...n", a, w, preferred_element_type=jnp.float32) * scale for w in dense]
+    out = y[0] if len(y) == 1 else jax.nn.silu(y[0]) * y[1]
+    return out if residual is None else out + residual
+
+
+def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 [*batch, K] -> (a float16 [*batch, K], s float32 [*batch, 1]): x = s a but for a's rounding,
+    with s the power of two that brings the largest |a| of a row into [1, 2)."""
+    largest = jnp.abs(x).max(axis=-1, keepdims=True)
+    exponent = jax.lax.bitcast_convert_type(largest, jnp.int32) & 0x7F800000
+    # From 2^-100 on, so that the inverse is a normal number too; rows of zeros stay zeros.
+    exponent = jnp.clip(exponent, 27 << 23, 227 << 23)
+    scale = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
+    return (x * inverse).astype(jnp.float16), scale
+
+
+def scaled_to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """float32 [*batch, K] -> (q int8 [*batch, K], s float32 [*batch, K / 128]): x = s q but for rounding, s
+    the largest |x| of a group over 127."""
+    groups = x.reshape(*x.shape[:-1], -1, 128)
+    largest = jnp.maximum(jnp.abs(groups).max(axis=-1, keepdims=True), 1e-20)
+    q = jnp.round(groups * (127 / largest)).astype(jnp.int8)
+    return q.reshape(x.shape), largest[..., 0] / 127

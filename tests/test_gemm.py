@@ -1,0 +1,80 @@
+"""Products of many rows, as far as a CPU can tell: scales, the library's candidate, the order of columns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor, dequantize, formats, gemm, matmul
+from pallas_kernels.mosaic.bit_gemm import in_lane_order, plan
+from pallas_kernels.qtensor import tile
+
+
+def random_weights(format, n, k, seed=0):
+    fields = formats.random_fields(
+        format, jax.random.key(seed), (n, k // formats.get(format).WEIGHTS), 0.0, 0.02
+    )
+    return QTensor(fields, format, (n, k))
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e6, 1e28])
+def test_a_row_of_any_size_keeps_11_bits(size):
+    x = size * np.random.default_rng(0).standard_normal((5, 64)).astype(np.float32)
+    x[3] = 0
+    a, scale = gemm.scaled_to_half(jnp.asarray(x))
+    assert a.dtype == jnp.float16 and jnp.abs(a).max() <= 2
+    np.testing.assert_array_equal(np.frexp(scale)[0], 0.5)  # powers of two
+    back = np.asarray(a, np.float32) * np.asarray(scale)
+    largest = np.abs(x).max(axis=-1, keepdims=True)
+    assert (np.abs(back - x) <= np.maximum(2.0**-11 * np.abs(x), 2.0**-24 * largest)).all()
+
+
+@pytest.mark.parametrize("format", ["q1_0", "q4_k", "q6_k", "bf16"])
+def test_the_library_is_near_the_definition(format):
+    w = random_weights(format, 48, 512)
+    x = jax.random.normal(jax.random.key(1), (20, 512))
+    residual = jax.random.normal(jax.random.key(2), (20, 48))
+    want = np.asarray(matmul(x, w, residual=residual))
+    got = np.asarray(matmul(x, w.replace(gemm="library"), residual=residual))
+    assert 0 < np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
+    few = x[:8]  # matrix-vector products are not its business
+    np.testing.assert_array_equal(matmul(few, w.replace(gemm="library")), matmul(few, w))
+
+
+def test_lanes_decode_the_columns_that_their_activations_follow():
+    """What the kernels' lanes do, in numpy: the bits of word t, two (float16) or four (int8) at a time,
+    against activations in lane order."""
+    n, k = 64, 640  # K is padded to whole pairs of groups
+    w = random_weights("q1_0", n, k)
+    x = np.random.default_rng(0).integers(-127, 128, (3, k))
+    packed = tile(w).fields
+    words, scales = np.asarray(packed["words"]), np.asarray(packed["scales"]).view(np.float16)
+    want = x @ np.asarray(dequantize(w), np.float64).T
+    for dtype, width, many in ((jnp.float16, 8, 2), (jnp.int8, 16, 4)):
+        ordered = np.asarray(in_lane_order(jnp.asarray(x, dtype)), np.float64)
+        decoded = np.zeros((n, ordered.shape[1]))
+        for i, pair, g, t, h, r in np.ndindex(n // 16, words.shape[1], 8, 4, 2, 2):
+            word, d = words[i, pair, 4 * g + t, 2 * h + r], scales[i, 2 * pair + h, 2 * g + r]
+            for j, e in np.ndindex(128 // width, many):
+                bit = (word >> np.uint32(j + 32 // many * e)) & 1
+                column = 256 * pair + 128 * h + width * j + many * t + e
+                decoded[16 * i + 8 * r + g, column] = d if bit else -d
+        np.testing.assert_allclose(ordered @ decoded.T, want, rtol=1e-9, atol=1e-9)
+
+
+def test_groups_keep_8_bits():
+    x = np.random.default_rng(0).standard_normal((5, 256)).astype(np.float32)
+    x[2, :128] = 0
+    q, s = gemm.scaled_to_int8(jnp.asarray(x))
+    assert q.dtype == jnp.int8 and s.shape == (5, 2)
+    back = np.asarray(q, np.float32).reshape(5, 2, 128) * np.asarray(s)[..., None]
+    largest = np.abs(x).reshape(5, 2, 128).max(-1, keepdims=True)
+    assert (np.abs(back - x.reshape(5, 2, 128)) <= largest / 253).all()
+
+
+def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
+    for m, tiles, matrices, least in [(2048, 384, 1, 0.9), (2048, 768, 2, 0.9), (512, 256, 1, 0.9)]:
+        blocks, tokens = plan(m, tiles, matrices)
+        outputs = 128 * (1 if matrices == 2 else blocks)
+        count = -(-m // tokens) * -(-tiles * 16 // outputs)
+        assert count / (-(-count // 132) * 132) > least
