@@ -1,12 +1,13 @@
 """Matrix product with quantized weights, with what stands before and behind it in a transformer layer."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize
-
-MOST_ROWS = 8  # of a matrix-vector kernel; more go through the definition
 
 
 def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
@@ -61,8 +62,10 @@ def gated(
     """
     _check(x, gate)
     _check(x, up)
-    if len(gate.parts) == len(up.parts) == 1:
-        return _run(x, (gate.parts[0], up.parts[0]), layer, layer, gamma, eps, None)
+    alike = [part.format for part in gate.parts] == [part.format for part in up.parts] and gate.where == up.where
+    if alike and (isinstance(layer, int) or len(gate.parts) == 1):
+        part, i = gate.where[layer] if isinstance(layer, int) else (0, layer)
+        return _run(x, (gate.parts[part], up.parts[part]), i, layer, gamma, eps, None)
     g, u = (matmul(x, w, layer, gamma=gamma, eps=eps) for w in (gate, up))
     return jax.nn.silu(g) * u
 
@@ -84,10 +87,11 @@ def definition(x: jax.Array, weights: tuple[QTensor, ...], layer, gamma, eps, re
 
 def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """`part_layer` indexes the weights, `layer` the norm: they differ where a file mixes formats."""
-    if all(w.impl == "mosaic" for w in weights) and x.size // x.shape[-1] <= MOST_ROWS:
-        from pallas_kernels.mosaic import bit_gemv  # only GPUs need it
-
-        return bit_gemv.run(x, weights, part_layer, layer, gamma, eps, residual)
+    kernel = dispatch.KERNELS.get(weights[0].format, "")
+    if all(w.impl == "mosaic" for w in weights) and x.size // x.shape[-1] <= dispatch.MOST_ROWS[kernel]:
+        # Only GPUs need it.
+        module = importlib.import_module(f"pallas_kernels.mosaic.{kernel}")
+        return module.run(x, weights, part_layer, layer, gamma, eps, residual)
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
     return definition(x, weights, part_layer, gamma, eps, residual)
 

@@ -99,8 +99,11 @@ class LayerStack(struct.PyTreeNode):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def at(self, layer, use: Callable[[QTensor, jax.Array], jax.Array]) -> jax.Array:
+    def at(self, layer, use: Callable[[QTensor, int | jax.Array], jax.Array]) -> jax.Array:
         """use(part, index) of a layer, which may be traced: then formats are branches of one `lax.switch`."""
+        if isinstance(layer, int):
+            part, index = self.where[layer]
+            return use(self.parts[part], index)
         if len(self.parts) == 1:
             return use(self.parts[0], layer)
         part, index = jnp.array(self.where, jnp.int32).T

@@ -3,8 +3,11 @@
 d f16 | m f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weight j + 16
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import tiles
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])

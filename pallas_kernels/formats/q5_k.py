@@ -10,7 +10,8 @@ q in 0..31, sc and m in 0..63, laid out as
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.q4_k import scales_mins
+from pallas_kernels import tiles
+from pallas_kernels.formats.q4_k import lane_scales_mins, scales_mins, tile_scales_mins, untile_scales_mins
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
