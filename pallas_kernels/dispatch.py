@@ -36,7 +36,10 @@ class Verdict:
 # Formats with a matrix-vector kernel: format -> module of pallas_kernels.mosaic. Their files bring what it asks for.
 KERNELS = {
     "q1_0": "bit_gemv",
+    "q4_0": "int_gemv",
+    "q4_1": "int_gemv",
     "q4_k": "int_gemv",
+    "q5_k": "int_gemv",
     "q6_k": "int_gemv",
     "q8_0": "int_gemv",
 }

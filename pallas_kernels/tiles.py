@@ -36,6 +36,19 @@ def codes_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return codes.reshape(*lead, tiles * ROWS, steps * COLUMNS)[..., : shape[0], : shape[1]]
 
 
+def nibble_words(codes: jax.Array) -> jax.Array:
+    """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes, 4]:
+    vector v has group 2 v in its low nibbles and group 2 v + 1 in its high ones."""
+    words = lane_words(codes, 32)
+    return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 4
+
+
+def nibbles_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `nibble_words`: uint8 [*lead, N, K]."""
+    words = jnp.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], axis=-3)
+    return codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+
+
 def lane_scales(values: jax.Array, group: int) -> jax.Array:
     """One value a row and scale group, [*lead, N, K / group] -> [*lead, N / 16, K / 256, 256 / group / 8, 32
     lanes, 2, 2]: of each 8 groups, lane 4 g + t holds rows g and g + 8 (first axis) of groups 2 t and 2 t + 1."""

@@ -50,22 +50,16 @@ GROUP, SIGNED = 32, False
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K / 256, 32,
-    2]} (pallas_kernels/tiles.py), the file's 4.5 bits a weight.
-
-    Vector v has group 2 v in its low nibbles and group 2 v + 1 in its high ones.
-    """
+    2]} (pallas_kernels/tiles.py), the file's 4.5 bits a weight."""
     qs = block["qs"].reshape(*block["d"].shape, 4, 32)
     codes = jnp.stack([qs & 15, qs >> 4], axis=-2)
-    words = tiles.lane_words(codes.reshape(*block["d"].shape[:-1], -1), GROUP)
-    words = words[..., 0::2, :, :] | words[..., 1::2, :, :] << 4
+    words = tiles.nibble_words(codes.reshape(*block["d"].shape[:-1], -1))
     return {"words": words, "scales": tile_scales_mins(block)}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    low, high = tiled["words"] & 0x0F0F0F0F, tiled["words"] >> 4 & 0x0F0F0F0F
-    words = jnp.stack([low, high], axis=-3)
-    codes = tiles.codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+    codes = tiles.nibbles_of(tiled["words"], shape)
     codes = codes.reshape(*codes.shape[:-1], -1, 4, 2, 32)
     qs = codes[..., 0, :] | codes[..., 1, :] << 4
     return {**untile_scales_mins(tiled["scales"], shape), "qs": qs.reshape(*qs.shape[:-2], 128)}
@@ -76,11 +70,7 @@ def fragments(words, lane):
     from pallas_kernels.mosaic import lanes
     from pallas_kernels.mosaic.int_gemv import Unit
 
-    a = []
-    for vector in words["words"]:
-        a.append([lanes.masked(word, 0x0F0F0F0F) for word in vector])
-        a.append([lanes.masked(word, 0xF0F0F0F0) for word in vector])  # 16 q: a shift saved
-    return [Unit(a, *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
+    return [Unit(lanes.nibbles(words["words"]), *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
 
 
 def tile_scales_mins(block):

@@ -272,6 +272,12 @@ def remainder(value, divisor: int):
     return arith.remui(value, integer(divisor))
 
 
+def nibbles(vectors):
+    """Vectors of four words (tiles.nibble_words) -> the fragments of eight groups: codes in the first of each two
+    groups, 16 times them in the second, which saves the shifts."""
+    return [[masked(word, mask) for word in vector] for vector in vectors for mask in (0x0F0F0F0F, 0xF0F0F0F0)]
+
+
 def times(first, *factors):
     """Product of float32 values, from left to right."""
     for factor in factors:
