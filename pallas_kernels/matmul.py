@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch
-from pallas_kernels.qtensor import LayerStack, QTensor, dequantize
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
 
 
 def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
@@ -41,7 +41,7 @@ def matmul(
     """
     _check(x, w)
     if isinstance(w, LayerStack):
-        return w.at(layer, lambda part, i: _run(x, (part,), i, layer, gamma, eps, residual))
+        return w.at(layer, lambda part, i: _part(x, part, i, layer, gamma, eps, residual))
     return _run(x, (w,), layer, layer, gamma, eps, residual)
 
 
@@ -62,10 +62,11 @@ def gated(
     """
     _check(x, gate)
     _check(x, up)
-    alike = [part.format for part in gate.parts] == [part.format for part in up.parts] and gate.where == up.where
-    if alike and (isinstance(layer, int) or len(gate.parts) == 1):
+    if gate.where == up.where and (isinstance(layer, int) or len(gate.parts) == 1):
         part, i = gate.where[layer] if isinstance(layer, int) else (0, layer)
-        return _run(x, (gate.parts[part], up.parts[part]), i, layer, gamma, eps, None)
+        g, u = gate.parts[part], up.parts[part]
+        if isinstance(g, QTensor) and isinstance(u, QTensor) and g.format == u.format:
+            return _run(x, (g, u), i, layer, gamma, eps, None)
     g, u = (matmul(x, w, layer, gamma=gamma, eps=eps) for w in (gate, up))
     return jax.nn.silu(g) * u
 
@@ -83,6 +84,15 @@ def definition(x: jax.Array, weights: tuple[QTensor, ...], layer, gamma, eps, re
     y = [jnp.einsum("...k,nk->...n", x, w, precision=jax.lax.Precision.HIGHEST) for w in dense]
     out = y[0] if len(y) == 1 else jax.nn.silu(y[0]) * y[1]
     return out if residual is None else out + residual
+
+
+def _part(x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """Product with one part of a stack."""
+    if isinstance(w, QTensor):
+        return _run(x, (w,), part_layer, layer, gamma, eps, residual)
+    y = [_run(x, (piece,), part_layer, layer, gamma, eps, None) for piece in w.pieces]
+    y = jnp.concatenate(y, axis=-1)
+    return y if residual is None else y + residual
 
 
 def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:

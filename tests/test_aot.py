@@ -15,9 +15,11 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint
-from pallas_kernels import dispatch
+from pallas_kernels import QTensor, dispatch, formats
 from pallas_kernels.mosaic.bit_gemv import bit_gemv
 from pallas_kernels.mosaic.decode_attention import decode_attention
+from pallas_kernels.mosaic.int_gemv import int_gemv, shared_bytes
+from pallas_kernels.qtensor import tile
 from tests.aot import compile_for_gpu
 
 pytestmark = pytest.mark.aot
@@ -60,8 +62,7 @@ def check_decode(source, capability):
     """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source)
-    impl = "mosaic" if source.endswith("q1_0") else "xla"
-    assert params.layers.w_down.parts[0].impl == impl and state.cache.impl == "mosaic"
+    assert params.layers.w_down.parts[0].impl == "mosaic" and state.cache.impl == "mosaic"
     step = functools.partial(core.decode, config=config, size=8)
     compiled = compile_for_gpu(
         lambda params, state: step(params, state, limit=8),
@@ -103,7 +104,7 @@ def test_the_8b_step_reads_its_weights_in_place():
 
 
 def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
-    """Its largest temporary is what the definition makes: the output matrix decoded to float32."""
+    """Through kernels no weight is copied or decoded to memory: the temporaries are a few vectors."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q4_k_m", rows=2)
     compiled = compile_for_gpu(
@@ -111,7 +112,7 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     )
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
-    assert memory.temp_size_in_bytes < 1.3 * 4 * config.vocab_size * config.hidden
+    assert memory.temp_size_in_bytes < 16e6
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
@@ -123,27 +124,6 @@ def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
         lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
     )
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * config.vocab_size * config.hidden
-
-
-@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
-@pytest.mark.parametrize("kernel", ["gate and up", "down", "down, 8 rows", "attention", "attention, 64 wide"])
-def test_hot_kernels_do_not_spill(kernel, capability):
-    """Registers as ptxas counts them, of an 8B step's kernels and a 0.5B one's attention; -rP prints them."""
-    code = f"""
-import jax, jax.numpy as jnp
-from pallas_kernels.mosaic.bit_gemv import bit_gemv
-from pallas_kernels.mosaic.decode_attention import decode_attention
-from tests.aot import compile_for_gpu
-from tests.test_aot import HOT
-f, arguments = HOT[{kernel!r}]()
-compile_for_gpu(f, *arguments, compute_capability={capability})
-"""
-    printed = in_a_process(code, MOSAIC_GPU_DUMP_PTXAS="1")
-    registers = re.findall(r"Used (\d+) registers", printed)
-    assert registers, "no ptxas on the PATH, or it printed nothing"
-    print(f"{kernel}, {capability}: {registers} registers")
-    assert re.findall(r"(\d+) bytes spill stores", printed) in (["0"], [])
-    assert "Registers are spilled" not in printed
 
 
 def _product(n, k, matrices, rows):
@@ -168,10 +148,62 @@ def _attention(heads, kv_heads, head_dim, normed):
     )  # fmt: skip
 
 
+def _integers(format, n, k, matrices, rows, bits=8):
+    """As `_product`, for formats of the integer kernel; for sm_90 it begins early, as in a decode step."""
+    blocks = (4, n, k // formats.get(format).WEIGHTS)
+    draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
+    fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
+    gamma = jax.ShapeDtypeStruct((4, k), jnp.float32) if matrices == 2 else None
+    residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
+
+    def f(x, weights, index, gamma, residual):
+        return int_gemv(
+            x, weights, index, format=format, gamma=gamma, eps=1e-6, residual=residual, activation_bits=bits,
+            shared=shared_bytes(), early=dispatch.platform() == "sm_90",
+        )  # fmt: skip
+
+    x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)
+    return f, (x, (fields,) * matrices, index, gamma, residual)
+
+
 HOT = {
+    "q4_k gate and up": lambda: _integers("q4_k", 12288, 4096, 2, 1),
+    "q4_k gate and up, 8 rows": lambda: _integers("q4_k", 12288, 4096, 2, 8),
+    "q4_k down, 16 bits": lambda: _integers("q4_k", 4096, 12288, 1, 1, 16),
+    "q6_k down": lambda: _integers("q6_k", 4096, 12288, 1, 1),
+    "q6_k down, 8 rows": lambda: _integers("q6_k", 4096, 12288, 1, 8),
+    "q8_0 down": lambda: _integers("q8_0", 4096, 12288, 1, 1),
+    "q5_k down": lambda: _integers("q5_k", 4096, 12288, 1, 1),
+    "q4_0 down": lambda: _integers("q4_0", 4096, 12288, 1, 1),
+    "q4_1 down": lambda: _integers("q4_1", 4096, 12288, 1, 1),
     "gate and up": lambda: _product(12288, 4096, 2, 1),
     "down": lambda: _product(4096, 12288, 1, 1),
     "down, 8 rows": lambda: _product(4096, 12288, 1, 8),
     "attention": lambda: _attention(32, 8, 128, True),
     "attention, 64 wide": lambda: _attention(14, 2, 64, False),
 }
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES, ids=str)
+@pytest.mark.parametrize("kernel", HOT)
+def test_hot_kernels_do_not_spill(kernel, capability):
+    """Registers as ptxas counts them, of an 8B step's kernels and a 0.5B one's attention; -rP prints them."""
+    code = f"""
+import jax, jax.numpy as jnp
+from pallas_kernels.mosaic.bit_gemv import bit_gemv
+from pallas_kernels.mosaic.decode_attention import decode_attention
+from pallas_kernels.mosaic.int_gemv import int_gemv, shared_bytes
+from pallas_kernels.qtensor import tile
+from tests.aot import compile_for_gpu
+from tests.test_aot import HOT
+from tests.test_aot import as_on_a_gpu
+with as_on_a_gpu({capability}):
+    f, arguments = HOT[{kernel!r}]()
+    compile_for_gpu(f, *arguments, compute_capability={capability})
+"""
+    printed = in_a_process(code, MOSAIC_GPU_DUMP_PTXAS="1")
+    registers = re.findall(r"Used (\d+) registers", printed)
+    assert registers, "no ptxas on the PATH, or it printed nothing"
+    print(f"{kernel}, {capability}: {registers} registers")
+    assert re.findall(r"(\d+) bytes spill stores", printed) in (["0"], [])
+    assert "Registers are spilled" not in printed

@@ -32,6 +32,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
@@ -57,28 +58,53 @@ class Unit(NamedTuple):
     minimum: list | None = None
 
 
+class Plan(NamedTuple):
+    """How a block works: see `plan`.
+
+    warps      of a block
+    depth      items (16 rows x 256 columns of each matrix) that a warp has in its ring
+    tiles      of a block
+    together   tiles between two barriers
+    """
+
+    warps: int
+    depth: int
+    tiles: int
+    together: int
+
+
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """matmul's candidate: any leading axes of up to 16 rows, QTensors with or without a layer axis."""
     lead, n = x.shape[:-1], weights[0].shape[0]
     stacks = [w.fields if layer is not None else jax.tree.map(lambda a: a[None], w.fields) for w in weights]
     norm_layer = layer if gamma is not None and gamma.ndim == 2 else 0
-    layers = jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer)])
+    indices = [0 if i is None else i for i in (part_layer, norm_layer)]
+    known = all(isinstance(i, int) for i in indices)
+    # The -1, because XLA makes a kernel of a constant whose numbers are all the same.
+    layers = np.array([*indices, -1], np.int32) if known else jnp.stack([*map(jnp.int32, indices), jnp.int32(-1)])
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
-    shared = shared_bytes()
-    at_once = rows_at_once(weights[0].format, x.shape[1], weights[0].activation_bits, shared)
+    rest = {
+        "format": weights[0].format,
+        "eps": eps,
+        "activation_bits": weights[0].activation_bits,
+        "shared": shared_bytes(),
+        "early": known and dispatch.platform() not in ("sm_80", "sm_86", "sm_87", "sm_89"),
+    }
+    at_once = next(
+        rows
+        for rows in (16, 8, 4, 2, 1)
+        if rows == 1 or plan(stacks[0], len(stacks), rows, weights[0].format, rest["activation_bits"], rest["shared"])
+    )
     y = [
         int_gemv(
             x[first : first + at_once],
             tuple(stacks),
             layers,
-            format=weights[0].format,
             gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
-            eps=eps,
             residual=None if residual is None else residual[first : first + at_once],
-            activation_bits=weights[0].activation_bits,
-            shared=shared,
+            **rest,
         )
         for first in range(0, x.shape[0], at_once)
     ]
@@ -91,34 +117,43 @@ def shared_bytes() -> int:
     return {"sm_80": 160, "sm_90": 220, "sm_100": 220}.get(dispatch.platform(), 96) * 1024
 
 
-def activation_bytes(format: str, columns: int, bits: int, rows: int) -> int:
-    """Shared memory for quantized activations of so many rows, with their scales and sums."""
-    _, padded = columns_of_rows(rows)
-    steps = -(-columns // COLUMNS)
-    stats = steps * COLUMNS // formats.get(format).GROUP * 8
-    return padded * (bits // 8 * (steps * COLUMNS + 32) + stats)
-
-
-def rows_at_once(format: str, columns: int, bits: int, shared: int) -> int:
-    """Most rows whose activations leave two thirds... of shared memory to the weights on their way."""
-    for rows in (16, 8, 4, 2):
-        if activation_bytes(format, columns, bits, rows) <= shared * 2 // 3:
-            return rows
-    return 1
-
-
 def columns_of_rows(rows: int) -> tuple[int, int]:
     """(rows a set of columns holds: 1, 2, 4 or 8; rows in all, padded to that)."""
     width = min(8, 2 ** math.ceil(math.log2(rows)))
     return width, -(-rows // width) * width
 
 
-def plan(steps: int) -> int:
-    """Warps of a block, for the least idle warps over the columns; of equals, more."""
-    return min((8, 12, 16, 4), key=lambda w: -(-steps // w) * w / steps + (0.1 if w == 4 else 0))
+def plan(fields, matrices: int, rows: int, format: str, bits: int, shared: int, warps=None, blocks=None):
+    """The Plan for a product, or None where activations of so many rows leave no room for the weights.
+
+    Of the numbers of warps that leave two items or more to each, the one with the fewest idle over the columns.
+    """
+    n_tiles, steps = fields["words"].shape[1:3]
+    item = sum(_lane_bytes(field.shape[3:]) for field in fields.values()) * 32 * matrices
+    padded = columns_of_rows(rows)[1]
+    tiles = -(-n_tiles // (blocks or BLOCKS))
+    together = max(1, min(tiles, 16 // padded))
+    best = None
+    for w in (8, 12, 16, 4) if warps is None else (warps,):
+        sums = (together * matrices * 16 + 1) * padded * w * 4
+        left = shared - sum(_activation_bytes(format, steps, bits, padded)) - sums - 4096  # Mosaic's own, and alignment
+        depth, idle = min(24, left // (w * item)), -(-steps // w) * w / steps + (0.1 if w == 4 else 0)
+        if depth >= 2 and (best is None or idle < best[0]):
+            best = idle, Plan(w, depth, tiles, together)
+    return best and best[1]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "eps", "activation_bits", "shared", "warps", "blocks"))
+def _activation_bytes(format: str, steps: int, bits: int, padded: int) -> tuple[int, int]:
+    """Shared memory for quantized activations, and for their scales and sums."""
+    groups = steps * COLUMNS // formats.get(format).GROUP
+    return bits // 8 * padded * _row_bytes(steps), groups * padded * 8
+
+
+def _row_bytes(steps: int) -> int:
+    return steps * COLUMNS + 32  # 32: neighbouring rows lie in other banks
+
+
+@functools.partial(jax.jit, static_argnames=("format", "eps", "activation_bits", "shared", "early", "warps", "blocks"))
 def int_gemv(
     x: jax.Array,
     weights: tuple[dict[str, jax.Array], ...],
@@ -130,17 +165,20 @@ def int_gemv(
     residual: jax.Array | None = None,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
+    early: bool = False,
     warps: int | None = None,
-    blocks: int = BLOCKS,
+    blocks: int | None = None,
 ) -> jax.Array:
     """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
 
     x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   fields of W, or of G and U, as the format's `tile` makes them, each a stack
-    layers    int32 [2], the index into the weights' stacks and the one into gamma's
+    layers    int32 [3], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
+    early     begin while the kernel before this one still runs, as far as weights go (programmatic dependent
+              launch, from sm_90): weights and `layers` must not be of its making
     warps, blocks    of a block, of the grid at most (to measure with)
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per scale group.
     """
@@ -150,25 +188,24 @@ def int_gemv(
         padding = ((0, 0), (0, steps * COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    warps = plan(steps) if warps is None else warps
-    tiles = -(-n_tiles // blocks)
+    planned = plan(weights[0], len(weights), rows, format, activation_bits, shared, warps, blocks)
+    if planned is None:
+        raise NotImplementedError(
+            f"{format}: {rows} rows of {columns} activations of {activation_bits} bits do not fit {shared} bytes of "
+            "shared memory; split the rows"
+        )
+    warps, depth, tiles, together = planned
     width, padded = columns_of_rows(rows)
-    together = max(1, min(tiles, 16 // padded))  # tiles between two barriers
-    minimum = True  # sums of activations are kept for all formats
-    groups = steps * COLUMNS // formats.get(format).GROUP
-    row_bytes = steps * COLUMNS + 32  # 32: neighbouring rows in other banks
     names = tuple(sorted(weights[0]))
-    item = sum(_lane_bytes(weights[0][name].shape[3:]) for name in names) * 32 * len(weights)
-    activations = activation_bits // 8 * padded * row_bytes
-    sums = together * len(weights) * padded * warps * 16
-    left = shared - activations - groups * padded * 8 - sums * 4 - padded * warps * 4 - 4096
-    depth = max(2, min(24, left // (warps * item)))
+    shapes = tuple(weights[0][name].shape[3:] for name in names)
+    item = sum(map(_lane_bytes, shapes)) * 32 * len(weights)
+    activations, stats = _activation_bytes(format, steps, activation_bits, padded)
     body = functools.partial(
         _body,
         names=names, format=format, rows=rows, width=width, padded=padded, columns=columns, n_tiles=n_tiles,
         steps=steps, warps=warps, tiles=tiles, together=together, depth=depth, matrices=len(weights),
         normed=gamma is not None, added=residual is not None, eps=eps, bits=activation_bits,
-        row_bytes=row_bytes, shapes=tuple(weights[0][name].shape[3:] for name in names),
+        row_bytes=_row_bytes(steps), shapes=shapes, early=early,
     )  # fmt: skip
     operands = [w[name] for w in weights for name in names] + [x, layers]
     operands += [gamma] if gamma is not None else []
@@ -183,7 +220,7 @@ def int_gemv(
         scratch_types=[
             plgpu.SMEM((warps * depth * item // 4,), jnp.int32),
             plgpu.SMEM((activations // 4,), jnp.int32),
-            plgpu.SMEM((groups * padded * 2,), jnp.float32),
+            plgpu.SMEM((stats // 4,), jnp.float32),
             plgpu.SMEM((together * len(weights), padded, warps, 16), jnp.float32),
             plgpu.SMEM((padded, warps), jnp.float32),
         ],
@@ -200,7 +237,7 @@ def _lane_bytes(shape: tuple[int, ...]) -> int:
 
 def _body(
     *refs, names, format, rows, width, padded, columns, n_tiles, steps, warps, tiles, together, depth, matrices,
-    normed, added, eps, bits, row_bytes, shapes,
+    normed, added, eps, bits, row_bytes, shapes, early,
 ):  # fmt: skip
     module = formats.get(format)
     group, digits = module.GROUP, bits // 8
@@ -231,8 +268,20 @@ def _body(
         # before the layer's number is known. Passes behind the last step are done again, and count nothing.
         at_once = -(-per_warp // -(-per_warp // max(1, 4 // rows)))
 
+        def steps_at(s):
+            return [arith.minui(plus(first_step, s, u), i(steps - 1)) for u in range(at_once)]
+
+        def flat_pass(loaded):
+            _, x, gammas = loaded
+            return [v for values in [*x.values(), *gammas] for v in values]
+
+        def as_pass(s, values):
+            values = [values[k : k + 8] for k in range(0, len(values), 8)]
+            x = dict(zip([(u, row) for u in range(at_once) for row in range(rows)], values, strict=False))
+            return steps_at(s), x, values[len(x) :]
+
         def load_activations(s):
-            step = [arith.minui(plus(first_step, s, u), i(steps - 1)) for u in range(at_once)]
+            step = steps_at(s)
             column = [lanes.to_index(plus(scaled(v, COLUMNS), scaled(lane, 8))) for v in step]
             x = {
                 (u, row): [
@@ -258,7 +307,7 @@ def _body(
             ]
             return step, x, gammas
 
-        first_pass = load_activations(i(0))
+        first_pass = None if early else load_activations(i(0))
 
         # The ring. Item k of a warp is tile k / mine, step k % mine of it.
         item_bytes = [_lane_bytes(shape) for shape in shapes]
@@ -297,6 +346,11 @@ def _body(
             copy(*ahead, i(slot))
             ahead = after(*ahead)
 
+        if first_pass is None:
+            lanes.wait_for_kernel_before()
+            lanes.allow_kernel_behind()
+            first_pass = load_activations(i(0))
+
         q = lanes.shared_address(q_smem)
         stats = lanes.shared_address(stats_smem)
 
@@ -322,12 +376,19 @@ def _body(
                         lanes.store_shared([lanes.as_word(scale), lanes.as_word(total)], at)
             return squares
 
-        squares = quantize([lanes.real(0)] * rows, i(0), first_pass)
-        if per_warp > at_once:
-            squares = lanes.loop(
-                lanes.index(at_once), lanes.index(per_warp), lanes.index(at_once), squares,
-                lambda s, squares: quantize(squares, lanes.to_integer(s), load_activations(lanes.to_integer(s))),
-            )  # fmt: skip
+        def one_pass(s, carry):
+            """Load the next while this one is worked on."""
+            s = lanes.to_integer(s)
+            squares, now = carry[:rows], as_pass(plus(s, -at_once), carry[rows:])
+            behind = load_activations(s)
+            return quantize(squares, plus(s, -at_once), now) + flat_pass(behind)
+
+        carry = lanes.loop(
+            lanes.index(at_once), lanes.index(per_warp), lanes.index(at_once),
+            [lanes.real(0)] * rows + flat_pass(first_pass), one_pass,
+        )  # fmt: skip
+        last = i(-(-per_warp // at_once) * at_once - at_once)
+        squares = quantize(carry[:rows], last, as_pass(last, carry[rows:]))
         if normed:
             for row in range(rows):
                 total = lanes.warp_sum_real(squares[row])
@@ -503,6 +564,9 @@ def _body(
         lanes.wait_copies(0)
 
     phase(*refs)
+    if early:
+        # Done already; in this form it tells the launch that the kernel may begin early.
+        plgpu.griddepcontrol_wait()
 
 
 def _quantize(x, lanes_of_group: int, bits: int):
