@@ -149,21 +149,20 @@ def _attention(heads, kv_heads, head_dim, normed):
 
 
 def _integers(format, n, k, matrices, rows, bits=8):
-    """As `_product`, for formats of the integer kernel; for sm_90 it begins early, as in a decode step."""
-    blocks = (4, n, k // formats.get(format).WEIGHTS)
+    """As `_product`, for formats of the integer kernel; without an index, as in a decode step."""
+    blocks = (1, n, k // formats.get(format).WEIGHTS)
     draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
     fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
-    gamma = jax.ShapeDtypeStruct((4, k), jnp.float32) if matrices == 2 else None
+    gamma = jax.ShapeDtypeStruct((1, k), jnp.float32) if matrices == 2 else None
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
 
-    def f(x, weights, index, gamma, residual):
+    def f(x, weights, gamma, residual):
         return int_gemv(
-            x, weights, index, format=format, gamma=gamma, eps=1e-6, residual=residual, activation_bits=bits,
-            shared=shared_bytes(), early=dispatch.platform() == "sm_90",
+            x, weights, None, format=format, gamma=gamma, eps=1e-6, residual=residual, activation_bits=bits,
+            shared=shared_bytes(),
         )  # fmt: skip
 
-    x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.int32)
-    return f, (x, (fields,) * matrices, index, gamma, residual)
+    return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual)
 
 
 HOT = {

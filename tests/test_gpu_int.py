@@ -95,7 +95,9 @@ def check_product(format, N, K, rows, kind, bits):
     else:
         norms = {"gamma": jnp.asarray(gamma), "eps": 1e-6} if kind == "normed" else {}
         added = {"residual": jnp.asarray(residual)} if kind == "added" else {}
-        run = jax.jit(lambda x: matmul(x, tiled[0], layer, **norms, **added))
+        # The layer is known when the kernel is traced, or ("added") the kernel reads its number.
+        product = jax.jit(lambda x, i: matmul(x, tiled[0], i if kind == "added" else layer, **norms, **added))
+        run = lambda x: product(x, layer)  # noqa: E731
         want = want + residual if kind == "added" else want
     got = [np.asarray(run(x)) for _ in range(3)]
     assert np.linalg.norm(got[0] - want) < 1e-5 * np.linalg.norm(want)

@@ -32,7 +32,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
@@ -77,11 +76,16 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """matmul's candidate: any leading axes of up to 16 rows, QTensors with or without a layer axis."""
     lead, n = x.shape[:-1], weights[0].shape[0]
     stacks = [w.fields if layer is not None else jax.tree.map(lambda a: a[None], w.fields) for w in weights]
-    norm_layer = layer if gamma is not None and gamma.ndim == 2 else 0
-    indices = [0 if i is None else i for i in (part_layer, norm_layer)]
-    known = all(isinstance(i, int) for i in indices)
-    # The -1, because XLA makes a kernel of a constant whose numbers are all the same.
-    layers = np.array([*indices, -1], np.int32) if known else jnp.stack([*map(jnp.int32, indices), jnp.int32(-1)])
+    gamma = gamma if gamma is None or gamma.ndim == 2 else gamma[None]
+    norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
+    layers = None
+    if layer is None or (isinstance(part_layer, int) and isinstance(norm_layer, int)):
+        # XLA makes an offset of a slice that is known: no copy, and no kernel waits to read where its weights are.
+        at = 0 if layer is None else part_layer
+        stacks = [{name: field[at : at + 1] for name, field in stack.items()} for stack in stacks]
+        gamma = None if gamma is None else gamma[norm_layer : norm_layer + 1]
+    else:
+        layers = jnp.stack([jnp.int32(part_layer), jnp.int32(norm_layer)])
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
@@ -90,7 +94,6 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
         "eps": eps,
         "activation_bits": weights[0].activation_bits,
         "shared": shared_bytes(),
-        "early": known and dispatch.platform() not in ("sm_80", "sm_86", "sm_87", "sm_89"),
     }
     at_once = next(
         rows
@@ -102,7 +105,7 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
             x[first : first + at_once],
             tuple(stacks),
             layers,
-            gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
+            gamma=gamma,
             residual=None if residual is None else residual[first : first + at_once],
             **rest,
         )
@@ -126,7 +129,8 @@ def columns_of_rows(rows: int) -> tuple[int, int]:
 def plan(fields, matrices: int, rows: int, format: str, bits: int, shared: int, warps=None, blocks=None):
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
-    Of the numbers of warps that leave two items or more to each, the one with the fewest idle over the columns.
+    Of the numbers of warps that leave two items or more to each, the one with the fewest idle over the columns and
+    four items or more, if there is one; of equals the largest.
     """
     n_tiles, steps = fields["words"].shape[1:3]
     item = sum(_lane_bytes(field.shape[3:]) for field in fields.values()) * 32 * matrices
@@ -134,12 +138,13 @@ def plan(fields, matrices: int, rows: int, format: str, bits: int, shared: int, 
     tiles = -(-n_tiles // (blocks or BLOCKS))
     together = max(1, min(tiles, 16 // padded))
     best = None
-    for w in (8, 12, 16, 4) if warps is None else (warps,):
+    for w in (16, 12, 8, 4) if warps is None else (warps,):
         sums = (together * matrices * 16 + 1) * padded * w * 4
         left = shared - sum(_activation_bytes(format, steps, bits, padded)) - sums - 4096  # Mosaic's own, and alignment
-        depth, idle = min(24, left // (w * item)), -(-steps // w) * w / steps + (0.1 if w == 4 else 0)
-        if depth >= 2 and (best is None or idle < best[0]):
-            best = idle, Plan(w, depth, tiles, together)
+        depth = min(24, left // (w * item))
+        cost = -(-steps // w) * w * (1 + (depth < 4) + (w == 4))
+        if depth >= 2 and (best is None or cost < best[0]):
+            best = cost, Plan(w, depth, tiles, together)
     return best and best[1]
 
 
@@ -153,11 +158,11 @@ def _row_bytes(steps: int) -> int:
     return steps * COLUMNS + 32  # 32: neighbouring rows lie in other banks
 
 
-@functools.partial(jax.jit, static_argnames=("format", "eps", "activation_bits", "shared", "early", "warps", "blocks"))
+@functools.partial(jax.jit, static_argnames=("format", "eps", "activation_bits", "shared", "warps", "blocks"))
 def int_gemv(
     x: jax.Array,
     weights: tuple[dict[str, jax.Array], ...],
-    layers: jax.Array,
+    layers: jax.Array | None,
     *,
     format: str,
     gamma: jax.Array | None = None,
@@ -165,7 +170,6 @@ def int_gemv(
     residual: jax.Array | None = None,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
-    early: bool = False,
     warps: int | None = None,
     blocks: int | None = None,
 ) -> jax.Array:
@@ -173,12 +177,10 @@ def int_gemv(
 
     x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   fields of W, or of G and U, as the format's `tile` makes them, each a stack
-    layers    int32 [3], the index into the weights' stacks and the one into gamma's
+    layers    int32 [2], the index into the weights' stacks and the one into gamma's; None for stacks of one
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
-    early     begin while the kernel before this one still runs, as far as weights go (programmatic dependent
-              launch, from sm_90): weights and `layers` must not be of its making
     warps, blocks    of a block, of the grid at most (to measure with)
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per scale group.
     """
@@ -205,9 +207,10 @@ def int_gemv(
         names=names, format=format, rows=rows, width=width, padded=padded, columns=columns, n_tiles=n_tiles,
         steps=steps, warps=warps, tiles=tiles, together=together, depth=depth, matrices=len(weights),
         normed=gamma is not None, added=residual is not None, eps=eps, bits=activation_bits,
-        row_bytes=_row_bytes(steps), shapes=shapes, early=early,
+        row_bytes=_row_bytes(steps), shapes=shapes, indexed=layers is not None,
     )  # fmt: skip
-    operands = [w[name] for w in weights for name in names] + [x, layers]
+    operands = [w[name] for w in weights for name in names] + [x]
+    operands += [layers] if layers is not None else []
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
     kernel = plgpu.kernel(
@@ -237,7 +240,7 @@ def _lane_bytes(shape: tuple[int, ...]) -> int:
 
 def _body(
     *refs, names, format, rows, width, padded, columns, n_tiles, steps, warps, tiles, together, depth, matrices,
-    normed, added, eps, bits, row_bytes, shapes, early,
+    normed, added, eps, bits, row_bytes, shapes, indexed,
 ):  # fmt: skip
     module = formats.get(format)
     group, digits = module.GROUP, bits // 8
@@ -250,7 +253,8 @@ def _body(
     def phase(ctx, *refs):
         refs = list(refs)
         weight_gmem = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
-        x_gmem, layers_gmem = refs.pop(0), refs.pop(0)
+        x_gmem = refs.pop(0)
+        layers_gmem = refs.pop(0) if indexed else None
         gamma_gmem = refs.pop(0) if normed else None
         residual_gmem = refs.pop(0) if added else None
         out_gmem, ring_smem, q_smem, stats_smem, sums_smem, squares_smem = refs
@@ -258,7 +262,7 @@ def _body(
         thread = lanes.to_integer(lanes.thread())
         warp, lane = lanes.quotient(thread, 32), lanes.remainder(thread, 32)
         g, t = lanes.quotient(lane, 4), lanes.remainder(lane, 4)
-        layer, norm_layer = (lanes.load(layers_gmem, at) for at in (0, 1))
+        layer, norm_layer = (lanes.load(layers_gmem, at) if indexed else i(0) for at in (0, 1))
         first_tile = scaled(lanes.to_integer(lanes.block()), tiles)
         count = arith.minui(i(tiles), arith.subi(i(n_tiles), first_tile))
         first_step = scaled(warp, per_warp)
@@ -307,7 +311,7 @@ def _body(
             ]
             return step, x, gammas
 
-        first_pass = None if early else load_activations(i(0))
+        first_pass = load_activations(i(0))
 
         # The ring. Item k of a warp is tile k / mine, step k % mine of it.
         item_bytes = [_lane_bytes(shape) for shape in shapes]
@@ -345,11 +349,6 @@ def _body(
         for slot in range(depth):
             copy(*ahead, i(slot))
             ahead = after(*ahead)
-
-        if first_pass is None:
-            lanes.wait_for_kernel_before()
-            lanes.allow_kernel_behind()
-            first_pass = load_activations(i(0))
 
         q = lanes.shared_address(q_smem)
         stats = lanes.shared_address(stats_smem)
@@ -519,14 +518,22 @@ def _body(
             """Sum of ref[before, warp, behind] over the warps."""
             return functools.reduce(arith.addf, [lanes.load(ref, *before, w, *behind) for w in range(warps)])
 
-        def finish(first, last):
+        def output(at, first):
+            """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
+            inside, above = arith.remui(at, lanes.index(16)), arith.divui(at, lanes.index(16))
+            row, j = arith.remui(above, lanes.index(rows)), arith.divui(above, lanes.index(rows))
+            tile = arith.addi(lanes.to_index(plus(first_tile, first)), j)
+            return j, row, inside, arith.addi(arith.muli(tile, lanes.index(16)), inside)
+
+        def residual_at(at, first):
+            _, row, _, n = output(at, first)
+            return lanes.load(residual_gmem, row, arith.minui(n, lanes.index(n_tiles * 16 - 1)))
+
+        def finish(first, last, residual):
             """Write the outputs of tiles `first` to `last` of this block: one thread an output."""
 
             def one(at, carry):
-                inside, above = arith.remui(at, lanes.index(16)), arith.divui(at, lanes.index(16))
-                row, j = arith.remui(above, lanes.index(rows)), arith.divui(above, lanes.index(rows))
-                tile = arith.addi(lanes.to_index(plus(first_tile, first)), j)
-                n = arith.addi(arith.muli(tile, lanes.index(16)), inside)
+                j, row, inside, n = output(at, first)
                 y = []
                 for m in range(matrices):
                     place = arith.addi(arith.muli(j, lanes.index(matrices)), lanes.index(m))
@@ -539,7 +546,7 @@ def _body(
                     denominator = arith.addf(lanes.real(1), mlir_math.exp(arith.negf(y[0])))
                     y = [arith.mulf(arith.divf(y[0], denominator), y[1])]
                 if added:
-                    y = [arith.addf(y[0], lanes.load(residual_gmem, row, n))]
+                    y = [arith.addf(y[0], residual_at(at, first) if residual is None else residual)]
                 lanes.store(y[0], out_gmem, row, n)
                 return carry
 
@@ -549,12 +556,15 @@ def _body(
         def one_round(first, carry):
             first = lanes.to_integer(first)
             last = arith.minui(plus(first, together), count)
+            # On its way before the product, where each thread has one output at most.
+            near = added and together * rows * 16 <= warps * 32
+            residual = residual_at(lanes.to_index(thread), first) if near else None
             carry = lanes.loop(
                 lanes.to_index(first), lanes.to_index(last), lanes.index(1), carry,
                 lambda j, carry: one_tile(j, carry, first),
             )  # fmt: skip
             lanes.block_barrier()
-            finish(first, last)
+            finish(first, last, residual)
             lanes.block_barrier()
             return carry
 
@@ -564,9 +574,6 @@ def _body(
         lanes.wait_copies(0)
 
     phase(*refs)
-    if early:
-        # Done already; in this form it tells the launch that the kernel may begin early.
-        plgpu.griddepcontrol_wait()
 
 
 def _quantize(x, lanes_of_group: int, bits: int):

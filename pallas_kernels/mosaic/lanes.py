@@ -443,13 +443,3 @@ def as_real(word):
 
 def as_word(x):
     return arith.bitcast(i32(), x)
-
-
-def wait_for_kernel_before():
-    """Programmatic dependent launch: what the kernels before this one wrote is seen from here on (sm_90)."""
-    llvm.inline_asm(None, [], "griddepcontrol.wait;", "~{memory}", has_side_effects=True)
-
-
-def allow_kernel_behind():
-    """The next kernel may begin as far as it needs nothing of this one's, where there is room (sm_90)."""
-    llvm.inline_asm(None, [], "griddepcontrol.launch_dependents;", "~{memory}", has_side_effects=True)
