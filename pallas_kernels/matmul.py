@@ -1,6 +1,8 @@
 """Matrix product with quantized weights, with what stands before and behind it in a transformer layer."""
 
 import importlib
+from collections.abc import Sequence
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -90,6 +92,8 @@ def _part(x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.
     """Product with one part of a stack."""
     if isinstance(w, QTensor):
         return _run(x, (w,), part_layer, layer, gamma, eps, residual)
+    if residual is None and all(_kernel((piece,), x) == "int_gemv" for piece in w.pieces):
+        return _module("int_gemv").run_below(x, w.pieces, part_layer, layer, gamma, eps)
     y = [_run(x, (piece,), part_layer, layer, gamma, eps, None) for piece in w.pieces]
     y = jnp.concatenate(y, axis=-1)
     return y if residual is None else y + residual
@@ -97,13 +101,22 @@ def _part(x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.
 
 def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """`part_layer` indexes the weights, `layer` the norm: they differ where a file mixes formats."""
-    kernel = dispatch.KERNELS.get(weights[0].format, "")
-    if all(w.impl == "mosaic" for w in weights) and x.size // x.shape[-1] <= dispatch.MOST_ROWS[kernel]:
-        # Only GPUs need it.
-        module = importlib.import_module(f"pallas_kernels.mosaic.{kernel}")
-        return module.run(x, weights, part_layer, layer, gamma, eps, residual)
+    if kernel := _kernel(weights, x):
+        return _module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
     return definition(x, weights, part_layer, gamma, eps, residual)
+
+
+def _kernel(weights: Sequence[QTensor], x: jax.Array) -> str | None:
+    """The kernel that takes these weights and so many rows; None for the definition."""
+    if any(w.impl != "mosaic" for w in weights):
+        return None
+    kernel = dispatch.KERNELS[weights[0].format]
+    return kernel if x.size // x.shape[-1] <= dispatch.MOST_ROWS[kernel] else None
+
+
+def _module(kernel: str) -> ModuleType:
+    return importlib.import_module(f"pallas_kernels.mosaic.{kernel}")  # here: only GPUs need it
 
 
 def _check(x: jax.Array, w: QTensor | LayerStack) -> None:

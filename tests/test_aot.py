@@ -158,8 +158,8 @@ def _integers(format, n, k, matrices, rows, bits=8):
 
     def f(x, weights, gamma, residual):
         return int_gemv(
-            x, weights, None, format=format, gamma=gamma, eps=1e-6, residual=residual, activation_bits=bits,
-            shared=shared_bytes(),
+            x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
+            activation_bits=bits, shared=shared_bytes(),
         )  # fmt: skip
 
     return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual)

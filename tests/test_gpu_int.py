@@ -12,7 +12,7 @@ import pytest
 
 import bonsai_jax as bj
 from pallas_kernels import LayerStack, QTensor, dequantize, dispatch, formats, gated, matmul
-from pallas_kernels.qtensor import tile
+from pallas_kernels.qtensor import Rows, tile
 from tests.agreement import log_softmax
 from tests.test_gpu import on_a_gpu, step_log_p  # noqa: F401
 
@@ -103,6 +103,20 @@ def check_product(format, N, K, rows, kind, bits):
     assert np.linalg.norm(got[0] - want) < 1e-5 * np.linalg.norm(want)
     np.testing.assert_array_equal(got[0], got[1])
     np.testing.assert_array_equal(got[0], got[2])
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_parts_of_other_formats_are_one_product(rows):
+    """Rows below rows, as queries, keys and values of a mixed file: the same bits as one by one."""
+    K, formats_of = 2048, (("q4_k", 640), ("q6_k", 128), ("q5_k", 48))
+    pieces = [tile(stack(format, N, K, 3, N)) for format, N in formats_of]
+    parts = (Rows(tuple(pieces)),)
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, K)), jnp.float32)
+    gamma = jnp.ones((3, K))
+    together = matmul(x, LayerStack(parts, tuple((0, i) for i in range(3))), 1, gamma=gamma, eps=1e-6)
+    alone = [matmul(x, piece, 1, gamma=gamma, eps=1e-6) for piece in pieces]
+    # Another number of warps sums in another order.
+    np.testing.assert_allclose(together, np.concatenate(alone, -1), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("source", ["synth:tiny-qwen3:q4_k_m", "synth:tiny-llama:q4_k_m", "synth:tiny-qwen2:q8_0"])
