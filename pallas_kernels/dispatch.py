@@ -33,7 +33,7 @@ class Verdict:
     reason: str
 
 
-# Formats with a matrix-vector kernel: format -> module of pallas_kernels.mosaic. Their files bring what it asks for.
+# Formats with a matrix-vector kernel: format -> module of pallas_kernels.mosaic, which their files serve.
 KERNELS = {
     "q1_0": "bit_gemv",
     "q4_0": "int_gemv",

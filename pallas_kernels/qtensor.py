@@ -18,8 +18,8 @@ class QTensor(struct.PyTreeNode):
     shape    (N, K), without `lead`
     impl     the matmul implementation chosen for it at load (dispatch.choose). "mosaic": the fields are those
              that the format's `tile` makes, which a kernel reads as they are
-    activation_bits  to which a kernel may round activations, per group of 128: 8, or 16, which is nearly
-                     exact
+    activation_bits  to which a kernel may round activations, per group of 128 (q1_0) or of the columns that
+                     share a scale: 8, or 16, which is nearly exact
     """
 
     fields: dict[str, jax.Array]
@@ -106,8 +106,8 @@ class Rows(struct.PyTreeNode):
 class LayerStack(struct.PyTreeNode):
     """One weight of every layer, stacked by format, because files mix formats from layer to layer.
 
-    parts   one stack per format (or, of joined weights, combination of formats), each with a leading axis of the
-            layers that have it
+    parts   one stack per format (or, of joined weights, combination of formats), each with a leading axis of
+            the layers that have it
     where   per layer (part, index within the part)
     """
 
@@ -135,7 +135,8 @@ class LayerStack(struct.PyTreeNode):
 
 
 def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
-    """Matrices of the same input as one, rows below rows: one product serves those whose formats agree in a layer.
+    """Matrices of the same input as one, rows below rows: one product serves those whose formats agree in a
+    layer.
 
     As they are where rows do not fill whole tiles.
     """

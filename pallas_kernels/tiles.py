@@ -1,8 +1,10 @@
-"""The layout that mosaic/int_gemv.py reads: tiles of 16 rows x 256 columns, each lane's share in its own order.
+"""The layout that mosaic/int_gemv.py reads: tiles of 16 rows x 256 columns, each lane's share in its own
+order.
 
 `mma.m16n8k32 s8` (m16n8k16 where scales change every 16 columns) multiplies 16 rows with one scale group at a
-time. Of a group, lane 4 g + t holds rows g and g + 8, columns (group / 4) t ..: the tensor core's own order has
-the group's halves apart, but the order of columns within a group is free, as long as activations use the same.
+time. Of a group, lane 4 g + t holds rows g and g + 8, columns (group / 4) t ..: the tensor core's own order
+has the group's halves apart, but the order of columns within a group is free, as long as activations use the
+same.
 
        columns of a group of 32    0..3  4..7 | 8..11 12..15 | 16..19 20..23 | 24..27 28..31
        row g      lane 4 g + t     A0    A2     t = 1          t = 2           t = 3
@@ -16,8 +18,8 @@ ROWS, COLUMNS = 16, 256  # of a tile
 
 
 def lane_words(codes: jax.Array, group: int) -> jax.Array:
-    """uint8 [*lead, N, K] -> uint32 [*lead, N / 16, K / 256, 256 / group, 32 lanes, group / 8], zeros where N or
-    K are no whole tiles. The last axis is A0, A1, A2, A3 of the picture (A0, A1 for groups of 16)."""
+    """uint8 [*lead, N, K] -> uint32 [*lead, N / 16, K / 256, 256 / group, 32 lanes, group / 8], zeros where
+    N or K are no whole tiles. The last axis is A0, A1, A2, A3 of the picture (A0, A1 for groups of 16)."""
     codes = _padded(codes, COLUMNS)
     *lead, n, k = codes.shape
     tiles, steps = n // ROWS, k // COLUMNS
@@ -37,8 +39,8 @@ def codes_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def nibble_words(codes: jax.Array) -> jax.Array:
-    """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes, 4]:
-    vector v has group 2 v in its low nibbles and group 2 v + 1 in its high ones."""
+    """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes,
+    4]: vector v has group 2 v in its low nibbles and group 2 v + 1 in its high ones."""
     words = lane_words(codes, 32)
     return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 4
 
@@ -51,7 +53,8 @@ def nibbles_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 def lane_scales(values: jax.Array, group: int) -> jax.Array:
     """One value a row and scale group, [*lead, N, K / group] -> [*lead, N / 16, K / 256, 256 / group / 8, 32
-    lanes, 2, 2]: of each 8 groups, lane 4 g + t holds rows g and g + 8 (first axis) of groups 2 t and 2 t + 1."""
+    lanes, 2, 2]: of each 8 groups, lane 4 g + t holds rows g and g + 8 (first axis) of groups 2 t and 2 t +
+    1."""
     values = _padded(values, COLUMNS // group)
     *lead, n, groups = values.shape
     tiles, steps, units = n // ROWS, groups * group // COLUMNS, COLUMNS // group // 8
@@ -70,7 +73,8 @@ def scales_of(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
 
 
 def lane_rows(values: jax.Array) -> jax.Array:
-    """One value a row and 256 columns, [*lead, N, K / 256] -> [*lead, N / 16, K / 256, 8, 2]: rows g, g + 8."""
+    """One value a row and 256 columns, [*lead, N, K / 256] -> [*lead, N / 16, K / 256, 8, 2]: rows g, g +
+    8."""
     values = _padded(values, 1)
     *lead, n, steps = values.shape
     return _transposed(values.reshape(*lead, n // ROWS, 2, 8, steps), len(lead), (0, 3, 2, 1))

@@ -11,25 +11,26 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from pallas_kernels import LayerStack, QTensor, dequantize, dispatch, formats, gated, matmul
-from pallas_kernels.qtensor import Rows, tile
+from pallas_kernels import LayerStack, QTensor, dequantize, dispatch, formats, gated, matmul, qtensor
+from pallas_kernels.qtensor import Rows
 from tests.agreement import log_softmax
 from tests.test_gpu import on_a_gpu, step_log_p  # noqa: F401
 
 pytestmark = pytest.mark.gpu
+tile, dequantized = jax.jit(qtensor.tile), jax.jit(dequantize)
 
 INTEGER = sorted(name for name, kernel in dispatch.KERNELS.items() if kernel == "int_gemv")
 
 
 def stack(format, N, K, layers, seed=0, bits=8):
     lead = (layers, N, K // formats.get(format).WEIGHTS)
-    fields = formats.random_fields(format, jax.random.key(seed), lead, 0.0, 0.02)
-    return QTensor(fields, format, (N, K), activation_bits=bits)
+    draw = jax.jit(lambda key: formats.random_fields(format, key, lead, 0.0, 0.02))
+    return QTensor(draw(jax.random.key(seed)), format, (N, K), activation_bits=bits)
 
 
 def exact_activations(rng, rows, K, group, bits):
-    """Powers of two times whole numbers, with the largest code in every group: quantizing them is exact, so that
-    what is compared is the product. K may end within a group."""
+    """Powers of two times whole numbers, with the largest code in every group: quantizing them is exact, so
+    that what is compared is the product. K may end within a group."""
     top = 127 if bits == 8 else 127 * 257
     groups = -(-K // group)
     x = rng.integers(-top, top + 1, (rows, groups, group))
@@ -40,9 +41,12 @@ def exact_activations(rng, rows, K, group, bits):
 
 @pytest.mark.parametrize("format", INTEGER)
 def test_the_identity_prints_the_decoded_weights(format):
-    """One product and a power of two a sum: float32 holds it without rounding, up to the last bit of w itself."""
+    """One product and a power of two a sum: float32 holds it without rounding, up to the last bit of w
+    itself."""
     w = stack(format, 96, 512, 1)[0]
-    got = np.concatenate([np.asarray(matmul(jnp.eye(512)[i : i + 8] * 127, tile(w))) for i in range(0, 512, 8)])
+    got = np.concatenate(
+        [np.asarray(matmul(jnp.eye(512)[i : i + 8] * 127, tile(w))) for i in range(0, 512, 8)]
+    )
     want = np.asarray(dequantize(w)).T.astype(np.float64) * 127
     np.testing.assert_allclose(got, want, rtol=3e-7, atol=3e-7 * np.abs(want).max())
 
@@ -55,13 +59,13 @@ def test_the_identity_prints_the_decoded_weights(format):
         (64, 256, 1, "plain"),
         (1000, 768, 3, "normed"),  # no whole tiles
         (320, 1536, 16, "added"),
-        (4096, 4096, 1, "added"),
+        (4096, 2048, 1, "added"),
         (2048, 2560, 8, "gated"),
         (2560, 9728, 2, "added"),
-        (1024, 12288, 4, "plain"),
-        (1024, 12288, 9, "added"),
+        (512, 12288, 4, "plain"),
+        (512, 12288, 9, "added"),
         (6144, 4096, 1, "gated"),
-        (151669, 2048, 1, "normed"),
+        (40000, 512, 1, "normed"),
     ],
 )
 def test_the_kernel_is_its_definition_on_its_own_codes(format, N, K, rows, kind, bits):
@@ -86,7 +90,7 @@ def check_product(format, N, K, rows, kind, bits):
     codes, norm = (x * gamma[layer] if kind in ("normed", "gated") else x).astype(np.float64), 1.0
     if kind in ("normed", "gated"):
         norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
-    want = [norm * codes @ np.asarray(dequantize(w[layer]), np.float64).T for w in stacks]
+    want = [norm * codes @ np.asarray(dequantized(w[layer]), np.float64).T for w in stacks]
     want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
     tiled = [tile(w) for w in stacks]
     if kind == "gated":
@@ -119,7 +123,9 @@ def test_parts_of_other_formats_are_one_product(rows):
     np.testing.assert_allclose(together, np.concatenate(alone, -1), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("source", ["synth:tiny-qwen3:q4_k_m", "synth:tiny-llama:q4_k_m", "synth:tiny-qwen2:q8_0"])
+@pytest.mark.parametrize(
+    "source", ["synth:tiny-qwen3:q4_k_m", "synth:tiny-llama:q4_k_m", "synth:tiny-qwen2:q8_0"]
+)
 @pytest.mark.parametrize(("bits", "limit"), [(8, 5e-3), (16, 1e-5)])
 def test_steps_through_kernels_are_near_the_exact_definition(source, bits, limit):
     ids = np.random.default_rng(3).integers(0, 256, 40).tolist()

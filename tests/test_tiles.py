@@ -1,7 +1,8 @@
-"""The integer kernels' layouts, on any machine: there and back, and what their tile decode says the weights are.
+"""The integer kernels' layouts, on any machine: there and back, and what their tile decode says the weights
+are.
 
-The tile decode (`fragments`) is traced into a kernel; here the lanes' instructions are numpy, 32 lanes at a time,
-and the tensor core is the picture in the PTX manual.
+The tile decode (`fragments`) is traced into a kernel; here the lanes' instructions are numpy, 32 lanes at a
+time, and the tensor core is the picture in the PTX manual.
 """
 
 from unittest import mock
@@ -19,7 +20,9 @@ INTEGER = sorted(name for name, kernel in dispatch.KERNELS.items() if kernel == 
 
 
 def random(format, N, K, layers=2):
-    fields = formats.random_fields(format, jax.random.key(N), (layers, N, K // formats.get(format).WEIGHTS), 0.0, 1.0)
+    fields = formats.random_fields(
+        format, jax.random.key(N), (layers, N, K // formats.get(format).WEIGHTS), 0.0, 1.0
+    )
     return QTensor(fields, format, (N, K))
 
 
@@ -57,8 +60,11 @@ NUMPY = {
     "shifted_right": lambda w, right: w >> word(right),
     "merged": lambda w, other, mask: (w & word(mask)) | (other & ~word(mask)),
     "bytes_of": lambda low, high, selector: sum(
-        ([*low.view(np.uint8).reshape(32, 4).T, *high.view(np.uint8).reshape(32, 4).T][selector >> 4 * i & 15])
-        .astype(np.uint32)
+        (
+            [*low.view(np.uint8).reshape(32, 4).T, *high.view(np.uint8).reshape(32, 4).T][
+                selector >> 4 * i & 15
+            ]
+        ).astype(np.uint32)
         << word(8 * i)
         for i in range(4)
     ),
@@ -74,8 +80,8 @@ NUMPY = {
 
 @pytest.mark.parametrize("format", INTEGER)
 def test_fragments_are_the_weights(format):
-    """Each group's fragments as a 16 x group matrix of bytes, times the scale and minus the minimum that the lanes
-    hold for it, is what the format says the weights are."""
+    """Each group's fragments as a 16 x group matrix of bytes, times the scale and minus the minimum that the
+    lanes hold for it, is what the format says the weights are."""
     module, w = formats.get(format), random(format, 32, 512, layers=1)
     tiled, want, group = tile(w), np.asarray(dequantize(w))[0], module.GROUP
     lane = np.arange(32)

@@ -25,8 +25,9 @@ GROUP, SIGNED = 32, False
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K / 256, 32,
-    2]}: as Q4_K's words; the float16 scales of the lane's rows and groups (pallas_kernels/tiles.py)."""
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 2]}: as Q4_K's words; the float16 scales of the lane's rows and groups
+    (pallas_kernels/tiles.py)."""
     d = tiles.bits(tiles.lane_scales(block["d"], GROUP))[..., 0, :, :]
     return {"words": tile_nibbles(block["qs"]), "scales": d}
 
@@ -44,7 +45,11 @@ def fragments(words, lane):
 
     d = [lanes.halves(word) for word in words["scales"]]
     scale = [[first, lanes.times(second, lanes.real(1 / 16))] for first, second in d]
-    return [Unit(lanes.nibbles(words["words"]), scale, [[lanes.times(v, lanes.real(8)) for v in row] for row in d])]
+    return [
+        Unit(
+            lanes.nibbles(words["words"]), scale, [[lanes.times(v, lanes.real(8)) for v in row] for row in d]
+        )
+    ]
 
 
 def tile_nibbles(qs):

@@ -26,8 +26,9 @@ GROUP, SIGNED = 32, False
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K / 256, 32,
-    4]}: as Q4_K's words; of the lane's rows and groups two words of d, then two of m (pallas_kernels/tiles.py)."""
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 4]}: as Q4_K's words; of the lane's rows and groups two words of d, then two of m
+    (pallas_kernels/tiles.py)."""
     scales = [tiles.bits(tiles.lane_scales(block[name], GROUP))[..., 0, :, :] for name in ("d", "m")]
     return {"words": tile_nibbles(block["qs"]), "scales": jnp.concatenate(scales, axis=-1)}
 

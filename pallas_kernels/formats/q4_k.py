@@ -49,8 +49,8 @@ GROUP, SIGNED = 32, False
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K / 256, 32,
-    2]} (pallas_kernels/tiles.py), the file's 4.5 bits a weight."""
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 2]} (pallas_kernels/tiles.py), the file's 4.5 bits a weight."""
     qs = block["qs"].reshape(*block["d"].shape, 4, 32)
     codes = jnp.stack([qs & 15, qs >> 4], axis=-2)
     words = tiles.nibble_words(codes.reshape(*block["d"].shape[:-1], -1))
@@ -80,7 +80,8 @@ def tile_scales_mins(block):
         0      low byte of the lane's float16  row g + 8     row g           sc of groups 2 t + 1, 2 t
         1      high byte                       the same                      m
 
-    The lane's float16 is d or dmin of rows g or g + 8: d[g], dmin[g], d[g + 8], dmin[g + 8] for t = 0, 1, 2, 3.
+    The lane's float16 is d or dmin of rows g or g + 8: d[g], dmin[g], d[g + 8], dmin[g + 8] for t = 0, 1, 2,
+    3.
     """
     a, b, c = jnp.split(block["scales"], 3, axis=-1)
     sc = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=-1)
@@ -113,7 +114,8 @@ def untile_scales_mins(tiled, shape):
 
 
 def lane_scales_mins(words, lane, factors):
-    """A lane's two words -> (d * sc times the factor of groups 2 t and 2 t + 1, dmin * m): float32 [2 rows][2]."""
+    """A lane's two words -> (d * sc times the factor of groups 2 t and 2 t + 1, dmin * m): float32 [2
+    rows][2]."""
     from pallas_kernels.mosaic import lanes
 
     mine = lanes.bytes_of(words[0], words[1], 0x0073)  # this lane's float16

@@ -41,11 +41,11 @@ LOW3, MIDDLE, BIT4, BIT3 = (np.uint32(byte * 0x01010101) for byte in (0x07, 0x18
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 5, 32, 4], "scales": as Q4_K's}, the file's 5.5 bits a
-    weight (pallas_kernels/tiles.py).
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 5, 32, 4], "scales": as Q4_K's}, the file's 5.5
+    bits a weight (pallas_kernels/tiles.py).
 
-    8 q is a byte whose three low bits are free. Of the words of eight groups, the first five are stored, one in
-    each vector; their free bits hold the other three:
+    8 q is a byte whose three low bits are free. Of the words of eight groups, the first five are stored, one
+    in each vector; their free bits hold the other three:
 
         vector   0              1              2              3                          4
         bits     2-0: q5 4..2   2-0: q6 4..2   2-0: q7 4..2   2-1: q5 1..0, 0: q7 1      2-1: q6 1..0, 0: q7 0

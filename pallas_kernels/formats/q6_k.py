@@ -35,11 +35,13 @@ GROUP, SIGNED = 16, True
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 6, 32, 4], "scales": uint32 [*lead, N / 16, K / 256, 32,
-    2], "d": uint32 [*lead, N / 16, K / 256, 8]} (pallas_kernels/tiles.py), the file's 6.5625 bits a weight.
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 6, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 2], "d": uint32 [*lead, N / 16, K / 256, 8]} (pallas_kernels/tiles.py), the file's 6.5625 bits a
+    weight.
 
-    4 (q - 32) is a signed byte whose two low bits are free. Of four such words (two groups), three are stored;
-    their free bits hold the fourth, from its top down. Vectors 3 i .. 3 i + 2 have the three of groups 8 i ..
+    4 (q - 32) is a signed byte whose two low bits are free. Of four such words (two groups), three are
+    stored; their free bits hold the fourth, from its top down. Vectors 3 i .. 3 i + 2 have the three of
+    groups 8 i ..
     """
     lead = block["d"].shape
     ql = block["ql"].reshape(*lead, 2, 64)
@@ -48,9 +50,13 @@ def tile(block):
     high = (block["qh"].reshape(*lead, 2, 1, 32) >> shifts) & 3
     codes = ((low | high.reshape(*lead, 256) << 4) ^ 32) << 2
     words = tiles.lane_words(codes.reshape(*lead[:-1], -1), GROUP)  # [..., 16, 32, 2]
-    words = jnp.moveaxis(words.reshape(*words.shape[:-3], 2, 4, 2, 32, 2), -3, -2)  # [..., 2, 4, 32, 2 groups, 2]
+    words = jnp.moveaxis(
+        words.reshape(*words.shape[:-3], 2, 4, 2, 32, 2), -3, -2
+    )  # [..., 2, 4, 32, 2 groups, 2]
     words = words.reshape(*words.shape[:-2], 4)
-    held = words[..., :3] | words[..., 3:] >> np.array([6, 4, 2], np.uint32) & 0x03030303  # [..., 2, 4, 32, 3]
+    held = (
+        words[..., :3] | words[..., 3:] >> np.array([6, 4, 2], np.uint32) & 0x03030303
+    )  # [..., 2, 4, 32, 3]
     held = jnp.moveaxis(held, (-4, -1, -2, -3), (-4, -3, -2, -1))
     scales = tiles.lane_scales(block["scales"].reshape(*lead[:-1], -1), GROUP)  # [..., 2, 32, 2, 2]
     scales = jax.lax.bitcast_convert_type(scales.reshape(*scales.shape[:-2], 4), jnp.uint32)
@@ -83,8 +89,8 @@ def untile(tiled, shape):
 
 
 def fragments(words, lane):
-    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit), twice 8 groups.
-    """
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit), twice 8
+    groups."""
     from pallas_kernels.mosaic import lanes
     from pallas_kernels.mosaic.int_gemv import Unit
 

@@ -32,8 +32,9 @@ GROUP, SIGNED = 32, True
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 8, 32, 4], "scales": uint32 [*lead, N / 16, K / 256, 32,
-    2]}: a 16-byte vector a group, and the float16 scales of the lane's rows and groups (pallas_kernels/tiles.py).
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 8, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 2]}: a 16-byte vector a group, and the float16 scales of the lane's rows and groups
+    (pallas_kernels/tiles.py).
     """
     codes = jax.lax.bitcast_convert_type(block["qs"], jnp.uint8)
     scales = tiles.bits(tiles.lane_scales(block["d"], GROUP))[..., 0, :, :]

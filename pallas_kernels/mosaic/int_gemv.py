@@ -1,14 +1,15 @@
-"""Matrix-vector products with weights of 4 to 8 bits, on the integer tensor cores. No branch on the format: its
-file brings the layout (`tile`) and how a lane's words become what the tensor core multiplies (`fragments`).
+"""Matrix-vector products with weights of 4 to 8 bits, on the integer tensor cores. No branch on the format:
+its file brings the layout (`tile`) and how a lane's words become what the tensor core multiplies
+(`fragments`).
 
-A weight is w = d q - m with d and m per row and scale group of 32 (or 16) columns. An activation is an integer q
-of 8 (or 16) bits times the scale s of its group, the same group. So
+A weight is w = d q - m with d and m per row and scale group of 32 (or 16) columns. An activation is an
+integer q of 8 (or 16) bits times the scale s of its group, the same group. So
 
     sum_k w_k x_k = sum over groups of   d s (sum_k q_k q'_k)  -  m s (sum_k q'_k)
 
-and one mma has 16 rows of weights, the columns of one group, and 8 columns of activations. Where x has fewer than
-8 rows, columns are groups instead: the fragment of group i meets zeros but in the columns of its own slot, so that
-a chain of mma leaves the products of 8 / rows groups side by side and no lane scales in vain.
+and one mma has 16 rows of weights, the columns of one group, and 8 columns of activations. Where x has fewer
+than 8 rows, columns are groups instead: the fragment of group i meets zeros but in the columns of its own
+slot, so that a chain of mma leaves the products of 8 / rows groups side by side and no lane scales in vain.
 
     columns of the tensor core    0    1    2    3    4    5    6    7
     1 row of x, set 0             g0   g1   g2   g3   g4   g5   g6   g7
@@ -23,7 +24,8 @@ A block of threads has `tiles` tiles of 16 rows, one behind the other, and its w
     for each tile, for each 256 columns of the warp: wait, ring -> registers -> mma -> scaled sums; copy ahead
     every few tiles: sums of the warps -> 1 / rms, SwiGLU or residual -> out
 
-A lane reads from the ring what it copied there itself: nobody waits for another warp, and loads run on across tiles.
+A lane reads from the ring what it copied there itself: nobody waits for another warp, and loads run on
+across tiles.
 """
 
 import functools
@@ -32,7 +34,6 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -60,7 +61,8 @@ class Unit(NamedTuple):
 class Part(NamedTuple):
     """One weight of a product: rows of the output that are of one format, and the blocks that have them.
 
-    format, names, shapes   of the weight: its fields by name, what each has for a tile of 16 rows x 256 columns
+    format, names, shapes   of the weight: its fields by name, what each has for a tile of 16 rows x 256
+                            columns
     n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
     first_block, blocks     blocks of threads that share it
     tiles                   of each of them
@@ -96,19 +98,23 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
 
 
 def run_below(x, pieces, part_layer, layer, gamma, eps) -> jax.Array:
-    """Matrices rows below rows (qtensor.Rows), each of a format of this kernel and of whole tiles, in one launch."""
+    """Matrices rows below rows (qtensor.Rows), each of a format of this kernel and of whole tiles, in one
+    launch."""
     return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None)
 
 
 def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """Products with parts, rows below rows; each part is one matrix or, for SwiGLU, two."""
     lead, any_weight = x.shape[:-1], weights[0][0]
-    stacks = jax.tree.map(lambda a: a[None] if layer is None else a, [[w.fields for w in part] for part in weights])
+    stacks = jax.tree.map(
+        lambda a: a[None] if layer is None else a, [[w.fields for w in part] for part in weights]
+    )
     gamma = gamma if gamma is None or gamma.ndim == 2 else gamma[None]
     norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
     layers = None
     if layer is None or (isinstance(part_layer, int) and isinstance(norm_layer, int)):
-        # XLA makes an offset of a slice that is known: no copy, and no kernel waits to read where its weights are.
+        # XLA makes an offset of a slice that is known: no copy, and no kernel waits to read where its
+        # weights are.
         at = 0 if layer is None else part_layer
         stacks = jax.tree.map(lambda a: a[at : at + 1], stacks)
         gamma = None if gamma is None else gamma[norm_layer : norm_layer + 1]
@@ -152,12 +158,14 @@ def columns_of_rows(rows: int) -> tuple[int, int]:
     return width, -(-rows // width) * width
 
 
-def plan(parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None) -> Plan | None:
+def plan(
+    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None
+) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
-    Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that leave
-    two items or more to each, the one with the fewest idle over the columns and four items or more, if there is
-    one; of equals the largest.
+    Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
+    leave two items or more to each, the one with the fewest idle over the columns and four items or more, if
+    there is one; of equals the largest.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
@@ -165,19 +173,22 @@ def plan(parts, rows: int, formats_of, activation_bits: int, shared: int, warps=
     for format, (fields, *_) in zip(formats_of, parts, strict=True):
         names = tuple(sorted(fields))
         n_tiles = fields["words"].shape[1]
-        drafts.append(Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0))
+        drafts.append(
+            Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0)
+        )
         above += n_tiles
     sizes = [draft.item_bytes(matrices) for draft in drafts]
-    largest = -(-above // (blocks or BLOCKS)) + 1  # tiles of a block, were all as small as the smallest
+    blocks = blocks or BLOCKS
+    largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
-        if min(tiles) and sum(-(-d.n_tiles // t) for d, t in zip(drafts, tiles, strict=True)) <= (blocks or BLOCKS):
+        wanted = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
+        if min(tiles) and sum(wanted) <= blocks:
             break
     else:
         raise AssertionError("no share of the blocks fits")
     first, placed = 0, []
-    for draft, t in zip(drafts, tiles, strict=True):
-        count = -(-draft.n_tiles // t)
+    for draft, t, count in zip(drafts, tiles, wanted, strict=True):
         placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
         first += count
     together = max(1, min(max(tiles), 16 // padded))
@@ -204,7 +215,9 @@ def _row_bytes(steps: int) -> int:
     return steps * COLUMNS + 32  # 32: neighbouring rows lie in other banks
 
 
-@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks"))
+@functools.partial(
+    jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks")
+)
 def int_gemv(
     x: jax.Array,
     weights: tuple[tuple[dict[str, jax.Array], ...], ...],
@@ -219,7 +232,8 @@ def int_gemv(
     warps: int | None = None,
     blocks: int | None = None,
 ) -> jax.Array:
-    """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below rows.
+    """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below
+    rows.
 
     x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
@@ -229,8 +243,8 @@ def int_gemv(
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
     warps, blocks    of a block, of the grid at most (to measure with)
-    Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized here,
-    symmetric per scale group.
+    Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
+    here, symmetric per scale group.
     """
     rows, columns = x.shape
     steps, matrices = weights[0][0]["words"].shape[2], len(weights[0])
@@ -241,18 +255,20 @@ def int_gemv(
     planned = plan(weights, rows, formats_of, activation_bits, shared, warps, blocks)
     if planned is None:
         raise NotImplementedError(
-            f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit {shared} "
-            "bytes of shared memory; split the rows"
+            f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
+            f"{shared} bytes of shared memory; split the rows"
         )
     width, padded = columns_of_rows(rows)
     n_tiles = sum(part.n_tiles for part in planned.parts)
     body = functools.partial(
         _body,
         plan=planned, rows=rows, width=width, padded=padded, columns=columns, n_tiles=n_tiles, steps=steps,
-        matrices=matrices, normed=gamma is not None, added=residual is not None, eps=eps, bits=activation_bits,
-        row_bytes=_row_bytes(steps), indexed=layers is not None,
+        matrices=matrices, normed=gamma is not None, added=residual is not None, eps=eps,
+        bits=activation_bits, row_bytes=_row_bytes(steps), indexed=layers is not None,
     )  # fmt: skip
-    operands = [w[name] for of, part in zip(weights, planned.parts, strict=True) for w in of for name in part.names]
+    operands = [
+        w[name] for of, part in zip(weights, planned.parts, strict=True) for w in of for name in part.names
+    ]
     operands += [x]
     operands += [layers] if layers is not None else []
     operands += [gamma] if gamma is not None else []
@@ -279,8 +295,8 @@ def int_gemv(
 
 
 def _lane_bytes(shape: tuple[int, ...]) -> int:
-    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a lane, [8]
-    a word that four lanes share."""
+    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a
+    lane, [8] a word that four lanes share."""
     return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]
 
 
@@ -288,7 +304,9 @@ def _body(*refs, plan, matrices, normed, added, indexed, **shapes):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         refs = list(refs)
-        weights = [[{name: refs.pop(0) for name in part.names} for _ in range(matrices)] for part in plan.parts]
+        weights = [
+            [{name: refs.pop(0) for name in part.names} for _ in range(matrices)] for part in plan.parts
+        ]
         x_gmem = refs.pop(0)
         layers_gmem = refs.pop(0) if indexed else None
         gamma_gmem = refs.pop(0) if normed else None
@@ -312,7 +330,13 @@ def _phase(
     *, warps, together, matrices, rows, width, padded, columns, n_tiles, steps, eps, bits, row_bytes,
 ):  # fmt: skip
     """What one block does: its tiles of one part. `block` is its number among the part's."""
-    module, names, shapes, tiles, depth = formats.get(part.format), part.names, part.shapes, part.tiles, part.depth
+    module, names, shapes, tiles, depth = (
+        formats.get(part.format),
+        part.names,
+        part.shapes,
+        part.tiles,
+        part.depth,
+    )
     normed, added, indexed = (ref is not None for ref in (gamma_gmem, residual_gmem, layers_gmem))
     group, digits = module.GROUP, bits // 8
     chunks, slots = padded // width, 8 // width
@@ -329,8 +353,8 @@ def _phase(
     first_step = scaled(warp, per_warp)
     mine = arith.maxsi(i(0), arith.minsi(i(per_warp), arith.subi(i(steps), first_step)))
 
-    # The activations that this warp multiplies, a pass for each 256 columns and row; the first are on their way
-    # before the layer's number is known. Passes behind the last step are done again, and count nothing.
+    # The activations that this warp multiplies, a pass for each 256 columns and row; the first are on their
+    # way before the layer's number is known. Passes behind the last step are done again, and count nothing.
     at_once = -(-per_warp // -(-per_warp // max(1, 4 // rows)))
 
     def steps_at(s):
@@ -467,7 +491,8 @@ def _phase(
     )
     ones = i(0xFFFFFFFF)
     in_slot = [
-        arith.select(lanes.is_equal(column_slot, i(s)), ones, i(0)) if slots > 1 else None for s in range(slots)
+        arith.select(lanes.is_equal(column_slot, i(s)), ones, i(0)) if slots > 1 else None
+        for s in range(slots)
     ]
     result = scaled(t, 2)
     if width == 1:
@@ -510,7 +535,9 @@ def _phase(
                     if totals is None:
                         totals = c
                     else:  # the second digit is the high one
-                        totals = [plus(low, lanes.shifted(high, 8)) for low, high in zip(totals, c, strict=True)]
+                        totals = [
+                            plus(low, lanes.shifted(high, 8)) for low, high in zip(totals, c, strict=True)
+                        ]
                 assert totals is not None
                 at = (chunk * groups * width + (u * 8 + j) * width) * 8
                 loaded = [lanes.as_real(v) for v in lanes.load_shared(4, at_stats, at)]
@@ -635,9 +662,9 @@ def _phase(
     lanes.wait_copies(0)
 
 
-
 def _quantize(x, lanes_of_group: int, bits: int):
-    """Neighbouring lanes' 8 activations each -> (words, scale, sum of x as rounded); the last two in all of them.
+    """Neighbouring lanes' 8 activations each -> (words, scale, sum of x as rounded); the last two in all of
+    them.
 
     words   per 8 bits of q, the lowest first, two words of signed bytes
     """

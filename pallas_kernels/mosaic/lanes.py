@@ -273,9 +273,11 @@ def remainder(value, divisor: int):
 
 
 def nibbles(vectors):
-    """Vectors of four words (tiles.nibble_words) -> the fragments of eight groups: codes in the first of each two
-    groups, 16 times them in the second, which saves the shifts."""
-    return [[masked(word, mask) for word in vector] for vector in vectors for mask in (0x0F0F0F0F, 0xF0F0F0F0)]
+    """Vectors of four words (tiles.nibble_words) -> the fragments of eight groups: codes in the first of
+    each two groups, 16 times them in the second, which saves the shifts."""
+    return [
+        [masked(word, mask) for word in vector] for vector in vectors for mask in (0x0F0F0F0F, 0xF0F0F0F0)
+    ]
 
 
 def times(first, *factors):
@@ -307,7 +309,8 @@ def merged(word, other, mask: int):
 
 
 def bytes_of(low, high, selector: int):
-    """Any four of eight bytes: nibble i of the selector names byte i of the result; `low` has 0..3, `high` 4..7."""
+    """Any four of eight bytes: nibble i of the selector names byte i of the result; `low` has 0..3, `high`
+    4..7."""
     return ptx(i32(), [low, high], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r")
 
 
@@ -317,8 +320,8 @@ def low_half(word):
 
 
 def small_integer(word, at: int, bits: int):
-    """Unsigned bits at .. at + bits - 1 of a word (at most 22), as float32: 2^23 + n is a float with n as its last
-    bits, so that no conversion is needed, which would run at a quarter of the speed."""
+    """Unsigned bits at .. at + bits - 1 of a word (at most 22), as float32: 2^23 + n is a float with n as
+    its last bits, so that no conversion is needed, which would run at a quarter of the speed."""
     field = masked(arith.shrui(word, integer(at)) if at else word, 2**bits - 1)
     field = arith.ori(field, integer(0x4B000000))
     return arith.subf(arith.bitcast(f32(), field), real(2.0**23))
@@ -349,10 +352,10 @@ def sum_of_bytes(word, total):
 def multiply_bytes(a, b, c, signed: bool):
     """Integer tensor cores: c + a b.T, 16 rows of `a` and 8 columns of signed `b`.
 
-    mma.m16n8k32 for four words of `a` and two of `b`, m16n8k16 for two and one. With lane = 4 g + t and columns k
-    of A and B: words 0 and 1 of `a` hold k = 4 t .. 4 t + 3 of rows g and g + 8, words 2 and 3 k = 16 + 4 t ..;
-    `b` the same k of column g. c and the result: [row g, column 2 t], [g, 2 t + 1], [g + 8, 2 t], [g + 8, 2 t +
-    1]. `signed`: whether the bytes of `a` are.
+    mma.m16n8k32 for four words of `a` and two of `b`, m16n8k16 for two and one. With lane = 4 g + t and
+    columns k of A and B: words 0 and 1 of `a` hold k = 4 t .. 4 t + 3 of rows g and g + 8, words 2 and 3 k =
+    16 + 4 t ..; `b` the same k of column g. c and the result: [row g, column 2 t], [g, 2 t + 1], [g + 8, 2
+    t], [g + 8, 2 t + 1]. `signed`: whether the bytes of `a` are.
     """
     operands = [*a, *b, *c]
     names = [f"${4 + i}" for i in range(len(operands))]
