@@ -164,7 +164,7 @@ def plan(
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
     Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
-    leave two items or more to each, the one with the fewest idle over the columns and four items or more, if
+    leave two items or more to each, the one with the fewest idle over the columns and 96 KiB on their way, if
     there is one; of equals the largest.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
@@ -199,7 +199,8 @@ def plan(
         q = activation_bits // 8 * padded * _row_bytes(steps)
         left = shared - q - stats - sums - 4096  # Mosaic's own, and alignment
         depths = [min(24, left // (w * size)) for size in sizes]
-        cost = -(-steps // w) * w * (1 + (min(depths) < 4) + (w == 4))
+        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
+        cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
             parts_of = tuple(part._replace(depth=depth) for part, depth in zip(placed, depths, strict=True))
             best = cost, Plan(w, together, parts_of)
