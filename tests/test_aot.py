@@ -154,7 +154,7 @@ def _integers(format, n, k, matrices, rows, bits=8):
     draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
     fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
     gamma = jax.ShapeDtypeStruct((1, k), jnp.float32) if matrices == 2 else None
-    residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
+    residual = jax.ShapeDtypeStruct((rows, n + -n % 16), jnp.float32) if matrices == 1 else None
 
     def f(x, weights, gamma, residual):
         return int_gemv(
@@ -170,7 +170,7 @@ HOT = {
     "q4_k gate and up, 8 rows": lambda: _integers("q4_k", 12288, 4096, 2, 8),
     "q4_k down, 16 bits": lambda: _integers("q4_k", 4096, 12288, 1, 1, 16),
     "q6_k down": lambda: _integers("q6_k", 4096, 12288, 1, 1),
-    "q6_k down, 8 rows": lambda: _integers("q6_k", 4096, 12288, 1, 8),
+    "q6_k output matrix, 8 rows": lambda: _integers("q6_k", 151669, 4096, 1, 8),
     "q8_0 down": lambda: _integers("q8_0", 4096, 12288, 1, 1),
     "q5_k down": lambda: _integers("q5_k", 4096, 12288, 1, 1),
     "q4_0 down": lambda: _integers("q4_0", 4096, 12288, 1, 1),

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, dequantize, dispatch, formats
-from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic import int_gemv, lanes
 from pallas_kernels.qtensor import tile
 
 INTEGER = sorted(name for name, kernel in dispatch.KERNELS.items() if kernel == "int_gemv")
@@ -114,3 +114,24 @@ def test_fragments_are_the_weights(format):
                     got = scale[:, None] * codes.reshape(16, group).astype(np.float32) - minimum[:, None]
                     first = 256 * k + (8 * u + i) * group
                     np.testing.assert_array_equal(got, want[16 * n : 16 * n + 16, first : first + group])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize(
+    "parts",
+    [[("q4_k", 4096)], [("q4_k", 5120), ("q6_k", 1024)], [("q8_0", 48), ("q4_1", 16)], [("q6_k", 151669)]],
+)
+def test_a_plan_gives_every_tile_to_one_block(parts, rows):
+    fields = [(jax.eval_shape(lambda f=f, n=n: tile(random(f, n, 4096, layers=1)).fields),) for f, n in parts]
+    found = int_gemv.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
+    assert found is not None and sum(part.blocks for part in found.parts) <= int_gemv.BLOCKS
+    tiles, blocks = [], []
+    for part in found.parts:
+        assert part.depth >= 2
+        for block in range(part.blocks):
+            blocks.append(part.first_block + block)
+            tiles += range(
+                part.above + block * part.tiles, part.above + min((block + 1) * part.tiles, part.n_tiles)
+            )
+    assert blocks == list(range(len(blocks)))
+    assert tiles == list(range(sum(-(-n // 16) for _, n in parts)))
