@@ -18,7 +18,8 @@ from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
 
 class Layers(struct.PyTreeNode):
     """Weights that every layer has, stacked by layer. Matrices are outputs x inputs; None where a model has
-    none. Queries, keys and values are joined to one matrix where their formats agree (qtensor.joined)."""
+    none. Queries, keys and values are joined, in each layer those whose formats agree to one matrix
+    (qtensor.joined)."""
 
     attn_norm: Float[Array, "L H"]
     wqkv: tuple[LayerStack, ...]

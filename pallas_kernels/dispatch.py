@@ -40,6 +40,19 @@ class Verdict:
     reason: str
 
 
+# Formats with a matrix-vector kernel: format -> module of pallas_kernels.mosaic, which their files serve.
+KERNELS = {
+    "q1_0": "bit_gemv",
+    "q4_0": "int_gemv",
+    "q4_1": "int_gemv",
+    "q4_k": "int_gemv",
+    "q5_k": "int_gemv",
+    "q6_k": "int_gemv",
+    "q8_0": "int_gemv",
+}
+MOST_ROWS = {"bit_gemv": 8, "int_gemv": 16}  # that they take; more go through the definition
+
+
 def _mosaic(problem: Problem) -> str | None:
     if not problem.platform.startswith("sm_") or int(problem.platform[3:]) < 80:
         return "needs an NVIDIA GPU of compute capability 8.0 or newer"
@@ -50,7 +63,7 @@ def _mosaic(problem: Problem) -> str | None:
         if heads // kv_heads * (head_dim // 8 + 2) > 170 or heads // kv_heads > 8:
             return f"{heads // kv_heads} query heads of {head_dim} a KV head do not fit a lane's registers"
         return None
-    return None if (problem.op, problem.format) == ("matmul", "q1_0") else _no_kernel(problem)
+    return None if problem.op == "matmul" and problem.format in KERNELS else _no_kernel(problem)
 
 
 def _wgmma(problem: Problem) -> str | None:

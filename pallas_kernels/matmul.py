@@ -1,12 +1,15 @@
 """Matrix product with quantized weights, with what stands before and behind it in a transformer layer."""
 
+import importlib
+from collections.abc import Sequence
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.qtensor import LayerStack, QTensor, dequantize
-
-MOST_ROWS = 8  # of a matrix-vector kernel; more are a GEMM, or go through the definition
+from pallas_kernels import dispatch
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
 
 
 def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
@@ -40,7 +43,7 @@ def matmul(
     """
     _check(x, w)
     if isinstance(w, LayerStack):
-        return w.at(layer, lambda part, i: _run(x, (part,), i, layer, gamma, eps, residual))
+        return w.at(layer, lambda part, i: _part(x, part, i, layer, gamma, eps, residual))
     return _run(x, (w,), layer, layer, gamma, eps, residual)
 
 
@@ -61,8 +64,11 @@ def gated(
     """
     _check(x, gate)
     _check(x, up)
-    if len(gate.parts) == len(up.parts) == 1:
-        return _run(x, (gate.parts[0], up.parts[0]), layer, layer, gamma, eps, None)
+    if gate.where == up.where and (isinstance(layer, int) or len(gate.parts) == 1):
+        part, i = gate.where[layer] if isinstance(layer, int) else (0, layer)
+        g, u = gate.parts[part], up.parts[part]
+        if isinstance(g, QTensor) and isinstance(u, QTensor) and g.format == u.format:
+            return _run(x, (g, u), i, layer, gamma, eps, None)
     g, u = (matmul(x, w, layer, gamma=gamma, eps=eps) for w in (gate, up))
     return jax.nn.silu(g) * u
 
@@ -82,19 +88,40 @@ def definition(x: jax.Array, weights: tuple[QTensor, ...], layer, gamma, eps, re
     return out if residual is None else out + residual
 
 
+def _part(x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """Product with one part of a stack."""
+    if isinstance(w, QTensor):
+        return _run(x, (w,), part_layer, layer, gamma, eps, residual)
+    if residual is None and all(_kernel((piece,), x) == "int_gemv" for piece in w.pieces):
+        return _module("int_gemv").run_below(x, w.pieces, part_layer, layer, gamma, eps)
+    y = [_run(x, (piece,), part_layer, layer, gamma, eps, None) for piece in w.pieces]
+    y = jnp.concatenate(y, axis=-1)
+    return y if residual is None else y + residual
+
+
 def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """`part_layer` indexes the weights, `layer` the norm: they differ where a file mixes formats."""
-    if all(w.impl == "mosaic" for w in weights) and x.size // x.shape[-1] <= MOST_ROWS:
-        from pallas_kernels.mosaic import bit_gemv  # only GPUs need it
-
-        return bit_gemv.run(x, weights, part_layer, layer, gamma, eps, residual)
+    if kernel := _kernel(weights, x):
+        return _module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
-    if all(w.gemm != "xla" for w in weights) and x.size // x.shape[-1] > MOST_ROWS:
+    if all(w.gemm != "xla" for w in weights) and x.size // x.shape[-1] > min(dispatch.MOST_ROWS.values()):
         from pallas_kernels import gemm  # only GPUs need it
 
         x = x.astype(jnp.float32)
         return gemm.run(x if gamma is None else rms_norm(x, gamma, eps), weights, part_layer, residual)
     return definition(x, weights, part_layer, gamma, eps, residual)
+
+
+def _kernel(weights: Sequence[QTensor], x: jax.Array) -> str | None:
+    """The kernel that takes these weights and so many rows; None for the definition."""
+    if any(w.impl != "mosaic" for w in weights):
+        return None
+    kernel = dispatch.KERNELS[weights[0].format]
+    return kernel if x.size // x.shape[-1] <= dispatch.MOST_ROWS[kernel] else None
+
+
+def _module(kernel: str) -> ModuleType:
+    return importlib.import_module(f"pallas_kernels.mosaic.{kernel}")  # here: only GPUs need it
 
 
 def _check(x: jax.Array, w: QTensor | LayerStack) -> None:

@@ -20,8 +20,8 @@ class QTensor(struct.PyTreeNode):
              that the format's `tile` makes, which a kernel reads as they are
     gemm     the implementation of products with many rows, chosen at load too: "mosaic" or "library"
              (gemm.py), or "xla", the definition. "mosaic int8" is never chosen: measured no faster
-    activation_bits  to which a kernel may round activations, per group of 128: 8, or 16, which is nearly
-                     exact
+    activation_bits  to which a kernel may round activations, per group of 128 (q1_0) or of the columns that
+                     share a scale: 8, or 16, which is nearly exact
     """
 
     fields: dict[str, jax.Array]
@@ -84,14 +84,37 @@ def quantize(x: jax.Array, format: str) -> QTensor:
     return QTensor(fields, format, (x.shape[-2], x.shape[-1]))
 
 
+class Rows(struct.PyTreeNode):
+    """Matrices of the same input, rows below rows, that stay apart because their formats differ.
+
+    pieces   QTensors of N_i x K, each with the same leading axes
+    """
+
+    pieces: tuple[QTensor, ...]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return sum(piece.shape[0] for piece in self.pieces), self.pieces[0].shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(piece.nbytes for piece in self.pieces)
+
+    @property
+    def impl(self) -> str:
+        """The kernels', if one of them has a kernel."""
+        return next((piece.impl for piece in self.pieces if piece.impl != "xla"), "xla")
+
+
 class LayerStack(struct.PyTreeNode):
     """One weight of every layer, stacked by format, because files mix formats from layer to layer.
 
-    parts   one stack per format, each with a leading axis of the layers that have it
+    parts   one stack per format (or, of joined weights, combination of formats), each with a leading axis of
+            the layers that have it
     where   per layer (part, index within the part)
     """
 
-    parts: tuple[QTensor, ...]
+    parts: tuple[QTensor | Rows, ...]
     where: tuple[tuple[int, int], ...] = struct.field(pytree_node=False)
 
     @property
@@ -102,8 +125,11 @@ class LayerStack(struct.PyTreeNode):
     def nbytes(self) -> int:
         return sum(part.nbytes for part in self.parts)
 
-    def at(self, layer, use: Callable[[QTensor, jax.Array], jax.Array]) -> jax.Array:
-        """use(part, index) of a layer, which may be traced: then formats are branches of one `lax.switch`."""
+    def at(self, layer, use: Callable[[QTensor | Rows, int | jax.Array], jax.Array]) -> jax.Array:
+        """use(part, index) of a layer. A traced layer makes formats the branches of one `lax.switch`."""
+        if isinstance(layer, int):
+            part, index = self.where[layer]
+            return use(self.parts[part], index)
         if len(self.parts) == 1:
             return use(self.parts[0], layer)
         part, index = jnp.array(self.where, jnp.int32).T
@@ -112,20 +138,36 @@ class LayerStack(struct.PyTreeNode):
 
 
 def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
-    """Matrices of the same input as one, rows below rows, so that one product serves them all; as they are
-    where formats differ in some layer, or rows do not fill whole tiles."""
-    first = stacks[0]
-    formats_of = [[(part.format, part.impl) for part in stack.parts] for stack in stacks]
-    whole = all(part.impl != "mosaic" or part.shape[0] % 16 == 0 for stack in stacks for part in stack.parts)
-    if (
-        not whole
-        or any(f != formats_of[0] for f in formats_of)
-        or any(s.where != first.where for s in stacks)
-    ):
+    """Matrices of the same input as one, rows below rows: one product serves those whose formats agree in a
+    layer.
+
+    As they are where rows do not fill whole tiles.
+    """
+    if any(part.impl == "mosaic" and part.shape[0] % 16 for stack in stacks for part in stack.parts):
         return tuple(stacks)
-    rows = sum(stack.shape[0] for stack in stacks)
-    parts = []
-    for same in zip(*(stack.parts for stack in stacks), strict=True):
-        fields = {name: jnp.concatenate([w.fields[name] for w in same], axis=1) for name in same[0].fields}
-        parts.append(same[0].replace(fields=fields, shape=(rows, first.shape[1])))
-    return (first.replace(parts=tuple(parts)),)
+    kinds: dict[tuple[int, ...], list[int]] = {}  # the parts of each stack that a layer has -> those layers
+    for layer, parts in enumerate(zip(*([part for part, _ in stack.where] for stack in stacks), strict=True)):
+        kinds.setdefault(parts, []).append(layer)
+    where = {layer: (i, at) for i, layers in enumerate(kinds.values()) for at, layer in enumerate(layers)}
+    joint = []
+    for parts, layers in kinds.items():
+        pieces: list[list[QTensor]] = []
+        for stack, part in zip(stacks, parts, strict=True):
+            piece = stack.parts[part]
+            assert isinstance(piece, QTensor)
+            at = [stack.where[layer][1] for layer in layers]
+            if at != list(range(len(next(iter(piece.fields.values()))))):
+                piece = piece[jnp.array(at)]
+            if pieces and (pieces[-1][0].format, pieces[-1][0].impl) == (piece.format, piece.impl):
+                pieces[-1].append(piece)
+            else:
+                pieces.append([piece])
+        below = tuple(same[0] if len(same) == 1 else _below(same) for same in pieces)
+        joint.append(below[0] if len(below) == 1 else Rows(below))
+    return (LayerStack(tuple(joint), tuple(where[layer] for layer in range(len(where)))),)
+
+
+def _below(same: Sequence[QTensor]) -> QTensor:
+    """Stacks of one format as one, rows below rows."""
+    fields = {name: jnp.concatenate([w.fields[name] for w in same], axis=1) for name in same[0].fields}
+    return same[0].replace(fields=fields, shape=(sum(w.shape[0] for w in same), same[0].shape[1]))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +18,7 @@ from bonsai_jax import architectures
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, from_blocks
+from pallas_kernels.qtensor import Rows
 
 ROOT = Path(__file__).parent.parent
 
@@ -63,13 +65,18 @@ def test_a_format_without_a_decoder_is_named():
 
 def test_a_mixed_file_keeps_a_stack_for_each_format():
     model = bj.load("synth:tiny-llama:q4_k_m", bj.RunConfig(weights="packed"))
-    assert len(model.params.layers.wqkv) == 3  # not joined: values have other formats than queries and keys
-    v = model.params.layers.wqkv[2]
-    assert {part.format for part in v.parts} == {"q4_k", "q6_k"} and len(v.where) == 3
-    for layer, (part, index) in enumerate(v.where):
-        t = open_checkpoint("synth:tiny-llama:q4_k_m").tensors[f"blk.{layer}.attn_v.weight"]
+    (wqkv,) = model.params.layers.wqkv
+    assert len(wqkv.parts) == 2 and len(wqkv.where) == 3  # all of q4_k, and values of q6_k
+    for layer, (part, index) in enumerate(wqkv.where):
+        held = wqkv.parts[part]
+        pieces = held.pieces if isinstance(held, Rows) else (held,)
+        assert [piece.format for piece in pieces] in (["q4_k"], ["q4_k", "q6_k"])
+        want = []
+        for name in "qkv":
+            t = open_checkpoint("synth:tiny-llama:q4_k_m").tensors[f"blk.{layer}.attn_{name}.weight"]
+            want.append(dequantize(from_blocks(blocks(t), t.format)))
         np.testing.assert_array_equal(
-            dequantize(v.parts[part][index]), dequantize(from_blocks(blocks(t), t.format))
+            jnp.concatenate([dequantize(piece[index]) for piece in pieces]), jnp.concatenate(want)
         )
 
 

@@ -12,6 +12,15 @@ A format module defines
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
     quantize     float32 [..., WEIGHTS] -> {field: array}; absent where encoding is not supported
 
+and, for a matrix-vector kernel (dispatch.KERNELS names it),
+
+    tile         blocks -> {field: array}, the layout that the kernel reads
+    untile       the inverse of `tile`, given the matrix's shape
+    GROUP        for int_gemv: columns that share a scale, 16 or 32
+    SIGNED       for int_gemv: whether the bytes that `fragments` makes are signed
+    fragments    for int_gemv: a lane's words of 16 rows x 256 columns -> int_gemv.Unit; called while a kernel
+                 is traced
+
 A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of
 arrays, which is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new
 file is a new format.

@@ -6,6 +6,8 @@ d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weigh
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tiles
+
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 # q - 8 has mean -0.5 and root mean square 4.64; d has either sign, as in files, so that weights have mean 0
@@ -16,3 +18,48 @@ def dequantize(block):
     q = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
     d = block["d"].astype(jnp.float32)[..., None]
     return d * (q.astype(jnp.float32) - 8)
+
+
+# mosaic/int_gemv.py: groups of 32 with a scale each; 8 is subtracted from every code as a minimum of 8 d.
+GROUP, SIGNED = 32, False
+
+
+def tile(block):
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 2]}: as Q4_K's words; the float16 scales of the lane's rows and groups
+    (pallas_kernels/tiles.py)."""
+    d = tiles.bits(tiles.lane_scales(block["d"], GROUP))[..., 0, :, :]
+    return {"words": tile_nibbles(block["qs"]), "scales": d}
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    return {"d": d, "qs": untile_nibbles(tiled["words"], shape)}
+
+
+def fragments(words, lane):
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    from pallas_kernels.mosaic import lanes
+    from pallas_kernels.mosaic.int_gemv import Unit
+
+    d = [lanes.halves(word) for word in words["scales"]]
+    scale = [[first, lanes.times(second, lanes.real(1 / 16))] for first, second in d]
+    return [
+        Unit(
+            lanes.nibbles(words["words"]), scale, [[lanes.times(v, lanes.real(8)) for v in row] for row in d]
+        )
+    ]
+
+
+def tile_nibbles(qs):
+    """uint8 [*lead, N, K / 32, 16] -> words (Q4_1 has the same)."""
+    codes = jnp.concatenate([qs & 15, qs >> 4], axis=-1)
+    return tiles.nibble_words(codes.reshape(*codes.shape[:-2], -1))
+
+
+def untile_nibbles(words, shape):
+    """The inverse of `tile_nibbles`."""
+    codes = tiles.nibbles_of(words, shape)
+    codes = codes.reshape(*codes.shape[:-1], -1, 2, 16)
+    return codes[..., 0, :] | codes[..., 1, :] << 4

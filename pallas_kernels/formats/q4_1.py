@@ -6,6 +6,9 @@ d f16 | m f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibb
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tiles
+from pallas_kernels.formats.q4_0 import tile_nibbles, untile_nibbles
+
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
 RANDOM = {"d": 1 / 4.61, "m": -7.5 / 4.61}  # q uniform on 0..15 has mean 7.5, standard deviation 4.61
@@ -16,3 +19,32 @@ def dequantize(block):
     d = block["d"].astype(jnp.float32)[..., None]
     m = block["m"].astype(jnp.float32)[..., None]
     return d * q.astype(jnp.float32) + m
+
+
+# mosaic/int_gemv.py: groups of 32 with a scale and a minimum, -m, each.
+GROUP, SIGNED = 32, False
+
+
+def tile(block):
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 4]}: as Q4_K's words; of the lane's rows and groups two words of d, then two of m
+    (pallas_kernels/tiles.py)."""
+    scales = [tiles.bits(tiles.lane_scales(block[name], GROUP))[..., 0, :, :] for name in ("d", "m")]
+    return {"words": tile_nibbles(block["qs"]), "scales": jnp.concatenate(scales, axis=-1)}
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    values = tiles.halves(tiled["scales"])[..., None, :, :, :]
+    d, m = (tiles.scales_of(part, shape) for part in jnp.split(values, 2, axis=-2))
+    return {"d": d, "m": m, "qs": untile_nibbles(tiled["words"], shape)}
+
+
+def fragments(words, lane):
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    from pallas_kernels.mosaic import lanes
+    from pallas_kernels.mosaic.int_gemv import Unit
+
+    d, m = ([lanes.halves(word) for word in words["scales"][first : first + 2]] for first in (0, 2))
+    scale = [[first, lanes.times(second, lanes.real(1 / 16))] for first, second in d]
+    return [Unit(lanes.nibbles(words["words"]), scale, [[lanes.negative(v) for v in row] for row in m])]

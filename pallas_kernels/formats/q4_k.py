@@ -13,8 +13,11 @@ q in 0..15, sc and m in 0..63, laid out as
     qs 128 bytes: the low nibble of byte 32h + b is weight 64h + b, the high nibble weight 64h + 32 + b
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels import tiles
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
@@ -39,3 +42,87 @@ def dequantize(block):
     q = jnp.stack([qs & 15, qs >> 4], axis=-2).reshape(*lead, 8, 32)  # [..., 4, 2, 32] before
     scale, minimum = scales_mins(block)
     return (scale[..., None] * q.astype(jnp.float32) - minimum[..., None]).reshape(*lead, 256)
+
+
+# mosaic/int_gemv.py: groups of 32 with a scale and a minimum each.
+GROUP, SIGNED = 32, False
+
+
+def tile(block):
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 2]} (pallas_kernels/tiles.py), the file's 4.5 bits a weight."""
+    qs = block["qs"].reshape(*block["d"].shape, 4, 32)
+    codes = jnp.stack([qs & 15, qs >> 4], axis=-2)
+    words = tiles.nibble_words(codes.reshape(*block["d"].shape[:-1], -1))
+    return {"words": words, "scales": tile_scales_mins(block)}
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    codes = tiles.nibbles_of(tiled["words"], shape)
+    codes = codes.reshape(*codes.shape[:-1], -1, 4, 2, 32)
+    qs = codes[..., 0, :] | codes[..., 1, :] << 4
+    return {**untile_scales_mins(tiled["scales"], shape), "qs": qs.reshape(*qs.shape[:-2], 128)}
+
+
+def fragments(words, lane):
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    from pallas_kernels.mosaic import lanes
+    from pallas_kernels.mosaic.int_gemv import Unit
+
+    return [Unit(lanes.nibbles(words["words"]), *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
+
+
+def tile_scales_mins(block):
+    """d, dmin, sc and m of blocks [*lead, N, K / 256] -> uint32 [*lead, N / 16, K / 256, 32 lanes, 2].
+
+        word   bits 31-24                      23-18  17-12  11-6   5-0
+        0      low byte of the lane's float16  row g + 8     row g           sc of groups 2 t + 1, 2 t
+        1      high byte                       the same                      m
+
+    The lane's float16 is d or dmin of rows g or g + 8: d[g], dmin[g], d[g + 8], dmin[g + 8] for t = 0, 1, 2,
+    3.
+    """
+    a, b, c = jnp.split(block["scales"], 3, axis=-1)
+    sc = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=-1)
+    m = jnp.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=-1)
+    packed = []
+    for value in (sc, m):
+        value = value.reshape(*value.shape[:-2], -1).astype(jnp.uint32)
+        value = tiles.lane_scales(value, 32)[..., 0, :, :, :]  # [..., 32, 2, 2]
+        value = value.reshape(*value.shape[:-2], 4) << np.arange(0, 24, 6, dtype=np.uint32)
+        packed.append(value.sum(axis=-1, dtype=jnp.uint32))
+    d = jnp.stack([tiles.lane_rows(block["d"]), tiles.lane_rows(block["dmin"])], axis=-1)  # [..., 8, 2, 2]
+    d = jax.lax.bitcast_convert_type(d, jnp.uint16).reshape(*d.shape[:-3], 32).astype(jnp.uint32)
+    return jnp.stack([packed[0] | (d & 255) << 24, packed[1] | d >> 8 << 24], axis=-1)
+
+
+def untile_scales_mins(tiled, shape):
+    """The inverse of `tile_scales_mins`: {"d", "dmin", "scales"}."""
+    values = []
+    for word in (tiled[..., 0], tiled[..., 1]):
+        value = (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32)) & 63
+        value = tiles.scales_of(value.reshape(*value.shape[:-2], 1, 32, 2, 2), shape)
+        values.append(value.reshape(*value.shape[:-1], -1, 2, 4).astype(jnp.uint8))
+    sc, m = values
+    low, high = (jnp.split(value, 2, axis=-2) for value in (sc, m))
+    scales = [low[0] | low[1] >> 4 << 6, high[0] | high[1] >> 4 << 6, (low[1] & 15) | high[1] << 4]
+    d = (tiled[..., 0] >> 24 | tiled[..., 1] >> 24 << 8).astype(jnp.uint16)
+    d = jax.lax.bitcast_convert_type(d, jnp.float16).reshape(*d.shape[:-1], 8, 2, 2)
+    d, dmin = (tiles.rows_of(d[..., i], shape) for i in (0, 1))
+    return {"d": d, "dmin": dmin, "scales": jnp.concatenate(scales, axis=-1)[..., 0, :]}
+
+
+def lane_scales_mins(words, lane, factors):
+    """A lane's two words -> (d * sc times the factor of groups 2 t and 2 t + 1, dmin * m): float32 [2
+    rows][2]."""
+    from pallas_kernels.mosaic import lanes
+
+    mine = lanes.bytes_of(words[0], words[1], 0x0073)  # this lane's float16
+    d = [lanes.low_half(lanes.from_quad(mine, lane, i)) for i in range(4)]
+    scale, minimum = [], []
+    for row in range(2):
+        codes = [[lanes.small_integer(word, 12 * row + 6 * h, 6) for h in range(2)] for word in words]
+        scale.append([lanes.times(d[2 * row], lanes.real(f), codes[0][h]) for h, f in enumerate(factors)])
+        minimum.append([lanes.times(d[2 * row + 1], codes[1][h]) for h in range(2)])
+    return scale, minimum

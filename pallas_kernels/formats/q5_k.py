@@ -10,7 +10,8 @@ q in 0..31, sc and m in 0..63, laid out as
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.q4_k import scales_mins
+from pallas_kernels import tiles
+from pallas_kernels.formats.q4_k import lane_scales_mins, scales_mins, tile_scales_mins, untile_scales_mins
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qh", "u1", 32), ("qs", "u1", 128)])
@@ -20,10 +21,76 @@ RANDOM = {"d": 1 / 526.9, "dmin": 15.5 / 526.9}
 
 
 def dequantize(block):
+    q = _codes(block).astype(jnp.float32)
+    scale, minimum = scales_mins(block)
+    return (scale[..., None] * q - minimum[..., None]).reshape(*block["d"].shape, 256)
+
+
+def _codes(block):
+    """uint8 [..., 8, 32]."""
     lead = block["d"].shape
     qs = block["qs"].reshape(*lead, 4, 32)
     low = jnp.stack([qs & 15, qs >> 4], axis=-2).reshape(*lead, 8, 32)
     high = (block["qh"][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [..., 8, 32]
-    q = (low | (high << 4)).astype(jnp.float32)
-    scale, minimum = scales_mins(block)
-    return (scale[..., None] * q - minimum[..., None]).reshape(*lead, 256)
+    return low | (high << 4)
+
+
+# mosaic/int_gemv.py: groups of 32 with a scale and a minimum each.
+GROUP, SIGNED = 32, False
+LOW3, MIDDLE, BIT4, BIT3 = (np.uint32(byte * 0x01010101) for byte in (0x07, 0x18, 0x10, 0x08))
+
+
+def tile(block):
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 5, 32, 4], "scales": as Q4_K's}, the file's 5.5
+    bits a weight (pallas_kernels/tiles.py).
+
+    8 q is a byte whose three low bits are free. Of the words of eight groups, the first five are stored, one
+    in each vector; their free bits hold the other three:
+
+        vector   0              1              2              3                          4
+        bits     2-0: q5 4..2   2-0: q6 4..2   2-0: q7 4..2   2-1: q5 1..0, 0: q7 1      2-1: q6 1..0, 0: q7 0
+    """
+    words = tiles.lane_words(_codes(block).reshape(*block["d"].shape[:-1], -1) << 3, GROUP)  # [..., 8, 32, 4]
+    five, six, seven = (words[..., i, :, :] for i in (5, 6, 7))
+    free = [
+        five >> 5 & LOW3,
+        six >> 5 & LOW3,
+        seven >> 5 & LOW3,
+        (five & MIDDLE) >> 2 | (seven & BIT4) >> 4,
+        (six & MIDDLE) >> 2 | (seven & BIT3) >> 3,
+    ]
+    return {"words": words[..., :5, :, :] | jnp.stack(free, axis=-3), "scales": tile_scales_mins(block)}
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    free = [tiled["words"][..., i, :, :] & LOW3 for i in range(5)]
+    three = [
+        free[0] << 5 | free[3] << 2 & MIDDLE,
+        free[1] << 5 | free[4] << 2 & MIDDLE,
+        free[2] << 5 | free[3] << 4 & BIT4 | free[4] << 3 & BIT3,
+    ]
+    words = jnp.concatenate([tiled["words"] & ~LOW3, jnp.stack(three, axis=-3)], axis=-3)
+    codes = tiles.codes_of(words, shape) >> 3
+    codes = codes.reshape(*codes.shape[:-1], -1, 8, 32)
+    low = (codes & 15).reshape(*codes.shape[:-2], 4, 2, 32)
+    qs = low[..., 0, :] | low[..., 1, :] << 4
+    qh = (codes >> 4 << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=-2, dtype=jnp.uint8)
+    return {**untile_scales_mins(tiled["scales"], shape), "qh": qh, "qs": qs.reshape(*qs.shape[:-2], 128)}
+
+
+def fragments(words, lane):
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    from pallas_kernels.mosaic import lanes
+    from pallas_kernels.mosaic.int_gemv import Unit
+
+    a = [[lanes.masked(word, 0xF8F8F8F8) for word in vector] for vector in words["words"]]
+    five, six, seven = [], [], []
+    for v in zip(*words["words"], strict=True):
+        for held, top, rest in ((five, v[0], v[3]), (six, v[1], v[4])):
+            both = lanes.merged(lanes.shifted(top, 5), lanes.shifted(rest, 2), 0xE0E0E0E0)
+            held.append(lanes.masked(both, 0xF8F8F8F8))
+        both = lanes.merged(lanes.shifted(v[2], 5), lanes.shifted(v[3], 4), 0xE0E0E0E0)
+        both = lanes.merged(both, lanes.shifted(v[4], 3), 0xF0F0F0F0)
+        seven.append(lanes.masked(both, 0xF8F8F8F8))
+    return [Unit([*a, five, six, seven], *lane_scales_mins(words["scales"], lane, (1 / 8, 1 / 8)))]

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tiles
+
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
 RANDOM = {"d": 1 / 73.9}  # q uniform on -128..127 has mean -0.5, standard deviation 73.9
@@ -23,3 +25,32 @@ def quantize(x):
     inverse = jnp.where(d == 0, 0, 1 / d)
     q = jax.lax.round(x * inverse, jax.lax.RoundingMethod.AWAY_FROM_ZERO)
     return {"d": d[..., 0].astype(jnp.float16), "qs": q.astype(jnp.int8)}
+
+
+# mosaic/int_gemv.py: groups of 32 with a scale each, codes as they are.
+GROUP, SIGNED = 32, True
+
+
+def tile(block):
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 8, 32, 4], "scales": uint32 [*lead, N / 16, K /
+    256, 32, 2]}: a 16-byte vector a group, and the float16 scales of the lane's rows and groups
+    (pallas_kernels/tiles.py).
+    """
+    codes = jax.lax.bitcast_convert_type(block["qs"], jnp.uint8)
+    scales = tiles.bits(tiles.lane_scales(block["d"], GROUP))[..., 0, :, :]
+    return {"words": tiles.lane_words(codes.reshape(*codes.shape[:-2], -1), GROUP), "scales": scales}
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    qs = jax.lax.bitcast_convert_type(tiles.codes_of(tiled["words"], shape), jnp.int8)
+    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    return {"d": d, "qs": qs.reshape(*qs.shape[:-1], -1, 32)}
+
+
+def fragments(words, lane):
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    from pallas_kernels.mosaic import lanes
+    from pallas_kernels.mosaic.int_gemv import Unit
+
+    return [Unit(words["words"], [lanes.halves(word) for word in words["scales"]])]

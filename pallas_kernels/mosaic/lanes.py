@@ -542,3 +542,204 @@ def loop(start, stop, step, carry, body):
     with ir.InsertionPoint(for_op.body):
         scf.yield_(body(for_op.induction_variable, list(for_op.inner_iter_args)))
     return list(for_op.results)
+
+
+def plus(*terms):
+    """Sum of i32 values and ints."""
+    total = None
+    for term in terms:
+        if isinstance(term, int):
+            if term == 0 and total is not None:
+                continue
+            term = integer(term)
+        total = term if total is None else arith.addi(total, term)
+    return total
+
+
+def scaled(value, factor: int):
+    """i32 value times an int."""
+    return arith.muli(value, integer(factor))
+
+
+def quotient(value, divisor: int):
+    return arith.divui(value, integer(divisor))
+
+
+def remainder(value, divisor: int):
+    return arith.remui(value, integer(divisor))
+
+
+def nibbles(vectors):
+    """Vectors of four words (tiles.nibble_words) -> the fragments of eight groups: codes in the first of
+    each two groups, 16 times them in the second, which saves the shifts."""
+    return [
+        [masked(word, mask) for word in vector] for vector in vectors for mask in (0x0F0F0F0F, 0xF0F0F0F0)
+    ]
+
+
+def times(first, *factors):
+    """Product of float32 values, from left to right."""
+    for factor in factors:
+        first = arith.mulf(first, factor)
+    return first
+
+
+def masked(word, mask: int):
+    return arith.andi(word, integer(mask))
+
+
+def shifted(word, left: int):
+    return arith.shli(word, integer(left))
+
+
+def shifted_right(word, right: int):
+    return arith.shrui(word, integer(right))
+
+
+def negative(x):
+    return arith.negf(x)
+
+
+def merged(word, other, mask: int):
+    """The bits of `word` where the mask has ones, else those of `other`."""
+    return arith.ori(masked(word, mask), masked(other, mask ^ 0xFFFFFFFF))
+
+
+def bytes_of(low, high, selector: int):
+    """Any four of eight bytes: nibble i of the selector names byte i of the result; `low` has 0..3, `high`
+    4..7."""
+    return ptx(i32(), [low, high], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r")
+
+
+def low_half(word):
+    """The float16 in the low half of a word, as float32."""
+    return halves(word)[0]
+
+
+def small_integer(word, at: int, bits: int):
+    """Unsigned bits at .. at + bits - 1 of a word (at most 22), as float32: 2^23 + n is a float with n as
+    its last bits, so that no conversion is needed, which would run at a quarter of the speed."""
+    field = masked(arith.shrui(word, integer(at)) if at else word, 2**bits - 1)
+    field = arith.ori(field, integer(0x4B000000))
+    return arith.subf(arith.bitcast(f32(), field), real(2.0**23))
+
+
+def signed_byte(word, i: int):
+    """Byte i of a word as float32."""
+    byte = arith.shrsi(arith.shli(word, integer(24 - 8 * i)) if i < 3 else word, integer(24))
+    return arith.sitofp(f32(), byte)
+
+
+def from_quad(word, lane, i: int):
+    """The word of lane i of this lane's four neighbours 4 g .. 4 g + 3."""
+    return from_lane(word, plus(masked(lane, 0xFFFFFFFC), i))
+
+
+def reciprocal(x):
+    """1 / x, to an ulp."""
+    return ptx(f32(), [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+
+
+def sum_of_bytes(word, total):
+    """total + the four signed bytes of a word."""
+    ones = integer(0x01010101)
+    return ptx(i32(), [word, ones, total], "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
+
+
+def multiply_bytes(a, b, c, signed: bool):
+    """Integer tensor cores: c + a b.T, 16 rows of `a` and 8 columns of signed `b`.
+
+    mma.m16n8k32 for four words of `a` and two of `b`, m16n8k16 for two and one. With lane = 4 g + t and
+    columns k of A and B: words 0 and 1 of `a` hold k = 4 t .. 4 t + 3 of rows g and g + 8, words 2 and 3 k =
+    16 + 4 t ..; `b` the same k of column g. c and the result: [row g, column 2 t], [g, 2 t + 1], [g + 8, 2
+    t], [g + 8, 2 t + 1]. `signed`: whether the bytes of `a` are.
+    """
+    operands = [*a, *b, *c]
+    names = [f"${4 + i}" for i in range(len(operands))]
+    braces = lambda names: "{" + ",".join(names) + "}"  # noqa: E731
+    text = ",".join(
+        braces(part) for part in (["$0", "$1", "$2", "$3"], names[: len(a)], names[len(a) : -4], names[-4:])
+    )
+    kind = f"m16n8k{8 * len(a)}.row.col.s32.{'s8' if signed else 'u8'}.s8.s32"
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([i32()] * 4),
+        operands,
+        f"mma.sync.aligned.{kind} {text};",
+        ",".join(["=r"] * 4 + ["r"] * len(operands)),
+        has_side_effects=False,
+    )
+    return [llvm.extractvalue(i32(), result, [i]) for i in range(4)]
+
+
+def address(ref):
+    """Where a ref of global memory begins, as i64."""
+    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mosaic.memref_ptr(ref))
+
+
+def shared_address(ref):
+    """Where a ref of shared memory begins, as i32."""
+    return llvm.ptrtoint(i32(), mosaic.memref_ptr(ref))
+
+
+def at_byte(base, item, item_bytes: int, offset):
+    """base + item * item_bytes + offset: i64 from an i64 and two i32."""
+    wide = ir.IntegerType.get_signless(64)
+    item = arith.muli(arith.extui(wide, item), arith.constant(wide, item_bytes))
+    return arith.addi(arith.addi(base, item), arith.extui(wide, offset))
+
+
+def copy_async(shared, source, count: int, at: int = 0):
+    """Begin to copy `count` bytes (4, 8 or 16) from global to shared memory, both addresses plus `at`."""
+    cache = "cg" if count == 16 else "ca"
+    text = f"cp.async.{cache}.shared.global [$0+{at}], [$1+{at}], {count};"
+    llvm.inline_asm(None, [shared, source], text, "r,l,~{memory}", has_side_effects=True)
+
+
+def commit_copies():
+    """Close a group of copies."""
+    llvm.inline_asm(None, [], "cp.async.commit_group;", "~{memory}", has_side_effects=True)
+
+
+def wait_copies(pending: int):
+    """Wait until at most so many of this lane's groups are still under way."""
+    llvm.inline_asm(None, [], f"cp.async.wait_group {pending};", "~{memory}", has_side_effects=True)
+
+
+def load_shared(count: int, address, at: int = 0):
+    """1, 2 or 4 words of shared memory at an address (`shared_address`) plus `at` bytes."""
+    if count == 1:
+        text, result = f"ld.shared.u32 $0, [$1+{at}];", i32()
+        return [llvm.inline_asm(result, [address], text, "=r,r,~{memory}", has_side_effects=True)]
+    names = ",".join(f"${i}" for i in range(count))
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([i32()] * count),
+        [address],
+        f"ld.shared.v{count}.u32 {{{names}}}, [${count}+{at}];",
+        ",".join(["=r"] * count) + ",r,~{memory}",
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(i32(), result, [i]) for i in range(count)]
+
+
+def store_shared(words, address, at: int = 0):
+    """1, 2 or 4 words into shared memory."""
+    names = ",".join(f"${1 + i}" for i in range(len(words)))
+    width = f".v{len(words)}" if len(words) > 1 else ""
+    names = f"{{{names}}}" if width else names
+    llvm.inline_asm(
+        None, [address, *words], f"st.shared{width}.u32 [$0+{at}], {names};",
+        ",".join(["r"] * (1 + len(words))) + ",~{memory}", has_side_effects=True,
+    )  # fmt: skip
+
+
+def warp_barrier():
+    """What lanes of this warp wrote to shared memory is seen by its others."""
+    llvm.inline_asm(None, [], "bar.warp.sync 0xffffffff;", "~{memory}", has_side_effects=True)
+
+
+def as_real(word):
+    return arith.bitcast(f32(), word)
+
+
+def as_word(x):
+    return arith.bitcast(i32(), x)

@@ -1,0 +1,705 @@
+"""Matrix-vector products with weights of 4 to 8 bits, on the integer tensor cores. No branch on the format:
+its file brings the layout (`tile`) and how a lane's words become what the tensor core multiplies
+(`fragments`).
+
+A weight is w = d q - m with d and m per row and scale group of 32 (or 16) columns. An activation is an
+integer q of 8 (or 16) bits times the scale s of its group, the same group. So
+
+    sum_k w_k x_k = sum over groups of   d s (sum_k q_k q'_k)  -  m s (sum_k q'_k)
+
+and one mma has 16 rows of weights, the columns of one group, and 8 columns of activations. Where x has fewer
+than 8 rows, columns are groups instead: the fragment of group i meets zeros but in the columns of its own
+slot, so that a chain of mma leaves the products of 8 / rows groups side by side and no lane scales in vain.
+
+    columns of the tensor core    0    1    2    3    4    5    6    7
+    1 row of x, set 0             g0   g1   g2   g3   g4   g5   g6   g7
+    2 rows, set j of 2            g j  g j  g 2+j     g 4+j     g 6+j        (each: row 0, row 1)
+    4 rows, set j of 4            g j (rows 0..3)     g 4+j (rows 0..3)
+    8 rows, set j of 8            g j (rows 0..7)
+
+A block of threads has `tiles` tiles of 16 rows, one behind the other, and its warps share the columns:
+
+    copies of a warp's first weights into its own ring in shared memory begin
+    its columns' activations -> norm, absmax, q -> shared memory   (each warp those that it multiplies)
+    for each tile, for each 256 columns of the warp: wait, ring -> registers -> mma -> scaled sums; copy ahead
+    every few tiles: sums of the warps -> 1 / rms, SwiGLU or residual -> out
+
+A lane reads from the ring what it copied there itself: nobody waits for another warp, and loads run on
+across tiles.
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+from jax._src.lib.mlir.dialects import math as mlir_math
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dispatch, formats
+from pallas_kernels.mosaic import lanes
+from pallas_kernels.tiles import COLUMNS, ROWS
+
+BLOCKS = 132  # as many as an H200 has multiprocessors: one each
+
+
+class Unit(NamedTuple):
+    """Eight scale groups of 16 rows, as lane 4 g + t holds them (pallas_kernels/tiles.py).
+
+    a        per group, i32 words for lanes.multiply_bytes
+    scale    float32, [rows g, g + 8][groups 2 t, 2 t + 1]: what a byte of `a` times it is a weight
+    minimum  the same, what is subtracted from every weight; None where that is 0
+    """
+
+    a: list
+    scale: list
+    minimum: list | None = None
+
+
+class Part(NamedTuple):
+    """One weight of a product: rows of the output that are of one format, and the blocks that have them.
+
+    format, names, shapes   of the weight: its fields by name, what each has for a tile of 16 rows x 256
+                            columns
+    n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
+    first_block, blocks     blocks of threads that share it
+    tiles                   of each of them
+    depth                   items (a tile's 256 columns, of each matrix) that a warp has in its ring
+    """
+
+    format: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    n_tiles: int
+    above: int
+    first_block: int
+    blocks: int
+    tiles: int
+    depth: int
+
+    def item_bytes(self, matrices: int) -> int:
+        return 32 * matrices * sum(map(_lane_bytes, self.shapes))
+
+
+class Plan(NamedTuple):
+    """How the blocks of a product work: warps of each, tiles between two barriers, and the parts."""
+
+    warps: int
+    together: int
+    parts: tuple[Part, ...]
+
+
+def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """matmul's candidate: any leading axes of up to 16 rows, QTensors with or without a layer axis."""
+    y = _run(x, [weights], part_layer, layer, gamma, eps, residual)
+    return y[..., : weights[0].shape[0]]
+
+
+def run_below(x, pieces, part_layer, layer, gamma, eps) -> jax.Array:
+    """Matrices rows below rows (qtensor.Rows), each of a format of this kernel and of whole tiles, in one
+    launch."""
+    return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None)
+
+
+def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """Products with parts, rows below rows; each part is one matrix or, for SwiGLU, two."""
+    lead, any_weight = x.shape[:-1], weights[0][0]
+    stacks = jax.tree.map(
+        lambda a: a[None] if layer is None else a, [[w.fields for w in part] for part in weights]
+    )
+    gamma = gamma if gamma is None or gamma.ndim == 2 else gamma[None]
+    norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
+    layers = None
+    if layer is None or (isinstance(part_layer, int) and isinstance(norm_layer, int)):
+        # XLA makes an offset of a slice that is known: no copy, and no kernel waits to read where its
+        # weights are.
+        at = 0 if layer is None else part_layer
+        stacks = jax.tree.map(lambda a: a[at : at + 1], stacks)
+        gamma = None if gamma is None else gamma[norm_layer : norm_layer + 1]
+    else:
+        layers = jnp.stack([jnp.int32(part_layer), jnp.int32(norm_layer)])
+    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    if residual is not None:
+        n = residual.shape[-1]
+        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+    settings = {
+        "formats_of": tuple(part[0].format for part in weights),
+        "activation_bits": any_weight.activation_bits,
+        "shared": shared_bytes(),
+    }
+    parts = tuple(map(tuple, stacks))
+    at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or plan(parts, rows, **settings))
+    y = [
+        int_gemv(
+            x[first : first + at_once],
+            parts,
+            layers,
+            gamma=gamma,
+            eps=eps,
+            residual=None if residual is None else residual[first : first + at_once],
+            **settings,
+        )
+        for first in range(0, x.shape[0], at_once)
+    ]
+    y = y[0] if len(y) == 1 else jnp.concatenate(y)
+    return y.reshape(*lead, -1)
+
+
+def shared_bytes() -> int:
+    """Shared memory that one block may take on the device that is being traced for."""
+    return {"sm_80": 160, "sm_90": 220, "sm_100": 220}.get(dispatch.platform(), 96) * 1024
+
+
+def columns_of_rows(rows: int) -> tuple[int, int]:
+    """(rows a set of columns holds: 1, 2, 4 or 8; rows in all, padded to that)."""
+    width = min(8, 2 ** math.ceil(math.log2(rows)))
+    return width, -(-rows // width) * width
+
+
+def plan(
+    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None
+) -> Plan | None:
+    """The Plan for a product, or None where activations of so many rows leave no room for the weights.
+
+    Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
+    leave two items or more to each, the one with the fewest idle over the columns and 96 KiB on their way, if
+    there is one; of equals the largest.
+    """
+    matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
+    padded = columns_of_rows(rows)[1]
+    drafts, above = [], 0
+    for format, (fields, *_) in zip(formats_of, parts, strict=True):
+        names = tuple(sorted(fields))
+        n_tiles = fields["words"].shape[1]
+        drafts.append(
+            Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0)
+        )
+        above += n_tiles
+    sizes = [draft.item_bytes(matrices) for draft in drafts]
+    blocks = blocks or BLOCKS
+    largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
+    for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
+        tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
+        wanted = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
+        if min(tiles) and sum(wanted) <= blocks:
+            break
+    else:
+        raise AssertionError("no share of the blocks fits")
+    first, placed = 0, []
+    for draft, t, count in zip(drafts, tiles, wanted, strict=True):
+        placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
+        first += count
+    together = max(1, min(max(tiles), 16 // padded))
+    best = None
+    for w in (16, 12, 8, 4) if warps is None else (warps,):
+        sums = (together * matrices * 16 + 1) * padded * w * 4
+        stats = max(_stats_bytes(part.format, steps, padded) for part in placed)
+        q = activation_bits // 8 * padded * _row_bytes(steps)
+        left = shared - q - stats - sums - 4096  # Mosaic's own, and alignment
+        depths = [min(24, left // (w * size)) for size in sizes]
+        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
+        cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
+        if min(depths) >= 2 and (best is None or cost < best[0]):
+            parts_of = tuple(part._replace(depth=depth) for part, depth in zip(placed, depths, strict=True))
+            best = cost, Plan(w, together, parts_of)
+    return best and best[1]
+
+
+def _stats_bytes(format: str, steps: int, padded: int) -> int:
+    """Shared memory for a scale and a sum of each group of each row of activations."""
+    return steps * COLUMNS // formats.get(format).GROUP * padded * 8
+
+
+def _row_bytes(steps: int) -> int:
+    return steps * COLUMNS + 32  # 32: neighbouring rows lie in other banks
+
+
+@functools.partial(
+    jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks")
+)
+def int_gemv(
+    x: jax.Array,
+    weights: tuple[tuple[dict[str, jax.Array], ...], ...],
+    layers: jax.Array | None,
+    *,
+    formats_of: tuple[str, ...],
+    gamma: jax.Array | None = None,
+    eps: float = 0.0,
+    residual: jax.Array | None = None,
+    activation_bits: int = 8,
+    shared: int = 96 * 1024,
+    warps: int | None = None,
+    blocks: int | None = None,
+) -> jax.Array:
+    """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below
+    rows.
+
+    x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
+    layers    int32 [2], the index into the weights' stacks and the one into gamma's; None for stacks of one
+    formats_of  of each part
+    residual  float32 [rows, N], added to y
+    activation_bits  8 or 16
+    shared    bytes of shared memory that a block takes at most
+    warps, blocks    of a block, of the grid at most (to measure with)
+    Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
+    here, symmetric per scale group.
+    """
+    rows, columns = x.shape
+    steps, matrices = weights[0][0]["words"].shape[2], len(weights[0])
+    if columns < steps * COLUMNS:
+        padding = ((0, 0), (0, steps * COLUMNS - columns))
+        x = jnp.pad(x, padding)
+        gamma = None if gamma is None else jnp.pad(gamma, padding)
+    planned = plan(weights, rows, formats_of, activation_bits, shared, warps, blocks)
+    if planned is None:
+        raise NotImplementedError(
+            f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
+            f"{shared} bytes of shared memory; split the rows"
+        )
+    width, padded = columns_of_rows(rows)
+    n_tiles = sum(part.n_tiles for part in planned.parts)
+    body = functools.partial(
+        _body,
+        plan=planned, rows=rows, width=width, padded=padded, columns=columns, n_tiles=n_tiles, steps=steps,
+        matrices=matrices, normed=gamma is not None, added=residual is not None, eps=eps,
+        bits=activation_bits, row_bytes=_row_bytes(steps), indexed=layers is not None,
+    )  # fmt: skip
+    operands = [
+        w[name] for of, part in zip(weights, planned.parts, strict=True) for w in of for name in part.names
+    ]
+    operands += [x]
+    operands += [layers] if layers is not None else []
+    operands += [gamma] if gamma is not None else []
+    operands += [residual] if residual is not None else []
+    ring = max(planned.warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
+    stats = max(_stats_bytes(part.format, steps, padded) for part in planned.parts)
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((rows, n_tiles * ROWS), jnp.float32),
+        grid=(sum(part.blocks for part in planned.parts),),
+        grid_names=("tiles",),
+        num_threads=planned.warps // 4,
+        thread_name="warpgroup",
+        scratch_types=[
+            plgpu.SMEM((ring // 4,), jnp.int32),
+            plgpu.SMEM((activation_bits // 8 * padded * _row_bytes(steps) // 4,), jnp.int32),
+            plgpu.SMEM((stats // 4,), jnp.float32),
+            plgpu.SMEM((planned.together * matrices, padded, planned.warps, 16), jnp.float32),
+            plgpu.SMEM((padded, planned.warps), jnp.float32),
+        ],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return kernel(*operands)
+
+
+def _lane_bytes(shape: tuple[int, ...]) -> int:
+    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a
+    lane, [8] a word that four lanes share."""
+    return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]
+
+
+def _body(*refs, plan, matrices, normed, added, indexed, **shapes):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def kernel(ctx, *refs):
+        refs = list(refs)
+        weights = [
+            [{name: refs.pop(0) for name in part.names} for _ in range(matrices)] for part in plan.parts
+        ]
+        x_gmem = refs.pop(0)
+        layers_gmem = refs.pop(0) if indexed else None
+        gamma_gmem = refs.pop(0) if normed else None
+        residual_gmem = refs.pop(0) if added else None
+        block = lanes.to_integer(lanes.block())
+        for part, weight_gmem in zip(plan.parts, weights, strict=True):
+            from_part = arith.subi(block, lanes.integer(part.first_block))
+            # Blocks of other parts are below 0, which is large here, or behind the last.
+            with lanes.when(lanes.is_below(from_part, lanes.integer(part.blocks))):
+                _phase(
+                    part, weight_gmem, from_part, x_gmem, layers_gmem, gamma_gmem, residual_gmem, *refs,
+                    warps=plan.warps, together=plan.together, matrices=matrices, **shapes,
+                )  # fmt: skip
+
+    kernel(*refs)
+
+
+def _phase(
+    part, weight_gmem, block, x_gmem, layers_gmem, gamma_gmem, residual_gmem,
+    out_gmem, ring_smem, q_smem, stats_smem, sums_smem, squares_smem,
+    *, warps, together, matrices, rows, width, padded, columns, n_tiles, steps, eps, bits, row_bytes,
+):  # fmt: skip
+    """What one block does: its tiles of one part. `block` is its number among the part's."""
+    module, names, shapes, tiles, depth = (
+        formats.get(part.format),
+        part.names,
+        part.shapes,
+        part.tiles,
+        part.depth,
+    )
+    normed, added, indexed = (ref is not None for ref in (gamma_gmem, residual_gmem, layers_gmem))
+    group, digits = module.GROUP, bits // 8
+    chunks, slots = padded // width, 8 // width
+    groups = steps * COLUMNS // group
+    per_warp = -(-steps // warps)
+    i, plus, scaled = lanes.integer, lanes.plus, lanes.scaled
+
+    thread = lanes.to_integer(lanes.thread())
+    warp, lane = lanes.quotient(thread, 32), lanes.remainder(thread, 32)
+    g, t = lanes.quotient(lane, 4), lanes.remainder(lane, 4)
+    layer, norm_layer = (lanes.load(layers_gmem, at) if indexed else i(0) for at in (0, 1))
+    first_tile = scaled(block, tiles)
+    count = arith.minui(i(tiles), arith.subi(i(part.n_tiles), first_tile))
+    first_step = scaled(warp, per_warp)
+    mine = arith.maxsi(i(0), arith.minsi(i(per_warp), arith.subi(i(steps), first_step)))
+
+    # The activations that this warp multiplies, a pass for each 256 columns and row; the first are on their
+    # way before the layer's number is known. Passes behind the last step are done again, and count nothing.
+    at_once = -(-per_warp // -(-per_warp // max(1, 4 // rows)))
+
+    def steps_at(s):
+        return [arith.minui(plus(first_step, s, u), i(steps - 1)) for u in range(at_once)]
+
+    def flat_pass(loaded):
+        _, x, gammas = loaded
+        return [v for values in [*x.values(), *gammas] for v in values]
+
+    def as_pass(s, values):
+        values = [values[k : k + 8] for k in range(0, len(values), 8)]
+        x = dict(zip([(u, row) for u in range(at_once) for row in range(rows)], values, strict=False))
+        return steps_at(s), x, values[len(x) :]
+
+    def load_activations(s):
+        step = steps_at(s)
+        column = [lanes.to_index(plus(scaled(v, COLUMNS), scaled(lane, 8))) for v in step]
+        x = {
+            (u, row): [
+                v
+                for half in (0, 4)
+                for v in lanes.load_reals(
+                    4, x_gmem, [lanes.index(row), arith.addi(column[u], lanes.index(half))]
+                )
+            ]
+            for u in range(at_once)
+            for row in range(rows)
+        }
+        gammas = [
+            [
+                v
+                for half in (0, 4)
+                for v in lanes.load_reals(
+                    4, gamma_gmem, [lanes.to_index(norm_layer), arith.addi(c, lanes.index(half))]
+                )
+            ]
+            for c in column
+            if normed
+        ]
+        return step, x, gammas
+
+    first_pass = load_activations(i(0))
+
+    # The ring. Item k of a warp is tile k / mine, step k % mine of it.
+    item_bytes = [_lane_bytes(shape) for shape in shapes]
+    slot_bytes = 32 * matrices * sum(item_bytes)
+    ring = plus(lanes.shared_address(ring_smem), scaled(warp, depth * slot_bytes))
+    places, offset = {}, 0  # of a field in a slot: (byte, bytes a lane, vectors)
+    for m in range(matrices):
+        for name, shape, size in zip(names, shapes, item_bytes, strict=True):
+            places[m, name] = (offset, min(size, 16), max(1, size // 16), shape)
+            offset += 32 * size
+    first_item = plus(scaled(plus(scaled(layer, part.n_tiles), first_tile), steps), first_step)
+    starts = {
+        (m, name): lanes.address(ref) for m, fields in enumerate(weight_gmem) for name, ref in fields.items()
+    }
+
+    def copy(tile, step, slot):
+        """Begin to copy the weights of an item into a slot; a group of its own even if there are none."""
+        wanted = arith.andi(lanes.is_below(tile, count), lanes.is_below(step, mine))
+        with lanes.when(wanted):
+            item = plus(first_item, scaled(tile, steps), step)
+            for (m, name), (offset, size, vectors, shape) in places.items():
+                shares = g if len(shape) == 1 else lane
+                source = lanes.at_byte(starts[m, name], item, 4 * math.prod(shape), scaled(shares, size))
+                target = plus(ring, scaled(slot, slot_bytes), offset, scaled(lane, size))
+                for v in range(vectors):
+                    lanes.copy_async(target, source, size, at=512 * v)
+        lanes.commit_copies()
+
+    def after(tile, step):
+        """The item behind this one."""
+        last = arith.cmpi(arith.CmpIPredicate.uge, plus(step, 1), mine)
+        return arith.select(last, plus(tile, 1), tile), arith.select(last, i(0), plus(step, 1))
+
+    ahead = (i(0), i(0))
+    for slot in range(depth):
+        copy(*ahead, i(slot))
+        ahead = after(*ahead)
+
+    q = lanes.shared_address(q_smem)
+    stats = lanes.shared_address(stats_smem)
+
+    def quantize(squares, s, passes):
+        step, x, gammas = passes
+        for u in range(at_once):
+            for row in range(rows):
+                v = x[u, row]
+                if normed:
+                    counts = lanes.is_below(plus(s, u), mine)
+                    total = functools.reduce(lambda a, b: mlir_math.fma(b, b, a), v, lanes.real(0))
+                    total = arith.select(counts, total, lanes.real(0))
+                    squares[row] = arith.addf(squares[row], total)
+                    v = [arith.mulf(a, b) for a, b in zip(v, gammas[u], strict=True)]
+                words, scale, total = _quantize(v, group // 8, bits)
+                at = plus(q, scaled(step[u], COLUMNS), scaled(lane, 8), row * row_bytes)
+                for digit, pair in enumerate(words):
+                    lanes.store_shared(pair, at, digit * padded * row_bytes)
+                chunk, inside = divmod(row, width)
+                with lanes.when(lanes.is_equal(lanes.remainder(lane, group // 8), i(0))):
+                    at_group = plus(scaled(step[u], COLUMNS // group), lanes.quotient(lane, group // 8))
+                    at = plus(stats, scaled(at_group, width * 8), (chunk * groups * width + inside) * 8)
+                    lanes.store_shared([lanes.as_word(scale), lanes.as_word(total)], at)
+        return squares
+
+    def one_pass(s, carry):
+        """Load the next while this one is worked on."""
+        s = lanes.to_integer(s)
+        squares, now = carry[:rows], as_pass(plus(s, -at_once), carry[rows:])
+        behind = load_activations(s)
+        return quantize(squares, plus(s, -at_once), now) + flat_pass(behind)
+
+    carry = lanes.loop(
+        lanes.index(at_once), lanes.index(per_warp), lanes.index(at_once),
+        [lanes.real(0)] * rows + flat_pass(first_pass), one_pass,
+    )  # fmt: skip
+    last = i(-(-per_warp // at_once) * at_once - at_once)
+    squares = quantize(carry[:rows], last, as_pass(last, carry[rows:]))
+    if normed:
+        for row in range(rows):
+            total = lanes.warp_sum_real(squares[row])
+            lanes.store(total, squares_smem, row, lanes.to_index(warp))
+    lanes.warp_barrier()
+
+    # This lane as column g of B: a slot of groups and a row of x. As columns 2 t and 2 t + 1 of the result: a
+    # slot, and two rows (or, for one row, two slots).
+    column_slot, column_row = lanes.quotient(g, width), lanes.remainder(g, width)
+    b_at = plus(
+        q,
+        scaled(first_step, COLUMNS),
+        scaled(column_row, row_bytes),
+        scaled(column_slot, width * group),
+        scaled(t, group // 4),
+    )
+    ones = i(0xFFFFFFFF)
+    in_slot = [
+        arith.select(lanes.is_equal(column_slot, i(s)), ones, i(0)) if slots > 1 else None
+        for s in range(slots)
+    ]
+    result = scaled(t, 2)
+    if width == 1:
+        stats_at = scaled(result, 8)
+        neighbours = 1  # lanes of a quad whose slots are the same
+    else:
+        neighbours = width // 2
+        slot = lanes.quotient(result, width)
+        stats_at = scaled(plus(scaled(slot, width * width), lanes.remainder(result, width)), 8)
+    stats_at = plus(stats, scaled(first_step, COLUMNS // group * width * 8), stats_at)
+    quad = [  # the lane of this quad that has the scales of groups 2 n and 2 n + 1 of this lane's slot
+        plus(scaled(lanes.quotient(t, neighbours), neighbours), n) for n in range(neighbours)
+    ]
+    quad = [plus(lanes.masked(lane, 0xFFFFFFFC), n) for n in quad]
+
+    def multiplied(unit: Unit, u: int, at_q, at_stats, y):
+        """y += a unit's products; y[chunk][rows g, g + 8][columns 2 t, 2 t + 1]."""
+        scales = [unit.scale] + ([unit.minimum] if unit.minimum is not None else [])
+        if neighbours > 1:
+            gathered = [  # [n][scale or minimum][row][h]
+                [
+                    [[lanes.as_real(lanes.from_lane(lanes.as_word(v), n)) for v in row] for row in values]
+                    for values in scales
+                ]
+                for n in quad
+            ]
+        else:
+            gathered = [scales]
+        for chunk in range(chunks):
+            for j in range(width):
+                totals = None
+                for digit in range(digits):
+                    at = (u * 8 + j) * group + (digit * padded + chunk * width) * row_bytes
+                    b = lanes.load_shared(group // 16, at_q, at)
+                    c = [i(0)] * 4
+                    for s in range(slots):
+                        mask = in_slot[s]
+                        b_s = b if mask is None else [arith.andi(word, mask) for word in b]
+                        c = lanes.multiply_bytes(unit.a[width * s + j], b_s, c, module.SIGNED)
+                    if totals is None:
+                        totals = c
+                    else:  # the second digit is the high one
+                        totals = [
+                            plus(low, lanes.shifted(high, 8)) for low, high in zip(totals, c, strict=True)
+                        ]
+                assert totals is not None
+                at = (chunk * groups * width + (u * 8 + j) * width) * 8
+                loaded = [lanes.as_real(v) for v in lanes.load_shared(4, at_stats, at)]
+                from_quad = gathered[j // 2 if neighbours > 1 else 0]
+                for r in (0, 1):
+                    for c in (0, 1):
+                        h = c if width == 1 else j % 2
+                        step, total = loaded[2 * c], loaded[2 * c + 1]
+                        product = arith.mulf(from_quad[0][r][h], arith.sitofp(lanes.f32(), totals[2 * r + c]))
+                        value = mlir_math.fma(product, step, y[chunk][r][c])
+                        if unit.minimum is not None:
+                            value = mlir_math.fma(arith.negf(from_quad[1][r][h]), total, value)
+                        y[chunk][r][c] = value
+        return y
+
+    def one_item(s, carry):
+        ahead, slot, y = (carry[0], carry[1]), carry[2], carry[3:]
+        s = lanes.to_integer(s)
+        y = _folded(y, (matrices, chunks, 2, 2))
+        lanes.wait_copies(depth - 1)
+        at_slot = plus(ring, scaled(slot, slot_bytes))
+        at_q = plus(b_at, scaled(s, COLUMNS))
+        at_stats = plus(stats_at, scaled(s, COLUMNS // group * width * 8))
+        for m in range(matrices):
+            words = {}
+            for name in names:
+                offset, size, vectors, shape = places[m, name]
+                at = plus(at_slot, scaled(lane, size))
+                loaded = [lanes.load_shared(size // 4, at, offset + 512 * v) for v in range(vectors)]
+                words[name] = loaded if len(shape) == 3 else loaded[0]
+            for u, unit in enumerate(module.fragments(words, lane)):
+                y[m] = multiplied(unit, u, at_q, at_stats, y[m])
+        copy(*ahead, slot)
+        next_slot = plus(slot, 1)
+        next_slot = arith.select(lanes.is_equal(next_slot, i(depth)), i(0), next_slot)
+        return [*after(*ahead), next_slot, *_flat(y)]
+
+    def one_tile(j, carry, first):
+        zeros = [lanes.real(0)] * (matrices * chunks * 4)
+        carry = lanes.loop(
+            lanes.index(0), lanes.to_index(mine), lanes.index(1), [*carry, *zeros], one_item
+        )  # fmt: skip
+        y = _folded(carry[3:], (matrices, chunks, 2, 2))
+        place = lanes.to_index(arith.subi(lanes.to_integer(j), first))
+        for m in range(matrices):
+            for chunk in range(chunks):
+                for r in (0, 1):
+                    values = y[m][chunk][r]
+                    if width == 1:
+                        values = [arith.addf(*values)]
+                    distance = neighbours
+                    while distance < 4:
+                        values = [arith.addf(v, lanes.swapped(v, distance)) for v in values]
+                        distance *= 2
+                    with lanes.when(lanes.is_below(t, i(neighbours))):
+                        for c, value in enumerate(values):
+                            row = plus(scaled(t, 2), chunk * width + c) if width > 1 else i(chunk)
+                            at = arith.addi(arith.muli(place, lanes.index(matrices)), lanes.index(m))
+                            lanes.store(
+                                value, sums_smem, at, lanes.to_index(row), lanes.to_index(warp),
+                                lanes.to_index(plus(g, 8 * r)),
+                            )  # fmt: skip
+        return carry[:3]
+
+    def over_warps(ref, before, behind):
+        """Sum of ref[before, warp, behind] over the warps."""
+        return functools.reduce(arith.addf, [lanes.load(ref, *before, w, *behind) for w in range(warps)])
+
+    def output(at, first):
+        """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
+        inside, above = arith.remui(at, lanes.index(16)), arith.divui(at, lanes.index(16))
+        row, j = arith.remui(above, lanes.index(rows)), arith.divui(above, lanes.index(rows))
+        tile = arith.addi(lanes.to_index(plus(first_tile, first, part.above)), j)
+        return j, row, inside, arith.addi(arith.muli(tile, lanes.index(16)), inside)
+
+    def residual_at(at, first):
+        _, row, _, n = output(at, first)
+        return lanes.load(residual_gmem, row, arith.minui(n, lanes.index(n_tiles * 16 - 1)))
+
+    def finish(first, last, residual):
+        """Write the outputs of tiles `first` to `last` of this block: one thread an output."""
+
+        def one(at, carry):
+            j, row, inside, n = output(at, first)
+            y = []
+            for m in range(matrices):
+                place = arith.addi(arith.muli(j, lanes.index(matrices)), lanes.index(m))
+                y.append(over_warps(sums_smem, [place, row], [inside]))
+            if normed:
+                mean = arith.mulf(over_warps(squares_smem, [row], []), lanes.real(1 / columns))
+                norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(eps)))
+                y = [arith.mulf(v, norm) for v in y]
+            if matrices == 2:
+                denominator = arith.addf(lanes.real(1), mlir_math.exp(arith.negf(y[0])))
+                y = [arith.mulf(arith.divf(y[0], denominator), y[1])]
+            if added:
+                y = [arith.addf(y[0], residual_at(at, first) if residual is None else residual)]
+            lanes.store(y[0], out_gmem, row, n)
+            return carry
+
+        outputs = lanes.to_index(scaled(arith.subi(last, first), rows * 16))
+        lanes.loop(lanes.to_index(thread), outputs, lanes.index(warps * 32), [], one)
+
+    def one_round(first, carry):
+        first = lanes.to_integer(first)
+        last = arith.minui(plus(first, together), count)
+        # On its way before the product, where each thread has one output at most.
+        near = added and together * rows * 16 <= warps * 32
+        residual = residual_at(lanes.to_index(thread), first) if near else None
+        carry = lanes.loop(
+            lanes.to_index(first), lanes.to_index(last), lanes.index(1), carry,
+            lambda j, carry: one_tile(j, carry, first),
+        )  # fmt: skip
+        lanes.block_barrier()
+        finish(first, last, residual)
+        lanes.block_barrier()
+        return carry
+
+    lanes.loop(
+        lanes.index(0), lanes.to_index(count), lanes.index(together), [*ahead, i(0)], one_round
+    )  # fmt: skip
+    lanes.wait_copies(0)
+
+
+def _quantize(x, lanes_of_group: int, bits: int):
+    """Neighbouring lanes' 8 activations each -> (words, scale, sum of x as rounded); the last two in all of
+    them.
+
+    words   per 8 bits of q, the lowest first, two words of signed bytes
+    """
+    largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for v in x])
+    largest = arith.maximumf(lanes.largest_of_warp(largest, lanes_of_group), lanes.real(1e-20))
+    top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
+    inverse = arith.mulf(lanes.reciprocal(largest), lanes.real(top))
+    # 1.5 * 2^23 + q has q as its last bits, rounded to nearest.
+    q = [lanes.as_word(mlir_math.fma(v, inverse, lanes.real(12582912.0))) for v in x]
+    words, total = [], None
+    for digit in range(bits // 8):
+        if digit:
+            q = [lanes.plus(v, 128) for v in q]  # what the signed low digit has taken
+        pick = 0x0040 if digit == 0 else 0x0051
+        pairs = [lanes.bytes_of(q[k], q[k + 1], pick) for k in range(0, 8, 2)]
+        word = [lanes.bytes_of(pairs[k], pairs[k + 1], 0x5410) for k in (0, 2)]
+        part = lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], lanes.integer(0)))
+        total = part if total is None else lanes.plus(total, lanes.shifted(part, 8))
+        words.append(word)
+    distance = 1
+    while distance < lanes_of_group:
+        total = arith.addi(total, lanes.swapped(total, distance))
+        distance *= 2
+    scale = arith.mulf(largest, lanes.real(1 / top))
+    return words, scale, arith.mulf(scale, arith.sitofp(lanes.f32(), total))
+
+
+def _flat(nested) -> list:
+    return [v for part in nested for v in (_flat(part) if isinstance(part, list) else [part])]
+
+
+def _folded(values: list, shape: tuple[int, ...]):
+    """A flat list as nested ones of this shape."""
+    if len(shape) == 1:
+        return list(values)
+    size = len(values) // shape[0]
+    return [_folded(values[k * size : (k + 1) * size], shape[1:]) for k in range(shape[0])]

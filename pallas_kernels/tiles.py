@@ -1,0 +1,107 @@
+"""The layout that mosaic/int_gemv.py reads: tiles of 16 rows x 256 columns, each lane's share in its own
+order.
+
+`mma.m16n8k32 s8` (m16n8k16 where scales change every 16 columns) multiplies 16 rows with one scale group at a
+time. Of a group, lane 4 g + t holds rows g and g + 8, columns (group / 4) t ..: the tensor core's own order
+has the group's halves apart, but the order of columns within a group is free, as long as activations use the
+same.
+
+       columns of a group of 32    0..3  4..7 | 8..11 12..15 | 16..19 20..23 | 24..27 28..31
+       row g      lane 4 g + t     A0    A2     t = 1          t = 2           t = 3
+       row g + 8                   A1    A3
+"""
+
+import jax
+import jax.numpy as jnp
+
+ROWS, COLUMNS = 16, 256  # of a tile
+
+
+def lane_words(codes: jax.Array, group: int) -> jax.Array:
+    """uint8 [*lead, N, K] -> uint32 [*lead, N / 16, K / 256, 256 / group, 32 lanes, group / 8], zeros where
+    N or K are no whole tiles. The last axis is A0, A1, A2, A3 of the picture (A0, A1 for groups of 16)."""
+    codes = _padded(codes, COLUMNS)
+    *lead, n, k = codes.shape
+    tiles, steps = n // ROWS, k // COLUMNS
+    codes = codes.reshape(*lead, tiles, 2, 8, steps, COLUMNS // group, 4, group // 16, 4)
+    words = jax.lax.bitcast_convert_type(codes, jnp.uint32)  # tile, r, g, step, group, t, half
+    words = _transposed(words, len(lead), (0, 3, 4, 2, 5, 6, 1))
+    return words.reshape(*lead, tiles, steps, COLUMNS // group, 32, group // 8)
+
+
+def codes_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `lane_words` for matrices of this shape: uint8 [*lead, N, K]."""
+    *lead, tiles, steps, groups, _, parts = words.shape
+    words = words.reshape(*lead, tiles, steps, groups, 8, 4, parts // 2, 2)
+    words = _transposed(words, len(lead), (0, 6, 3, 1, 2, 4, 5))
+    codes = jax.lax.bitcast_convert_type(words, jnp.uint8)
+    return codes.reshape(*lead, tiles * ROWS, steps * COLUMNS)[..., : shape[0], : shape[1]]
+
+
+def nibble_words(codes: jax.Array) -> jax.Array:
+    """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes,
+    4]: vector v has group 2 v in its low nibbles and group 2 v + 1 in its high ones."""
+    words = lane_words(codes, 32)
+    return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 4
+
+
+def nibbles_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `nibble_words`: uint8 [*lead, N, K]."""
+    words = jnp.stack([words & 0x0F0F0F0F, words >> 4 & 0x0F0F0F0F], axis=-3)
+    return codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+
+
+def lane_scales(values: jax.Array, group: int) -> jax.Array:
+    """One value a row and scale group, [*lead, N, K / group] -> [*lead, N / 16, K / 256, 256 / group / 8, 32
+    lanes, 2, 2]: of each 8 groups, lane 4 g + t holds rows g and g + 8 (first axis) of groups 2 t and 2 t +
+    1."""
+    values = _padded(values, COLUMNS // group)
+    *lead, n, groups = values.shape
+    tiles, steps, units = n // ROWS, groups * group // COLUMNS, COLUMNS // group // 8
+    values = values.reshape(*lead, tiles, 2, 8, steps, units, 4, 2)
+    values = _transposed(values, len(lead), (0, 3, 4, 2, 5, 1, 6))
+    return values.reshape(*lead, tiles, steps, units, 32, 2, 2)
+
+
+def scales_of(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `lane_scales`: [*lead, N, K / group]."""
+    *lead, tiles, steps, units, _, _, _ = values.shape
+    values = values.reshape(*lead, tiles, steps, units, 8, 4, 2, 2)
+    values = _transposed(values, len(lead), (0, 5, 3, 1, 2, 4, 6))
+    groups = shape[1] * units * 8 // COLUMNS
+    return values.reshape(*lead, tiles * ROWS, steps * units * 8)[..., : shape[0], :groups]
+
+
+def lane_rows(values: jax.Array) -> jax.Array:
+    """One value a row and 256 columns, [*lead, N, K / 256] -> [*lead, N / 16, K / 256, 8, 2]: rows g, g +
+    8."""
+    values = _padded(values, 1)
+    *lead, n, steps = values.shape
+    return _transposed(values.reshape(*lead, n // ROWS, 2, 8, steps), len(lead), (0, 3, 2, 1))
+
+
+def rows_of(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `lane_rows`: [*lead, N, K / 256]."""
+    *lead, tiles, steps, _, _ = values.shape
+    values = _transposed(values, len(lead), (0, 3, 2, 1))
+    return values.reshape(*lead, tiles * ROWS, steps)[..., : shape[0], :]
+
+
+def bits(halves: jax.Array) -> jax.Array:
+    """float16 [..., 2] -> uint32 [...], the first in the low half."""
+    return jax.lax.bitcast_convert_type(halves, jnp.uint32)
+
+
+def halves(words: jax.Array) -> jax.Array:
+    """uint32 [...] -> float16 [..., 2], the inverse of `bits`."""
+    return jax.lax.bitcast_convert_type(words, jnp.float16)
+
+
+def _padded(x: jax.Array, columns: int) -> jax.Array:
+    """Zeros up to whole tiles: rows to 16, the last axis to `columns`."""
+    *lead, n, k = x.shape
+    return jnp.pad(x, [(0, 0)] * len(lead) + [(0, -n % ROWS), (0, -k % columns)])
+
+
+def _transposed(x: jax.Array, lead: int, order: tuple[int, ...]) -> jax.Array:
+    return x.transpose(*range(lead), *(lead + axis for axis in order))

@@ -1,0 +1,137 @@
+"""The integer kernels' layouts, on any machine: there and back, and what their tile decode says the weights
+are.
+
+The tile decode (`fragments`) is traced into a kernel; here the lanes' instructions are numpy, 32 lanes at a
+time, and the tensor core is the picture in the PTX manual.
+"""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import QTensor, dequantize, dispatch, formats
+from pallas_kernels.mosaic import int_gemv, lanes
+from pallas_kernels.qtensor import tile
+
+INTEGER = sorted(name for name, kernel in dispatch.KERNELS.items() if kernel == "int_gemv")
+
+
+def random(format, N, K, layers=2):
+    fields = formats.random_fields(
+        format, jax.random.key(N), (layers, N, K // formats.get(format).WEIGHTS), 0.0, 1.0
+    )
+    return QTensor(fields, format, (N, K))
+
+
+@pytest.mark.parametrize("format", INTEGER)
+@pytest.mark.parametrize(("N", "K"), [(32, 512), (40, 768), (24, 576)])
+def test_tile_and_untile_keep_every_bit(format, N, K):
+    if K % formats.get(format).WEIGHTS:
+        pytest.skip("blocks of 256")
+    w = random(format, N, K)
+    tiled = tile(w)
+    for name, field in formats.get(format).untile(tiled.fields, (N, K)).items():
+        got, want = np.asarray(field), np.asarray(w.fields[name])
+        assert (got.shape, got.dtype) == (want.shape, want.dtype)
+        np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
+    np.testing.assert_array_equal(dequantize(tiled), dequantize(w))
+    if K % 256 == N % 16 == 0:
+        assert tiled.nbytes == w.nbytes
+
+
+@pytest.mark.parametrize("format", INTEGER)
+def test_rows_of_tiled_weights(format):
+    w = random(format, 40, 768, layers=1)[0]
+    ids = jnp.array([[0, 39], [17, 8]])
+    np.testing.assert_array_equal(tile(w).rows(ids), w.rows(ids))
+
+
+def word(x):
+    return np.asarray(x, np.uint32)
+
+
+NUMPY = {
+    "real": np.float32,
+    "masked": lambda w, mask: w & word(mask),
+    "shifted": lambda w, left: w << word(left),
+    "shifted_right": lambda w, right: w >> word(right),
+    "merged": lambda w, other, mask: (w & word(mask)) | (other & ~word(mask)),
+    "bytes_of": lambda low, high, selector: sum(
+        (
+            [*low.view(np.uint8).reshape(32, 4).T, *high.view(np.uint8).reshape(32, 4).T][
+                selector >> 4 * i & 15
+            ]
+        ).astype(np.uint32)
+        << word(8 * i)
+        for i in range(4)
+    ),
+    "halves": lambda w: list(np.ascontiguousarray(w).view(np.float16).reshape(32, 2).astype(np.float32).T),
+    "low_half": lambda w: np.ascontiguousarray(w).view(np.float16).reshape(32, 2).astype(np.float32)[:, 0],
+    "times": lambda *factors: np.prod([np.broadcast_to(f, 32) for f in factors], axis=0, dtype=np.float32),
+    "small_integer": lambda w, at, bits: (w >> word(at) & word(2**bits - 1)).astype(np.float32),
+    "signed_byte": lambda w, i: (w >> word(8 * i)).astype(np.uint8).view(np.int8).astype(np.float32),
+    "from_quad": lambda w, lane, i: w[np.arange(32) // 4 * 4 + i],
+    "negative": lambda x: -x,
+}
+
+
+@pytest.mark.parametrize("format", INTEGER)
+def test_fragments_are_the_weights(format):
+    """Each group's fragments as a 16 x group matrix of bytes, times the scale and minus the minimum that the
+    lanes hold for it, is what the format says the weights are."""
+    module, w = formats.get(format), random(format, 32, 512, layers=1)
+    tiled, want, group = tile(w), np.asarray(dequantize(w))[0], module.GROUP
+    lane = np.arange(32)
+    for n in range(2):
+        for k in range(2):
+            words = {}
+            for name, field in tiled.fields.items():
+                field = np.asarray(field)[0, n, k]
+                if field.ndim == 3:
+                    words[name] = [[vector[:, i] for i in range(4)] for vector in field]
+                elif field.ndim == 2:
+                    words[name] = list(np.ascontiguousarray(field.T))
+                else:
+                    words[name] = [field[lane // 4]]
+            with mock.patch.multiple(lanes, **NUMPY):
+                units = module.fragments(words, lane)
+            for u, unit in enumerate(units):
+                for i, a in enumerate(unit.a):
+                    codes = np.zeros((16, 4, len(a) // 2, 4), np.int64)  # row, t, half, byte
+                    for reg, values in enumerate(a):
+                        values = np.ascontiguousarray(np.broadcast_to(values, 32)).view(np.uint8)
+                        values = values.view(np.int8) if module.SIGNED else values
+                        codes[lane // 4 + 8 * (reg % 2), lane % 4, reg // 2] = values.reshape(32, 4)
+                    holders, h = lane[lane % 4 == i // 2], i % 2
+                    scale, minimum = np.zeros(16, np.float32), np.zeros(16, np.float32)
+                    for r in range(2):
+                        scale[8 * r : 8 * r + 8] = unit.scale[r][h][holders]
+                        if unit.minimum is not None:
+                            minimum[8 * r : 8 * r + 8] = unit.minimum[r][h][holders]
+                    got = scale[:, None] * codes.reshape(16, group).astype(np.float32) - minimum[:, None]
+                    first = 256 * k + (8 * u + i) * group
+                    np.testing.assert_array_equal(got, want[16 * n : 16 * n + 16, first : first + group])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+@pytest.mark.parametrize(
+    "parts",
+    [[("q4_k", 4096)], [("q4_k", 5120), ("q6_k", 1024)], [("q8_0", 48), ("q4_1", 16)], [("q6_k", 151669)]],
+)
+def test_a_plan_gives_every_tile_to_one_block(parts, rows):
+    fields = [(jax.eval_shape(lambda f=f, n=n: tile(random(f, n, 4096, layers=1)).fields),) for f, n in parts]
+    found = int_gemv.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
+    assert found is not None and sum(part.blocks for part in found.parts) <= int_gemv.BLOCKS
+    tiles, blocks = [], []
+    for part in found.parts:
+        assert part.depth >= 2
+        for block in range(part.blocks):
+            blocks.append(part.first_block + block)
+            tiles += range(
+                part.above + block * part.tiles, part.above + min((block + 1) * part.tiles, part.n_tiles)
+            )
+    assert blocks == list(range(len(blocks)))
+    assert tiles == list(range(sum(-(-n // 16) for _, n in parts)))
