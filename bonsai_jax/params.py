@@ -34,8 +34,11 @@ class Layers(struct.PyTreeNode):
 
 
 class Params(struct.PyTreeNode):
-    """A model's weights. `head` is None where the embedding is the output matrix too (tied). `schedule` is how
-    a decode step's kernels are launched (dispatch.choose)."""
+    """A model's weights.
+
+    head      None where the embedding is the output matrix too (tied)
+    schedule  how a decode step's kernels are launched (dispatch.choose)
+    """
 
     embed: QTensor
     layers: Layers

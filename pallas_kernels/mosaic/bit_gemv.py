@@ -125,7 +125,7 @@ def _body(*refs, phase: "Product", added: bool):
             arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(phase.n_tiles - 1))
             for j in range(phase.tiles)
         ]
-        loads = lambda ref, i: lambda columns: [lanes.load(ref, i, lanes.plus(*n)) for n in columns]  # noqa: E731
+        loads = lambda ref, i: lambda columns: [lanes.load(ref, i, lanes.behind(*n)) for n in columns]  # noqa: E731
         gamma = phase.gather(me, loads(gamma_gmem, norm_layer)) if phase.normed else {}
         x_of = lambda row: phase.gather(me, loads(x_gmem, row))  # noqa: E731
         outputs = phase.my_outputs(me, first_tile, lanes.index(phase.n_tiles))

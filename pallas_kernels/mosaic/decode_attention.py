@@ -10,9 +10,9 @@ than 7), and one split of the row's keys. Its warps take 16 keys at a time:
     block:  8 warps -> shared memory -> (m, l, o) of the split
     splits -> out
 
-Queries and weights are split into two bfloat16 each, whose sum has 16 bits of mantissa: rows 0 to 7 of a
-tensor core's 16 are the high parts of the heads, rows 8 to 15 the low parts. A float32 cache is split the
-same way. Which of a head's dimensions a lane has is free, as long as q and k agree: with lane = 4 g + t,
+Queries and weights are split into two bfloat16 each, whose sum has 16 bits of mantissa; for scores, the high
+parts of the heads are rows 0 to 7 of a tensor core's 16, the low parts rows 8 to 15. A float32 cache is split
+the same way. Which of a head's dimensions a lane has is free, as long as q and k agree: with lane = 4 g + t,
 dimensions 32 c + 8 t + 0..7 of key g, which are 16-byte loads, and 64 c + 8 g + 0..7 of values.
 
 Splits depend on a row's own length only, and are combined in order: a row's bits do not depend on other rows,
@@ -84,15 +84,14 @@ def _body(*refs, phase: "Attention"):
         keys, values, finished, out, partial, scratch_smem = refs
 
         def load_qkv(row, columns):
-            return [v for n in columns for v in lanes.load_reals(4, qkv, [row, lanes.plus(*n)])]
+            return [v for n in columns for v in lanes.load_reals(4, qkv, [row, lanes.behind(*n)])]
 
         store_out = lambda value, row, n: lanes.store(value, out, row, n)  # noqa: E731
         cache = Cache(keys, values, table, positions, cos, sin, q_gamma, k_gamma)
         flag = phase.scratch - 1
         splits = LastBlock(partial, finished, scratch_smem, flag)
-        share = phase.share(cache)
         layer = lanes.to_index(lanes.load(layer_gmem, 0))
-        phase.run(cache, share, layer, scratch_smem, load_qkv, store_out, splits)
+        phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, splits)
 
     kernel(*refs)
 
@@ -112,19 +111,34 @@ class Cache:
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
-    """What a block has of the attention, in every layer, and what its lanes read of it first.
+class Kept:
+    """What a block knows of its share from one layer to the next, as i32: few registers.
 
-    row, heads   the row, and which of its blocks of query heads
-    split, splits
-    length       keys before the new one; active: whether the row has a new one
+    position     of the new token, or -1
     start, stop  of the split's keys, the new one among them
     page         of this warp's first keys, where pages have whole 16 keys
     """
 
+    position: Any
+    start: Any
+    stop: Any
+    page: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a block has of a layer's attention.
+
+    owner        row and block of query heads, as one number
+    row, heads   the two
+    split, splits
+    length       keys before the new one; active: whether the row has a new one
+    start, stop, page  as above
+    """
+
+    owner: Any
     row: Any
     heads: Any
-    owner: Any
     split: Any
     splits: Any
     length: Any
@@ -161,7 +175,9 @@ class LastBlock:
         with lanes.when(lanes.is_above_zero(lanes.load(self.smem, self.flag))):
             use(
                 lambda i: lanes.true(),
-                lambda places: [lanes.load_written_by_others(self.partial, lanes.plus(*at)) for at in places],
+                lambda places: [
+                    lanes.load_written_by_others(self.partial, lanes.behind(*at)) for at in places
+                ],
             )
 
 
@@ -216,28 +232,47 @@ class Attention:
     def partials(self) -> int:
         return self.blocks * self.partial
 
-    def share(self, cache: Cache) -> Share:
-        block, of_row = lanes.block(), lanes.index(self.owners // self.rows)
-        owner, split = (op(block, lanes.index(self.splits)) for op in (arith.divui, arith.remui))
-        owner = arith.minui(owner, lanes.index(self.owners - 1))  # of blocks that have no share
-        row, heads = arith.divui(owner, of_row), arith.remui(owner, of_row)
+    def keep(self, cache: Cache) -> Kept:
+        """Before the first layer."""
+        _, row, _, split = self._owner()
         position = lanes.load(cache.positions, row)
-        active = arith.cmpi(arith.CmpIPredicate.sge, position, lanes.integer(0))
-        length = lanes.to_index(arith.maxsi(position, lanes.integer(0)))
-        keys = arith.addi(length, arith.select(active, lanes.index(1), lanes.index(0)))
-        splits = arith.minui(arith.ceildivui(keys, lanes.index(KEYS_PER_SPLIT)), lanes.index(self.splits))
-        few = lanes.is_below(keys, lanes.index(KEYS_ALONE + 1))
-        splits = arith.select(few, lanes.index(1), splits)
+        keys, _, _, splits = self._splits(position)
         # In whole 16, so that a warp's keys are of one page.
         chunk = arith.ceildivui(arith.ceildivui(keys, splits), lanes.index(KEYS))
         chunk = arith.muli(chunk, lanes.index(KEYS))
         start = arith.minui(keys, arith.muli(split, chunk))
         stop = arith.minui(keys, arith.addi(start, chunk))
-        base = arith.minui(lanes.sum_of(start, (arith.divui(lanes.thread(), lanes.index(32)), KEYS)), length)
+        warp = arith.divui(lanes.thread(), lanes.index(32))
+        length = lanes.to_index(arith.maxsi(position, lanes.integer(0)))
+        base = arith.minui(lanes.sum_of(start, (warp, KEYS)), length)
         page = lanes.load(cache.table, row, arith.divui(base, lanes.index(self.page_size)))
-        return Share(row, heads, owner, split, splits, length, active, start, stop, page)
+        return Kept(position, lanes.to_integer(start), lanes.to_integer(stop), page)
 
-    def run(self, cache: Cache, share: Share, layer, smem, load_qkv, store_out, exchange, next_layer=None):
+    def _owner(self):
+        """(owner, row, block of query heads, split) of this block."""
+        block, of_row = lanes.block(), lanes.index(self.owners // self.rows)
+        owner, split = (op(block, lanes.index(self.splits)) for op in (arith.divui, arith.remui))
+        owner = arith.minui(owner, lanes.index(self.owners - 1))  # of blocks that have no share
+        return owner, arith.divui(owner, of_row), arith.remui(owner, of_row), split
+
+    def _splits(self, position):
+        """(keys with the new one, keys before it, whether there is a new one, splits) of a row."""
+        active = arith.cmpi(arith.CmpIPredicate.sge, position, lanes.integer(0))
+        length = lanes.to_index(arith.maxsi(position, lanes.integer(0)))
+        keys = arith.addi(length, arith.select(active, lanes.index(1), lanes.index(0)))
+        splits = arith.minui(arith.ceildivui(keys, lanes.index(KEYS_PER_SPLIT)), lanes.index(self.splits))
+        few = lanes.is_below(keys, lanes.index(KEYS_ALONE + 1))
+        return keys, length, active, arith.select(few, lanes.index(1), splits)
+
+    def _share(self, kept: Kept) -> Share:
+        owner, row, heads, split = self._owner()
+        words = (kept.position, kept.start, kept.stop, kept.page)
+        position, start, stop, page = (lanes.anew(word) for word in words)
+        _, length, active, splits = self._splits(position)
+        start, stop = lanes.to_index(start), lanes.to_index(stop)
+        return Share(owner, row, heads, split, splits, length, active, start, stop, page)
+
+    def run(self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None):
         """A layer's share of this block.
 
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
@@ -245,6 +280,7 @@ class Attention:
         exchange    how splits meet: LastBlock, or one with its methods
         next_layer  its keys and values are asked for in the end, into the L2 cache
         """
+        share = self._share(kept)
         with lanes.when(lanes.is_below(share.split, share.splits)):  # all threads of a block alike
             state = self._attend(cache, share, layer, load_qkv)
             self._combine(share, smem, *state, store_out, exchange)
@@ -281,7 +317,7 @@ class Attention:
         head_dim, plus = self.head_dim, lanes.sum_of
         warp, lane = (op(lanes.thread(), lanes.index(32)) for op in (arith.divui, arith.remui))
         g, t = (op(lane, lanes.index(4)) for op in (arith.divui, arith.remui))
-        zero = lanes.real(0)
+        zero, none = lanes.real(0), lanes.integer(0)
         chunks, halves = range(head_dim // 32), range(head_dim // 64)
         key_part = [plus(lanes.index(32 * c), (t, 8)) for c in chunks]  # 8 dimensions each
         value_part = [plus(lanes.index(64 * c), (g, 8)) for c in halves]
@@ -350,13 +386,20 @@ class Attention:
         # Weights are powers of two: softmax over s log2(e).
         factor = arith.select(is_key, lanes.real(1), lanes.real(head_dim**-0.5 * math.log2(math.e)))
         x = [[arith.mulf(v, factor) for v in part] for part in x]
-        new_key = [lanes.stored(part, cache.keys) for part in x]
         # Tensor core operands: a0 and a2 from the high parts, a1 and a3 from the low ones.
         operands = []
         for part in x:
             for i in (0, 4):
                 (high0, low0), (high2, low2) = (lanes.split_pair(*part[k : k + 2]) for k in (i, i + 2))
                 operands.append([high0, low0, high2, low2])
+
+        # The new key as it will be stored: in bfloat16, its high parts.
+        new_key = [
+            lanes.narrow_vector([operands[i][k] for i in (2 * c, 2 * c + 1) for k in (0, 2)])
+            if lanes.is_narrow(cache.keys)
+            else lanes.stored(x[c], cache.keys)
+            for c in chunks
+        ]
 
         def with_new_token(key_js, value_js, fetched):
             """The new token's key and value among those of its warp, and in the cache."""
@@ -380,7 +423,7 @@ class Attention:
             ]
 
         # The state of a warp: of head g its largest score, this lane's share of the sum of weights, and of
-        # the weighted values for each (c, i) those at 64 c + 16 t + i and + 8, high and low.
+        # the weighted values for each (c, i) those at 64 c + 16 t + i and + 8.
         def visit(first, carry):
             size = 2 * len(key_part) + 4 * len(value_part)
             fetched, (maximum, total, *o) = carry[:size], carry[size:]
@@ -411,26 +454,25 @@ class Attention:
             ]
             total = functools.reduce(arith.addf, weights, arith.mulf(total, keep))
             (high0, low0), (high2, low2) = (lanes.split_pair(*weights[k : k + 2]) for k in (0, 2))
-            operand = [high0, low0, high2, low2]
+            # One after the other into the same sums, where rows 8 to 15 would be as many registers again.
+            operand_parts = [[high0, none, high2, none], [low0, none, low2, none]]
             out = [new_maximum, total]
             for c in halves:
                 ahead, behind = (lanes.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
                 for i in range(8):
-                    at = 4 * (8 * c + i)
-                    acc = [arith.mulf(v, keep) for v in o[at : at + 4]]
+                    at = 2 * (8 * c + i)
+                    acc = [arith.mulf(v, keep) for v in o[at : at + 2]]
                     for b in zip(ahead[i], behind[i], strict=True):
-                        acc = lanes.add_product(acc, operand, b)
+                        for operand in operand_parts:
+                            acc = lanes.add_product([*acc, zero, zero], operand, b)[:2]
                     out += acc
             return [*fetch(plus(first, (lanes.index(KEYS_PER_SPLIT), 1))), *out]
 
-        state = [lanes.real(LOWEST)] + [zero] * (1 + head_dim // 2)
+        state = [lanes.real(LOWEST)] + [zero] * (1 + head_dim // 4)
         step = lanes.index(KEYS_PER_SPLIT)
         state = lanes.loop(share.start, share.stop, step, [*fetched, *state], visit)[len(fetched) :]
         maximum, total, *o = state
-        o = [
-            [arith.addf(o[4 * (8 * c + i) + k], o[4 * (8 * c + i) + k + 2]) for k in (0, 1) for i in range(8)]
-            for c in halves
-        ]
+        o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in halves]
         return maximum, lanes.warp_sum_real(total, 4), o
 
     def _normed(self, x, gamma):
@@ -496,17 +538,17 @@ class Attention:
 
         def over_warps(base, stride):
             return functools.reduce(
-                arith.addf, [lanes.load(smem, lanes.plus(base, w * stride)) for w in range(WARPS)]
+                arith.addf, [lanes.load(smem, lanes.behind(base, w * stride)) for w in range(WARPS)]
             )
 
         def outputs(use, mine=None):
             """use(element, query head) for this thread's elements of the heads' outputs, of those 32 that are
             mine."""
             for first in range(0, heads * head_dim, THREADS):
-                element = lanes.plus(thread, first)
+                element = lanes.behind(thread, first)
                 valid = lanes.is_below(element, lanes.index(heads * head_dim))
                 if mine is not None:
-                    valid = arith.andi(valid, mine(lanes.plus(warp, first // 32)))
+                    valid = arith.andi(valid, mine(lanes.behind(warp, first // 32)))
                 with lanes.when(valid):
                     use(element, arith.divui(element, lanes.index(head_dim)))
 
@@ -559,7 +601,7 @@ class Attention:
             with lanes.when(arith.andi(first_lane, lanes.is_equal(warp, lanes.index(0)))):
                 two = at(begin, (lanes.index(1), heads * head_dim), (g, 2))
                 exchange.send(two, largest)
-                exchange.send(lanes.plus(two, 1), total_of(g))
+                exchange.send(lanes.behind(two, 1), total_of(g))
             exchange.collect(
                 share,
                 lambda mine, load: outputs(lambda element, g: combine(element, g, load), mine),

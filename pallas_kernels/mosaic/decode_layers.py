@@ -263,7 +263,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             with lanes.when(wanted):
                 for j, first, end in parts:
                     with lanes.when(takes_part(j)):
-                        request(j, lanes.plus(layer, int(following)), first, end)
+                        request(j, lanes.behind(layer, int(following)), first, end)
 
         def tag(layer, vector, i):
             """Of what phase i of a layer reads or writes: x is written twice a layer."""
@@ -290,7 +290,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             gamma = {}
             if p.normed:
                 gamma = p.gather(
-                    me, lambda columns: [lanes.load(gammas[i], layer, lanes.plus(*n)) for n in columns]
+                    me, lambda columns: [lanes.load(gammas[i], layer, lanes.behind(*n)) for n in columns]
                 )
 
             mine = p.my_outputs(me, first_tile(i), lanes.index(p.n_tiles))
@@ -358,11 +358,11 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             lanes.block_barrier()  # the next phase has the same scratch memory
 
         cache = Cache(keys, values, table, positions, cos, sin, q_gamma, k_gamma)
-        share = attention.share(cache)
+        kept = attention.keep(cache)
 
         def attend(layer):
             attention.run(
-                cache, share, layer, scratch_smem,
+                cache, kept, layer, scratch_smem,
                 load_qkv=lambda row, columns: receive(1, layer, row, columns, 4),
                 store_out=lambda y, row, n: send(1, layer, y, row, n),
                 exchange=BetweenSplits(mail, shapes.rows * sum(widths), tag(layer, OUT, 1)),
@@ -404,7 +404,7 @@ class BetweenSplits:
     tag: Any
 
     def send(self, at, value):
-        lanes.store_tagged(value, self.mail, lanes.plus(at, self.begin), self.tag)
+        lanes.store_tagged(value, self.mail, lanes.behind(at, self.begin), self.tag)
 
     def collect(self, share: Share, use: Callable):
         use(

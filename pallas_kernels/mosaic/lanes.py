@@ -29,8 +29,8 @@ def real(value: float):
     return arith.constant(f32(), float(value))
 
 
-def plus(value, constant: int):
-    """An index and a constant."""
+def behind(value, constant: int):
+    """An index plus a constant."""
     return arith.addi(value, index(constant)) if constant else value
 
 
@@ -63,6 +63,12 @@ def block() -> ir.Value:
 def _special(name: str) -> ir.Value:
     word = llvm.inline_asm(i32(), [], f"mov.u32 $0, {name};", "=r", has_side_effects=True)
     return arith.index_castui(ir.IndexType.get(), word)
+
+
+def anew(word):
+    """The same i32, of which the compiler knows nothing: what is computed from it is computed here, and not
+    kept in registers from before a loop."""
+    return llvm.inline_asm(i32(), [word], "mov.b32 $0, $1;", "=r,r", has_side_effects=True)
 
 
 def is_equal(a, b):
@@ -129,11 +135,6 @@ def any_lane(word):
         has_side_effects=True,
     )
     return arith.cmpi(arith.CmpIPredicate.ne, found, integer(0))
-
-
-def reciprocal(x):
-    """1 / x, to about one unit in the last place."""
-    return ptx(f32(), [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
 
 
 def exp2(x):
@@ -205,6 +206,17 @@ def stored(values, ref):
     if ref.type.element_type == f32():
         return packed
     return arith.truncf(ir.VectorType.get((len(values),), ref.type.element_type), packed)
+
+
+def is_narrow(ref) -> bool:
+    """Whether a ref holds bfloat16."""
+    return ref.type.element_type != f32()
+
+
+def narrow_vector(words):
+    """Pairs of bfloat16 as one vector of bfloat16."""
+    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
+    return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.BF16Type.get()), packed)
 
 
 def vector_from_lane(x, lane):
@@ -469,11 +481,6 @@ def prefetch(ref, indices):
         at = arith.addi(arith.muli(at, index(size)), index(i) if isinstance(i, int) else i)
     pointer = _pointer(ref, at, ref.type.element_type)
     llvm.inline_asm(_void(), [pointer], "prefetch.global.L2 [$0];", "l,~{memory}", has_side_effects=True)
-
-
-def shared_address(ref):
-    """Address of a ref in shared memory, as i32."""
-    return llvm.ptrtoint(i32(), mosaic.memref_ptr(ref))
 
 
 def mbarrier_init(address):
