@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 
-from pallas_kernels.mosaic import int_gemv, lanes
+from pallas_kernels.mosaic import int_gemv, lanes, memory, tensor_cores
 
 
 class Block:
@@ -183,6 +183,16 @@ def fakes(block: Block) -> dict:
     }  # fmt: skip
 
 
+@contextlib.contextmanager
+def faked(block: Block):
+    """Each fake in place of the function of its name, in whichever file that is."""
+    with contextlib.ExitStack() as stack:
+        for name, fake in fakes(block).items():
+            (home,) = (module for module in (lanes, memory, tensor_cores) if hasattr(module, name))
+            stack.enter_context(mock.patch.object(home, name, fake))
+        yield
+
+
 ARITH = types.SimpleNamespace(
     CmpIPredicate=types.SimpleNamespace(uge="uge"), cmpi=lambda _, a, b: u32(a) >= u32(b),
     addi=lambda a, b: np.logical_and(a, b) if np.asarray(a).dtype == bool else np.asarray(a) + b,
@@ -222,10 +232,7 @@ def int_gemv_on_cpu(
                 ]
                 block = Block(32 * plan.warps, number, smem)
                 fields = [{name: np.ascontiguousarray(w[name]) for name in part.names} for w in of]
-                with (
-                    mock.patch.multiple(lanes, **fakes(block)),
-                    mock.patch.multiple(int_gemv, arith=ARITH, mlir_math=MATH),
-                ):
+                with faked(block), mock.patch.multiple(int_gemv, arith=ARITH, mlir_math=MATH):
                     int_gemv._phase(
                         part, fields, np.int32(number), x, layers, gamma, residual, out, *smem,
                         warps=plan.warps, together=plan.together, matrices=matrices, rows=rows, width=width,

@@ -29,7 +29,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import bit_gemm_int8, lanes
+from pallas_kernels.mosaic import bit_gemm_int8, lanes, memory
 from pallas_kernels.mosaic.bit_gemm_int8 import fragment, lane_of_warpgroup
 
 GROUP = 128
@@ -277,8 +277,8 @@ def _load(words, scales):
     )
     def load(ctx, words, scales):
         warp, lane, g, _ = lane_of_warpgroup()
-        four = lanes.load_vector(4, words, [warp, lane, lanes.index(0)])
-        d = [lanes.load(scales, warp, h, g) for h in (0, 1)]
+        four = memory.load_vector(4, words, [warp, lane, lanes.index(0)])
+        d = [memory.load(scales, warp, h, g) for h in (0, 1)]
         pair = ir.VectorType.get((2,), lanes.i32())
         two = lambda a, b: vector.from_elements(pair, [a, b])  # noqa: E731
         held = [two(*(lanes.element(four, 2 * h + r) for r in (0, 1))) for h in (0, 1)]
@@ -332,15 +332,15 @@ def _store(scale, target, residual, sums):
         for j in range(len(values[0]) // 2):
             for e in (0, 1):
                 token = arith.addi(two_t, lanes.index(8 * j + e))
-                s = lanes.load(refs["scale"], token) if "scale" in refs else None
+                s = memory.load(refs["scale"], token) if "scale" in refs else None
                 for r in (0, 1):
                     output = arith.addi(first, lanes.index(8 * r))
                     y = [lanes.element(v[2 * j + r], e) for v in values]
                     y = y if s is None else [arith.mulf(v, s) for v in y]
                     out = y[0] if len(y) == 1 else arith.mulf(_silu(y[0]), y[1])
                     if "residual" in refs:
-                        out = arith.addf(out, lanes.load(refs["residual"], token, output))
-                    lanes.store(out, target, token, output)
+                        out = arith.addf(out, memory.load(refs["residual"], token, output))
+                    memory.store(out, target, token, output)
 
     store(*((target, *given.values()), tuple(sums)))
 

@@ -31,7 +31,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic import lanes, memory, tensor_cores
 
 GROUP = 128
 LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
@@ -119,29 +119,29 @@ def _body(*refs, phase: "Product", added: bool):
         out_gmem, scratch_smem = refs
 
         me = Place.of(phase)
-        layer, norm_layer = (lanes.to_index(lanes.load(layers_gmem, i)) for i in (0, 1))
+        layer, norm_layer = (lanes.to_index(memory.load(layers_gmem, i)) for i in (0, 1))
         first_tile = arith.muli(lanes.block(), lanes.index(phase.tiles))
         tile = [
             arith.minui(arith.addi(first_tile, lanes.index(j)), lanes.index(phase.n_tiles - 1))
             for j in range(phase.tiles)
         ]
-        loads = lambda ref, i: lambda columns: [lanes.load(ref, i, lanes.behind(*n)) for n in columns]  # noqa: E731
+        loads = lambda ref, i: lambda columns: [memory.load(ref, i, lanes.behind(*n)) for n in columns]  # noqa: E731
         gamma = phase.gather(me, loads(gamma_gmem, norm_layer)) if phase.normed else {}
         x_of = lambda row: phase.gather(me, loads(x_gmem, row))  # noqa: E731
         outputs = phase.my_outputs(me, first_tile, lanes.index(phase.n_tiles))
         inside = lambda n: arith.minui(n, lanes.index(16 * phase.n_tiles - 1))  # noqa: E731
-        residual = [lanes.load(residual_gmem, row, inside(n)) for *_, row, _, n in outputs if added]
+        residual = [memory.load(residual_gmem, row, inside(n)) for *_, row, _, n in outputs if added]
         first_row = x_of(0)  # before the weights: these are near and wanted first
         # All weights of this block, on their way at once.
         words, scales = {}, {}
         for m, (words_gmem, scales_gmem) in enumerate(weight_gmem):
             for j in range(phase.tiles):
                 for p in range(phase.per_warp):
-                    words[m, j, p] = lanes.load_vector(
+                    words[m, j, p] = memory.load_vector(
                         4, words_gmem, [layer, tile[j], me.pair[p], me.lane, lanes.index(0)]
                     )
                     for h in (0, 1):
-                        scales[m, j, p, h] = lanes.load(
+                        scales[m, j, p, h] = memory.load(
                             scales_gmem, layer, tile[j], me.scale_group[p, h], me.g
                         )
 
@@ -160,7 +160,7 @@ def _body(*refs, phase: "Product", added: bool):
         lanes.block_barrier()
 
         def store(i, row, n, y):
-            lanes.store(arith.addf(y, residual[i]) if added else y, out_gmem, row, n)
+            memory.store(arith.addf(y, residual[i]) if added else y, out_gmem, row, n)
 
         phase.outputs(me, scratch_smem, outputs, store)
 
@@ -301,7 +301,7 @@ class Product:
                 a0, a1 = (lanes.element(word, 2 * h + r) for r in (0, 1))
                 counted = [None, None]
                 for byte, plane in enumerate(x.planes[p, h]):
-                    c = lanes.count_common_bits(a0, a1, plane)
+                    c = tensor_cores.count_common_bits(a0, a1, plane)
                     second = lanes.integer(2)
                     if byte == self.bits // 8 - 1:
                         second = arith.select(highest, lanes.integer(-2), second)
@@ -325,13 +325,13 @@ class Product:
         at = self._slot(m, j, lanes.index(row), me.warp)
         with lanes.when(lanes.is_equal(me.t, lanes.index(0))):
             for r in (0, 1):
-                lanes.store(total[r], scratch_smem, arith.addi(at, arith.addi(me.g, lanes.index(8 * r))))
+                memory.store(total[r], scratch_smem, arith.addi(at, arith.addi(me.g, lanes.index(8 * r))))
 
     def store_squares(self, me: Place, x: Quantized, scratch_smem, row: int):
         if self.normed:
             first = self.scratch - self.rows * self.warps + row * self.warps
             squares = lanes.warp_sum_real(x.squares)
-            lanes.store(squares, scratch_smem, arith.addi(lanes.index(first), me.warp))
+            memory.store(squares, scratch_smem, arith.addi(lanes.index(first), me.warp))
 
     def my_outputs(self, me: Place, first_tile, end_tile) -> list:
         """This thread's outputs: per output (whether it is there, j, row, index within the tile, n)."""
@@ -356,7 +356,7 @@ class Product:
             return functools.reduce(
                 arith.addf,
                 [
-                    lanes.load(scratch_smem, arith.addi(at, lanes.index(w * stride)))
+                    memory.load(scratch_smem, arith.addi(at, lanes.index(w * stride)))
                     for w in range(self.warps)
                 ],
             )

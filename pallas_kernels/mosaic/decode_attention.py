@@ -32,7 +32,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic import lanes, memory, tensor_cores
 
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
@@ -84,13 +84,13 @@ def _body(*refs, phase: "Attention"):
         keys, values, finished, out, partial, scratch_smem = refs
 
         def load_qkv(row, columns):
-            return [v for n in columns for v in lanes.load_reals(4, qkv, [row, lanes.behind(*n)])]
+            return [v for n in columns for v in memory.load_reals(4, qkv, [row, lanes.behind(*n)])]
 
-        store_out = lambda value, row, n: lanes.store(value, out, row, n)  # noqa: E731
+        store_out = lambda value, row, n: memory.store(value, out, row, n)  # noqa: E731
         cache = Cache(keys, values, table, positions, cos, sin, q_gamma, k_gamma)
         flag = phase.scratch - 1
         splits = LastBlock(partial, finished, scratch_smem, flag)
-        layer = lanes.to_index(lanes.load(layer_gmem, 0))
+        layer = lanes.to_index(memory.load(layer_gmem, 0))
         phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, splits)
 
     kernel(*refs)
@@ -158,7 +158,7 @@ class LastBlock:
     flag: int
 
     def send(self, at, value):
-        lanes.store(value, self.partial, at)
+        memory.store(value, self.partial, at)
 
     def collect(self, share: Share, use: Callable):
         """use(mine, load) where this block has something to combine: mine(i) is whether it has the i-th 32
@@ -166,17 +166,17 @@ class LastBlock:
         first = lanes.is_equal(lanes.thread(), lanes.index(0))
         lanes.block_barrier()
         with lanes.when(first):
-            old = lanes.add_to_counter(self.finished, share.owner)
+            old = memory.add_to_counter(self.finished, share.owner)
             last = arith.addi(lanes.to_index(old), lanes.index(1))
             is_last = lanes.is_equal(last, share.splits)
             value = arith.select(is_last, lanes.real(1), lanes.real(0))
-            lanes.store(value, self.smem, self.flag)
+            memory.store(value, self.smem, self.flag)
         lanes.block_barrier()
-        with lanes.when(lanes.is_above_zero(lanes.load(self.smem, self.flag))):
+        with lanes.when(lanes.is_above_zero(memory.load(self.smem, self.flag))):
             use(
                 lambda i: lanes.true(),
                 lambda places: [
-                    lanes.load_written_by_others(self.partial, lanes.behind(*at)) for at in places
+                    memory.load_written_by_others(self.partial, lanes.behind(*at)) for at in places
                 ],
             )
 
@@ -235,7 +235,7 @@ class Attention:
     def keep(self, cache: Cache) -> Kept:
         """Before the first layer."""
         _, row, _, split = self._owner()
-        position = lanes.load(cache.positions, row)
+        position = memory.load(cache.positions, row)
         keys, _, _, splits = self._splits(position)
         # In whole 16, so that a warp's keys are of one page.
         chunk = arith.ceildivui(arith.ceildivui(keys, splits), lanes.index(KEYS))
@@ -245,7 +245,7 @@ class Attention:
         warp = arith.divui(lanes.thread(), lanes.index(32))
         length = lanes.to_index(arith.maxsi(position, lanes.integer(0)))
         base = arith.minui(lanes.sum_of(start, (warp, KEYS)), length)
-        page = lanes.load(cache.table, row, arith.divui(base, lanes.index(self.page_size)))
+        page = memory.load(cache.table, row, arith.divui(base, lanes.index(self.page_size)))
         return Kept(position, lanes.to_integer(start), lanes.to_integer(stop), page)
 
     def _owner(self):
@@ -291,7 +291,7 @@ class Attention:
         """Of element `part` of key j, whose page may be known."""
         page_size = lanes.index(self.page_size)
         if page is None:
-            page = lanes.load(cache.table, share.row, arith.divui(j, page_size))
+            page = memory.load(cache.table, share.row, arith.divui(j, page_size))
         page = lanes.to_index(page)
         kv_head = arith.divui(share.heads, lanes.index(self.group // self.heads))
         return [layer, page, arith.remui(j, page_size), kv_head, part]
@@ -307,7 +307,7 @@ class Attention:
             with lanes.when(lanes.is_below(j, share.stop)):
                 place = self._place(cache, share, layer, j, part)
                 for ref in (cache.keys, cache.values):
-                    lanes.prefetch(ref, place)
+                    memory.prefetch(ref, place)
             return carry
 
         lanes.loop(share.start, share.stop, lanes.index(KEYS_PER_SPLIT), [], one)
@@ -341,11 +341,11 @@ class Attention:
             if self.page_size % KEYS == 0:
                 if page is None:
                     base = there(plus(first, (warp, KEYS)))
-                    page = lanes.load(cache.table, share.row, arith.divui(base, lanes.index(self.page_size)))
+                    page = memory.load(cache.table, share.row, arith.divui(base, lanes.index(self.page_size)))
                 there = lambda j: j  # noqa: E731
             place = functools.partial(self._place, cache, share, layer, page=page)
             return [
-                lanes.load_stored(8, ref, place(there(j), part=part))
+                memory.load_stored(8, ref, place(there(j), part=part))
                 for ref, js, parts in (
                     (cache.keys, key_js, key_part), (cache.values, value_js, value_part),
                 )
@@ -368,7 +368,7 @@ class Attention:
         if self.normed:
             first = arith.muli(layer, lanes.index(head_dim))
             gamma = [
-                lanes.load_either(8, is_key, cache.k_gamma, cache.q_gamma, arith.addi(first, part))
+                memory.load_either(8, is_key, cache.k_gamma, cache.q_gamma, arith.addi(first, part))
                 for part in key_part
             ]
         angle_of = key_part[: len(chunks) // 2]
@@ -376,7 +376,7 @@ class Attention:
             angle_of = [arith.divui(part, lanes.index(2)) for part in key_part]
         angles = 4 if self.interleaved else 8
         cos, sin = (
-            [lanes.load_reals(angles, ref, [share.row, at]) for at in angle_of]
+            [memory.load_reals(angles, ref, [share.row, at]) for at in angle_of]
             for ref in (cache.cos, cache.sin)
         )
         first = plus(lanes.index(0), (t, 8), (head, head_dim))
@@ -409,10 +409,10 @@ class Attention:
             new_value = [lanes.stored(loaded[8 * c : 8 * c + 8], cache.values) for c in halves]
             with lanes.when(lanes.is_equal(g, lanes.index(self.heads))):
                 for part, vector in zip(key_part, new_key, strict=True):
-                    lanes.store_stored(vector, cache.keys, place(share.length, part))
+                    memory.store_stored(vector, cache.keys, place(share.length, part))
             with lanes.when(lanes.is_equal(t, lanes.index(0))):
                 for part, vector in zip(value_part, new_value, strict=True):
-                    lanes.store_stored(vector, cache.values, place(share.length, part))
+                    memory.store_stored(vector, cache.values, place(share.length, part))
             source = plus(t, (lanes.index(self.heads), 4))  # the lane that has the new key's part
             key = [lanes.vector_from_lane(vector, source) for vector in new_key]
             fresh = [v for _ in key_js for v in key] + [v for _ in value_js for v in new_value]
@@ -441,7 +441,7 @@ class Attention:
                 words = [pair for part in keys[u] for pair in lanes.pairs(part)]
                 for step, operand in enumerate(operands):
                     for b in zip(words[2 * step], words[2 * step + 1], strict=True):
-                        c = lanes.add_product(c, operand, b)
+                        c = tensor_cores.add_product(c, operand, b)
                 scores += [arith.addf(c[i], c[i + 2]) for i in (0, 1)]
             valid = [lanes.is_below(j, share.stop) for j in value_js]
             scores = [arith.select(ok, s, lanes.real(LOWEST)) for ok, s in zip(valid, scores, strict=True)]
@@ -464,7 +464,7 @@ class Attention:
                     acc = [arith.mulf(v, keep) for v in o[at : at + 2]]
                     for b in zip(ahead[i], behind[i], strict=True):
                         for operand in operand_parts:
-                            acc = lanes.add_product([*acc, zero, zero], operand, b)[:2]
+                            acc = tensor_cores.add_product([*acc, zero, zero], operand, b)[:2]
                     out += acc
             return [*fetch(plus(first, (lanes.index(KEYS_PER_SPLIT), 1))), *out]
 
@@ -517,12 +517,12 @@ class Attention:
 
         first_lane = arith.andi(present, lanes.is_equal(t, lanes.index(0)))
         with lanes.when(first_lane):
-            lanes.store(maximum, smem, at(lanes.index(maxima), (g, WARPS), (warp, 1)))
+            memory.store(maximum, smem, at(lanes.index(maxima), (g, WARPS), (warp, 1)))
         lanes.block_barrier()
         head = arith.minui(g, lanes.index(heads - 1))
         largest = functools.reduce(
             arith.maximumf,
-            [lanes.load(smem, at(lanes.index(maxima + w), (head, WARPS))) for w in range(WARPS)],
+            [memory.load(smem, at(lanes.index(maxima + w), (head, WARPS))) for w in range(WARPS)],
         )
         weight = lanes.exp2(arith.subf(maximum, largest))
         with lanes.when(present):
@@ -531,14 +531,14 @@ class Attention:
                     scaled = [arith.mulf(v, weight) for v in values[i : i + 4]]
                     begin = lanes.index(64 * c + i)
                     place = at(begin, (warp, heads * head_dim), (g, head_dim), (t, 16))
-                    lanes.store_reals(scaled, smem, [place])
+                    memory.store_reals(scaled, smem, [place])
             with lanes.when(lanes.is_equal(t, lanes.index(0))):
-                lanes.store(arith.mulf(total, weight), smem, at(lanes.index(totals), (g, WARPS), (warp, 1)))
+                memory.store(arith.mulf(total, weight), smem, at(lanes.index(totals), (g, WARPS), (warp, 1)))
         lanes.block_barrier()
 
         def over_warps(base, stride):
             return functools.reduce(
-                arith.addf, [lanes.load(smem, lanes.behind(base, w * stride)) for w in range(WARPS)]
+                arith.addf, [memory.load(smem, lanes.behind(base, w * stride)) for w in range(WARPS)]
             )
 
         def outputs(use, mine=None):

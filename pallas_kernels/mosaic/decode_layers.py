@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic import lanes, memory
 from pallas_kernels.mosaic.bit_gemv import GROUP, Place, Product
 from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Attention, Cache, Share
 
@@ -203,7 +203,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         # Blocks that have a share of a phase.
         taking_part = {i: -(-p.n_tiles // p.tiles) for i, p in products.items()} | {1: attention.blocks}
 
-        weights_address, mbarrier_address = (lanes.shared_address(r) for r in (weights_smem, mbarriers))
+        weights_address, mbarrier_address = (memory.shared_address(r) for r in (weights_smem, mbarriers))
 
         def first_tile(i):
             return arith.muli(lanes.block(), lanes.index(products[i].tiles))
@@ -230,7 +230,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             there = arith.minui(arith.subi(lanes.index(p.n_tiles), first_tile(i)), lanes.index(p.tiles))
             size = lambda tiles, each: lanes.to_integer(arith.muli(tiles, lanes.index(p.pairs * each)))  # noqa: E731
             if first == 0:
-                lanes.mbarrier_expect(mbarrier(i), size(there, p.matrices * (PAIR_BYTES + SCALE_BYTES)))
+                memory.mbarrier_expect(mbarrier(i), size(there, p.matrices * (PAIR_BYTES + SCALE_BYTES)))
             tiles = arith.subi(arith.minui(there, lanes.index(end)), lanes.index(first))
             tile = lanes.sum_of(first_tile(i), (layer, p.n_tiles), (lanes.index(first), 1))
             with lanes.when(lanes.is_below(lanes.index(first), there)):
@@ -243,7 +243,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
                         source = arith.muli(tile, lanes.index(p.pairs * each // 4))
                         at += first * p.pairs * each
                         destination = arith.addi(weights_address, lanes.integer(at))
-                        lanes.copy_to_shared(destination, ref, source, size(tiles, each), mbarrier(i))
+                        memory.copy_to_shared(destination, ref, source, size(tiles, each), mbarrier(i))
 
         def request_during(i, layer):
             """By one thread, when the activations of phase i are there: what can be asked for, in parts that
@@ -280,17 +280,17 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
 
         def receive(i, layer, row, columns, count):
             wanted = [((in_mail(reads[i], row, at), constant), count) for at, constant in columns]
-            return lanes.load_tagged(mail, wanted, tag(layer, reads[i], i))
+            return memory.load_tagged(mail, wanted, tag(layer, reads[i], i))
 
         def send(i, layer, y, row, n):
-            lanes.store_tagged(y, mail, in_mail(writes[i], row, n), tag(layer, writes[i], i))
+            memory.store_tagged(y, mail, in_mail(writes[i], row, n), tag(layer, writes[i], i))
 
         def product(i, layer):
             p, me = products[i], Place.of(products[i])
             gamma = {}
             if p.normed:
                 gamma = p.gather(
-                    me, lambda columns: [lanes.load(gammas[i], layer, lanes.behind(*n)) for n in columns]
+                    me, lambda columns: [memory.load(gammas[i], layer, lanes.behind(*n)) for n in columns]
                 )
 
             mine = p.my_outputs(me, first_tile(i), lanes.index(p.n_tiles))
@@ -298,22 +298,22 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             added = []  # the residual, which is this block's own, or the bias
             if i in (2, 4):
                 own = lambda row, n: arith.addi(arith.muli(row, lanes.index(widths[X])), inside(n))  # noqa: E731
-                added = [lanes.load_written_by_others(x, own(row, n)) for *_, row, _, n in mine]
+                added = [memory.load_written_by_others(x, own(row, n)) for *_, row, _, n in mine]
             elif i == 0 and biased:
-                added = [lanes.load(bias, layer, inside(n)) for *_, n in mine]
+                added = [memory.load(bias, layer, inside(n)) for *_, n in mine]
 
             def words(m, j, pair):
                 at = arith.addi(arith.muli(j, lanes.index(p.pairs)), pair)
                 at = arith.addi(
                     arith.muli(at, lanes.index(PAIR_BYTES // 4)), arith.muli(me.lane, lanes.index(4))
                 )
-                return lanes.load_vector(4, weights_smem, [arith.addi(at, lanes.index(region[i, m] // 4))])
+                return memory.load_vector(4, weights_smem, [arith.addi(at, lanes.index(region[i, m] // 4))])
 
             def scales(m, j, group):
                 at = arith.addi(arith.muli(j, lanes.index(2 * p.pairs)), group)
                 at = arith.addi(arith.muli(at, lanes.index(SCALE_BYTES // 8)), me.g)
                 first = region[i, m] + p.tiles * p.pairs * PAIR_BYTES
-                return lanes.load(weights_smem, arith.addi(at, lanes.index(first // 4)))
+                return memory.load(weights_smem, arith.addi(at, lanes.index(first // 4)))
 
             together = max(1, AT_ONCE // p.matrices)
             last = max(0, p.tiles - together)
@@ -327,7 +327,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
                 quantized = p.quantize(me, received, gamma)
                 p.store_squares(me, quantized, scratch_smem, row)
                 if row == 0:
-                    lanes.mbarrier_wait(mbarrier(i), lanes.to_integer(arith.remui(layer, lanes.index(2))))
+                    memory.mbarrier_wait(mbarrier(i), lanes.to_integer(arith.remui(layer, lanes.index(2))))
 
                 def some_tiles(first, carry, quantized=quantized, row=row):
                     # The last tiles are done twice where `together` does not divide: the same bits.
@@ -349,7 +349,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
             def store(k, row, n, y):
                 if i in (2, 4):
                     y = arith.addf(y, added[k])
-                    lanes.store(y, x, row, n)
+                    memory.store(y, x, row, n)
                 elif added:
                     y = arith.addf(y, added[k])
                 send(i, layer, y, row, n)
@@ -372,7 +372,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
 
         with lanes.when(lanes.is_equal(lanes.thread(), lanes.index(0))):
             for i in products:
-                lanes.mbarrier_init(mbarrier(i))
+                memory.mbarrier_init(mbarrier(i))
             for i in products:
                 with lanes.when(takes_part(i)):
                     request(i, lanes.index(0))
@@ -404,12 +404,12 @@ class BetweenSplits:
     tag: Any
 
     def send(self, at, value):
-        lanes.store_tagged(value, self.mail, lanes.behind(at, self.begin), self.tag)
+        memory.store_tagged(value, self.mail, lanes.behind(at, self.begin), self.tag)
 
     def collect(self, share: Share, use: Callable):
         use(
             lambda i: lanes.is_equal(arith.remui(i, share.splits), share.split),
-            lambda places: lanes.load_tagged(
+            lambda places: memory.load_tagged(
                 self.mail, [((at, constant + self.begin), 1) for at, constant in places], self.tag
             ),
         )

@@ -39,7 +39,7 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.mosaic import lanes
+from pallas_kernels.mosaic import lanes, memory, tensor_cores
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 BLOCKS = 132  # as many as an H200 has multiprocessors: one each
@@ -348,7 +348,7 @@ def _phase(
     thread = lanes.to_integer(lanes.thread())
     warp, lane = lanes.quotient(thread, 32), lanes.remainder(thread, 32)
     g, t = lanes.quotient(lane, 4), lanes.remainder(lane, 4)
-    layer, norm_layer = (lanes.load(layers_gmem, at) if indexed else i(0) for at in (0, 1))
+    layer, norm_layer = (memory.load(layers_gmem, at) if indexed else i(0) for at in (0, 1))
     first_tile = scaled(block, tiles)
     count = arith.minui(i(tiles), arith.subi(i(part.n_tiles), first_tile))
     first_step = scaled(warp, per_warp)
@@ -377,7 +377,7 @@ def _phase(
             (u, row): [
                 v
                 for half in (0, 4)
-                for v in lanes.load_reals(
+                for v in memory.load_reals(
                     4, x_gmem, [lanes.index(row), arith.addi(column[u], lanes.index(half))]
                 )
             ]
@@ -388,7 +388,7 @@ def _phase(
             [
                 v
                 for half in (0, 4)
-                for v in lanes.load_reals(
+                for v in memory.load_reals(
                     4, gamma_gmem, [lanes.to_index(norm_layer), arith.addi(c, lanes.index(half))]
                 )
             ]
@@ -402,7 +402,7 @@ def _phase(
     # The ring. Item k of a warp is tile k / mine, step k % mine of it.
     item_bytes = [_lane_bytes(shape) for shape in shapes]
     slot_bytes = 32 * matrices * sum(item_bytes)
-    ring = plus(lanes.shared_address(ring_smem), scaled(warp, depth * slot_bytes))
+    ring = plus(memory.shared_address(ring_smem), scaled(warp, depth * slot_bytes))
     places, offset = {}, 0  # of a field in a slot: (byte, bytes a lane, vectors)
     for m in range(matrices):
         for name, shape, size in zip(names, shapes, item_bytes, strict=True):
@@ -410,7 +410,7 @@ def _phase(
             offset += 32 * size
     first_item = plus(scaled(plus(scaled(layer, part.n_tiles), first_tile), steps), first_step)
     starts = {
-        (m, name): lanes.address(ref) for m, fields in enumerate(weight_gmem) for name, ref in fields.items()
+        (m, name): memory.address(ref) for m, fields in enumerate(weight_gmem) for name, ref in fields.items()
     }
 
     def copy(tile, step, slot):
@@ -420,11 +420,11 @@ def _phase(
             item = plus(first_item, scaled(tile, steps), step)
             for (m, name), (offset, size, vectors, shape) in places.items():
                 shares = g if len(shape) == 1 else lane
-                source = lanes.at_byte(starts[m, name], item, 4 * math.prod(shape), scaled(shares, size))
+                source = memory.at_byte(starts[m, name], item, 4 * math.prod(shape), scaled(shares, size))
                 target = plus(ring, scaled(slot, slot_bytes), offset, scaled(lane, size))
                 for v in range(vectors):
-                    lanes.copy_async(target, source, size, at=512 * v)
-        lanes.commit_copies()
+                    memory.copy_async(target, source, size, at=512 * v)
+        memory.commit_copies()
 
     def after(tile, step):
         """The item behind this one."""
@@ -436,8 +436,8 @@ def _phase(
         copy(*ahead, i(slot))
         ahead = after(*ahead)
 
-    q = lanes.shared_address(q_smem)
-    stats = lanes.shared_address(stats_smem)
+    q = memory.shared_address(q_smem)
+    stats = memory.shared_address(stats_smem)
 
     def quantize(squares, s, passes):
         step, x, gammas = passes
@@ -453,12 +453,12 @@ def _phase(
                 words, scale, total = _quantize(v, group // 8, bits)
                 at = plus(q, scaled(step[u], COLUMNS), scaled(lane, 8), row * row_bytes)
                 for digit, pair in enumerate(words):
-                    lanes.store_shared(pair, at, digit * padded * row_bytes)
+                    memory.store_shared(pair, at, digit * padded * row_bytes)
                 chunk, inside = divmod(row, width)
                 with lanes.when(lanes.is_equal(lanes.remainder(lane, group // 8), i(0))):
                     at_group = plus(scaled(step[u], COLUMNS // group), lanes.quotient(lane, group // 8))
                     at = plus(stats, scaled(at_group, width * 8), (chunk * groups * width + inside) * 8)
-                    lanes.store_shared([lanes.as_word(scale), lanes.as_word(total)], at)
+                    memory.store_shared([lanes.as_word(scale), lanes.as_word(total)], at)
         return squares
 
     def one_pass(s, carry):
@@ -477,7 +477,7 @@ def _phase(
     if normed:
         for row in range(rows):
             total = lanes.warp_sum_real(squares[row])
-            lanes.store(total, squares_smem, row, lanes.to_index(warp))
+            memory.store(total, squares_smem, row, lanes.to_index(warp))
     lanes.warp_barrier()
 
     # This lane as column g of B: a slot of groups and a row of x. As columns 2 t and 2 t + 1 of the result: a
@@ -527,12 +527,12 @@ def _phase(
                 totals = None
                 for digit in range(digits):
                     at = (u * 8 + j) * group + (digit * padded + chunk * width) * row_bytes
-                    b = lanes.load_shared(group // 16, at_q, at)
+                    b = memory.load_shared(group // 16, at_q, at)
                     c = [i(0)] * 4
                     for s in range(slots):
                         mask = in_slot[s]
                         b_s = b if mask is None else [arith.andi(word, mask) for word in b]
-                        c = lanes.multiply_bytes(unit.a[width * s + j], b_s, c, module.SIGNED)
+                        c = tensor_cores.multiply_bytes(unit.a[width * s + j], b_s, c, module.SIGNED)
                     if totals is None:
                         totals = c
                     else:  # the second digit is the high one
@@ -541,7 +541,7 @@ def _phase(
                         ]
                 assert totals is not None
                 at = (chunk * groups * width + (u * 8 + j) * width) * 8
-                loaded = [lanes.as_real(v) for v in lanes.load_shared(4, at_stats, at)]
+                loaded = [lanes.as_real(v) for v in memory.load_shared(4, at_stats, at)]
                 from_quad = gathered[j // 2 if neighbours > 1 else 0]
                 for r in (0, 1):
                     for c in (0, 1):
@@ -558,7 +558,7 @@ def _phase(
         ahead, slot, y = (carry[0], carry[1]), carry[2], carry[3:]
         s = lanes.to_integer(s)
         y = _folded(y, (matrices, chunks, 2, 2))
-        lanes.wait_copies(depth - 1)
+        memory.wait_copies(depth - 1)
         at_slot = plus(ring, scaled(slot, slot_bytes))
         at_q = plus(b_at, scaled(s, COLUMNS))
         at_stats = plus(stats_at, scaled(s, COLUMNS // group * width * 8))
@@ -567,7 +567,7 @@ def _phase(
             for name in names:
                 offset, size, vectors, shape = places[m, name]
                 at = plus(at_slot, scaled(lane, size))
-                loaded = [lanes.load_shared(size // 4, at, offset + 512 * v) for v in range(vectors)]
+                loaded = [memory.load_shared(size // 4, at, offset + 512 * v) for v in range(vectors)]
                 words[name] = loaded if len(shape) == 3 else loaded[0]
             for u, unit in enumerate(module.fragments(words, lane)):
                 y[m] = multiplied(unit, u, at_q, at_stats, y[m])
@@ -597,7 +597,7 @@ def _phase(
                         for c, value in enumerate(values):
                             row = plus(scaled(t, 2), chunk * width + c) if width > 1 else i(chunk)
                             at = arith.addi(arith.muli(place, lanes.index(matrices)), lanes.index(m))
-                            lanes.store(
+                            memory.store(
                                 value, sums_smem, at, lanes.to_index(row), lanes.to_index(warp),
                                 lanes.to_index(plus(g, 8 * r)),
                             )  # fmt: skip
@@ -605,7 +605,7 @@ def _phase(
 
     def over_warps(ref, before, behind):
         """Sum of ref[before, warp, behind] over the warps."""
-        return functools.reduce(arith.addf, [lanes.load(ref, *before, w, *behind) for w in range(warps)])
+        return functools.reduce(arith.addf, [memory.load(ref, *before, w, *behind) for w in range(warps)])
 
     def output(at, first):
         """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
@@ -616,7 +616,7 @@ def _phase(
 
     def residual_at(at, first):
         _, row, _, n = output(at, first)
-        return lanes.load(residual_gmem, row, arith.minui(n, lanes.index(n_tiles * 16 - 1)))
+        return memory.load(residual_gmem, row, arith.minui(n, lanes.index(n_tiles * 16 - 1)))
 
     def finish(first, last, residual):
         """Write the outputs of tiles `first` to `last` of this block: one thread an output."""
@@ -636,7 +636,7 @@ def _phase(
                 y = [arith.mulf(arith.divf(y[0], denominator), y[1])]
             if added:
                 y = [arith.addf(y[0], residual_at(at, first) if residual is None else residual)]
-            lanes.store(y[0], out_gmem, row, n)
+            memory.store(y[0], out_gmem, row, n)
             return carry
 
         outputs = lanes.to_index(scaled(arith.subi(last, first), rows * 16))
@@ -660,7 +660,7 @@ def _phase(
     lanes.loop(
         lanes.index(0), lanes.to_index(count), lanes.index(together), [*ahead, i(0)], one_round
     )  # fmt: skip
-    lanes.wait_copies(0)
+    memory.wait_copies(0)
 
 
 def _quantize(x, lanes_of_group: int, bits: int):

@@ -5,7 +5,7 @@ warp is 32 lanes; u32 and s32 are both i32 here.
 """
 
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, gpu, llvm, memref, scf, vector
+from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
 
@@ -90,11 +90,6 @@ def true():
 def element(v, i: int):
     """Element i of a vector."""
     return vector.extract(v, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([i]))
-
-
-def load_vector(count: int, ref, indices):
-    """`count` neighbouring 32-bit words of a ref of i32: one 16-byte load where count is 4."""
-    return vector.load(ir.VectorType.get((count,), i32()), ref, indices)
 
 
 def halves(word):
@@ -227,41 +222,6 @@ def vector_from_lane(x, lane):
     return vector.bitcast(kind, vector.from_elements(ir.VectorType.get((len(there),), i32()), there))
 
 
-def count_common_bits(a0, a1, b):
-    """Binary tensor cores: popcounts of a & b over 128 bits, for 16 rows of `a` and 8 columns of `b`.
-
-    mma.m16n8k128 .b1 and.popc. With lane = 4 g + t: a0 and a1 hold word t of rows g and g + 8, b word t of
-    column g. Returns for this lane [row g, column 2 t], [g, 2 t + 1], [g + 8, 2 t], [g + 8, 2 t + 1].
-    """
-    zero = integer(0)
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([i32()] * 4),
-        [a0, a1, b, zero],
-        "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {$0,$1,$2,$3},{$4,$5},{$6},{$7,$7,$7,$7};",
-        "=r,=r,=r,=r,r,r,r,r",
-        has_side_effects=False,
-    )
-    return [llvm.extractvalue(i32(), result, [i]) for i in range(4)]
-
-
-def add_product(c, a, b):
-    """Tensor cores: c + a b in float32, for 16 x 16 and 16 x 8 of bfloat16.
-
-    mma.m16n8k16. With lane = 4 g + t, pairs of bfloat16 in an i32: a is [row g, columns 2 t and 2 t + 1],
-    [row g + 8, the same], [row g, columns 2 t + 8 and 2 t + 9], [row g + 8, the same]; b is [rows 2 t and
-    2 t + 1, column g], [rows 2 t + 8 and 2 t + 9, column g]; c as in `count_common_bits`.
-    """
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([f32()] * 4),
-        [*a, *b, *c],
-        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
-        "{$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};",
-        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
-        has_side_effects=False,
-    )
-    return [llvm.extractvalue(f32(), result, [i]) for i in range(4)]
-
-
 def split_pair(x, y):
     """Two float32 as two pairs of bfloat16, x in the low half: their sum has 16 bits of mantissa."""
     high = _narrowed(x, y)
@@ -306,14 +266,6 @@ def _words(x) -> list:
     return [element(as_words, i) for i in range(count)]
 
 
-def load(ref, *indices):
-    return memref.load(ref, [index(i) if isinstance(i, int) else i for i in indices])
-
-
-def store(value, ref, *indices):
-    memref.store(value, ref, [index(i) if isinstance(i, int) else i for i in indices])
-
-
 def block_barrier():
     gpu.barrier()
 
@@ -331,48 +283,12 @@ def choose(condition, values, otherwise) -> list:
     return list(if_op.results)
 
 
-def load_stored(count: int, ref, indices):
-    """`count` neighbouring float32 or bfloat16 of a ref, as a vector of what they are."""
-    return vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
-
-
 def reals(x) -> list:
     """A vector of float32 or bfloat16 as a list of float32."""
     kind = ir.VectorType(x.type)
     if kind.element_type != f32():
         x = arith.extf(ir.VectorType.get(kind.shape, f32()), x)
     return [element(x, i) for i in range(kind.shape[0])]
-
-
-def load_reals(count: int, ref, indices):
-    """`count` neighbouring float32 or bfloat16 of a ref, as a list of float32."""
-    return reals(load_stored(count, ref, indices))
-
-
-def load_either(count: int, condition, a, b, at) -> list:
-    """`count` (a multiple of 4) neighbouring float32 from element `at` of a where the condition holds, else
-    of b: refs that nobody writes."""
-    pointer = arith.select(condition, *(_pointer(ref, at, f32()) for ref in (a, b)))
-    out = []
-    for first in range(0, count, 4):
-        loaded = ptx(
-            llvm.StructType.get_literal([f32()] * 4),
-            [pointer],
-            f"ld.global.nc.v4.f32 {{$0,$1,$2,$3}}, [$4+{4 * first}];",
-            "=f,=f,=f,=f,l",
-        )
-        out += [llvm.extractvalue(f32(), loaded, [i]) for i in range(4)]
-    return out
-
-
-def store_stored(x, ref, indices):
-    """A vector of what a ref holds into neighbouring elements of it."""
-    vector.store(x, ref, indices)
-
-
-def store_reals(values, ref, indices):
-    """A list of float32 into neighbouring float32 or bfloat16 of a ref."""
-    store_stored(stored(values, ref), ref, indices)
 
 
 def largest_of_warp(x, lanes: int = 32):
@@ -387,160 +303,6 @@ def largest_of_warp(x, lanes: int = 32):
 def swapped(x, distance: int):
     """The value of the lane whose number differs in the bit `distance`."""
     return mosaic.shfl_bfly(x, distance)
-
-
-def add_to_counter(ref, at):
-    """Atomically add 1 to an i32 of global memory, ordered with all that the block wrote before a barrier;
-    the old value."""
-    return llvm.inline_asm(
-        i32(),
-        [_pointer(ref, at)],
-        "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;",
-        "=r,l,~{memory}",
-        has_side_effects=True,
-    )
-
-
-def load_written_by_others(ref, at):
-    """A float32 of global memory that another block of the same launch wrote; `at` counts elements. Past the
-    multiprocessor's own cache, which may hold what was there before."""
-    return llvm.inline_asm(
-        f32(),
-        [_pointer(ref, at, f32())],
-        "ld.relaxed.gpu.global.f32 $0, [$1];",
-        "=f,l,~{memory}",
-        has_side_effects=True,
-    )
-
-
-def store_tagged(value, ref, at, tag):
-    """A float32, rounded to 22 bits of mantissa, with a tag of 2 bits in place of the lowest: one word, so
-    that whoever reads the tag has the value. `ref` is of i32."""
-    word = arith.addi(arith.bitcast(i32(), value), integer(2))
-    word = arith.ori(arith.andi(word, integer(0xFFFFFFFC)), tag)
-    llvm.inline_asm(
-        _void(),
-        [_pointer(ref, at), word],
-        "st.relaxed.gpu.global.u32 [$0], $1;",
-        "l,r,~{memory}",
-        has_side_effects=True,
-    )
-
-
-def load_tagged(ref, wanted, tag) -> list:
-    """Wait until each of the wanted words has this tag: list of float32.
-
-    wanted  ((at, constant), count) pairs: count, 1 or 4, neighbours from element at + constant of a ref of
-            i32. The last is asked for again and again, and then all of them: to ask for all would be most of
-            what the L2 cache can give, and keep back who writes them.
-    """
-    pointers = [_pointer(ref, at) for (at, _), _ in wanted]
-
-    def attempt(wanted, pointers):
-        words = []
-        for pointer, ((_, constant), count) in zip(pointers, wanted, strict=True):
-            many = count == 4
-            type_ = llvm.StructType.get_literal([i32()] * 4) if many else i32()
-            places = "{$0,$1,$2,$3}, [$4" if many else "$0, [$1"
-            loaded = llvm.inline_asm(
-                type_,
-                [pointer],
-                f"ld.relaxed.gpu.global{'.v4' * many}.u32 {places}+{4 * constant}];",
-                "=r,=r,=r,=r,l,~{memory}" if many else "=r,l,~{memory}",
-                has_side_effects=True,
-            )
-            words += [llvm.extractvalue(i32(), loaded, [i]) for i in range(4)] if many else [loaded]
-        wrong = integer(0)
-        for word in words:
-            wrong = arith.ori(wrong, arith.xori(word, tag))
-        again = any_lane(arith.andi(wrong, integer(3)))  # all lanes alike, or each shuffle would be guarded
-        return again, words
-
-    def until_written(wanted, pointers):
-        count = sum(n for _, n in wanted)
-        loop_ = scf.WhileOp([i32()] * count, [])
-        loop_.before.blocks.append()
-        with ir.InsertionPoint(loop_.before.blocks[0]):
-            again, words = attempt(wanted, pointers)
-            scf.ConditionOp(again, words)
-        loop_.after.blocks.append(*[i32()] * count)
-        with ir.InsertionPoint(loop_.after.blocks[0]):
-            scf.YieldOp([])
-        return loop_.results
-
-    until_written(wanted[-1:], pointers[-1:])
-    words = until_written(wanted, pointers)
-    # A tag left in the value would be a bias: it is at most 2^-21 of it.
-    return [arith.bitcast(f32(), arith.andi(word, integer(0xFFFFFFFC))) for word in words]
-
-
-def prefetch(ref, indices):
-    """Ask for the cache line of an element of a ref, into the L2 cache."""
-    at = index(0)
-    for i, size in zip(indices, ref.type.shape, strict=True):
-        at = arith.addi(arith.muli(at, index(size)), index(i) if isinstance(i, int) else i)
-    pointer = _pointer(ref, at, ref.type.element_type)
-    llvm.inline_asm(_void(), [pointer], "prefetch.global.L2 [$0];", "l,~{memory}", has_side_effects=True)
-
-
-def mbarrier_init(address):
-    """One arrival, and the bytes it announces, complete a turn."""
-    llvm.inline_asm(
-        _void(),
-        [address],
-        "mbarrier.init.shared::cta.b64 [$0], 1; fence.mbarrier_init.release.cluster;",
-        "r,~{memory}",
-        has_side_effects=True,
-    )
-
-
-def mbarrier_expect(address, byte_count):
-    llvm.inline_asm(
-        _void(),
-        [address, byte_count],
-        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;",
-        "r,r,~{memory}",
-        has_side_effects=True,
-    )
-
-
-def mbarrier_wait(address, parity):
-    """Wait until the turn of this parity (an i32) has completed."""
-    llvm.inline_asm(
-        _void(),
-        [address, parity],
-        """{
-        .reg .pred p;
-        again_${:uid}:
-        mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1;
-        @!p bra again_${:uid};
-        }""",
-        "r,r,~{memory}",
-        has_side_effects=True,
-    )
-
-
-def copy_to_shared(destination, ref, at, byte_count, mbarrier):
-    """Bulk copy of global memory from element `at` of a ref of i32; its bytes are counted at the mbarrier."""
-    llvm.inline_asm(
-        _void(),
-        [destination, _pointer(ref, at), byte_count, mbarrier],
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], $2, [$3];",
-        "r,l,r,r,~{memory}",
-        has_side_effects=True,
-    )
-
-
-def _void():
-    return ir.Type.parse("!llvm.void")
-
-
-def _pointer(ref, at, element_type=None):
-    base, wide = mosaic.memref_ptr(ref), ir.IntegerType.get_signless(64)
-    offset = arith.index_cast(wide, at)
-    return llvm.getelementptr(
-        base.type, base, [offset], [-(2**31)], element_type or i32(), llvm.GEPNoWrapFlags.none
-    )
 
 
 def loop(start, stop, step, carry, body):
@@ -651,92 +413,6 @@ def sum_of_bytes(word, total):
     """total + the four signed bytes of a word."""
     ones = integer(0x01010101)
     return ptx(i32(), [word, ones, total], "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r")
-
-
-def multiply_bytes(a, b, c, signed: bool):
-    """Integer tensor cores: c + a b.T, 16 rows of `a` and 8 columns of signed `b`.
-
-    mma.m16n8k32 for four words of `a` and two of `b`, m16n8k16 for two and one. With lane = 4 g + t and
-    columns k of A and B: words 0 and 1 of `a` hold k = 4 t .. 4 t + 3 of rows g and g + 8, words 2 and 3 k =
-    16 + 4 t ..; `b` the same k of column g. c and the result: [row g, column 2 t], [g, 2 t + 1], [g + 8, 2
-    t], [g + 8, 2 t + 1]. `signed`: whether the bytes of `a` are.
-    """
-    operands = [*a, *b, *c]
-    names = [f"${4 + i}" for i in range(len(operands))]
-    braces = lambda names: "{" + ",".join(names) + "}"  # noqa: E731
-    text = ",".join(
-        braces(part) for part in (["$0", "$1", "$2", "$3"], names[: len(a)], names[len(a) : -4], names[-4:])
-    )
-    kind = f"m16n8k{8 * len(a)}.row.col.s32.{'s8' if signed else 'u8'}.s8.s32"
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([i32()] * 4),
-        operands,
-        f"mma.sync.aligned.{kind} {text};",
-        ",".join(["=r"] * 4 + ["r"] * len(operands)),
-        has_side_effects=False,
-    )
-    return [llvm.extractvalue(i32(), result, [i]) for i in range(4)]
-
-
-def address(ref):
-    """Where a ref of global memory begins, as i64."""
-    return llvm.ptrtoint(ir.IntegerType.get_signless(64), mosaic.memref_ptr(ref))
-
-
-def shared_address(ref):
-    """Where a ref of shared memory begins, as i32."""
-    return llvm.ptrtoint(i32(), mosaic.memref_ptr(ref))
-
-
-def at_byte(base, item, item_bytes: int, offset):
-    """base + item * item_bytes + offset: i64 from an i64 and two i32."""
-    wide = ir.IntegerType.get_signless(64)
-    item = arith.muli(arith.extui(wide, item), arith.constant(wide, item_bytes))
-    return arith.addi(arith.addi(base, item), arith.extui(wide, offset))
-
-
-def copy_async(shared, source, count: int, at: int = 0):
-    """Begin to copy `count` bytes (4, 8 or 16) from global to shared memory, both addresses plus `at`."""
-    cache = "cg" if count == 16 else "ca"
-    text = f"cp.async.{cache}.shared.global [$0+{at}], [$1+{at}], {count};"
-    llvm.inline_asm(None, [shared, source], text, "r,l,~{memory}", has_side_effects=True)
-
-
-def commit_copies():
-    """Close a group of copies."""
-    llvm.inline_asm(None, [], "cp.async.commit_group;", "~{memory}", has_side_effects=True)
-
-
-def wait_copies(pending: int):
-    """Wait until at most so many of this lane's groups are still under way."""
-    llvm.inline_asm(None, [], f"cp.async.wait_group {pending};", "~{memory}", has_side_effects=True)
-
-
-def load_shared(count: int, address, at: int = 0):
-    """1, 2 or 4 words of shared memory at an address (`shared_address`) plus `at` bytes."""
-    if count == 1:
-        text, result = f"ld.shared.u32 $0, [$1+{at}];", i32()
-        return [llvm.inline_asm(result, [address], text, "=r,r,~{memory}", has_side_effects=True)]
-    names = ",".join(f"${i}" for i in range(count))
-    result = llvm.inline_asm(
-        llvm.StructType.get_literal([i32()] * count),
-        [address],
-        f"ld.shared.v{count}.u32 {{{names}}}, [${count}+{at}];",
-        ",".join(["=r"] * count) + ",r,~{memory}",
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(i32(), result, [i]) for i in range(count)]
-
-
-def store_shared(words, address, at: int = 0):
-    """1, 2 or 4 words into shared memory."""
-    names = ",".join(f"${1 + i}" for i in range(len(words)))
-    width = f".v{len(words)}" if len(words) > 1 else ""
-    names = f"{{{names}}}" if width else names
-    llvm.inline_asm(
-        None, [address, *words], f"st.shared{width}.u32 [$0+{at}], {names};",
-        ",".join(["r"] * (1 + len(words))) + ",~{memory}", has_side_effects=True,
-    )  # fmt: skip
 
 
 def warp_barrier():

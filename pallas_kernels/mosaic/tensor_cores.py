@@ -1,0 +1,66 @@
+"""Tensor cores, one instruction each, with the numbers that a lane holds of its operands. Called while a
+kernel is traced, as lanes.py is."""
+
+from jax._src.lib.mlir.dialects import llvm
+
+from pallas_kernels.mosaic import lanes
+
+
+def count_common_bits(a0, a1, b):
+    """Binary tensor cores: popcounts of a & b over 128 bits, for 16 rows of `a` and 8 columns of `b`.
+
+    mma.m16n8k128 .b1 and.popc. With lane = 4 g + t: a0 and a1 hold word t of rows g and g + 8, b word t of
+    column g. Returns for this lane [row g, column 2 t], [g, 2 t + 1], [g + 8, 2 t], [g + 8, 2 t + 1].
+    """
+    zero = lanes.integer(0)
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([lanes.i32()] * 4),
+        [a0, a1, b, zero],
+        "mma.sync.aligned.m16n8k128.row.col.s32.b1.b1.s32.and.popc {$0,$1,$2,$3},{$4,$5},{$6},{$7,$7,$7,$7};",
+        "=r,=r,=r,=r,r,r,r,r",
+        has_side_effects=False,
+    )
+    return [llvm.extractvalue(lanes.i32(), result, [i]) for i in range(4)]
+
+
+def add_product(c, a, b):
+    """Tensor cores: c + a b in float32, for 16 x 16 and 16 x 8 of bfloat16.
+
+    mma.m16n8k16. With lane = 4 g + t, pairs of bfloat16 in an i32: a is [row g, columns 2 t and 2 t + 1],
+    [row g + 8, the same], [row g, columns 2 t + 8 and 2 t + 9], [row g + 8, the same]; b is [rows 2 t and
+    2 t + 1, column g], [rows 2 t + 8 and 2 t + 9, column g]; c as in `count_common_bits`.
+    """
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([lanes.f32()] * 4),
+        [*a, *b, *c],
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{$0,$1,$2,$3},{$4,$5,$6,$7},{$8,$9},{$10,$11,$12,$13};",
+        "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f",
+        has_side_effects=False,
+    )
+    return [llvm.extractvalue(lanes.f32(), result, [i]) for i in range(4)]
+
+
+def multiply_bytes(a, b, c, signed: bool):
+    """Integer tensor cores: c + a b.T, 16 rows of `a` and 8 columns of signed `b`.
+
+    mma.m16n8k32 for four words of `a` and two of `b`, m16n8k16 for two and one. With lane = 4 g + t and
+    columns k of A and B: words 0 and 1 of `a` hold k = 4 t .. 4 t + 3 of rows g and g + 8, words 2 and 3 k =
+    16 + 4 t ..; `b` the same k of column g. c and the result: [row g, column 2 t], [g, 2 t + 1], [g + 8, 2
+    t], [g + 8, 2 t + 1]. `signed`: whether the bytes of `a` are.
+    """
+    operands = [*a, *b, *c]
+    names = [f"${4 + i}" for i in range(len(operands))]
+    braces = lambda names: "{" + ",".join(names) + "}"  # noqa: E731
+    text = ",".join(
+        braces(part) for part in (["$0", "$1", "$2", "$3"], names[: len(a)], names[len(a) : -4], names[-4:])
+    )
+    kind = f"m16n8k{8 * len(a)}.row.col.s32.{'s8' if signed else 'u8'}.s8.s32"
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([lanes.i32()] * 4),
+        operands,
+        f"mma.sync.aligned.{kind} {text};",
+        ",".join(["=r"] * 4 + ["r"] * len(operands)),
+        has_side_effects=False,
+    )
+    return [llvm.extractvalue(lanes.i32(), result, [i]) for i in range(4)]
