@@ -313,6 +313,19 @@ def loop(start, stop, step, carry, body):
     return list(for_op.results)
 
 
+def repeated(attempt, types) -> list:
+    """again, values = attempt(), until `again` does not hold: the values, of these types."""
+    loop_ = scf.WhileOp(types, [])
+    loop_.before.blocks.append()
+    with ir.InsertionPoint(loop_.before.blocks[0]):
+        again, values = attempt()
+        scf.ConditionOp(again, values)
+    loop_.after.blocks.append(*types)
+    with ir.InsertionPoint(loop_.after.blocks[0]):
+        scf.YieldOp([])
+    return list(loop_.results)
+
+
 def plus(*terms):
     """Sum of i32 values and ints."""
     total = None
