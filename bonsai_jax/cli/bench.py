@@ -34,6 +34,7 @@ def command(
         Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")
     ] = "md",
     impl: options.Impl = "auto",
+    schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
@@ -56,6 +57,7 @@ def command(
     context = max(sizes[0] + sizes[1]) + max(sizes[2])
     run = options.run_config(
         impl=impl,
+        schedule=schedule,
         context=context,
         weights=weights,
         cache_dtype=cache_dtype,
