@@ -1,5 +1,6 @@
 """The layers of a decoder-only transformer: pure functions of arrays and flax dataclasses."""
 
+import functools
 import math
 
 import jax
@@ -11,7 +12,7 @@ from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
-from pallas_kernels import attend, dispatch, gated, matmul
+from pallas_kernels import QTensor, attend, dispatch, ffn, matmul
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -83,8 +84,9 @@ def gated_mlp(
     x + W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
     """
     w = params.layers
-    hidden = gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
-    return matmul(hidden, w.w_down, layer, residual=x)
+    return ffn(
+        x, w.w_gate, w.w_up, w.w_down, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps, residual=x
+    )  # fmt: skip
 
 
 def decoder(
@@ -139,9 +141,17 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
     from pallas_kernels.mosaic.decode_layers import Shapes, decode_layers  # only GPUs need it
 
     w = params.layers
-    stacks = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
+    parts = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
+    stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see layers_problem
     shape = (x.shape[0], config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim)
-    y, k_pages, v_pages = decode_layers(
+    kernel = functools.partial(
+        decode_layers,
+        shapes=Shapes(
+            *shape, blocks=dispatch.multiprocessors(), bits=stacks[0].activation_bits, eps=config.rms_norm_eps
+        ),
+        interleaved=config.rope.interleaved,
+    )
+    y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(
         x[:, 0],
         tuple((part.fields["words"], part.fields["scales"]) for part in stacks),
         (w.attn_norm, w.ffn_norm),
@@ -152,10 +162,6 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
         cache.block_table,
         positions[:, 0],
         (rotation[0][:, 0], rotation[1][:, 0]),
-        shapes=Shapes(
-            *shape, blocks=dispatch.multiprocessors(), bits=stacks[0].activation_bits, eps=config.rms_norm_eps
-        ),
-        interleaved=config.rope.interleaved,
     )
     return y[:, None], cache.replace(k=k_pages, v=v_pages)
 

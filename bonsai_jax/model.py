@@ -116,6 +116,7 @@ def load_params(
         impl=run.impl,
         decoded=run.weights == "decoded",
         activation_bits=run.activation_bits,
+        schedule=run.schedule,
         progress=progress,
     )
 

@@ -37,6 +37,7 @@ def command(
         Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")
     ] = "md",
     impl: options.Impl = "auto",
+    schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
@@ -59,6 +60,7 @@ def command(
     context = max(max(sizes[0] + sizes[1]) + max(sizes[2]), 2 * bench.BATCH_TOKENS if any(rows) else 0)
     run = options.run_config(
         impl=impl,
+        schedule=schedule,
         context=context,
         weights=weights,
         cache_dtype=cache_dtype,
