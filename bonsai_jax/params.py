@@ -129,8 +129,9 @@ def load(
 def layers_problem(layers: Layers, config: ModelConfig, rows: int) -> dispatch.Problem:
     """What the schedule of a decode step depends on."""
     stacks = [*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down]
-    held = {(part.format, part.impl) for stack in stacks for part in stack.parts}
-    alike = len(stacks) == 5 and all(len(stack.parts) == 1 for stack in stacks) and len(held) == 1
+    parts = [part for stack in stacks for part in stack.parts]
+    held = {(part.format, part.impl) if isinstance(part, QTensor) else ("", "") for part in parts}
+    alike = len(stacks) == len(parts) == 5 and len(held) == 1
     format, impl = next(iter(held))
     return dispatch.Problem(
         "layers",
