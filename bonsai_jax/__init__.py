@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         new_state,
         stream,
     )
+    from bonsai_jax.parallel import make_mesh
     from bonsai_jax.tokenizer import Tokenizer
     from checkpoints import CheckpointError
 
@@ -51,6 +52,7 @@ _HOMES = {
         *("Model", "Output", "Piece", "from_checkpoint", "generate", "iter_logits", "load", "logits"),
         *("new_state", "stream"),
     ),
+    "bonsai_jax.parallel": ("make_mesh",),
     "bonsai_jax.tokenizer": ("Tokenizer",),
     "checkpoints": ("CheckpointError",),
 }
@@ -81,6 +83,7 @@ __all__ = [
     "iter_logits",
     "load",
     "logits",
+    "make_mesh",
     "new_state",
     "prefill",
     "start",

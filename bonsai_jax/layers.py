@@ -11,7 +11,7 @@ from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
-from pallas_kernels import attend, dispatch, gated, matmul
+from pallas_kernels import LayerStack, attend, dispatch, gated, matmul
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -72,7 +72,7 @@ def attention_block(
         num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl,
     )  # fmt: skip
     cache = cache.replace(k=k_pages, v=v_pages)
-    return matmul(out, w.wo, layer, residual=x), cache
+    return _add_product(x, out, w.wo, layer, params.axis), cache
 
 
 def gated_mlp(
@@ -84,7 +84,18 @@ def gated_mlp(
     """
     w = params.layers
     hidden = gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
-    return matmul(hidden, w.w_down, layer, residual=x)
+    return _add_product(x, hidden, w.w_down, layer, params.axis)
+
+
+def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
+    """The embedding's rows of these tokens, decoded to float32."""
+    if params.axis is None:
+        return params.embed.rows(tokens)
+    held = params.embed.shape[0]  # tokens of the vocabulary that this device has
+    mine = tokens - jax.lax.axis_index(params.axis) * held
+    here = (mine >= 0) & (mine < held)
+    rows = params.embed.rows(jnp.where(here, mine, 0))
+    return jax.lax.psum(jnp.where(here[..., None], rows, 0.0), params.axis)
 
 
 def decoder(
@@ -113,7 +124,7 @@ def decoder(
 
     angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
     rotation = (config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle))
-    carry = (params.embed.rows(tokens), cache)
+    carry = (embed(params, tokens), cache)
     rows = tokens.shape[0]
     if tokens.shape[1] == 1 and decode_schedule(params, config, rows) == "one_launch":
         carry = _one_launch(*carry, params, positions, rotation, config)
@@ -164,4 +175,16 @@ def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> 
     """Scores of every token, from the decoder's output, which is normed here; tied models use the embedding
     as the output matrix."""
     head = params.embed if params.head is None else params.head
-    return matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)
+    scores = matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)
+    if params.axis is None:
+        return scores
+    # The last device's share of the vocabulary may be padded.
+    return jax.lax.all_gather(scores, params.axis, axis=-1, tiled=True)[..., : config.vocab_size]
+
+
+def _add_product(x: jax.Array, h: jax.Array, weight: LayerStack, layer, axis: str | None) -> jax.Array:
+    """x + h W.T. Where inputs of W are split over devices (`axis`), each has a part of the product, and x is
+    added to their sum once."""
+    if axis is None:
+        return matmul(h, weight, layer, residual=x)
+    return x + jax.lax.psum(matmul(h, weight, layer), axis)
