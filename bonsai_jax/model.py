@@ -250,7 +250,7 @@ def continue_stream(
         parallel.decode, model.params, config=model.config, size=STREAM_SIZE, mesh=model.mesh
     )
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
-    piece = reader.read(np.asarray(state.tokens), ended=int(state.remaining[0]) == 0)
+    piece = reader.read(np.asarray(state.tokens)[:1], ended=int(state.remaining[0]) == 0)
     yield state, piece  # before the steps are compiled: the first token is there at once
     if piece.finish_reason is not None:
         return

@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "layers": N
 TILE_ROWS, TILE_COLUMNS = 16, 256  # borders of the layouts that kernels read (pallas_kernels/tiles.py)
 
 
-def make_mesh(data: int = 1, model: int = 1, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of data x model devices for `load`: rows are split over `data`, weights over `model`.
 
     devices   the first data x model of jax.devices(), unless given
@@ -70,7 +71,9 @@ def usable(mesh: Mesh) -> Mesh:
     """The same mesh with Auto axes: on the Explicit ones that jax.make_mesh makes, Pallas calls fail outside
     shard_map. Raises ValueError for axes other than "data" and "model"."""
     if unknown := set(mesh.axis_names) - {DATA, MODEL}:
-        raise ValueError(f'mesh: axes are {mesh.axis_names}, {unknown.pop()!r} among them; use "data", "model"')
+        raise ValueError(
+            f'mesh: axes are {mesh.axis_names}, {unknown.pop()!r} among them; use "data", "model"'
+        )
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -115,7 +118,7 @@ class Placement:
             able = ", ".join(str(d) for d in range(1, config.num_heads + 1) if not reasons[d])
             raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
 
-    def put(self, field: str, value):
+    def put(self, field: str, value: Any) -> Any:
         """A field of Params (or of its layers) over the mesh. Static shapes become those of one device."""
         if value is None:
             return None

@@ -99,8 +99,8 @@ def load(
     decoded    hold weights as float32, decoded here once, instead of packed
     activation_bits  8 or 16, to which kernels may round activations
     schedule   how a decode step's kernels are launched (dispatch.choose)
-    placement  how weights lie over many devices (parallel.Placement). Each weight, of all layers, exists on the
-               default device before it is split
+    placement  how weights lie over many devices (parallel.Placement). Each weight, of all layers, exists on
+               the default device before it is split
     progress   called with bytes read so far and in all
     Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats, and ValueError for weights that
@@ -108,7 +108,9 @@ def load(
     """
     plan, hold = _match(checkpoint, specs, config), _Hold(impl, decoded, activation_bits)
     if placement:
-        matrices = [(spec.field, t) for spec, tensors in plan.items() for t in tensors if len(spec.shape) == 2]
+        matrices = [
+            (spec.field, t) for spec, tensors in plan.items() for t in tensors if len(spec.shape) == 2
+        ]
         placement.check([(field, t.shape, hold.format(t), hold.choose(t)) for field, t in matrices])
     put = placement.put if placement else lambda field, value: value
     total, done = sum(t.nbytes for tensors in plan.values() for t in tensors), 0
