@@ -27,7 +27,8 @@ for _name in ("checkpoints", "pallas_kernels"):
 
 if TYPE_CHECKING:
     from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
-    from bonsai_jax.decoding import State, decode, generate_tokens, prefill, start, step
+    from bonsai_jax.decoding import State, decode, forward, generate_tokens, prefill, start, step
+    from bonsai_jax.layers import Taps, embed
     from bonsai_jax.model import (
         Model,
         Output,
@@ -40,17 +41,20 @@ if TYPE_CHECKING:
         new_state,
         stream,
     )
+    from bonsai_jax.parallel import make_mesh
     from bonsai_jax.tokenizer import Tokenizer
     from checkpoints import CheckpointError
 
 # Imported when first used: jax takes a second or two, which `bonsai-jax --help` need not wait for.
 _HOMES = {
     "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
-    "bonsai_jax.decoding": ("State", "decode", "generate_tokens", "prefill", "start", "step"),
+    "bonsai_jax.decoding": ("State", "decode", "forward", "generate_tokens", "prefill", "start", "step"),
+    "bonsai_jax.layers": ("Taps", "embed"),
     "bonsai_jax.model": (
         *("Model", "Output", "Piece", "from_checkpoint", "generate", "iter_logits", "load", "logits"),
         *("new_state", "stream"),
     ),
+    "bonsai_jax.parallel": ("make_mesh",),
     "bonsai_jax.tokenizer": ("Tokenizer",),
     "checkpoints": ("CheckpointError",),
 }
@@ -73,14 +77,18 @@ __all__ = [
     "RunConfig",
     "SamplingParams",
     "State",
+    "Taps",
     "Tokenizer",
     "decode",
+    "embed",
+    "forward",
     "from_checkpoint",
     "generate",
     "generate_tokens",
     "iter_logits",
     "load",
     "logits",
+    "make_mesh",
     "new_state",
     "prefill",
     "start",

@@ -36,9 +36,11 @@ def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     return tokens * kv.bytes_per_token(config, run.cache_dtype)
 
 
-def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig) -> None:
-    """Raise MemoryError, with sums and remedy, when weights and a full cache exceed the device's memory."""
-    weights, cache, limit = held_bytes(checkpoint, run), cache_bytes(config, run), device_memory()
+def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, parts: int = 1) -> None:
+    """Raise MemoryError, with sums and remedy, when a device's share of the weights, one in `parts`, and of a
+    full cache, split by KV head, exceed its memory."""
+    weights = held_bytes(checkpoint, run) / parts
+    cache, limit = cache_bytes(config, run) / min(parts, config.num_kv_heads), device_memory()
     if weights + cache > limit:
         raise MemoryError(
             f"{checkpoint.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "

@@ -15,8 +15,10 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import architectures, layers, sampling
+from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
-from bonsai_jax.config import ModelConfig
+from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.layers import Taps
 from bonsai_jax.params import Params
 from bonsai_jax.sampling import Sampler
 
@@ -58,31 +60,45 @@ def start(
 
 
 def prefill(
-    params: Params, state: State, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig
+    params: Params,
+    state: State,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+    *,
+    taps: Taps | None = None,
 ) -> State:
     """Read prompts behind what the cache holds, and draw each row's first new token.
 
     tokens   int32 [B, T], prompts padded at the end. T decides what is compiled: see `bucket`
     lengths  int32 [B], 1 to T
+    taps     edits activations on their way (steering); what it reads is dropped: `forward` returns it
     """
-    hidden, cache = read(params, state.cache, tokens, lengths, config)
+    hidden, cache = read(params, state.cache, tokens, lengths, config, taps)
     valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
     state = state.replace(cache=cache, sampler=sampling.read_prompt(state.sampler, tokens, valid))
     return _draw(params, state, hidden, config)
 
 
-def step(params: Params, state: State, config: ModelConfig) -> State:
+def step(params: Params, state: State, config: ModelConfig, *, taps: Taps | None = None) -> State:
     """Decode one token for every row that has not ended.
 
     Reads state.tokens at position cache.lengths of each row, and draws the next.
     """
     positions = jnp.where(state.remaining > 0, state.cache.lengths, -1)[:, None]  # [B, 1]
-    hidden, cache = _forward(params, state.cache, jnp.maximum(state.tokens, 0)[:, None], positions, config)
+    tokens = jnp.maximum(state.tokens, 0)[:, None]
+    hidden, cache = _forward(params, state.cache, tokens, positions, config, taps)
     return _draw(params, state.replace(cache=cache), hidden[:, 0], config)
 
 
 def decode(
-    params: Params, state: State, config: ModelConfig, *, limit: int | Int[Array, ""], size: int
+    params: Params,
+    state: State,
+    config: ModelConfig,
+    *,
+    limit: int | Int[Array, ""],
+    size: int,
+    taps: Taps | None = None,
 ) -> tuple[State, Int[Array, "B size"]]:
     """Steps until every row has ended, or `limit` (at most `size`, the width of the output) have been made.
 
@@ -97,7 +113,7 @@ def decode(
     def body(carry):
         i, state, out = carry
         running = state.remaining > 0
-        state = step(params, state, config)
+        state = step(params, state, config, taps=taps)
         return i + 1, state, out.at[:, i].set(jnp.where(running, state.tokens, NO_TOKEN))
 
     out = jnp.full((state.tokens.shape[0], size), NO_TOKEN, jnp.int32)
@@ -143,8 +159,43 @@ def teacher_forced_logits(
     return layers.logits(params, hidden, config), cache
 
 
+def forward(
+    params: Params,
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+    *,
+    taps: Taps | None = None,
+) -> tuple[Float[Array, "B T V"], dict[str, Float[Array, "L B T H"]]]:
+    """Whole sequences at once, from their first token: what research takes gradients of and looks into.
+
+    tokens   int32 [B, T], padded at the end; or in their place float32 [B, T, H], rows as `embed` makes them
+             (a soft prompt is such rows before those of the tokens)
+    lengths  int32 [B], 1 to T
+    taps     reads or edits activations (layers.Taps)
+    Returns float32 logits after every token (padding's mean nothing), and the activations that taps.read
+    names.
+
+    Differentiable in `tokens` of the second kind, and in all that taps.edit closes over, where weights run
+    through the definitions (RunConfig(impl="xla"); on CPU always). Keys and values are float32, in a cache of
+    its own.
+    """
+    B, T = tokens.shape[:2]
+    cache = kv.empty(config, RunConfig(impl="xla", cache_dtype="float32"), B, T)
+    # A length known beforehand: reverse differentiation needs loops of known length.
+    hidden, _, kept = architectures.get(config.architecture).forward(
+        params, tokens, _positions(cache, tokens, lengths), cache, config, num_keys=T, taps=taps
+    )
+    return layers.logits(params, hidden, config), kept
+
+
 def read(
-    params: Params, cache: KVCache, tokens: Int[Array, "B T"], lengths: Int[Array, "B"], config: ModelConfig
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "B T"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+    taps: Taps | None = None,
 ) -> tuple[Float[Array, "B H"], KVCache]:
     """Tokens through the layers, in chunks, behind what the cache holds. Returns each row's hidden vector
     after its last token."""
@@ -152,14 +203,14 @@ def read(
     positions = _positions(cache, tokens, lengths)
     size = PREFILL_CHUNK if cache.prefill_impl == "xla" else max(PREFILL_CHUNK, PREFILL_BATCH // B)
     if size >= T:
-        hidden, cache = _forward(params, cache, tokens, positions, config)
+        hidden, cache = _forward(params, cache, tokens, positions, config, taps)
         return hidden[jnp.arange(B), lengths - 1], cache
 
     def read_chunk(i, carry):
         last, cache = carry
         at = i * size
         chunk, chunk_positions = (jax.lax.dynamic_slice_in_dim(a, at, size, 1) for a in (tokens, positions))
-        hidden, cache = _forward(params, cache, chunk, chunk_positions, config)
+        hidden, cache = _forward(params, cache, chunk, chunk_positions, config, taps)
         index = jnp.clip(lengths - 1 - at, 0, size - 1)
         ends_here = (lengths - 1) // size == i
         return jnp.where(ends_here[:, None], hidden[jnp.arange(B), index], last), cache
@@ -176,9 +227,10 @@ def bucket(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def _forward(params, cache, tokens, positions, config) -> tuple[jax.Array, KVCache]:
-    forward = architectures.get(config.architecture).forward
-    return forward(params, tokens, positions, cache, config, num_keys=positions.max() + 1)
+def _forward(params, cache, tokens, positions, config, taps=None) -> tuple[jax.Array, KVCache]:
+    run = architectures.get(config.architecture).forward
+    hidden, cache, _ = run(params, tokens, positions, cache, config, num_keys=positions.max() + 1, taps=taps)
+    return hidden, cache
 
 
 def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

@@ -1,7 +1,9 @@
 """The layers of a decoder-only transformer: pure functions of arrays and flax dataclasses."""
 
+import dataclasses
 import functools
 import math
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +14,42 @@ from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
-from pallas_kernels import QTensor, attend, dispatch, ffn, matmul
+from pallas_kernels import LayerStack, QTensor, attend, dispatch, gated, matmul
+
+SITES = ("input", "attention", "middle", "mlp", "output")
+
+
+@dataclasses.dataclass(frozen=True)
+class Taps:
+    """Reads or edits activations on their way through each layer, by the names of `SITES`:
+
+             input                     middle                output
+        x -----+------------------ + ----+------------- + -----+----- x of the next layer
+               '-> attention_block |     '-> gated_mlp  |
+                     "attention" --'          "mlp" ----'
+
+    "input", "middle" and "output" are the residual stream; "attention" and "mlp" are what is added to it.
+    All are float32 [B, T, H].
+
+    read   names whose values are returned (edited ones), stacked by layer
+    edit   (name, layer, x) -> x, called for every name while the layers are traced; `layer` may be traced
+    Nothing is done or kept where there are no taps.
+    """
+
+    read: frozenset[str] = frozenset()
+    edit: Callable[[str, int | jax.Array, jax.Array], jax.Array] | None = None
+
+    def __post_init__(self):
+        object.__setattr__(self, "read", frozenset(self.read))
+        if unknown := sorted(self.read - set(SITES)):
+            raise ValueError(f"Taps: read names {unknown[0]!r}; there are {', '.join(SITES)}")
+
+    def at(self, layer, kept: dict[str, jax.Array], name: str, x: jax.Array) -> jax.Array:
+        """x as edited; noted in `kept` if it is read."""
+        x = x if self.edit is None else self.edit(name, layer, x)
+        if name in self.read:
+            kept[name] = x
+        return x
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
@@ -57,10 +94,11 @@ def attention_block(
     rotation: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]],
     config: ModelConfig,
     num_keys: int | Int[Array, ""],
+    tap: Callable[[jax.Array], jax.Array] | None = None,
 ) -> tuple[Float[Array, "B T H"], KVCache]:
     """Self-attention of one layer and its residual.
 
-    x + W_o attention(...): norm, q k v, (QK-norm,) rope, cache write, attention, output projection
+    x + tap(W_o attention(...)): norm, q k v, (QK-norm,) rope, cache write, attention, output projection
     """
     w, eps = params.layers, config.rms_norm_eps
 
@@ -73,34 +111,51 @@ def attention_block(
         num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl,
     )  # fmt: skip
     cache = cache.replace(k=k_pages, v=v_pages)
-    return matmul(out, w.wo, layer, residual=x), cache
+    return _add_product(x, out, w.wo, layer, params.axis, tap), cache
 
 
 def gated_mlp(
-    x: Float[Array, "B T H"], params: Params, layer: int | Int[Array, ""], config: ModelConfig
+    x: Float[Array, "B T H"],
+    params: Params,
+    layer: int | Int[Array, ""],
+    config: ModelConfig,
+    tap: Callable[[jax.Array], jax.Array] | None = None,
 ) -> Float[Array, "B T H"]:
     """SwiGLU feed-forward of one layer (Shazeer 2020) and its residual.
 
-    x + W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
+    x + tap(W_down (silu(W_gate n) * W_up n)),  n = rms_norm(x)
     """
     w = params.layers
-    return ffn(
-        x, w.w_gate, w.w_up, w.w_down, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps, residual=x
-    )  # fmt: skip
+    hidden = gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
+    return _add_product(x, hidden, w.w_down, layer, params.axis, tap)
+
+
+def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
+    """The embedding's rows of these tokens, decoded to float32."""
+    if params.axis is None:
+        return params.embed.rows(tokens)
+    held = params.embed.shape[0]  # tokens of the vocabulary that this device has
+    mine = tokens - jax.lax.axis_index(params.axis) * held
+    here = (mine >= 0) & (mine < held)
+    rows = params.embed.rows(jnp.where(here, mine, 0))
+    return jax.lax.psum(jnp.where(here[..., None], rows, 0.0), params.axis)
 
 
 def decoder(
     params: Params,
-    tokens: Int[Array, "B T"],
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
     positions: Int[Array, "B T"],
     cache: KVCache,
     config: ModelConfig,
     num_keys: int | Int[Array, ""],
-) -> tuple[Float[Array, "B T H"], KVCache]:
+    taps: Taps | None = None,
+) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B T H"]]]:
     """Run T tokens a row through every layer, against what the cache holds before them.
 
     x_0 = embed(tokens);  x <- attention_block(x);  x <- gated_mlp(x).  Returns x, not yet normed (`logits`
-                          does).
+                          does), the cache, and what taps.read names, by layer.
+
+    tokens that are floating point stand for themselves: x_0 = tokens.
 
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place; weights stay stacked and are
@@ -110,22 +165,34 @@ def decoder(
 
     def layer_step(carry, layer):
         x, cache = carry
-        x, cache = attention_block(x, params, layer, cache, positions, rotation, config, num_keys)
-        return (gated_mlp(x, params, layer, config), cache), None
+        if taps is None:
+            x, cache = attention_block(x, params, layer, cache, positions, rotation, config, num_keys)
+            return (gated_mlp(x, params, layer, config), cache), {}
+        kept: dict[str, jax.Array] = {}
+        tap = {name: functools.partial(taps.at, layer, kept, name) for name in SITES}
+        x, cache = attention_block(
+            tap["input"](x), params, layer, cache, positions, rotation, config, num_keys, tap["attention"]
+        )
+        x = gated_mlp(tap["middle"](x), params, layer, config, tap["mlp"])
+        return (tap["output"](x), cache), kept
 
     angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
     rotation = (config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle))
-    carry = (params.embed.rows(tokens), cache)
+    carry = (tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else embed(params, tokens), cache)
+    kept = {}
     rows = tokens.shape[0]
-    if tokens.shape[1] == 1 and decode_schedule(params, config, rows) == "one_launch":
+    if taps is None and tokens.shape[1] == 1 and decode_schedule(params, config, rows) == "one_launch":
         carry = _one_launch(*carry, params, positions, rotation, config)
     elif tokens.shape[1] == 1 and params.layers.wqkv[0].parts[0].impl != "xla":
+        each = []
         for layer in range(config.num_layers):
-            carry, _ = layer_step(carry, layer)
+            carry, of_layer = layer_step(carry, layer)
+            each.append(of_layer)
+        kept = jax.tree.map(lambda *x: jnp.stack(x), *each)
     else:
-        carry, _ = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers))
+        carry, kept = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers))
     x, cache = carry
-    return x, kv.advance(cache, positions)
+    return x, kv.advance(cache, positions), kept
 
 
 def decode_schedule(params: Params, config: ModelConfig, rows: int) -> str:
@@ -170,4 +237,25 @@ def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> 
     """Scores of every token, from the decoder's output, which is normed here; tied models use the embedding
     as the output matrix."""
     head = params.embed if params.head is None else params.head
-    return matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)
+    scores = matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)
+    if params.axis is None:
+        return scores
+    # The last device's share of the vocabulary may be padded.
+    return jax.lax.all_gather(scores, params.axis, axis=-1, tiled=True)[..., : config.vocab_size]
+
+
+def _add_product(
+    x: jax.Array,
+    h: jax.Array,
+    weight: LayerStack,
+    layer,
+    axis: str | None,
+    tap: Callable[[jax.Array], jax.Array] | None,
+) -> jax.Array:
+    """x + tap(h W.T). Where inputs of W are split over devices (`axis`), each has a part of the product, and
+    x is added to their sum once."""
+    if axis is None and tap is None:
+        return matmul(h, weight, layer, residual=x)
+    y = matmul(h, weight, layer)
+    y = y if axis is None else jax.lax.psum(y, axis)
+    return x + (y if tap is None else tap(y))

@@ -1,6 +1,7 @@
 """Load a model, generate text, stream text, score text: the surface that most users need."""
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from bonsai_jax import architectures, card, layers
+from bonsai_jax import architectures, card, layers, parallel
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
@@ -33,6 +34,7 @@ class Model:
     run        how this process runs it, with every default resolved
     tokenizer  .encode(text) -> list[int], .decode(ids) -> str
     source     what was asked for
+    mesh       the devices that it lies on (parallel.make_mesh); None: the default device
     """
 
     params: Params
@@ -40,6 +42,7 @@ class Model:
     run: RunConfig
     tokenizer: Tokenizer
     source: str
+    mesh: jax.sharding.Mesh | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,35 +73,41 @@ def load(
     source: str,
     run: RunConfig = RunConfig(),
     *,
+    mesh: jax.sharding.Mesh | None = None,
     offline: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
-    """Load a model onto the default device.
+    """Load a model onto the default device, or over many.
 
     source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", or "synth:bonsai-8b:q1_0" (random
               weights)
-    run       how to run it
+    run       how to run it; rows are those of each device along the mesh axis "data"
+    mesh      make_mesh(data, model): rows are split over "data", weights and KV heads over "model"
     offline   never ask the network for "user/repo"
     progress  called with weight bytes read so far and in all
     Raises checkpoints.CheckpointError for a file that is broken or does not fit its architecture,
-    NotImplementedError for an architecture, a format or an implementation that is not supported, and
-    MemoryError when weights and cache do not fit the device.
+    NotImplementedError for an architecture, a format or an implementation that is not supported,
+    MemoryError when weights and cache do not fit the device, and ValueError for weights that do not split
+    over the mesh.
     """
-    return from_checkpoint(open_checkpoint(source, offline=offline), run, progress=progress)
+    return from_checkpoint(open_checkpoint(source, offline=offline), run, mesh=mesh, progress=progress)
 
 
 def from_checkpoint(
     checkpoint: Checkpoint,
     run: RunConfig = RunConfig(),
     *,
+    mesh: jax.sharding.Mesh | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
     """`load` for a checkpoint that is open already."""
     config = architectures.config_of(checkpoint)
     run = resolve(run, config)
-    card.check_memory(checkpoint, config, run)
+    mesh = mesh if mesh is None else parallel.usable(mesh)
+    card.check_memory(checkpoint, config, run, parts=parallel.size(mesh, parallel.MODEL))
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    return Model(load_params(checkpoint, config, run, progress), config, run, tokenizer, checkpoint.source)
+    params = load_params(checkpoint, config, run, progress, mesh)
+    return Model(params, config, run, tokenizer, checkpoint.source, mesh)
 
 
 def load_params(
@@ -106,8 +115,9 @@ def load_params(
     config: ModelConfig,
     run: RunConfig,
     progress: Callable[[int, int], None] = lambda done, total: None,
+    mesh: jax.sharding.Mesh | None = None,
 ) -> Params:
-    """The checkpoint's weights on the default device, as `run` (resolved) wants them held."""
+    """The checkpoint's weights on the default device or over a mesh, as `run` (resolved) wants them held."""
     return weights.load(
         checkpoint,
         architectures.get(config.architecture).TENSORS,
@@ -117,6 +127,7 @@ def load_params(
         decoded=run.weights == "decoded",
         activation_bits=run.activation_bits,
         schedule=run.schedule,
+        placement=None if mesh is None else parallel.Placement(mesh, config),
         progress=progress,
     )
 
@@ -145,7 +156,7 @@ def new_state(
     ignore_eos: bool = False,
 ) -> core.State:
     """An empty generation state whose rows can hold `context` tokens each."""
-    cache = kv.empty(model.config, model.run, rows, context)
+    cache = parallel.empty_cache(model.config, model.run, rows, context, model.mesh)
     return start_state(model, cache, params, max_new_tokens, ignore_eos=ignore_eos)
 
 
@@ -160,12 +171,13 @@ def start_state(
     """A fresh generation state over a cache, which may hold tokens already: prefill reads behind them."""
     rows = cache.lengths.shape[0]
     stop_ids = [] if ignore_eos else sorted(model.tokenizer.eos_ids)
-    return core.start(
+    state = core.start(
         cache,
         sampling_arrays.sampler(params, rows, model.config.vocab_size),
         jnp.broadcast_to(jnp.array(stop_ids or [core.NO_TOKEN], jnp.int32), (rows, len(stop_ids) or 1)),
         jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (rows,)),
     )
+    return parallel.place_state(state, model.mesh)
 
 
 def generate(
@@ -177,8 +189,8 @@ def generate(
     stop: Sequence[str] = (),
     ignore_eos: bool = False,
 ) -> list[Output]:
-    """Answer prompts (texts, or token ids), up to `model.run.rows` at once, in one jitted call for each
-    group.
+    """Answer prompts (texts, or token ids), up to `model.run.rows` at once (on each device that the mesh
+    gives rows to), in one jitted call for each group.
 
     max_new_tokens  most tokens of each answer
     sampling        one for all prompts, or one each
@@ -193,8 +205,9 @@ def generate(
         _check_room(model, len(prompt), max_new_tokens)
     per_row = _spread(sampling, len(ids))
     outputs: list[Output] = []
-    for first in range(0, len(ids), model.run.rows):
-        group = slice(first, first + model.run.rows)
+    at_once = model.run.rows * parallel.size(model.mesh, parallel.DATA)
+    for first in range(0, len(ids), at_once):
+        group = slice(first, first + at_once)
         outputs += _generate_group(model, ids[group], max_new_tokens, per_row[group], stop, ignore_eos)
     return outputs
 
@@ -217,7 +230,8 @@ def stream(
     _check_new(max_new_tokens)
     _check_room(model, len(ids), max_new_tokens)
     context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.run.context)
-    state = new_state(model, 1, context, [sampling], max_new_tokens, ignore_eos=ignore_eos)
+    rows = parallel.padded_rows(1, model.mesh)  # each device with rows answers the same prompt
+    state = new_state(model, rows, context, [sampling] * rows, max_new_tokens, ignore_eos=ignore_eos)
     for _, piece in continue_stream(model, state, ids, stop=stop):
         yield piece
 
@@ -225,25 +239,28 @@ def stream(
 def continue_stream(
     model: Model, state: core.State, ids: Sequence[int], *, stop: Sequence[str] = ()
 ) -> Iterator[tuple[core.State, Piece]]:
-    """Stream the answer to `ids`, read behind what a state of one row already holds; `stream` and `chat`
-    stand on it.
+    """Stream the answer to `ids`, read behind what a state of one row (or of several alike, of which the
+    first is streamed) already holds; `stream` and `chat` stand on it.
 
     Yields with each piece the newest state, the one to go on with: earlier ones are donated. It may be a few
     tokens ahead of the piece (`cache.rewind`).
     """
-    tokens, lengths = pad([list(ids)])
-    state = core.prefill_jit(model.params, state, tokens, lengths, model.config)
+    tokens, lengths = pad([list(ids)] * state.tokens.shape[0])
+    state = parallel.prefill(model.params, state, tokens, lengths, model.config, mesh=model.mesh)
+    decode = functools.partial(
+        parallel.decode, model.params, config=model.config, size=STREAM_SIZE, mesh=model.mesh
+    )
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
-    piece = reader.read(np.asarray(state.tokens), ended=int(state.remaining[0]) == 0)
+    piece = reader.read(np.asarray(state.tokens)[:1], ended=int(state.remaining[0]) == 0)
     yield state, piece  # before the steps are compiled: the first token is there at once
     if piece.finish_reason is not None:
         return
     steps, began = 1, time.perf_counter()
-    state, drawn = core.decode_jit(model.params, state, model.config, limit=1, size=STREAM_SIZE)
+    state, drawn = decode(state, limit=1)
     remaining = jnp.copy(state.remaining)  # the next dispatch donates the state's own
     while True:
         # Dispatched before the tokens of the one before are waited for: the device never waits for the host.
-        state, next_drawn = core.decode_jit(model.params, state, model.config, limit=steps, size=STREAM_SIZE)
+        state, next_drawn = decode(state, limit=steps)
         next_remaining = jnp.copy(state.remaining)
         piece = reader.read(np.asarray(drawn)[0], ended=int(remaining[0]) == 0)
         yield state, piece
@@ -267,11 +284,14 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     """`logits` in chunks of at most 512 tokens, for texts whose logits do not fit in memory at once."""
     ids = _encode(model, token_ids)
     _check_room(model, len(ids), 0)
-    cache = kv.empty(model.config, model.run, 1, len(ids))
+    rows = parallel.padded_rows(1, model.mesh)
+    cache = parallel.empty_cache(model.config, model.run, rows, len(ids), model.mesh)
     for first in range(0, len(ids), core.PREFILL_CHUNK):
         chunk = ids[first : first + core.PREFILL_CHUNK]
-        tokens, lengths = pad([chunk])
-        scores, cache = core.teacher_forced_logits(model.params, cache, tokens, lengths, model.config)
+        tokens, lengths = pad([chunk] * rows)
+        scores, cache = parallel.teacher_forced_logits(
+            model.params, cache, tokens, lengths, model.config, mesh=model.mesh
+        )
         yield np.asarray(scores[0, : len(chunk)])
 
 
@@ -316,14 +336,20 @@ def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
 
 
 def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eos) -> list[Output]:
-    tokens, lengths = pad(ids)
+    rows = parallel.padded_rows(len(ids), model.mesh)
+    padding = rows - len(ids)  # prompts of one token and answers of one, of which nobody hears
+    tokens, lengths = pad([*ids, *[[0]] * padding])
     size = core.bucket(max_new_tokens)
     context = min(tokens.shape[1] + size, model.run.context)
-    state = new_state(model, len(ids), context, sampling_params, max_new_tokens, ignore_eos=ignore_eos)
+    sampling_params = [*sampling_params, *[SamplingParams(temperature=0.0, seed=0)] * padding]
+    new = [max_new_tokens] * len(ids) + [1] * padding
+    state = new_state(model, rows, context, sampling_params, new, ignore_eos=ignore_eos)
     end_tokens = _end_tokens(state)
-    _, drawn = core.generate_tokens(model.params, state, tokens, lengths, model.config, size=size)
+    _, drawn = parallel.generate_tokens(
+        model.params, state, tokens, lengths, model.config, size=size, mesh=model.mesh
+    )
     outputs = []
-    for prompt, row in zip(ids, np.asarray(drawn), strict=True):
+    for prompt, row in zip(ids, np.asarray(drawn)[: len(ids)], strict=True):
         piece = _Reader(model.tokenizer, end_tokens, stop).read(row, ended=True)
         outputs.append(Output(piece.text, piece.tokens, piece.finish_reason or "length", len(prompt)))
     return outputs

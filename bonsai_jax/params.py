@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,11 @@ from jaxtyping import Array, Float
 from bonsai_jax.config import ModelConfig
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
 from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
+
+if TYPE_CHECKING:
+    from bonsai_jax.parallel import Placement
+
+JOINED = ("wq", "wk", "wv", "bq", "bk", "bv")  # fields of Spec that are not of Layers
 
 
 class Layers(struct.PyTreeNode):
@@ -38,6 +43,8 @@ class Params(struct.PyTreeNode):
 
     head      None where the embedding is the output matrix too (tied)
     schedule  how a decode step's kernels are launched (dispatch.choose)
+    axis      the mesh axis over which matrices are split (parallel.py); None where a device has them whole.
+              Split ones exist inside shard_map, and their static shapes are those of one device
     """
 
     embed: QTensor
@@ -46,6 +53,7 @@ class Params(struct.PyTreeNode):
     head: QTensor | None
     rope_frequencies: Float[Array, "D/2"]
     schedule: str = struct.field(pytree_node=False, default="launches")
+    axis: str | None = struct.field(pytree_node=False, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +88,10 @@ def load(
     decoded: bool = False,
     activation_bits: int = 8,
     schedule: str = "auto",
+    placement: "Placement | None" = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
-    """Read every tensor of the checkpoint onto the default device.
+    """Read every tensor of the checkpoint onto the default device, or over a mesh.
 
     specs      the architecture's table: each tensor of the file must have one, each of its entries a tensor
     rope_frequencies  float32 [head_dim / 2] (layers.rope_frequencies)
@@ -90,17 +99,30 @@ def load(
     decoded    hold weights as float32, decoded here once, instead of packed
     activation_bits  8 or 16, to which kernels may round activations
     schedule   how a decode step's kernels are launched (dispatch.choose)
+    placement  how weights lie over many devices (parallel.Placement). Each weight, of all layers, exists on
+               the default device before it is split
     progress   called with bytes read so far and in all
     Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats, and for an implementation or a
-    schedule that was named and cannot run. All names and shapes are
-    checked before anything is read.
+    schedule that was named and cannot run, and ValueError for weights that the placement cannot split. All of
+    it is checked before anything is read.
     """
     plan, hold = _match(checkpoint, specs, config), _Hold(impl, decoded, activation_bits)
-    if schedule != "auto":  # before anything is read
+    if schedule == "one_launch" and placement and placement.axis:
+        raise NotImplementedError(
+            "schedule='one_launch' cannot run on weights split over devices: between a layer's phases they "
+            "must add their parts; leave the schedule to 'auto', or split rows instead (data parallel)"
+        )
+    if schedule != "auto":
         dispatch.choose(
             planned_layers_problem(checkpoint, specs, config, impl=impl, decoded=decoded), schedule
         )
+    if placement:
+        matrices = [
+            (spec.field, t) for spec, tensors in plan.items() for t in tensors if len(spec.shape) == 2
+        ]
+        placement.check([(field, t.shape, hold.format(t), hold.choose(t)) for field, t in matrices])
+    put = placement.put if placement else lambda field, value: value
     total, done = sum(t.nbytes for tensors in plan.values() for t in tensors), 0
     fields: dict[str, Any] = {}
     for spec, tensors in plan.items():
@@ -113,11 +135,13 @@ def load(
         else:
             fields[spec.field] = _stack(tensors, hold) if stacked else _matrix(tensors[0], hold)
         if spec.field == "wv":  # at once, while little else is loaded: for a moment they exist twice
-            fields["wqkv"] = qtensor.joined([fields.pop(name) for name in ("wq", "wk", "wv")])
+            fields["wqkv"] = put("wqkv", qtensor.joined([fields.pop(name) for name in ("wq", "wk", "wv")]))
+        elif spec.field not in JOINED and spec.field != "rope_divisors":
+            fields[spec.field] = put(spec.field, fields[spec.field])
         done += sum(t.nbytes for t in tensors)
         progress(done, total)
     if biases := [fields.pop(name) for name in ("bq", "bk", "bv") if name in fields]:
-        fields["bqkv"] = jnp.concatenate(biases, axis=1)
+        fields["bqkv"] = put("bqkv", jnp.concatenate(biases, axis=1))
     # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
     if (divisors := fields.pop("rope_divisors", None)) is not None:
         rope_frequencies = rope_frequencies / divisors
@@ -125,8 +149,12 @@ def load(
     layers = Layers(**{name: value for name, value in fields.items() if name in layer_fields})
     return Params(
         layers=layers,
-        schedule=dispatch.choose(layers_problem(layers, config, rows=1), schedule),
-        rope_frequencies=jnp.asarray(rope_frequencies, jnp.float32),
+        # One launch has no place for the sums over devices.
+        schedule=dispatch.choose(
+            layers_problem(layers, config, rows=1), "launches" if placement and placement.axis else schedule
+        ),
+        axis=placement.axis if placement else None,
+        rope_frequencies=put("rope_frequencies", jnp.asarray(rope_frequencies, jnp.float32)),
         **{name: value for name, value in fields.items() if name not in layer_fields},
     )
 
@@ -241,6 +269,11 @@ class _Hold:
     def format(self, t: Tensor | RandomTensor) -> str:
         return "f32" if self.decoded else t.format
 
+    def choose(self, t: Tensor | RandomTensor) -> str:
+        return dispatch.choose(
+            dispatch.Problem("matmul", dispatch.platform(), self.format(t), t.shape), self.impl
+        )
+
 
 def _vectors(tensors: Sequence[Tensor | RandomTensor]) -> jax.Array:
     """Norms and biases: float32 [tensors, width]."""
@@ -266,7 +299,7 @@ def _stack(tensors: Sequence[Tensor | RandomTensor], hold: _Hold) -> LayerStack:
 def _matrix(t: Tensor | RandomTensor, hold: _Hold) -> QTensor:
     """One matrix in the format and layout in which it will be held."""
     problem = dispatch.Problem("matmul", dispatch.platform(), hold.format(t), t.shape)
-    impl = dispatch.choose(problem, hold.impl)
+    impl = hold.choose(t)
     # Naming a kernel names the one of a decode step; only "xla" asks for the definition everywhere.
     gemm = dispatch.choose(dataclasses.replace(problem, op="gemm"), "xla" if hold.impl == "xla" else "auto")
     if isinstance(t, Tensor):

@@ -1,0 +1,185 @@
+"""Run by test_parallel.py in a process of its own, whose CPU is eight devices to JAX."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import decoding as core
+from bonsai_jax import parallel
+from checkpoints import open_checkpoint
+from pallas_kernels import LayerStack, QTensor, dequantize
+from pallas_kernels.qtensor import Rows, tile
+
+PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (5, 18, 30, 7, 9, 11)]
+# Greedy and seeded rows in one batch.
+SAMPLING = [bj.SamplingParams(temperature=float(row % 2), seed=row) for row in range(len(PROMPTS))]
+
+
+def load(source: str, weights, mesh=None) -> bj.Model:
+    return bj.load(f"synth:{source}", bj.RunConfig(page_size=16, weights=weights), mesh=mesh)
+
+
+def answers(model: bj.Model) -> list[list[int]]:
+    outputs = bj.generate(model, PROMPTS, max_new_tokens=12, sampling=SAMPLING, ignore_eos=True)
+    return [output.tokens for output in outputs]
+
+
+@functools.cache
+def on_one_device(source: str, weights) -> list[list[int]]:
+    return answers(load(source, weights))
+
+
+def bytes_of(tree, device) -> int:
+    """Bytes of the arrays' shards that lie on a device."""
+    shards = [shard for leaf in jax.tree.leaves(tree) for shard in leaf.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == device)
+
+
+@pytest.mark.parametrize(
+    "source, weights, data, model",
+    [
+        ("tiny-qwen3:q8_0", "packed", 2, 1),
+        ("tiny-qwen3:q8_0", "packed", 4, 1),  # 6 rows: two of padding
+        ("tiny-qwen3:q8_0", "packed", 1, 2),
+        ("tiny-qwen3:q8_0", "packed", 2, 4),  # two devices a KV head
+        ("tiny-qwen3:q4_k_m", "decoded", 1, 2),
+        ("tiny-llama:q1_0", "packed", 2, 2),
+        ("tiny-qwen2:q8_0", "packed", 1, 4),  # biases, tied
+    ],
+)
+def test_tokens_are_those_of_one_device(source, weights, data, model):
+    sharded = load(source, weights, bj.make_mesh(data, model))
+    assert answers(sharded) == on_one_device(source, weights)
+
+
+@pytest.mark.parametrize("source, parts", [("tiny-llama:q8_0", 2), ("tiny-qwen2:q8_0", 4)])
+def test_each_device_holds_its_share(source, parts):
+    mesh = bj.make_mesh(2, parts)
+    whole, sharded = load(source, "packed"), load(source, "packed", mesh)
+    split = [whole.params.embed, whole.params.head, whole.params.layers.wo, whole.params.layers.w_gate,
+             whole.params.layers.w_up, whole.params.layers.w_down]  # fmt: skip
+    split_bytes = sum(w.nbytes for w in split if w is not None)
+    joined = (*whole.params.layers.wqkv, whole.params.layers.bqkv)
+    joined_bytes = sum(w.nbytes for w in joined if w is not None)
+    rest = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.params)) - split_bytes - joined_bytes
+    heads, kv_heads = whole.config.num_heads, whole.config.num_kv_heads
+    mine = (heads // parts + 2 * max(1, kv_heads // parts)) / (heads + 2 * kv_heads)
+    state = bj.new_state(sharded, 4, 64, SAMPLING[:4], 8)
+    one = bj.new_state(whole, 4, 64, SAMPLING[:4], 8)
+    for device in mesh.devices.flat:
+        assert bytes_of(sharded.params, device) == split_bytes // parts + joined_bytes * mine + rest
+        cache = bytes_of((state.cache.k, state.cache.v), device)
+        assert cache == (one.cache.k.nbytes + one.cache.v.nbytes) // 2 // min(parts, kv_heads)
+
+
+def shard(array, device):
+    return next(s.data for s in array.addressable_shards if s.device == device)
+
+
+@pytest.mark.parametrize("source", ["tiny-qwen3:q4_k_m", "tiny-qwen3:q1_0"])
+def test_tiles_are_split_at_their_borders(source):
+    """The layouts of kernels, which a CPU cannot run: each device's tiles decode to its share."""
+    mesh = bj.make_mesh(1, 2)
+    whole = load(source, "packed")
+    placement, layers, c = parallel.Placement(mesh, whole.config), whole.params.layers, whole.config
+
+    def tiled(tree):
+        return jax.tree.map(jax.jit(tile), tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+    def decoded(stack: LayerStack, device=None) -> list[np.ndarray]:
+        """The first matrix of each part, of one device's shards or whole."""
+        matrices = []
+        for held in stack.parts:
+            if device is not None:
+                held = jax.tree.map(functools.partial(shard, device=device), held)
+            pieces = held.pieces if isinstance(held, Rows) else (held,)
+            matrices.append(np.concatenate([jax.jit(dequantize)(piece[0]) for piece in pieces]))
+        return matrices
+
+    (wqkv,) = placement.put("wqkv", tiled(layers.wqkv))
+    wo, up = placement.put("wo", tiled(layers.wo)), placement.put("w_up", tiled(layers.w_up))
+    for i, device in enumerate(mesh.devices.flat):
+        for got, want in zip(decoded(wqkv, device), decoded(layers.wqkv[0]), strict=True):
+            heads = np.split(
+                want.reshape(-1, c.head_dim, c.hidden), [c.num_heads, c.num_heads + c.num_kv_heads]
+            )
+            mine = np.concatenate([np.split(of, 2)[i] for of in heads])
+            np.testing.assert_array_equal(got, mine.reshape(-1, c.hidden))
+        for got, want in zip(decoded(wo, device), decoded(layers.wo), strict=True):
+            np.testing.assert_array_equal(got, np.split(want, 2, axis=1)[i])
+        for got, want in zip(decoded(up, device), decoded(layers.w_up), strict=True):
+            np.testing.assert_array_equal(got, np.split(want, 2)[i])
+    embed = tile(jax.tree.map(lambda a: a[:501], whole.params.embed).replace(shape=(501, c.hidden)))
+    placed = placement.put("embed", embed)
+    assert placed.shape == (256, c.hidden)
+    shares = [jax.tree.map(functools.partial(shard, device=device), placed) for device in mesh.devices.flat]
+    got = [dequantize(share) for share in shares]
+    np.testing.assert_array_equal(np.concatenate(got)[:501], dequantize(embed))
+
+
+def test_stream_and_logits_over_a_mesh_whose_axes_are_explicit():
+    mesh = jax.make_mesh((2, 2), ("data", "model"))
+    whole, sharded = load("tiny-llama:q8_0", "packed"), load("tiny-llama:q8_0", "packed", mesh)
+    sampling = bj.SamplingParams(temperature=1.0, seed=7)
+    streamed = [
+        [t for piece in bj.stream(m, PROMPTS[1], max_new_tokens=9, sampling=sampling, ignore_eos=True)
+         for t in piece.tokens] for m in (whole, sharded)
+    ]  # fmt: skip
+    assert streamed[0] == streamed[1] and len(streamed[0]) == 9
+    np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (whole, sharded)), atol=1e-4)
+
+
+def test_pmap_of_generate_tokens():
+    """No mesh: the pure function as it is, a state for each of four devices, seeds counting up."""
+    model = load("tiny-qwen2:q8_0", "packed")
+    tokens = jnp.asarray([[[5, 6, 7, 8 + row, *[0] * 12]] * 2 for row in range(4)], jnp.int32)
+    lengths = jnp.full((4, 2), 4, jnp.int32)
+
+    def state(seeds):
+        sampling = [bj.SamplingParams(temperature=1.0, seed=seed) for seed in seeds]
+        return bj.new_state(model, len(sampling), 32, sampling, 8, ignore_eos=True)
+
+    states = jax.tree.map(lambda *s: jnp.stack(s), *(state((2 * d, 2 * d + 1)) for d in range(4)))
+    run = jax.pmap(
+        functools.partial(core.generate_tokens, config=model.config, size=8), in_axes=(None, 0, 0, 0)
+    )
+    _, drawn = run(model.params, states, tokens, lengths)
+    _, alone = core.generate_tokens(
+        model.params, state(range(8)), tokens.reshape(8, 16), lengths.reshape(8), model.config, size=8
+    )
+    np.testing.assert_array_equal(drawn.reshape(8, 8), alone)
+
+
+def test_what_does_not_split_is_refused_with_what_would():
+    with pytest.raises(ValueError, match=r"3 devices along 'model': 4 query heads .* sizes that do: 1, 2, 4"):
+        load("tiny-qwen3:q8_0", "packed", bj.make_mesh(1, 3))
+    with pytest.raises(
+        ValueError, match=r"wo: 512 columns of q4_k do not split at 256; sizes that do: 1, 2$"
+    ):
+        load("tiny-qwen3:q4_k_m", "packed", bj.make_mesh(1, 4))
+    with pytest.raises(ValueError, match="data=4 x model=4 devices; there are 8"):
+        bj.make_mesh(4, 4)
+    with pytest.raises(ValueError, match="'pipeline' among them"):
+        load("tiny-llama:q8_0", "packed", jax.make_mesh((2,), ("pipeline",)))
+    model = load("tiny-llama:q8_0", "packed", bj.make_mesh(4, 1))
+    with pytest.raises(ValueError, match="6 rows do not split over 4 devices; 4 or 8 would"):
+        bj.new_state(model, 6, 64, SAMPLING, 8)
+
+
+def test_bonsai_and_llama_70b_split_as_they_are_shaped():
+    """Shapes only: 151,669 tokens and 8 KV heads over 8 devices; K-quants of 28,672 columns over 8."""
+    from bonsai_jax import architectures
+
+    for source, parts in (("synth:bonsai-8b:q1_0", 8), ("synth:llama-70b:q4_k_m", 8)):
+        checkpoint = open_checkpoint(source)
+        config = architectures.config_of(checkpoint)
+        placement = parallel.Placement(bj.make_mesh(1, parts), config)
+        specs = {s.gguf: s.field for s in architectures.get(config.architecture).TENSORS}
+        tensors = [(specs[name.replace("blk.0", "blk.{}")], t) for name, t in checkpoint.tensors.items()
+                   if name.replace("blk.0", "blk.{}") in specs and len(t.shape) == 2]  # fmt: skip
+        assert len(tensors) == 9
+        placement.check([(field, t.shape, t.format, "mosaic") for field, t in tensors])
