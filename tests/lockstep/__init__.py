@@ -113,5 +113,7 @@ def lockstep(at_a_time: int | None = None):
             name = module.__name__.split(".")[-1]  # a module's kernel has its name
             not_jitted = getattr(module, name).__wrapped__
             stack.enter_context(mock.patch.object(module, name, not_jitted))
+        # What vmap would make of a kernel is no matter here, and would trace it.
+        stack.enter_context(mock.patch.object(jax.custom_batching, "sequential_vmap", lambda f: f))
         stack.enter_context(np.errstate(all="ignore"))
         yield
