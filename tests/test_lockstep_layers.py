@@ -1,17 +1,20 @@
 """One launch for all layers in numpy (lockstep): against the layers composed of their definitions, and that
 no block waits for ever or writes what another may still read."""
 
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, attend, dequantize, formats
-from pallas_kernels.mosaic import decode_layers
+from pallas_kernels.mosaic import decode_layers, lanes
 from pallas_kernels.qtensor import tile
 from tests.lockstep import lockstep
 
 GROUP = 128
+PAGE_SIZE = 16
 
 
 def quantized(x, bits):
@@ -65,10 +68,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_layers_in_lockstep_are_their_definitions(case):
+def both(case):
+    """(x, keys, values) by the kernel and by definition, and the page table."""
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, dtype = case
-    D, page_size, eps, B = 64, 16, 1e-6, len(lengths)
+    D, eps, B = 64, 1e-6, len(lengths)
     rng = np.random.default_rng(hidden + blocks)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     width = (H + 2 * Hkv) * D
@@ -86,9 +89,9 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
     norms = tuple(1 + 0.1 * draw(L, hidden) for _ in range(2))
     head_norms = tuple(jnp.asarray(1 + 0.1 * draw(L, D)) for _ in range(2)) if normed else (None, None)
     bias = 0.3 * draw(L, width) if biased else None
-    pages = (max(lengths) // page_size) + 2
+    pages = (max(lengths) // PAGE_SIZE) + 2
     table = jnp.asarray(rng.permutation(B * pages).reshape(B, pages), jnp.int32)
-    k_pages, v_pages = (jnp.asarray(draw(L, B * pages, page_size, Hkv, D)).astype(dtype) for _ in range(2))
+    k_pages, v_pages = (jnp.asarray(draw(L, B * pages, PAGE_SIZE, Hkv, D)).astype(dtype) for _ in range(2))
     positions = np.asarray(lengths, np.int32)
     angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)), jnp.float32)
     rotation, x = (jnp.cos(angle), jnp.sin(angle)), draw(B, hidden)
@@ -104,15 +107,39 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
             None if bias is None else jnp.asarray(bias), k_pages, v_pages, table, jnp.asarray(positions),
             tuple(r[:, 0] for r in rotation), shapes=shapes, interleaved=interleaved,
         )  # fmt: skip
-    # A few parts in a million, until one code in thousands falls to the other side of .5, which is 1/127 of a
-    # column. With 16 bits attention is what differs, by its operands of 16 bits of mantissa.
-    limit = 1e-3 if bits == 8 else 2e-4
+    return got, want, table
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_layers_in_lockstep_are_their_definitions(case):
+    lengths, bits = case[6:8]
+    got, want, table = both(case)
+    # Parts in a million where every code is the same, but now and then one of 8 bits falls to the other side
+    # of .5, and all behind it differs by about 1 / 127 of a column. With 16 bits, attention is what differs:
+    # its operands have 16 bits of mantissa.
+    limit = 2e-2 if bits == 8 else 2e-4
     assert (np.linalg.norm(got[0] - want[0], axis=1) < limit * np.linalg.norm(want[0], axis=1)).all()
     for pages_got, pages_want in zip(got[1:], want[1:], strict=True):
         a, b = (np.array(p, np.float32) for p in (pages_got, pages_want))
         for row, j in enumerate(lengths):
             if j >= 0:
-                new = slice(None), table[row, j // page_size], j % page_size
-                assert np.linalg.norm(a[new] - b[new]) < 1e-3 * np.linalg.norm(b[new])
+                new = slice(None), table[row, j // PAGE_SIZE], j % PAGE_SIZE
+                assert np.linalg.norm(a[new] - b[new]) < 2e-2 * np.linalg.norm(b[new])
                 a[new] = b[new]
         np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_left_to_chance_is_an_error():
+    with (
+        mock.patch.object(lanes, "block_barrier", lambda: None),
+        pytest.raises(AssertionError, match="is read while it may be written"),
+    ):
+        both(CASES[0])
+
+
+def test_waiting_for_ever_is_an_error():
+    with (
+        mock.patch.object(decode_layers, "_tag", lambda write: (write + 1) % 3 + 1),
+        pytest.raises(AssertionError, match="waits for ever"),
+    ):
+        both(CASES[0])

@@ -278,6 +278,7 @@ def choose(condition, values, otherwise) -> list:
     if_op = scf.IfOp(condition, results_=[v.type for v in otherwise], has_else=True)
     with ir.InsertionPoint(if_op.then_block):
         scf.yield_(values())
+    assert if_op.else_block is not None
     with ir.InsertionPoint(if_op.else_block):
         scf.yield_(otherwise)
     return list(if_op.results)
