@@ -1,6 +1,7 @@
 """One launch for all layers in numpy (lockstep): against the layers composed of their definitions, and that
 no block waits for ever or writes what another may still read."""
 
+import functools
 from unittest import mock
 
 import jax
@@ -13,6 +14,7 @@ from pallas_kernels.mosaic import decode_layers, lanes
 from pallas_kernels.qtensor import tile
 from tests.lockstep import lockstep
 
+attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
 GROUP = 128
 PAGE_SIZE = 16
 
@@ -40,7 +42,7 @@ def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, ep
 
         (qkv,) = normed(x, norms[0], rounded(x), [w["qkv"]])
         qkv = qkv if bias is None else qkv + bias[layer]
-        out, k_pages, v_pages = attend(
+        out, k_pages, v_pages = attend_jit(
             jnp.asarray(rounded(qkv)[:, None], jnp.float32), k_pages, v_pages, table, positions[:, None],
             layer, rotation=rotation, interleaved=interleaved, eps=eps, norms=head_norms,
             num_keys=int(positions.max()) + 1,
@@ -51,12 +53,13 @@ def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, ep
     return x, k_pages, v_pages
 
 
-def matrix(N, K, layers, seed):
-    fields = formats.random_fields("q1_0", jax.random.key(seed), (layers, N, K // GROUP), 0.0, K**-0.5)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def matrix(N, K, layers, key):
+    """A tiled stack and the same dense."""
+    fields = formats.random_fields("q1_0", key, (layers, N, K // GROUP), 0.0, K**-0.5)
     stack = QTensor(fields, "q1_0", (N, K))
     tiled = tile(stack).fields
-    dense = np.stack([np.asarray(dequantize(stack[i]), np.float64) for i in range(layers)])
-    return (tiled["words"], tiled["scales"]), dense
+    return (tiled["words"], tiled["scales"]), jnp.stack([dequantize(stack[i]) for i in range(layers)])
 
 
 CASES = [
@@ -82,10 +85,9 @@ def both(case):
         "up": (ffn, hidden),
         "down": (hidden, ffn),
     }
-    made = {name: matrix(*size, L, seed) for seed, (name, size) in enumerate(sizes.items())}
-    tiled, dense = (  # tiled stacks and dense ones
-        tuple(words for words, _ in made.values()), {name: d for name, (_, d) in made.items()},
-    )  # fmt: skip
+    made = {name: matrix(*size, L, jax.random.key(seed)) for seed, (name, size) in enumerate(sizes.items())}
+    tiled = tuple(stack for stack, _ in made.values())
+    dense = {name: np.asarray(w, np.float64) for name, (_, w) in made.items()}
     norms = tuple(1 + 0.1 * draw(L, hidden) for _ in range(2))
     head_norms = tuple(jnp.asarray(1 + 0.1 * draw(L, D)) for _ in range(2)) if normed else (None, None)
     bias = 0.3 * draw(L, width) if biased else None
