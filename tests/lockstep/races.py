@@ -81,7 +81,9 @@ class Words:
     def write(self, words, warps, same=None):
         """`same`: where those bits are there already. To write them again is no race, but of `mail`."""
         own = np.uint32(1) << (warps % self.clocks.warps).astype(np.uint32)
-        if same is not None and (same := same & (self.writer[words] >= 0)).any():
+        if same is None:
+            assert len(np.unique(words)) == len(words), f"{self.name}: a word has two writers"
+        elif (same := same & (self.writer[words] >= 0)).any():
             np.bitwise_or.at(self.same, words[same], own[same])
             words, warps, own = (v[~same] for v in (words, warps, own))
         late = self._late(words, warps)
