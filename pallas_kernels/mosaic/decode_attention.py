@@ -244,7 +244,7 @@ class Attention:
         stop = arith.minui(keys, arith.addi(start, chunk))
         warp = arith.divui(lanes.thread(), lanes.index(32))
         length = lanes.to_index(arith.maxsi(position, lanes.integer(0)))
-        base = arith.minui(lanes.sum_of(start, (warp, KEYS)), length)
+        base = self._stored(length, lanes.sum_of(start, (warp, KEYS)))
         page = memory.load(cache.table, row, arith.divui(base, lanes.index(self.page_size)))
         return Kept(position, lanes.to_integer(start), lanes.to_integer(stop), page)
 
@@ -286,6 +286,11 @@ class Attention:
             self._combine(share, smem, *state, store_out, exchange)
             if next_layer is not None:
                 self._ask_for(cache, share, next_layer)
+
+    @staticmethod
+    def _stored(length, j):
+        """Key j, or the last that is stored: of the same page, if a page's first 16 keys hold both."""
+        return arith.minui(j, arith.subi(arith.maxui(length, lanes.index(1)), lanes.index(1)))
 
     def _place(self, cache: Cache, share: Share, layer, j, part, page=None):
         """Of element `part` of key j, whose page may be known."""
@@ -333,16 +338,12 @@ class Attention:
             )
 
         def fetch(first, page=None):
-            """Keys and values as they are stored. Those that are not there are read from where they would be,
-            or from the last: what lies there is finite, and is not used."""
-            last = arith.maxui(share.length, lanes.index(1))
-            there = lambda j: arith.minui(j, arith.subi(last, lanes.index(1)))  # noqa: E731
+            """Keys and values as they are stored; the last in place of those that are not there yet."""
             key_js, value_js = keys_of(first)
-            if self.page_size % KEYS == 0:
-                if page is None:
-                    base = there(plus(first, (warp, KEYS)))
-                    page = memory.load(cache.table, share.row, arith.divui(base, lanes.index(self.page_size)))
-                there = lambda j: j  # noqa: E731
+            there = functools.partial(self._stored, share.length)
+            if page is None and self.page_size % KEYS == 0:
+                base = there(plus(first, (warp, KEYS)))
+                page = memory.load(cache.table, share.row, arith.divui(base, lanes.index(self.page_size)))
             place = functools.partial(self._place, cache, share, layer, page=page)
             return [
                 memory.load_stored(8, ref, place(there(j), part=part))
@@ -401,40 +402,41 @@ class Attention:
             for c in chunks
         ]
 
-        def with_new_token(key_js, value_js, fetched):
-            """The new token's key and value among those of its warp, and in the cache."""
+        def placed(js, fresh, fetched):
+            """The new token's parts among those of the keys `js`."""
+            return [
+                arith.select(lanes.is_equal(j, share.length), new, old)
+                for (j, new), old in zip(((j, v) for j in js for v in fresh), fetched, strict=True)
+            ]
+
+        def with_new_key(js, fetched):
+            """The new key in its place among this warp's, and in the cache."""
+            with lanes.when(lanes.is_equal(g, lanes.index(self.heads))):
+                for part, vector in zip(key_part, new_key, strict=True):
+                    memory.store_stored(vector, cache.keys, place(share.length, part))
+            source = plus(t, (lanes.index(self.heads), 4))  # the lane that has the new key's part
+            return placed(js, [lanes.vector_from_lane(vector, source) for vector in new_key], fetched)
+
+        def with_new_value(js, fetched):
             value_head = plus(key_head, (lanes.index(self.kv_heads), 1))
             first = plus(lanes.index(0), (g, 8), (value_head, head_dim))
             loaded = load_qkv(share.row, [(first, 64 * c + i) for c in halves for i in (0, 4)])
             new_value = [lanes.stored(loaded[8 * c : 8 * c + 8], cache.values) for c in halves]
-            with lanes.when(lanes.is_equal(g, lanes.index(self.heads))):
-                for part, vector in zip(key_part, new_key, strict=True):
-                    memory.store_stored(vector, cache.keys, place(share.length, part))
             with lanes.when(lanes.is_equal(t, lanes.index(0))):
                 for part, vector in zip(value_part, new_value, strict=True):
                     memory.store_stored(vector, cache.values, place(share.length, part))
-            source = plus(t, (lanes.index(self.heads), 4))  # the lane that has the new key's part
-            key = [lanes.vector_from_lane(vector, source) for vector in new_key]
-            fresh = [v for _ in key_js for v in key] + [v for _ in value_js for v in new_value]
-            js = [j for j in key_js for _ in key_part] + [j for j in value_js for _ in value_part]
-            return [
-                arith.select(lanes.is_equal(j, share.length), new, old)
-                for j, new, old in zip(js, fresh, fetched, strict=True)
-            ]
+            return placed(js, new_value, fetched)
 
         # The state of a warp: of head g its largest score, this lane's share of the sum of weights, and of
         # the weighted values for each (c, i) those at 64 c + 16 t + i and + 8.
-        def visit(first, carry):
-            size = 2 * len(key_part) + 4 * len(value_part)
-            fetched, (maximum, total, *o) = carry[:size], carry[size:]
+        def visit(first, fetched, state):
             key_js, value_js = keys_of(first)
             base = plus(first, (warp, KEYS))
             is_near = lambda a, b: lanes.is_below(arith.subi(a, b), lanes.index(KEYS))  # noqa: E731
             has_new = arith.andi(is_near(share.length, base), lanes.is_below(share.length, share.stop))
-            fetched = lanes.choose(has_new, lambda: with_new_token(key_js, value_js, fetched), list(fetched))
             keys, values = fetched[: 2 * len(key_part)], fetched[2 * len(key_part) :]
+            keys = lanes.choose(has_new, lambda: with_new_key(key_js, keys), keys)
             keys = [keys[: len(key_part)], keys[len(key_part) :]]
-            values = [values[k * len(value_part) : (k + 1) * len(value_part)] for k in range(4)]
             scores = []
             for u in (0, 1):
                 c = [zero] * 4
@@ -446,31 +448,39 @@ class Attention:
             valid = [lanes.is_below(j, share.stop) for j in value_js]
             scores = [arith.select(ok, s, lanes.real(LOWEST)) for ok, s in zip(valid, scores, strict=True)]
             largest = lanes.largest_of_warp(functools.reduce(arith.maximumf, scores), 4)
-            new_maximum = arith.maximumf(maximum, largest)
-            keep = lanes.exp2(arith.subf(maximum, new_maximum))
+            new_maximum, total, o = largest, zero, [zero] * (head_dim // 4)
+            if state is not None:
+                maximum, total, *o = state
+                new_maximum = arith.maximumf(maximum, largest)
+                keep = lanes.exp2(arith.subf(maximum, new_maximum))
+                total, *o = (arith.mulf(v, keep) for v in (total, *o))
             weights = [
                 arith.select(ok, lanes.exp2(arith.subf(s, new_maximum)), zero)
                 for ok, s in zip(valid, scores, strict=True)
             ]
-            total = functools.reduce(arith.addf, weights, arith.mulf(total, keep))
+            total = functools.reduce(arith.addf, weights, total)
             (high0, low0), (high2, low2) = (lanes.split_pair(*weights[k : k + 2]) for k in (0, 2))
             # One after the other into the same sums, where rows 8 to 15 would be as many registers again.
             operand_parts = [[high0, none, high2, none], [low0, none, low2, none]]
             out = [new_maximum, total]
+            values = lanes.choose(has_new, lambda: with_new_value(value_js, values), values)
+            values = [values[k * len(value_part) : (k + 1) * len(value_part)] for k in range(4)]
             for c in halves:
                 ahead, behind = (lanes.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
                 for i in range(8):
                     at = 2 * (8 * c + i)
-                    acc = [arith.mulf(v, keep) for v in o[at : at + 2]]
+                    acc = o[at : at + 2]
                     for b in zip(ahead[i], behind[i], strict=True):
                         for operand in operand_parts:
                             acc = tensor_cores.add_product([*acc, zero, zero], operand, b)[:2]
                     out += acc
-            return [*fetch(plus(first, (lanes.index(KEYS_PER_SPLIT), 1))), *out]
+            return out
 
-        state = [lanes.real(LOWEST)] + [zero] * (1 + head_dim // 4)
         step = lanes.index(KEYS_PER_SPLIT)
-        state = lanes.loop(share.start, share.stop, step, [*fetched, *state], visit)[len(fetched) :]
+        state = visit(share.start, fetched, None)
+        state = lanes.loop(
+            arith.addi(share.start, step), share.stop, step, state, lambda i, state: visit(i, fetch(i), state)
+        )
         maximum, total, *o = state
         o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in halves]
         return maximum, lanes.warp_sum_real(total, 4), o
