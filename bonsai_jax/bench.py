@@ -18,6 +18,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -149,7 +150,7 @@ class Test:
         mean = statistics.fmean(speeds)
         moved = self.bytes_moved() * mean / (self.tokens if self.kind == "pp" else self.rows)
         return Row(
-            date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            date=now(),
             commit=commit(),
             device=card.device_name(),
             driver=card.driver(),
@@ -192,6 +193,10 @@ def model_name(source: str) -> str:
     return Path(source).stem if source.endswith(".gguf") else source
 
 
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
 @functools.cache
 def commit() -> str | None:
     """The checkout's commit, with "-dirty" when tracked files differ from it; None outside a checkout."""
@@ -228,15 +233,16 @@ def markdown(row: Row, size_bytes: int, parameters: int) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def json_line(row: Row) -> str:
+def json_line(row: Any) -> str:
+    """Any dataclass, as a line of JSON."""
     return json.dumps(dataclasses.asdict(row))
 
 
-def csv_header() -> str:
-    return ",".join(field.name for field in dataclasses.fields(Row))
+def csv_header(row: type = Row) -> str:
+    return ",".join(field.name for field in dataclasses.fields(row))
 
 
-def csv_line(row: Row) -> str:
+def csv_line(row: Any) -> str:
     out = io.StringIO()
     csv.writer(out, lineterminator="").writerow(dataclasses.asdict(row).values())
     return out.getvalue()

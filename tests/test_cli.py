@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card
+from bonsai_jax import bench, card, params
 from bonsai_jax.cli import app, options
 from bonsai_jax.cli.chat import Conversation
 from pallas_kernels import QTensor
@@ -357,6 +357,38 @@ def test_bench(output):
         assert [json.loads(line)["test"] for line in lines] == tests
     else:
         assert lines[0] == bench.csv_header() and len(lines) == 7
+
+
+@pytest.mark.parametrize("output", ["md", "jsonl", "csv"])
+def test_profile(output):
+    done = run(
+        "bench", "-m", "synth:tiny-qwen3:q4_k_m", "--profile", "-n", 4, "-d", "0,16", "-r", 1, "-o", output
+    )
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    phases = [
+        "qkv",
+        "attention",
+        "attention output",
+        "gate and up",
+        "down",
+        "head",
+        "sum of these",
+        "whole step",
+    ]
+    if output == "md":
+        assert [line.split(" | ")[3] for line in lines[2:]] == 2 * phases
+    elif output == "csv":
+        assert lines[0].startswith("date,commit,") and len(lines) == 17
+    else:
+        rows = [json.loads(line) for line in lines]
+        assert [row["phase"] for row in rows] == 2 * phases
+        assert [row["test"] for row in rows[::8]] == ["tg@d0", "tg@d16"]
+        model = bj.load("synth:tiny-qwen3:q4_k_m", bj.RunConfig(rows=1))
+        # Everything that a step reads is in some phase, but for norms and biases.
+        held = sum(row["bytes"] for row in rows[8:14] if row["phase"] != "attention")
+        assert 0.98 < held / params.decode_bytes(model.params) <= 1
+        assert all(row["us"] > 0 and row["operations"] > 0 for row in rows)
 
 
 def test_perplexity_and_its_base(tiny, tmp_path):

@@ -78,24 +78,24 @@ def check_gradients(op, dense_op, *arguments):
 
 
 @pytest.mark.parametrize("format", formats.names())
-def test_gradients_are_the_dense_ones(format):
+def test_gradients_of_a_product_are_the_dense_ones(format):
     """To x, to the norm's gamma and to the residual; the layer is traced, as in a scan over layers."""
+    w, c = weight(format, 1, K), numbers(9, 2, K)
+    check_gradients(
+        lambda x, gamma, r, i: (matmul(x, w, i, gamma=gamma, eps=EPS, residual=r) * c).sum(),
+        lambda x, gamma, r, w, c: ((dense_norm(x, gamma) @ w.T + r) * c).sum(),
+        dequantize(w)[1], c,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("format", ["q1_0", "q4_k", "f32"])
+def test_gradients_of_a_feed_forward_are_the_dense_ones(format):
     gate, up, down = (weight(format, seed, K) for seed in (1, 2, 3))
-    g, u, d = (dequantize(w)[1] for w in (gate, up, down))
     c = numbers(9, 2, K)
     check_gradients(
         lambda x, gamma, r, i: (ffn(x, gate, up, down, i, gamma=gamma, eps=EPS, residual=r) * c).sum(),
         lambda x, gamma, r, g, u, d, c: (dense_ffn(x, g, u, d, gamma, r) * c).sum(),
-        g, u, d, c,
-    )  # fmt: skip
-
-
-def test_gradients_of_one_product():
-    down, c = weight("q6_k", 3, K), numbers(9, 2, K)
-    check_gradients(
-        lambda x, gamma, r, i: (matmul(x, down, i, gamma=gamma, eps=EPS, residual=r) * c).sum(),
-        lambda x, gamma, r, w, c: ((dense_norm(x, gamma) @ w.T + r) * c).sum(),
-        dequantize(down)[1], c,
+        *(dequantize(w)[1] for w in (gate, up, down)), c,
     )  # fmt: skip
 
 

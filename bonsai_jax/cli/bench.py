@@ -36,6 +36,9 @@ def command(
     output: Annotated[
         Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")
     ] = "md",
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Phases of a decode step at each depth, timed apart, instead.")
+    ] = False,
     impl: options.Impl = "auto",
     schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
@@ -46,7 +49,9 @@ def command(
 ) -> None:
     """Measure prompt processing (pp) and token generation (tg): tok/s, GB/s, share of the memory ceiling.
 
-    Sizes may be lists: -p 512,2048. There is no tokenization and no sampling.
+    Sizes may be lists: -p 512,2048. There is no tokenization and no sampling. With --profile: what of a
+    decode step takes how long, and how near that is to what memory allows. Its phases are timed apart, so
+    they do not sum to the step, which has a row of its own.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
     if not any(sizes[0] + sizes[1] + rows):
@@ -55,6 +60,7 @@ def command(
 
     import bonsai_jax as bj
     from bonsai_jax import bench
+    from bonsai_jax import profile as phases
     from checkpoints import open_checkpoint
 
     context = max(max(sizes[0] + sizes[1]) + max(sizes[2]), 2 * bench.BATCH_TOKENS if any(rows) else 0)
@@ -69,6 +75,17 @@ def command(
     checkpoint = open_checkpoint(model or options.demo_model(), offline=offline)
     with options.progress("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, progress=update)
+    if profile:
+        header = {"md": phases.markdown_header(), "csv": bench.csv_header(phases.Phase), "jsonl": None}[
+            output
+        ]
+        if header:
+            print(header)
+        form = {"md": phases.markdown, "csv": bench.csv_line, "jsonl": bench.json_line}[output]
+        for depth in sizes[2]:
+            for row in phases.measure(loaded, depth, repetitions):
+                print(form(row), flush=True)
+        return
     size_bytes = sum(t.nbytes for t in checkpoint.tensors.values())
     parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
     if header := {"md": bench.markdown_header, "csv": bench.csv_header, "jsonl": str}[output]():
