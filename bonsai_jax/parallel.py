@@ -70,10 +70,8 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = Non
 def usable(mesh: Mesh) -> Mesh:
     """The same mesh with Auto axes: on the Explicit ones that jax.make_mesh makes, Pallas calls fail outside
     shard_map. Raises ValueError for axes other than "data" and "model"."""
-    if unknown := set(mesh.axis_names) - {DATA, MODEL}:
-        raise ValueError(
-            f'mesh: axes are {mesh.axis_names}, {unknown.pop()!r} among them; use "data", "model"'
-        )
+    if unknown := sorted(set(mesh.axis_names) - {DATA, MODEL}):
+        raise ValueError(f'mesh: axes are {mesh.axis_names}, {unknown[0]!r} among them; use "data", "model"')
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
