@@ -17,9 +17,9 @@ try:
 except ImportError:
     plt = None
 
-# Random weights; a real model works alike. On a GPU add bj.RunConfig(impl="xla"): definitions have
-# gradients, kernels have none.
-model = bj.load("synth:tiny-qwen3:q1_0")
+# Random weights; a real model works alike. Weights stay bits in memory ("packed"). On a GPU add impl="xla":
+# definitions have gradients, kernels have none.
+model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(weights="packed"))
 params, config = model.params, model.config
 
 
@@ -102,9 +102,8 @@ lens = layers.logits(params, kept["output"], config)[:, -1]  # [L, V]
 for layer, scores in enumerate(lens):
     rank = int((scores > scores[winner]).sum())
     writes = [float(jnp.linalg.norm(kept[name][layer, -1])) for name in ("attention", "mlp")]
-    print(
-        f"after layer {layer} the winner has rank {rank}; attention wrote {writes[0]:.2f}, mlp {writes[1]:.2f}"
-    )
+    print(f"after layer {layer} the winner has rank {rank}; ", end="")
+    print(f"attention wrote {writes[0]:.2f}, mlp {writes[1]:.2f}")
 assert int(lens[-1].argmax()) == winner
 
 # %% [markdown]
@@ -147,7 +146,8 @@ if plt:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3))
     axes[0].plot(losses)
     axes[0].set(xlabel="step", ylabel="loss of the soft prompt", yscale="log")
-    axes[1].barh([model.tokenizer.decode([t]) for t in text.tolist()], attribution)
+    axes[1].barh(range(len(text)), attribution)
+    axes[1].set_yticks(range(len(text)), [model.tokenizer.decode([t]) for t in text.tolist()])
     axes[1].set(xlabel="gradient x input")
     axes[2].plot(strengths, probabilities, marker="o")
     axes[2].set(xlabel="strength", ylabel="p of the wanted token")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+WARNINGS = ("-W", "error::UserWarning", "-W", "ignore:FigureCanvasAgg is non-interactive:UserWarning")
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
 
 
@@ -17,8 +18,6 @@ def test_it_runs(notebook):
     # Unoptimized code: compiling is most of the time. Pictures go nowhere.
     env = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0", "MPLBACKEND": "agg"}
     env["PYTHONPATH"] = str(ROOT)
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", notebook], env=env, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, *WARNINGS, str(notebook)], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
