@@ -4,6 +4,7 @@ sampling.
 ppN      N prompt tokens at once, and the logits of the last
 tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
 ...@dD   the same behind D tokens that are in the cache already
+batchB   B rows of 128 tokens that produce 128 more, one step for all of them; tokens of all rows a second
 """
 
 import csv
@@ -32,6 +33,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.model import Model
 from bonsai_jax.params import Params
 
+BATCH_TOKENS = 128  # of each row of a batch: so many are in the cache, and as many are produced
 WARMUP_STEPS = 8  # a decode loop of any length is the same program: a short one warms it up
 
 
@@ -60,10 +62,10 @@ class Row:
 
 
 def last_logits(
-    params: Params, cache: KVCache, tokens: Int[Array, "1 T"], config: ModelConfig
-) -> tuple[Float[Array, "1 V"], KVCache]:
-    """A prompt through the model, behind what the cache holds: its last token's logits, and the cache."""
-    lengths = jnp.full(1, tokens.shape[1], jnp.int32)
+    params: Params, cache: KVCache, tokens: Int[Array, "B T"], config: ModelConfig
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Prompts through the model, behind what the cache holds: their last tokens' logits, and the cache."""
+    lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
     return layers.logits(params, hidden, config), cache
 
@@ -73,16 +75,20 @@ read_prompt = functools.partial(jax.jit, static_argnames="config", donate_argnam
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def read_one_by_one(
-    params: Params, cache: KVCache, tokens: Int[Array, "N"], steps: int | Int[Array, ""], config: ModelConfig
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    steps: int | Int[Array, ""],
+    config: ModelConfig,
 ) -> tuple[Float[Array, ""], KVCache]:
-    """The first `steps` tokens, one decode step each, in a loop on the device.
+    """The first `steps` tokens of every row, one decode step each, in a loop on the device.
 
     Returns the sum of every step's largest logit: it needs all logits, so none can be optimized away.
     """
 
     def step(i, carry):
         total, cache = carry
-        logits, cache = last_logits(params, cache, tokens[i][None, None], config)
+        logits, cache = last_logits(params, cache, tokens[:, i][:, None], config)
         return total + logits.max(), cache
 
     return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))
@@ -96,50 +102,52 @@ class Test:
     kind: str  # "pp" or "tg"
     tokens: int
     depth: int = 0
+    rows: int = 1
 
     def __post_init__(self):
         config, run = self.model.config, self.model.run
-        ids = (
-            np.random.default_rng(0).integers(0, config.vocab_size, self.depth + self.tokens).astype(np.int32)
-        )
-        self.ids = jnp.asarray(ids[self.depth :])
-        self.cache = kv.empty(config, run, 1, self.depth + self.tokens)
+        shape = (self.rows, self.depth + self.tokens)
+        ids = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
+        self.ids = jnp.asarray(ids[:, self.depth :])
+        self.cache = kv.empty(config, run, *shape)
         if self.depth:
-            _, self.cache = read_prompt(
-                self.model.params, self.cache, jnp.asarray(ids[None, : self.depth]), config
-            )
+            prompt = jnp.asarray(ids[:, : self.depth])
+            _, self.cache = read_prompt(self.model.params, self.cache, prompt, config)
         on_gpu = jax.default_backend() != "cpu"
         for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
             self.run(warm=True)
 
     @property
     def name(self) -> str:
+        if self.rows > 1:
+            return f"batch{self.rows}"
         return f"{self.kind}{self.tokens}" + (f"@d{self.depth}" if self.depth else "")
 
     def run(self, warm: bool = False) -> float:
         """Tokens per second of one repetition."""
         params, config = self.model.params, self.model.config
-        cache = self.cache.replace(lengths=jnp.full(1, self.depth, jnp.int32))
+        cache = self.cache.replace(lengths=jnp.full(self.rows, self.depth, jnp.int32))
         steps = jnp.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens)
         jax.block_until_ready((cache, steps))
         began = time.perf_counter()
         if self.kind == "pp":
-            out, self.cache = read_prompt(params, cache, self.ids[None], config)
+            out, self.cache = read_prompt(params, cache, self.ids, config)
         else:
             out, self.cache = read_one_by_one(params, cache, self.ids, steps, config)
         jax.block_until_ready(out)
-        return self.tokens / (time.perf_counter() - began)
+        return self.rows * self.tokens / (time.perf_counter() - began)
 
     def bytes_moved(self) -> int:
         """Per run for pp, per step for tg: see Row."""
         held = weights.decode_bytes(self.model.params)
         if self.kind == "pp":
             return held
-        return card.decode_bytes(held, self.model.config, self.model.run, [self.depth + self.tokens // 2])
+        lengths = [self.depth + self.tokens // 2] * self.rows
+        return card.decode_bytes(held, self.model.config, self.model.run, lengths)
 
     def row(self, speeds: Sequence[float]) -> Row:
         mean = statistics.fmean(speeds)
-        moved = self.bytes_moved() * mean / (self.tokens if self.kind == "pp" else 1)
+        moved = self.bytes_moved() * mean / (self.tokens if self.kind == "pp" else self.rows)
         return Row(
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             commit=commit(),
@@ -163,13 +171,16 @@ def measure(
     depths: Sequence[int] = (0,),
     repetitions: int = 5,
     *,
+    batches: Sequence[int] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Row]:
-    """A row for every depth and test size, in llama-bench's order; sizes of 0 are left out, as there."""
+    """A row for every depth and test size, in llama-bench's order, then one for every batch; sizes of 0 are
+    left out, as there."""
     kinds = [("pp", n) for n in prompts if n] + [("tg", n) for n in new_tokens if n]
-    plan = [(kind, n, depth) for depth in depths for kind, n in kinds]
-    for i, (kind, n, depth) in enumerate(plan):
-        test, speeds = Test(model, kind, n, depth), []
+    plan = [(kind, n, depth, 1) for depth in depths for kind, n in kinds]
+    plan += [("tg", BATCH_TOKENS, BATCH_TOKENS, rows) for rows in batches if rows]
+    for i, sizes in enumerate(plan):
+        test, speeds = Test(model, *sizes), []
         for repetition in range(repetitions):
             speeds.append(test.run())
             progress(i * repetitions + repetition + 1, len(plan) * repetitions)

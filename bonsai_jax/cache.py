@@ -51,16 +51,24 @@ def empty(config: ModelConfig, run: RunConfig, rows: int, context: int) -> KVCac
     """
     pages = page_count(context, run.page_size)
     shape = (config.num_layers, rows * pages, run.page_size, config.num_kv_heads, config.head_dim)
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    platform, held_as = dispatch.platform(), str(jnp.dtype(run.cache_dtype))
-    prefill = dispatch.Problem("prefill attention", platform, held_as, (*heads, run.page_size))
+    one, prefill = attention_problems(config, run)
     return KVCache(
         k=jnp.zeros(shape, run.cache_dtype),
         v=jnp.zeros(shape, run.cache_dtype),
         block_table=jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages),
         lengths=jnp.zeros(rows, jnp.int32),
-        impl=dispatch.choose(dispatch.Problem("attention", platform, shape=heads), run.impl),
+        impl=dispatch.choose(one, run.impl),
         prefill_impl=dispatch.choose(prefill, "xla" if run.impl == "xla" else "auto"),
+    )
+
+
+def attention_problems(config: ModelConfig, run: RunConfig) -> tuple[dispatch.Problem, dispatch.Problem]:
+    """What the choice of attention depends on: for one token a row, and for many. `run` must be resolved."""
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    platform, held_as = dispatch.platform(), str(jnp.dtype(run.cache_dtype))
+    return (
+        dispatch.Problem("attention", platform, shape=heads),
+        dispatch.Problem("prefill attention", platform, held_as, (*heads, run.page_size)),
     )
 
 

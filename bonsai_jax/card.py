@@ -113,7 +113,8 @@ def bandwidth() -> float:
 
 def impl_names(params: Params) -> str:
     """The matmul implementations that these weights were loaded for: "xla", "mosaic+xla" where they differ;
-    "mosaic:16" where kernels have 16 bits of activations and not 8."""
+    "mosaic:16" where kernels have 16 bits of activations and not 8; "mosaic, one launch" where a decode step
+    is one."""
     leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
     names = {
         leaf.impl
@@ -122,7 +123,8 @@ def impl_names(params: Params) -> str:
         for leaf in leaves
         if isinstance(leaf, QTensor)
     }
-    return "+".join(sorted(names))
+    one_launch = isinstance(params, Params) and params.schedule == "one_launch"
+    return "+".join(sorted(names)) + (", one launch" if one_launch else "")
 
 
 def step_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:

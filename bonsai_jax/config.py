@@ -87,12 +87,14 @@ class RunConfig:
     """How this process runs the model.
 
     impl         "auto", or one of "xla", "mosaic", "triton": naming one that cannot run is an error
+    schedule     how the kernels of a decode step are launched: "one_launch" for all layers, where a step's
+                 rows have room in it, or "launches", some for each layer; "auto": the first that can run.
+                 Naming one that cannot run is an error
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": decoded on CPU, where that measured fastest
                  (benchmarks/LOG.md), packed elsewhere
     activation_bits  8 or 16, to which kernels may round activations, per group of 128; 16 is nearly exact.
-                     The
-                 definitions round nothing
+                 The definitions round nothing
     cache_dtype  of keys and values; None: float32 on CPU, bfloat16 elsewhere
     page_size    tokens in a page of the cache
     context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
@@ -100,6 +102,7 @@ class RunConfig:
     """
 
     impl: Literal["auto", "xla", "mosaic", "triton"] = "auto"
+    schedule: Literal["auto", "one_launch", "launches"] = "auto"
     weights: Literal["auto", "packed", "decoded"] = "auto"
     activation_bits: Literal[8, 16] = 8
     cache_dtype: Literal["float32", "bfloat16"] | None = None
@@ -109,6 +112,7 @@ class RunConfig:
 
     def __post_init__(self):
         _one_of(self, "impl", ("auto", "xla", "mosaic", "triton"))
+        _one_of(self, "schedule", ("auto", "one_launch", "launches"))
         _one_of(self, "weights", ("auto", "packed", "decoded"))
         _one_of(self, "activation_bits", (8, 16))
         _one_of(self, "cache_dtype", ("float32", "bfloat16", None))

@@ -14,7 +14,7 @@ from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
-from pallas_kernels import LayerStack, attend, dispatch, gated, matmul
+from pallas_kernels import LayerStack, QTensor, attend, dispatch, gated, matmul
 
 SITES = ("input", "attention", "middle", "mlp", "output")
 
@@ -208,9 +208,17 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
     from pallas_kernels.mosaic.decode_layers import Shapes, decode_layers  # only GPUs need it
 
     w = params.layers
-    stacks = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
+    parts = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
+    stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see layers_problem
     shape = (x.shape[0], config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim)
-    y, k_pages, v_pages = decode_layers(
+    kernel = functools.partial(
+        decode_layers,
+        shapes=Shapes(
+            *shape, blocks=dispatch.multiprocessors(), bits=stacks[0].activation_bits, eps=config.rms_norm_eps
+        ),
+        interleaved=config.rope.interleaved,
+    )
+    y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(
         x[:, 0],
         tuple((part.fields["words"], part.fields["scales"]) for part in stacks),
         (w.attn_norm, w.ffn_norm),
@@ -221,10 +229,6 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
         cache.block_table,
         positions[:, 0],
         (rotation[0][:, 0], rotation[1][:, 0]),
-        shapes=Shapes(
-            *shape, blocks=dispatch.multiprocessors(), bits=stacks[0].activation_bits, eps=config.rms_norm_eps
-        ),
-        interleaved=config.rope.interleaved,
     )
     return y[:, None], cache.replace(k=k_pages, v=v_pages)
 

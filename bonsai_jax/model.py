@@ -126,6 +126,7 @@ def load_params(
         impl=run.impl,
         decoded=run.weights == "decoded",
         activation_bits=run.activation_bits,
+        schedule=run.schedule,
         placement=None if mesh is None else parallel.Placement(mesh, config),
         progress=progress,
     )

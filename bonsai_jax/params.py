@@ -103,10 +103,20 @@ def load(
                the default device before it is split
     progress   called with bytes read so far and in all
     Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and
-    NotImplementedError for a format without a file in pallas_kernels/formats, and ValueError for weights that
-    the placement cannot split. All of it is checked before anything is read.
+    NotImplementedError for a format without a file in pallas_kernels/formats, and for an implementation or a
+    schedule that was named and cannot run, and ValueError for weights that the placement cannot split. All of
+    it is checked before anything is read.
     """
     plan, hold = _match(checkpoint, specs, config), _Hold(impl, decoded, activation_bits)
+    if schedule == "one_launch" and placement and placement.axis:
+        raise NotImplementedError(
+            "schedule='one_launch' cannot run on weights split over devices: between a layer's phases they "
+            "must add their parts; leave the schedule to 'auto', or split rows instead (data parallel)"
+        )
+    if schedule != "auto":
+        dispatch.choose(
+            planned_layers_problem(checkpoint, specs, config, impl=impl, decoded=decoded), schedule
+        )
     if placement:
         matrices = [
             (spec.field, t) for spec, tensors in plan.items() for t in tensors if len(spec.shape) == 2
@@ -152,16 +162,48 @@ def load(
 def layers_problem(layers: Layers, config: ModelConfig, rows: int) -> dispatch.Problem:
     """What the schedule of a decode step depends on."""
     stacks = [*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down]
-    parts = [part for stack in stacks for part in stack.parts]
-    held = {(part.format, part.impl) if isinstance(part, QTensor) else ("", "") for part in parts}
-    alike = len(stacks) == len(parts) == 5 and len(held) == 1
-    format, impl = next(iter(held))
-    return dispatch.Problem(
-        "layers",
-        dispatch.platform(),
-        format if alike and impl == "mosaic" else "",
-        (rows, config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim),
-    )
+    pieces = [
+        piece
+        for stack in stacks
+        for part in stack.parts
+        for piece in (part.pieces if isinstance(part, qtensor.Rows) else (part,))
+    ]
+    held = {(piece.format, piece.impl) for piece in pieces}
+    return _layers_problem(held if len(stacks) == len(pieces) == 5 else set(), config, rows)
+
+
+def planned_layers_problem(
+    checkpoint: Checkpoint,
+    specs: Sequence[Spec],
+    config: ModelConfig,
+    *,
+    impl: str = "auto",
+    decoded: bool = False,
+    rows: int = 1,
+) -> dispatch.Problem:
+    """`layers_problem` of a model that is not loaded; arguments as for `load`."""
+    names = [
+        name
+        for spec in specs
+        if "{}" in spec.gguf and len(spec.shape) == 2 and (name := spec.name(checkpoint.naming))
+    ]
+    tensors = [checkpoint.tensors.get(name.format(i)) for name in names for i in range(config.num_layers)]
+    held = set()
+    for t in tensors:
+        if t is not None:
+            format = "f32" if decoded else t.format
+            problem = dispatch.Problem("matmul", dispatch.platform(), format, t.shape)
+            taken = [verdict.impl for verdict in dispatch.explain(problem, impl) if verdict.taken]
+            held.update((format, name) for name in taken or ["none"])
+    joined = config.q_width % 16 == config.kv_width % 16 == 0  # or q, k and v stay apart: qtensor.joined
+    return _layers_problem(held if joined else set(), config, rows)
+
+
+def _layers_problem(held: set[tuple[str, str]], config: ModelConfig, rows: int) -> dispatch.Problem:
+    """`held`: formats and implementations of five matrices a layer; empty where there are more."""
+    format = next(iter(held))[0] if len(held) == 1 and next(iter(held))[1] == "mosaic" else ""
+    shape = (rows, config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim)
+    return dispatch.Problem("layers", dispatch.platform(), format, shape)
 
 
 def decode_bytes(params: Params) -> int:

@@ -17,8 +17,7 @@ try:
 except ImportError:
     plt = None
 
-# Random weights; a real model works alike. Weights stay bits in memory ("packed"). On a GPU add impl="xla":
-# definitions have gradients, kernels have none.
+# Random weights; a real model works alike. Weights stay bits in memory ("packed").
 model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(weights="packed"))
 params, config = model.params, model.config
 

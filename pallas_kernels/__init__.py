@@ -2,7 +2,7 @@
 
 from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.dispatch import Problem, Verdict, choose, explain
-from pallas_kernels.matmul import gated, matmul, rms_norm
+from pallas_kernels.matmul import ffn, gated, matmul, rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize, from_blocks, quantize
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "choose",
     "dequantize",
     "explain",
+    "ffn",
     "from_blocks",
     "gated",
     "matmul",

@@ -1,5 +1,7 @@
 """Attention over a paged key-value cache, with what a layer does to queries, keys and values before it."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -30,11 +32,18 @@ def attention(
     num_keys     keys to visit, at least 1 + the largest position. An int is a loop of known length, which
                  jax.grad can reverse; a traced value stops the loop early instead.
     Returns float32 [B, T, H, D].
+    Raises ValueError where sizes do not fit each other, and TypeError for numbers of the wrong kind.
 
     Softmax is computed online over blocks of keys (Milakov and Gimelshein 2018), in float32 at HIGHEST. A
     block that is masked for a row leaves that row's bits as they were, so a row does not depend on how long
     the others are.
     """
+    if q.ndim != 4 or q.shape[3] != k_pages.shape[-1]:
+        raise ValueError(
+            f"attention: q is {list(q.shape)}; give it as [B, T, H, D], with the D of the cache, "
+            f"{k_pages.shape[-1]}"
+        )
+    _check("attention", q, k_pages, v_pages, block_table, positions)
     B, T, H, D = q.shape
     page_size, Hkv = k_pages.shape[2:4]
     if H % Hkv:
@@ -130,20 +139,29 @@ def attend(
     rotation   cos and sin of the new tokens' angles, for rope
     impl       "mosaic" runs one token a row in one kernel
     prefill_impl  for more tokens a row; "mosaic" is mosaic/prefill_attention.py
-    The rest as for `attention`. Returns the output, float32 [B, T, H D], and the cache's pages with k and v
-    stored (in place, where the pages are donated).
+    The rest, and errors, as for `attention`. Returns the output, float32 [B, T, H D], and the cache's pages
+    with k and v stored (in place, where the pages are donated). Under vmap kernels are launched once for each
+    entry: more rows of one cache are the way to have them in one launch.
     """
+    if qkv.ndim != 3:
+        raise ValueError(f"attend: qkv is {list(qkv.shape)}; give it as [B, T, (H + 2 Hkv) D]")
+    _check("attend", qkv, k_pages, v_pages, block_table, positions)
     B, T, width = qkv.shape
     kv_heads, head_dim = k_pages.shape[3:]
+    if width % (kv_heads * head_dim) or width <= 2 * kv_heads * head_dim:
+        raise ValueError(
+            f"attend: qkv is {width} wide; with {kv_heads} KV heads of {head_dim} in the cache it must be "
+            f"{2 * kv_heads * head_dim} for them and a multiple of {kv_heads * head_dim} for queries"
+        )
     if impl == "mosaic" and T == 1:
         from pallas_kernels.mosaic.decode_attention import decode_attention  # only GPUs need it
 
         cos, sin = (x[:, 0] for x in rotation)
         gammas = norms if norms[0] is not None else None
-        out, k_pages, v_pages = decode_attention(
-            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas,
-            eps=eps, interleaved=interleaved,
-        )  # fmt: skip
+        kernel = functools.partial(decode_attention, eps=eps, interleaved=interleaved)
+        out, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(
+            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas
+        )
         return out[:, None], k_pages, v_pages
     q, k, v = jnp.split(
         qkv.reshape(B, T, -1, head_dim), (width // head_dim - 2 * kv_heads, -kv_heads), axis=2
@@ -156,7 +174,32 @@ def attend(
     if prefill_impl == "mosaic" and T > 1:
         from pallas_kernels.mosaic.prefill_attention import prefill_attention  # only GPUs need it
 
-        out = prefill_attention(q, k_pages, v_pages, block_table, positions, layer)
+        kernel = jax.custom_batching.sequential_vmap(prefill_attention)
+        out = kernel(q, k_pages, v_pages, block_table, positions, layer)
     else:
         out = attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys)
     return out.reshape(B, T, -1), k_pages, v_pages
+
+
+def _check(op: str, x, k_pages, v_pages, block_table, positions) -> None:
+    """Raise, in one sentence with the sizes and the remedy, where an argument does not fit."""
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{op}: queries are {x.dtype}; they are floating point: .astype(jnp.float32)")
+    for name, ids in {"block_table": block_table, "positions": positions}.items():
+        if not jnp.issubdtype(ids.dtype, jnp.integer):
+            raise TypeError(f"{op}: {name} is {ids.dtype}; it holds integers: .astype(jnp.int32)")
+    if k_pages.ndim != 5 or k_pages.shape != v_pages.shape:
+        raise ValueError(
+            f"{op}: k_pages are {list(k_pages.shape)} and v_pages {list(v_pages.shape)}; both are one "
+            "cache's, [layers, pages, page_size, KV heads, head_dim]"
+        )
+    if positions.shape != x.shape[:2]:
+        raise ValueError(
+            f"{op}: positions are {list(positions.shape)}, but there are queries of {x.shape[0]} rows of "
+            f"{x.shape[1]} tokens; give {list(x.shape[:2])}, with -1 for padding"
+        )
+    if block_table.ndim != 2 or len(block_table) != len(x):
+        raise ValueError(
+            f"{op}: block_table is {list(block_table.shape)}; {x.shape[0]} rows need "
+            f"[{x.shape[0]}, pages of a row]"
+        )

@@ -143,8 +143,9 @@ def choose(problem: Problem, impl: str = "auto") -> str:
             return verdict.impl
     reasons = {verdict.impl: verdict.reason for verdict in verdicts}
     able = [name for name, refuses in CANDIDATES[problem.op].items() if refuses(problem) is None]
+    asked = "schedule" if problem.op == "layers" else "impl"
     raise NotImplementedError(
-        f"impl={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}"
+        f"{asked}={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}"
     )
 
 

@@ -22,21 +22,17 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Arra
     weights  one matrix, or two; `layer` indexes their stack, if they are one
     Returns float32 [*batch, N].
     """
-    if any(w.gemm not in ("mosaic", "mosaic int8") for w in weights):
+    if any(w.gemm != "mosaic" for w in weights):
         return library(x, weights, layer, residual)
     from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
 
     lead, n = x.shape[:-1], weights[0].shape[0]
     x = x.reshape(-1, x.shape[-1])
-    if weights[0].gemm == "mosaic":
-        a, scale = scaled_to_half(x)
-        scale = scale[:, 0]
-    else:
-        a, scale = scaled_to_int8(x)
+    a, scale = scaled_to_half(x)
     stacks = [w.fields if layer is not None else jax.tree.map(lambda f: f[None], w.fields) for w in weights]
     y = bit_gemm.bit_gemm(
         a,
-        scale,
+        scale[:, 0],
         tuple((stack["words"], stack["scales"]) for stack in stacks),
         jnp.asarray(0 if layer is None else layer, jnp.int32),
         n,
@@ -68,12 +64,3 @@ def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     scale = jax.lax.bitcast_convert_type(exponent, jnp.float32)
     inverse = jax.lax.bitcast_convert_type((254 << 23) - exponent, jnp.float32)
     return (x * inverse).astype(jnp.float16), scale
-
-
-def scaled_to_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """float32 [*batch, K] -> (q int8 [*batch, K], s float32 [*batch, K / 128]): x = s q but for rounding, s
-    the largest |x| of a group over 127."""
-    groups = x.reshape(*x.shape[:-1], -1, 128)
-    largest = jnp.maximum(jnp.abs(groups).max(axis=-1, keepdims=True), 1e-20)
-    q = jnp.round(groups * (127 / largest)).astype(jnp.int8)
-    return q.reshape(x.shape), largest[..., 0] / 127

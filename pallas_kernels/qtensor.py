@@ -19,7 +19,7 @@ class QTensor(struct.PyTreeNode):
     impl     the matmul implementation chosen for it at load (dispatch.choose). "mosaic": the fields are those
              that the format's `tile` makes, which a kernel reads as they are
     gemm     the implementation of products with many rows, chosen at load too: "mosaic" or "library"
-             (gemm.py), or "xla", the definition. "mosaic int8" is never chosen: measured no faster
+             (gemm.py), or "xla", the definition
     activation_bits  to which a kernel may round activations, per group of 128 (q1_0) or of the columns that
                      share a scale: 8, or 16, which is nearly exact
     """

@@ -32,6 +32,20 @@ class LlamaCpp:
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
         self.server = xllamacpp.Server(params)
 
+    def log_probability(self, prompt_ids: Sequence[int], token: int) -> float:
+        """Of one token behind a prompt; it must end with whole characters, see `greedy`."""
+        request = {
+            "prompt": [int(i) for i in prompt_ids],
+            "max_tokens": 1,
+            "temperature": 0,
+            "logprobs": 1,
+            "logit_bias": [[int(token), 1000.0]],
+            "cache_prompt": True,
+        }
+        (drawn,) = self.server.handle_completions(request)["choices"][0]["logprobs"]["content"]
+        assert drawn["id"] == token
+        return drawn["logprob"]
+
     def greedy(self, prompt_ids: list[int], n: int, *, readable: int, text: Sequence[int] = ()) -> dict:
         """The n tokens that greedy decoding draws after the prompt, also beyond an end token, with the 20
         likeliest behind each: a row for `agreement`.

@@ -15,7 +15,7 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint
-from pallas_kernels import QTensor, dispatch, formats
+from pallas_kernels import QTensor, dispatch, ffn, formats
 from pallas_kernels.mosaic.bit_gemm import bit_gemm
 from pallas_kernels.mosaic.bit_gemv import bit_gemv
 from pallas_kernels.mosaic.decode_attention import decode_attention
@@ -155,6 +155,48 @@ def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
 
     compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
+
+
+VALUE_AND_GRADIENT = lambda f: jax.value_and_grad(lambda x: f(x).sum())  # noqa: E731
+PRODUCTS = {  # what is done with a feed-forward, and the shape of x
+    "vmap over 4 rows": (jax.vmap, (4, 256)),
+    "vmap over 4 of 2 rows": (jax.vmap, (4, 2, 256)),
+    "vmap over 40 rows": (jax.vmap, (40, 256)),
+    "gradient": (VALUE_AND_GRADIENT, (2, 256)),
+    "gradient of each row": (lambda f: jax.vmap(VALUE_AND_GRADIENT(f)), (4, 256)),
+}
+
+
+@pytest.mark.parametrize("transform", PRODUCTS)
+@pytest.mark.parametrize("format", sorted(dispatch.KERNELS))
+def test_a_feed_forward_compiles_under_vmap_and_grad(format, transform):
+    """Kernels have neither a derivative nor a rule for vmap: as many launches as without."""
+    draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
+    blocks = (3, 256, 256 // formats.get(format).WEIGHTS)
+    with as_on_a_gpu((9, 0)):
+        problem = dispatch.Problem("gemm", dispatch.platform(), format, (256, 256))
+        gemm = dispatch.choose(problem)
+        w = jax.eval_shape(lambda: tile(QTensor(draw(), format, (256, 256), gemm=gemm)))
+        change, shape = PRODUCTS[transform]
+        gamma = jax.ShapeDtypeStruct((3, 256), jnp.float32)
+
+        def f(x, w, gamma, layer):
+            return change(lambda x: ffn(x, w, w, w, layer, gamma=gamma, eps=1e-6, residual=x))(x)
+
+        x, layer = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+        compiled = compile_for_gpu(f, x, w, gamma, layer)
+    launches = compiled.as_text().count('custom_call_target="mosaic_gpu')
+    assert launches == (0 if shape[0] == 40 and gemm == "library" else 2)
+    assert " while(" not in compiled.as_text()
+
+
+def test_steps_of_several_caches_compile_under_vmap():
+    """As for seeds, each with a state of its own."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:tiny-qwen3:q1_0")
+        states = jax.tree.map(lambda a: jax.ShapeDtypeStruct((3, *a.shape), a.dtype), state)
+        step = jax.vmap(lambda params, state: core.step(params, state, config), in_axes=(None, 0))
+        compile_for_gpu(step, params, states)
 
 
 def _product(n, k, matrices, rows):

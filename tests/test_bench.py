@@ -80,7 +80,7 @@ def test_what_is_timed_is_the_models_forward(model):
     assert cache.lengths[0] == 24
 
     total, cache = bench.read_one_by_one(
-        model.params, kv.empty(config, model.run, 1, 64), jnp.asarray(ids), 20, config
+        model.params, kv.empty(config, model.run, 1, 64), jnp.asarray(ids[None]), 20, config
     )
     assert cache.lengths[0] == 20
     assert float(total) == pytest.approx(expected[:20].max(-1).sum(), rel=1e-4)
@@ -98,3 +98,16 @@ def test_repetitions_start_from_the_same_depth(model):
 def test_bytes_per_step_count_the_cache(model):
     shallow, deep = (bench.Test(model, "tg", 4, depth).bytes_moved() for depth in (0, 40))
     assert deep - shallow == 40 * kv.bytes_per_token(model.config, "float32")
+
+
+def test_a_batch_counts_the_tokens_of_all_its_rows(model, monkeypatch):
+    monkeypatch.setattr(bench, "BATCH_TOKENS", 4)
+    (row,) = bench.measure(model, (0,), (0,), (0,), 2, batches=(3,))
+    assert row.test == "batch3" and row.ceiling_share is not None
+    test = bench.Test(model, "tg", 4, depth=4, rows=3)
+    test.run()
+    np.testing.assert_array_equal(test.cache.lengths, [8, 8, 8])
+    assert not np.array_equal(test.ids[0], test.ids[1])
+    alone = bench.Test(model, "tg", 4, depth=4)
+    cache_bytes = 6 * kv.bytes_per_token(model.config, "float32")
+    assert test.bytes_moved() - alone.bytes_moved() == 2 * cache_bytes

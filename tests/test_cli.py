@@ -292,6 +292,25 @@ def test_activation_bits_reach_the_run_config(command, monkeypatch, tmp_path):
     assert seen == [8, 16, 8]
 
 
+@pytest.mark.parametrize("command", ["generate", "chat", "bench", "perplexity", "inspect"])
+def test_a_schedule_that_cannot_run_is_an_error_with_the_reason(command, tmp_path):
+    (tmp_path / "text.txt").write_text("words")
+    arguments = {"generate": ["x"], "perplexity": ["-f", tmp_path / "text.txt"]}.get(command, [])
+    assert run(command, *arguments, "-m", TINY, "--schedule", "all").exit_code == 2
+    done = run(command, *arguments, "-m", TINY, "--schedule", "one_launch")
+    if command == "inspect":
+        assert "   one_launch: needs bulk copies to shared memory" in done.stdout
+    else:
+        assert done.exit_code == 1
+        assert "error: schedule='one_launch' cannot run layers 1 x" in done.stderr
+        assert "needs bulk copies" in done.stderr and "what can: launches" in done.stderr
+
+
+def test_rows_say_when_a_step_is_one_launch(tiny):
+    assert card.impl_names(tiny.params) == "xla"
+    assert card.impl_names(tiny.params.replace(schedule="one_launch")) == "xla, one launch"
+
+
 def test_rows_say_when_kernels_had_16_bits():
     w = QTensor({}, "q1_0", (16, 256), impl="mosaic")
     assert card.impl_names([w, w.replace(impl="xla")]) == "mosaic+xla"
@@ -316,6 +335,13 @@ def test_inspect_json_has_the_same_figures():
     assert out["figures"]["weight bytes"] == 1_152_704_128
     assert out["figures"]["bytes per decoded token"] == pytest.approx(1.065e9, rel=2e-3)  # FACTS section 3
     assert {c["impl"] for c in out["choices"][0]["candidates"]} == {"mosaic", "triton", "xla"}
+    taken = {
+        c["problem"].split(" on ")[0]: [v["impl"] for v in c["candidates"] if v["taken"]]
+        for c in out["choices"]
+    }
+    assert taken["gemm q1_0 12288 x 4096"] == taken["attention 32 x 8 x 128"] == ["xla"]
+    assert taken["prefill attention float32 32 x 8 x 128 x 64"] == ["xla"]
+    assert taken["layers 1 x 4096 x 12288 x 32 x 8 x 128"] == ["launches"]
 
 
 @pytest.mark.parametrize("output", ["md", "jsonl", "csv"])

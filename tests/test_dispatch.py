@@ -7,7 +7,7 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, model
+from bonsai_jax import architectures, model, params
 from checkpoints import open_checkpoint
 from pallas_kernels import Problem, dispatch, explain, formats
 
@@ -32,8 +32,7 @@ FALLS_BACK = {
         ("matmul", format, MODELS): f"no kernel for matmul of {format} in this version"
         for format in (
             *("f32", "f16", "bf16"),
-            *("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"),
-            *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k"),
+            *("q5_0", "q5_1", "q2_k", "q3_k"),
             *("tq1_0", "tq2_0", "q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0"),
         )
     },
@@ -96,3 +95,23 @@ def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     matrices = [params.embed, *params.layers.wqkv[0].parts, *params.layers.w_down.parts]
     assert {w.impl for w in matrices} == {"xla" if falls_back else "mosaic"}
     assert bj.cache.empty(config, run, 1, 64).impl == "mosaic"
+
+
+@pytest.mark.parametrize("format", ["q1_0", "q4_k_m", "q8_0", "f16"])
+@pytest.mark.parametrize("name", ["bonsai-1.7b", "tiny-qwen2", "tiny-llama"])
+def test_the_schedule_is_the_same_before_and_after_loading(name, format, monkeypatch):
+    """`inspect` and the refusal of a named schedule know it from the file's table of tensors alone."""
+    monkeypatch.setattr(dispatch, "platform", lambda: "sm_90")
+    checkpoint = open_checkpoint(f"synth:{name}:{format}")
+    config = architectures.config_of(checkpoint)
+    run = model.resolve(bj.RunConfig(weights="packed"), config)
+    loaded = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
+    specs = architectures.get(config.architecture).TENSORS
+    planned = params.planned_layers_problem(checkpoint, specs, config)
+    assert planned == params.layers_problem(loaded.layers, config, rows=1)
+    assert loaded.schedule == dispatch.choose(planned)
+    if (name, format) == ("bonsai-1.7b", "q1_0"):
+        assert loaded.schedule == "one_launch"
+        asked = bj.RunConfig(weights="packed", schedule="launches")
+        again = jax.eval_shape(lambda: model.load_params(checkpoint, config, model.resolve(asked, config)))
+        assert again.schedule == "launches"

@@ -298,7 +298,7 @@ def test_kernel_steps_update_the_cache_in_place():
     assert state.cache.k.is_deleted() and after.cache.k.unsafe_buffer_pointer() == before
 
 
-@pytest.mark.parametrize("gemm", ["mosaic", "mosaic int8", "library"])
+@pytest.mark.parametrize("gemm", ["mosaic", "library"])
 @pytest.mark.parametrize(
     ("N", "K", "rows", "kind"),
     [
@@ -316,11 +316,9 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, gemm)
     for seed in range(2 if kind == "gated" else 1):
         fields = formats.random_fields("q1_0", jax.random.key(seed), (layers, N, K // 128), 0.0, 0.02)
         stacks.append(tile(QTensor(fields, "q1_0", (N, K))).replace(gemm=gemm))
-    # Whole numbers of 11 bits (8 for int8, with the largest in every group) times a power of two for each
-    # row: float16 holds them exactly, and quantizing them is exact.
-    top = 127 if gemm == "mosaic int8" else 2047
-    x = rng.integers(-top, top + 1, (rows, K))
-    x[:, 5::128] = top
+    # Whole numbers of 11 bits times a power of two for each row: float16 holds them exactly.
+    x = rng.integers(-2047, 2048, (rows, K))
+    x[:, 5::128] = 2047
     x = x * 2.0 ** rng.integers(-40, 20, (rows, 1))
     residual = rng.standard_normal((rows, N)).astype(np.float32)
     dense = [np.asarray(dequantize(w[layer]), np.float64) for w in stacks]
@@ -338,7 +336,9 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, gemm)
         norm = np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) if kind == "normed" else 1.0
         want = (x / norm) @ dense[0].T + (residual if kind == "added" else 0)
     got = [np.asarray(run(x32)) for _ in range(3)]
-    limit = 5e-6 if kind in ("plain", "added") else 1e-2 if gemm == "mosaic int8" else 1e-3
+    # Tensor cores cut off what they add to a sum, which shows the more the longer it is: with K = 12288 the
+    # library's own float16 product is further away than 5e-6 too.
+    limit = 5e-6 * max(1, K / 4096) if kind in ("plain", "added") else 1e-3
     for row_got, row_want in zip(got[0], want, strict=True):  # rows differ by many orders of magnitude
         assert np.linalg.norm(row_got - row_want) < limit * np.linalg.norm(row_want)
     np.testing.assert_array_equal(got[0], got[1])

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, dequantize, dispatch, formats
+from pallas_kernels.mosaic import int_gemv
 from pallas_kernels.qtensor import tile
-from tests.lockstep import int_gemv_on_cpu
+from tests.lockstep import lockstep
 
 INTEGER = sorted(name for name, kernel in dispatch.KERNELS.items() if kernel == "int_gemv")
 
@@ -61,8 +62,10 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
     fields = tuple(tuple({k: np.asarray(v) for k, v in tile(w).fields.items()} for w in of) for of in stacks)
     if index is None:
         fields = tuple(tuple({k: v[:1] for k, v in w.items()} for w in of) for of in fields)
-    got = int_gemv_on_cpu(
-        x, fields, None if index is None else np.array([index, index], np.int32), tuple(f for f, _ in parts),
-        gamma=gamma if normed else None, eps=1e-6, residual=residual if kind == "added" else None, bits=bits,
-    )  # fmt: skip
+    with lockstep(at_a_time=8):
+        got = int_gemv.int_gemv(
+            x, fields, None if index is None else np.array([index, index], np.int32),
+            formats_of=tuple(f for f, _ in parts), gamma=gamma if normed else None, eps=1e-6,
+            residual=residual if kind == "added" else None, activation_bits=bits, shared=220 * 1024,
+        )  # fmt: skip
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)

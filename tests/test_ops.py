@@ -1,12 +1,25 @@
 """matmul and attention against numpy in float64, which shares no code with them."""
 
+import re
+
 import gguf
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import LayerStack, attention, dispatch, formats, from_blocks, matmul, quantize
+from pallas_kernels import (
+    LayerStack,
+    attend,
+    attention,
+    dispatch,
+    ffn,
+    formats,
+    from_blocks,
+    gated,
+    matmul,
+    quantize,
+)
 
 DECODED_BY_GGUF = [
     "f32",
@@ -81,10 +94,78 @@ def test_matmul_under_vmap_and_grad():
     assert relative_error(gradient, np.broadcast_to(dense.sum(0), x.shape)) < 1e-6
 
 
-def test_matmul_refuses_what_does_not_fit():
-    w, _ = random_weight("q8_0", 11, 8, 64)
-    with pytest.raises(ValueError, match="x ends in 63 but the weight is 8 x 64"):
-        matmul(jnp.zeros((1, 63)), w)
+def refused(op, message, error=ValueError, **changes):
+    """Call an op with arguments that fit but for the changes."""
+    w = lambda n, k, *lead: random_weight("q8_0", 11, *lead, n, k)[0]  # noqa: E731
+    x, pages, positions = jnp.zeros((1, 64)), jnp.zeros((1, 2, 8, 2, 16)), jnp.zeros((1, 3), jnp.int32)
+    fits = {
+        matmul: {"x": x, "w": w(8, 64)},
+        gated: {"x": x, "gate": w(8, 64), "up": w(8, 64)},
+        ffn: {"x": x, "gate": w(32, 64), "up": w(32, 64), "down": w(64, 32)},
+        attention: {"q": jnp.zeros((1, 3, 4, 16)), "num_keys": 3},
+        attend: {
+            "qkv": jnp.zeros((1, 3, 8 * 16)), "rotation": (jnp.zeros((1, 3, 8)),) * 2, "interleaved": False,
+            "norms": (None, None), "eps": 0.0, "num_keys": 3,
+        },
+    }  # fmt: skip
+    arguments = fits[op]
+    if op in (attention, attend):
+        cache = {"k_pages": pages, "v_pages": pages, "block_table": jnp.zeros((1, 2), jnp.int32)}
+        arguments |= cache | {"positions": positions, "layer": 0}
+    op(**arguments)
+    with pytest.raises(error, match="^" + re.escape(f"{op.__name__}: ") + message):
+        op(**arguments | changes)
+
+
+W = random_weight("q8_0", 11, 8, 64)[0]
+STACK = LayerStack((random_weight("q8_0", 11, 3, 8, 64)[0],), ((0, 0), (0, 1), (0, 2)))
+
+
+@pytest.mark.parametrize("op", [matmul, gated, ffn])
+def test_products_refuse_what_does_not_fit(op):
+    n = 32 if op is ffn else 8
+    refused(op, rf"x ends in 63 but the weight is {n} x 64 \(N x K\); give x as", x=jnp.zeros((1, 63)))
+    refused(op, "x is a scalar but", x=jnp.float32(1))
+    refused(op, r"x is int32; .*astype\(jnp.float32\)", TypeError, x=jnp.zeros((1, 64), jnp.int32))
+    refused(op, r"gamma is \[63\]; the norm of x needs \[64\] or", gamma=jnp.ones(63))
+    refused(op, r"gamma has 3 layers; say which by layer", gamma=jnp.ones((3, 64)))
+    refused(op, "(w|gate) is one matrix, so there is no layer 1 of it", layer=1)
+    name = "w" if op is matmul else "gate"
+    padded = W.replace(shape=(8, 80))
+    refused(
+        op, f"{name} has 80 columns, no multiple of the 32 in a block of q8_0; pad K to 96", **{name: padded}
+    )
+    refused(op, f"{name} is a stack of 3 layers; say which by layer", **{name: STACK})
+    refused(op, f"{name} is a stack of 3 layers; say which by layer", **{name: STACK.parts[0]})
+    refused(op, f"layer is 3, but {name} has 3 layers", **{name: STACK}, layer=3)
+    if op is not gated:
+        refused(op, r"residual is \[8\], but the product is \[1, \d+\]", residual=jnp.zeros(8))
+    if op is not matmul:
+        refused(op, r"gate 8 x 64 and up 16 x 64 .*must have the same shape",
+                gate=W, up=random_weight("q8_0", 1, 16, 64)[0])  # fmt: skip
+
+
+def test_the_feed_forward_refuses_what_does_not_fit():
+    refused(ffn, r"up is 32 x 64 .*so down must have 32 columns, but it is 8 x 64", down=W)
+    refused(ffn, "gelu is 'fast'; it must be 'tanh' or 'exact'", gelu="fast")
+
+
+@pytest.mark.parametrize("op", [attention, attend])
+def test_attention_refuses_what_does_not_fit(op):
+    wide, ints = jnp.zeros((1, 2, 8, 3, 16)), jnp.zeros((1, 3), jnp.int32)
+    refused(op, r"k_pages are .*and v_pages .*both are one cache's", v_pages=wide)
+    refused(op, r"positions are \[1, 2\], but .* 1 rows of 3 tokens; give \[1, 3\]", positions=ints[:, :2])
+    refused(op, r"block_table is \[2, 2\]; 1 rows need", block_table=jnp.zeros((2, 2), jnp.int32))
+    refused(op, "positions is float32; it holds integers", TypeError, positions=ints.astype(jnp.float32))
+    if op is attention:
+        refused(op, "4 query heads do not divide into 3 KV heads", k_pages=wide, v_pages=wide)
+        refused(op, r"q is \[1, 3, 4, 8\]; .*the D of the cache, 16", q=jnp.zeros((1, 3, 4, 8)))
+        refused(op, "queries are int32", TypeError, q=jnp.zeros((1, 3, 4, 16), jnp.int32))
+    else:
+        refused(
+            op, "qkv is 120 wide; .*it must be 64 for them and a multiple of 32", qkv=jnp.zeros((1, 3, 120))
+        )
+        refused(op, r"qkv is \[1, 128\]; give it as \[B, T,", qkv=jnp.zeros((1, 128)))
 
 
 def test_quantize_then_multiply_is_near_the_exact_product():

@@ -27,6 +27,9 @@ def command(
     depths: Annotated[
         str, typer.Option("-d", "--n-depth", help="Tokens in the cache before each test.")
     ] = "0",
+    batches: Annotated[
+        str, typer.Option("-b", "--n-batch", help="Rows of the batch tests, 128 + 128 tokens each; 0: none.")
+    ] = "0",
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", min=1, help="Timed runs of each test.")
     ] = 5,
@@ -34,6 +37,7 @@ def command(
         Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")
     ] = "md",
     impl: options.Impl = "auto",
+    schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
@@ -44,18 +48,19 @@ def command(
 
     Sizes may be lists: -p 512,2048. There is no tokenization and no sampling.
     """
-    sizes = _sizes(prompts), _sizes(new_tokens), _sizes(depths)
-    if not any(sizes[0] + sizes[1]):
-        raise typer.BadParameter("nothing to measure: -p and -n are both 0")
+    sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
+    if not any(sizes[0] + sizes[1] + rows):
+        raise typer.BadParameter("nothing to measure: -p, -n and -b are all 0")
     options.use_compile_cache(no_compile_cache)
 
     import bonsai_jax as bj
     from bonsai_jax import bench
     from checkpoints import open_checkpoint
 
-    context = max(sizes[0] + sizes[1]) + max(sizes[2])
+    context = max(max(sizes[0] + sizes[1]) + max(sizes[2]), 2 * bench.BATCH_TOKENS if any(rows) else 0)
     run = options.run_config(
         impl=impl,
+        schedule=schedule,
         context=context,
         weights=weights,
         cache_dtype=cache_dtype,
@@ -69,7 +74,7 @@ def command(
     if header := {"md": bench.markdown_header, "csv": bench.csv_header, "jsonl": str}[output]():
         print(header)
     with options.progress("measuring") as update:
-        for row in bench.measure(loaded, *sizes, repetitions, progress=update):
+        for row in bench.measure(loaded, *sizes, repetitions, batches=rows, progress=update):
             if output == "md":
                 print(bench.markdown(row, size_bytes, parameters), flush=True)
             else:

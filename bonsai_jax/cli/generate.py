@@ -41,6 +41,7 @@ def command(
     seed: options.Seed = -1,
     context: options.Context = 0,
     impl: options.Impl = "auto",
+    schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
@@ -77,6 +78,7 @@ def command(
     began = time.perf_counter()
     run = options.run_config(
         impl=impl,
+        schedule=schedule,
         context=context,
         weights=weights,
         cache_dtype=cache_dtype,

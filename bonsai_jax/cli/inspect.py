@@ -20,6 +20,7 @@ def command(
     name: Annotated[str | None, typer.Argument(metavar="[MODEL]", help="The model, instead of -m.")] = None,
     model: options.ModelName = None,
     impl: options.Impl = "auto",
+    schedule: options.Schedule = "auto",
     context: options.Context = 0,
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
@@ -29,7 +30,9 @@ def command(
     """Show metadata, tensors by format, bytes, the speed that memory allows, and what would run."""
     if name and model:
         raise typer.BadParameter("name one model: as the argument or with -m")
-    run = options.run_config(impl=impl, context=context, weights=weights, cache_dtype=cache_dtype)
+    run = options.run_config(
+        impl=impl, schedule=schedule, context=context, weights=weights, cache_dtype=cache_dtype
+    )
     source = name or model or options.demo_model()
 
     from bonsai_jax import architectures
@@ -133,22 +136,29 @@ def _choices(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") 
     """For every distinct problem, which implementations could run it and which one would."""
     import dataclasses
 
+    from bonsai_jax import architectures, params
+    from bonsai_jax import cache as kv
     from pallas_kernels import dispatch
 
-    problems = Counter(
-        dispatch.Problem(
-            "matmul", dispatch.platform(), "f32" if run.weights == "decoded" else t.format, t.shape
-        )
+    decoded = run.weights == "decoded"
+    products = Counter(
+        dispatch.Problem("matmul", dispatch.platform(), "f32" if decoded else t.format, t.shape)
         for t in checkpoint.tensors.values()
         if len(t.shape) == 2
     )
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    problems[dispatch.Problem("attention", dispatch.platform(), shape=heads)] = config.num_layers
+    many = "xla" if run.impl == "xla" else "auto"  # naming a kernel names the one of a decode step
+    chosen = [(problem, run.impl, count) for problem, count in products.items()]
+    chosen += [(dataclasses.replace(problem, op="gemm"), many, n) for problem, n in products.items()]
+    one, prefill = kv.attention_problems(config, run)
+    chosen += [(one, run.impl, config.num_layers), (prefill, many, config.num_layers)]
+    specs = architectures.get(config.architecture).TENSORS
+    step = params.planned_layers_problem(checkpoint, specs, config, impl=run.impl, decoded=decoded)
+    chosen.append((step, run.schedule, 1))
     return [
         {
             "problem": str(problem),
             "times": count,
-            "candidates": [dataclasses.asdict(verdict) for verdict in dispatch.explain(problem, run.impl)],
+            "candidates": [dataclasses.asdict(verdict) for verdict in dispatch.explain(problem, asked)],
         }
-        for problem, count in problems.items()
+        for problem, asked, count in chosen
     ]

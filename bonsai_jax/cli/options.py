@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from bonsai_jax import Model, RunConfig, SamplingParams
 
 Impls = Literal["auto", "xla", "mosaic", "triton"]
+Schedules = Literal["auto", "one_launch", "launches"]
 Holdings = Literal["auto", "packed", "decoded"]
 CacheTypes = Literal["float32", "bfloat16"] | None
 Bits = Literal["8", "16"]  # typer has choices of text only
@@ -25,6 +26,10 @@ ModelName = Annotated[
     ),
 ]
 Impl = Annotated[Impls, typer.Option(help="Implementation of the ops.")]
+Schedule = Annotated[
+    Schedules,
+    typer.Option(help="How the kernels of a decode step are launched: all layers at once, or each."),
+]
 Context = Annotated[
     int,
     typer.Option(
@@ -113,13 +118,20 @@ def sampling(
 
 
 def run_config(
-    *, context: int, impl: Impls, weights: Holdings, cache_dtype: CacheTypes, activation_bits: Bits = "8"
+    *,
+    context: int,
+    impl: Impls,
+    weights: Holdings,
+    cache_dtype: CacheTypes,
+    schedule: Schedules,
+    activation_bits: Bits = "8",
 ) -> "RunConfig":
     """How the command line runs a model: one row."""
     from bonsai_jax import RunConfig
 
     return RunConfig(
         impl=impl,
+        schedule=schedule,
         context=context,
         weights=weights,
         cache_dtype=cache_dtype,

@@ -24,6 +24,7 @@ def command(
         ),
     ] = None,
     impl: options.Impl = "auto",
+    schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
@@ -38,6 +39,7 @@ def command(
     text = options.read_text(file)
     run = options.run_config(
         impl=impl,
+        schedule=schedule,
         context=context,
         weights=weights,
         cache_dtype=cache_dtype,

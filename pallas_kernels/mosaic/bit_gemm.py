@@ -22,6 +22,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, vector
@@ -29,8 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import bit_gemm_int8, lanes, memory
-from pallas_kernels.mosaic.bit_gemm_int8 import fragment, lane_of_warpgroup
+from pallas_kernels.mosaic import lanes, memory
 
 GROUP = 128
 STEP_BYTES = 128  # of a token's activations in a step: the widest swizzle, 64 columns of float16
@@ -45,7 +45,7 @@ def in_lane_order(a: jax.Array) -> jax.Array:
     """[*batch, K] -> the order of columns above, K padded with zeros to whole pairs of groups."""
     *batch, columns = a.shape
     a = jnp.pad(a, [(0, 0)] * len(batch) + [(0, -columns % (2 * GROUP))])
-    width = 8 if a.dtype == jnp.float16 else 16  # of a register of every lane of a row
+    width = 8  # of a register of every lane of a row
     return a.reshape(*batch, -1, width, GROUP // width).swapaxes(-1, -2).reshape(*batch, -1)
 
 
@@ -60,23 +60,21 @@ def bit_gemm(
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
 
-    a         float16 or int8 [M, K]
-    scale     float32, s: [M] with float16, [M, K / 128] (per group) with int8
+    a         float16 [M, K]
+    scale     float32 [M], s
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [M, n]
     Returns float32 [M, n].
     """
-    m, whole_numbers = a.shape[0], a.dtype == jnp.int8
+    m = a.shape[0]
     tiles = weights[0][0].shape[1]
-    blocks, tokens = plan(m, tiles, len(weights), whole_numbers)
+    blocks, tokens = plan(m, tiles, len(weights))
     outputs = WARPGROUPS * 64 * (1 if len(weights) == 2 else blocks)  # of a tile
     rows, columns = -(-m // tokens), -(-tiles * 16 // outputs)
     a = in_lane_order(jnp.pad(a, ((0, -m % tokens), (0, 0))))
-    scale = jnp.pad(scale, ((0, -m % tokens), (0, 0))[: scale.ndim])
-    if whole_numbers:  # weights are +-64 there
-        scale = jnp.pad(scale / 64, ((0, 0), (0, -scale.shape[1] % 2))).T
+    scale = jnp.pad(scale, (0, -m % tokens))
     operands = [a, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     operands += [array for pair in weights for array in pair]
     whole = (rows * tokens, columns * outputs)
@@ -92,11 +90,9 @@ def bit_gemm(
             (SLOTS, tokens, step), a.dtype,
             transforms=(plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(STEP_BYTES)),
         ),
-        "full": plgpu.Barrier(num_arrivals=2 if whole_numbers else 1, num_barriers=SLOTS),
+        "full": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
     }  # fmt: skip
-    if whole_numbers:
-        scratch["scale_smem"] = plgpu.SMEM((SLOTS, tokens), jnp.float32)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct(whole, jnp.float32),
@@ -110,9 +106,9 @@ def bit_gemm(
     return kernel(*operands)[:m, :n]
 
 
-def plan(m: int, tiles: int, matrices: int, whole_numbers: bool = False) -> tuple[int, int]:
+def plan(m: int, tiles: int, matrices: int) -> tuple[int, int]:
     """(blocks of 64 outputs of a warpgroup, tokens of a tile): the largest tile that leaves few blocks of
-    threads idle in the last round. Whole numbers are summed twice, so a lane has room for half as many."""
+    threads idle in the last round."""
 
     def waste(blocks, tokens):
         outputs = WARPGROUPS * 64 * (1 if matrices == 2 else blocks)
@@ -120,14 +116,12 @@ def plan(m: int, tiles: int, matrices: int, whole_numbers: bool = False) -> tupl
         return -(-count // SMS) * SMS * tokens * outputs / (m * tiles * 16)
 
     choices = [(2, 128), (2, 64)] + ([(1, 128)] if matrices == 1 else [])
-    if whole_numbers:
-        choices = choices[1:]
     return min(choices, key=lambda c: waste(*c) * (1 if c == (2, 128) else 1.1))
 
 
 def _body(
     a_gmem, scale_gmem, layer_gmem, *refs,
-    a_smem, full, free, matrices, blocks, tokens, grid, added, scale_smem=None,
+    a_smem, full, free, matrices, blocks, tokens, grid, added,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
@@ -172,7 +166,7 @@ def _body(
             last = pair == pairs - 1
             return load(jnp.where(last, jnp.minimum(i + 1, count - 1), i), jnp.where(last, 0, pair + 1))
 
-        def sums_of_floats(i, packed):
+        def products(i, packed):
             """The products of a tile, without their scales; and the words of the next tile's first pair."""
 
             def multiply(*sums):
@@ -204,27 +198,10 @@ def _body(
 
             return pl.run_scoped(multiply, *[plgpu.ACC((64, tokens), jnp.float32)] * blocks)
 
-        def sums_of_whole_numbers(i, packed):
-            """The same, with their scales."""
-
-            def one_pair(pair, carry):
-                assert scale_smem is not None
-                packed, sums = carry
-                following = load_next(i, pair)
-                for step in range(steps_of_pair):
-                    slot = lax.rem(i * steps + pair * steps_of_pair + step, SLOTS)
-                    plgpu.barrier_wait(full.at[slot])
-                    sums = bit_gemm_int8.add_group(packed, sums, a_smem.at[slot], scale_smem.at[slot], step)
-                    plgpu.barrier_arrive(free.at[slot])
-                return following, sums
-
-            zeros = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
-            return lax.fori_loop(0, pairs, one_pair, (packed, (zeros,) * blocks))
-
         def one_tile(i, packed):
-            packed, sums = (sums_of_floats if scale_smem is None else sums_of_whole_numbers)(i, packed)
+            packed, sums = products(i, packed)
             token = token_of(i)
-            scale = scale_gmem.at[pl.ds(token, tokens)] if scale_smem is None else None  # else in the sums
+            scale = scale_gmem.at[pl.ds(token, tokens)]
             if matrices == 2:
                 target = out_gmem.at[pl.ds(token, tokens), pl.ds(output_of(i, 0), 64)]
                 _store(scale, target, None, sums)
@@ -262,10 +239,6 @@ def _body(
                 plgpu.copy_gmem_to_smem(
                     a_gmem.at[pl.ds(token, tokens), columns], a_smem.at[slot], full.at[slot]
                 )
-                if scale_smem is not None:
-                    plgpu.copy_gmem_to_smem(
-                        scale_gmem.at[step, pl.ds(token, tokens)], scale_smem.at[slot], full.at[slot]
-                    )
 
 
 def _load(words, scales):
@@ -276,14 +249,14 @@ def _load(words, scales):
         return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.uint32, layout=plgpu.Layout.WGMMA),
     )
     def load(ctx, words, scales):
-        warp, lane, g, _ = lane_of_warpgroup()
+        warp, lane, g, _ = _lane()
         four = memory.load_vector(4, words, [warp, lane, lanes.index(0)])
         d = [memory.load(scales, warp, h, g) for h in (0, 1)]
         pair = ir.VectorType.get((2,), lanes.i32())
         two = lambda a, b: vector.from_elements(pair, [a, b])  # noqa: E731
         held = [two(*(lanes.element(four, 2 * h + r) for r in (0, 1))) for h in (0, 1)]
         held += [two(*d), two(lanes.integer(0), lanes.integer(0))]
-        return fragment(held, (64, 16), fragments.WGMMA_LAYOUT, False)
+        return _fragment(held, (64, 16), fragments.WGMMA_LAYOUT, False)
 
     return load(*(words, scales))
 
@@ -311,38 +284,36 @@ def _decode(packed, step: int):
                 signs = arith.shli(lanes.element(held[h], r), lanes.integer(15 - j))
                 signs = arith.andi(signs, lanes.integer(0x80008000))
                 out.append(llvm.bitcast(halves, arith.xori(signs, minus[r])))
-        return fragment(out, (64, 64), fragments.WGMMA_LAYOUT)
+        return _fragment(out, (64, 64), fragments.WGMMA_LAYOUT)
 
     return decode(*(packed,))
 
 
 def _store(scale, target, residual, sums):
-    """sums (* scale) (+ residual), or the SwiGLU of two, transposed to target, [tokens, 64]."""
-    optional = {"scale": scale, "residual": residual}
-    given = {name: ref for name, ref in optional.items() if ref is not None}
-    types = ((plgpu.RefType(),) * (1 + len(given)), (plgpu.Layout.WGMMA,) * len(sums))
+    """sums * scale (+ residual), or the SwiGLU of two, transposed to target, [tokens, 64]."""
+    refs = (target, scale) + (() if residual is None else (residual,))
+    types = ((plgpu.RefType(),) * len(refs), (plgpu.Layout.WGMMA,) * len(sums))
 
     @plgpu.inline_mgpu(arg_types=types)
     def store(ctx, refs, sums):
-        target, refs = refs[0], dict(zip(given, refs[1:], strict=True))
-        warp, _, g, t = lane_of_warpgroup()
+        target, scale, *residual = refs
+        warp, _, g, t = _lane()
         first = arith.addi(arith.muli(warp, lanes.index(16)), g)
         two_t = arith.muli(t, lanes.index(2))
         values = [list(total.registers.flat) for total in sums]
         for j in range(len(values[0]) // 2):
             for e in (0, 1):
                 token = arith.addi(two_t, lanes.index(8 * j + e))
-                s = memory.load(refs["scale"], token) if "scale" in refs else None
+                s = memory.load(scale, token)
                 for r in (0, 1):
                     output = arith.addi(first, lanes.index(8 * r))
-                    y = [lanes.element(v[2 * j + r], e) for v in values]
-                    y = y if s is None else [arith.mulf(v, s) for v in y]
+                    y = [arith.mulf(lanes.element(v[2 * j + r], e), s) for v in values]
                     out = y[0] if len(y) == 1 else arith.mulf(_silu(y[0]), y[1])
-                    if "residual" in refs:
-                        out = arith.addf(out, memory.load(refs["residual"], token, output))
+                    if residual:
+                        out = arith.addf(out, memory.load(residual[0], token, output))
                     memory.store(out, target, token, output)
 
-    store(*((target, *given.values()), tuple(sums)))
+    store(refs, tuple(sums))
 
 
 def _silu(x):
@@ -352,3 +323,18 @@ def _silu(x):
     )
     whole = arith.addf(power, lanes.real(1))
     return arith.mulf(x, lanes.ptx(lanes.f32(), [whole], "rcp.approx.f32 $0, $1;", "=f,f"))
+
+
+def _lane():
+    """(warp of its warpgroup, lane, g, t) of this thread."""
+    thread = lanes.thread()
+    warp = arith.remui(arith.divui(thread, lanes.index(32)), lanes.index(4))
+    lane = arith.remui(thread, lanes.index(32))
+    return warp, lane, arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
+
+
+def _fragment(registers, shape, layout, signed=None):
+    """Lanes' registers as an array of Mosaic's."""
+    held = np.empty(layout.registers_shape(shape), dtype=object)
+    held.flat[:] = registers
+    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)

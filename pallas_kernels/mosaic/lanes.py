@@ -278,6 +278,7 @@ def choose(condition, values, otherwise) -> list:
     if_op = scf.IfOp(condition, results_=[v.type for v in otherwise], has_else=True)
     with ir.InsertionPoint(if_op.then_block):
         scf.yield_(values())
+    assert if_op.else_block is not None
     with ir.InsertionPoint(if_op.else_block):
         scf.yield_(otherwise)
     return list(if_op.results)
@@ -311,6 +312,19 @@ def loop(start, stop, step, carry, body):
     with ir.InsertionPoint(for_op.body):
         scf.yield_(body(for_op.induction_variable, list(for_op.inner_iter_args)))
     return list(for_op.results)
+
+
+def repeated(attempt, types) -> list:
+    """again, values = attempt(), until `again` does not hold: the values, of these types."""
+    loop_ = scf.WhileOp(types, [])
+    loop_.before.blocks.append()
+    with ir.InsertionPoint(loop_.before.blocks[0]):
+        again, values = attempt()
+        scf.ConditionOp(again, values)
+    loop_.after.blocks.append(*types)
+    with ir.InsertionPoint(loop_.after.blocks[0]):
+        scf.YieldOp([])
+    return list(loop_.results)
 
 
 def plus(*terms):

@@ -2,7 +2,7 @@
 of the same launch. Called while a kernel is traced, as lanes.py is."""
 
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, llvm, memref, scf, vector
+from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
 from pallas_kernels.mosaic import lanes
@@ -246,15 +246,7 @@ def load_tagged(ref, wanted, tag) -> list:
 
     def until_written(wanted, pointers):
         count = sum(n for _, n in wanted)
-        loop_ = scf.WhileOp([lanes.i32()] * count, [])
-        loop_.before.blocks.append()
-        with ir.InsertionPoint(loop_.before.blocks[0]):
-            again, words = attempt(wanted, pointers)
-            scf.ConditionOp(again, words)
-        loop_.after.blocks.append(*[lanes.i32()] * count)
-        with ir.InsertionPoint(loop_.after.blocks[0]):
-            scf.YieldOp([])
-        return loop_.results
+        return lanes.repeated(lambda: attempt(wanted, pointers), [lanes.i32()] * count)
 
     until_written(wanted[-1:], pointers[-1:])
     words = until_written(wanted, pointers)

@@ -1,0 +1,119 @@
+"""Kernels of pallas_kernels.mosaic in numpy, all threads in lockstep: their arithmetic, and who waits for
+whom, on a machine without a GPU.
+
+`with lockstep(): decode_layers(...)` runs the traced function of each kernel as it is, with numpy arrays of
+all threads in place of MLIR's values; the dialects (values.py) and PTX (ptx.py) are replaced, and loops,
+branches and waiting in lanes.py (machine.py).
+"""
+
+import contextlib
+import functools
+import types
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import (
+    bit_gemv,
+    decode_attention,
+    decode_layers,
+    int_gemv,
+    lanes,
+    memory,
+    tensor_cores,
+)
+from tests.lockstep import ptx, values
+from tests.lockstep.machine import Machine
+
+
+class _Running:
+    """The dialects' functions that need to know which threads are active."""
+
+    machine: Machine
+
+    def __init__(self, at_a_time: int | None):
+        self.at_a_time = at_a_time
+
+    def patches(self) -> dict:
+        call = lambda name: lambda *args: getattr(self.machine, name)(*args)  # noqa: E731
+        llvm = types.SimpleNamespace(
+            inline_asm=lambda *args, **kw: ptx.inline_asm(self.machine, *args, **kw),
+            StructType=types.SimpleNamespace(get_literal=list),
+            GEPNoWrapFlags=types.SimpleNamespace(none=None),
+            extractvalue=lambda type, of, at: of[at[0]],
+            bitcast=values.reinterpreted,
+            ptrtoint=lambda type, v: values.Value(v.a, type),
+            getelementptr=lambda type, base, indices, _, element, flags: values.arith.addi(
+                base,
+                values.Value(indices[0].a * values.NUMPY[element.element].itemsize, base.type),
+            ),
+        )
+        vector = types.SimpleNamespace(
+            **vars(values.vector), load=call("load_vector"), store=call("store_vector")
+        )
+        mosaic = types.SimpleNamespace(
+            shfl_bfly=lambda x, distance: ptx.butterfly(self.machine, x, distance),
+            memref_ptr=lambda ref: self.machine.address(ref),
+        )
+        shared = {"ir": values.ir, "arith": values.arith, "llvm": llvm, "vector": vector, "mosaic": mosaic}
+        shared["memref"] = types.SimpleNamespace(load=call("load"), store=call("store"))
+        shared["gpu"] = types.SimpleNamespace(barrier=call("barrier"))
+        shared["mlir_math"] = values.math
+        shared["plgpu"] = types.SimpleNamespace(
+            kernel=functools.partial(_kernel, self),
+            inline_mgpu=lambda **_: lambda f: lambda *refs: f(None, *refs),
+            **{name: getattr(plgpu, name) for name in ("RefType", "SMEM", "CompilerParams")},
+            LoweringSemantics=plgpu.LoweringSemantics,
+        )
+        shared |= {name: call(name) for name in ("when", "loop", "choose", "repeated")}
+        return shared
+
+
+def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_types, **_):
+    """In place of plgpu.kernel."""
+    outs = out_type if isinstance(out_type, tuple) else (out_type,)
+    at_a_time = running.at_a_time or grid[0]
+
+    def run(*operands):
+        arrays = [np.array(o[...] if isinstance(o, jax.Ref) else o) for o in operands]
+        written = [isinstance(o, jax.Ref) for o in operands] + [True] * len(outs)
+        arrays += [np.full(out.shape, np.nan, out.dtype) for out in outs]
+        for first in range(0, grid[0], at_a_time):
+            numbers = range(first, min(first + at_a_time, grid[0]))
+            scratch = [(s.shape, s.dtype) for s in scratch_types]
+            machine = running.machine = Machine(numbers, 128 * num_threads, scratch)
+            refs = [
+                machine.ref(a, f"argument {i} {a.shape}", tracked=changes)
+                for i, (a, changes) in enumerate(zip(arrays, written, strict=True))
+            ]
+            body(*refs, *machine.scratch)
+        for o, a in zip(operands, arrays, strict=False):
+            if isinstance(o, jax.Ref):
+                o[...] = jnp.asarray(a)
+        results = tuple(jnp.asarray(a) for a in arrays[len(operands) :])
+        return results if isinstance(out_type, tuple) else results[0]
+
+    return run
+
+
+@contextlib.contextmanager
+def lockstep(at_a_time: int | None = None):
+    """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
+    running = _Running(at_a_time)
+    modules = (lanes, memory, tensor_cores, bit_gemv, int_gemv, decode_attention, decode_layers)
+    with contextlib.ExitStack() as stack:
+        for name, fake in running.patches().items():
+            for module in modules:
+                if hasattr(module, name):
+                    stack.enter_context(mock.patch.object(module, name, fake))
+        for module in (bit_gemv, int_gemv, decode_attention, decode_layers):
+            name = module.__name__.split(".")[-1]  # a module's kernel has its name
+            not_jitted = getattr(module, name).__wrapped__
+            stack.enter_context(mock.patch.object(module, name, not_jitted))
+        # What vmap would make of a kernel is no matter here, and would trace it.
+        stack.enter_context(mock.patch.object(jax.custom_batching, "sequential_vmap", lambda f: f))
+        stack.enter_context(np.errstate(all="ignore"))
+        yield

@@ -1,0 +1,81 @@
+"""Decode attention in numpy (lockstep) against its definition."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attend
+from pallas_kernels.mosaic import decode_attention
+from tests.lockstep import lockstep
+
+
+def problem(H, Hkv, D, lengths, page_size, dtype, interleaved, normed):
+    """Arguments of `attend`, for one token a row behind so many keys; -1: the row has ended."""
+    rng = np.random.default_rng(D + H + page_size)
+    L, B, pages = 2, len(lengths), -(-(max(lengths) + 1) // page_size) + 1
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    qkv = draw(B, 1, (H + 2 * Hkv) * D)
+    table = rng.permutation(B * pages).reshape(B, pages)
+    k_pages, v_pages = (
+        np.array(rng.standard_normal((L, B * pages, page_size, Hkv, D)), np.float32) for _ in range(2)
+    )
+    for row, length in enumerate(lengths):  # behind a row's keys lies what would be seen in its output
+        for j in range(max(length, 0), pages * page_size):
+            for cache in (k_pages, v_pages):
+                cache[:, table[row, j // page_size], j % page_size] = 1e4
+    positions = np.asarray(lengths)
+    angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)), jnp.float32)
+    rest = {
+        "rotation": (jnp.cos(angle), jnp.sin(angle)),
+        "interleaved": interleaved,
+        "norms": (1 + 0.1 * draw(L, D), 1 + 0.1 * draw(L, D)) if normed else (None, None),
+        "eps": 1e-6,
+        "num_keys": pages * page_size,
+    }
+    pages_of = [jnp.asarray(cache).astype(dtype) for cache in (k_pages, v_pages)]
+    return (
+        qkv,
+        *pages_of,
+        jnp.asarray(table, jnp.int32),
+        jnp.asarray(positions[:, None], jnp.int32),
+        1,
+    ), rest
+
+
+CASES = [
+    (2, 2, 64, [0, 1, 15, 16, 17, -1, 127, 128], 16, "float32", False, True, 8),
+    (4, 2, 64, [300, 5], 64, "bfloat16", True, False, 12),
+    (4, 2, 64, [255], 24, "float32", False, False, 5),  # so few keys have one split
+    (4, 1, 128, [129, 257], 16, "bfloat16", False, True, 6),
+    (7, 1, 64, [300, -1], 24, "bfloat16", True, True, 6),
+    (7, 1, 128, [257], 64, "float32", True, True, 3),
+    (8, 1, 64, [300, 16], 64, "float32", False, True, 12),  # two blocks for a KV head
+    (8, 1, 128, [256], 24, "bfloat16", False, False, 4),
+]
+
+
+@pytest.mark.parametrize(
+    ("H", "Hkv", "D", "lengths", "page_size", "dtype", "interleaved", "normed", "most"), CASES
+)
+def test_attention_in_lockstep_is_its_definition(
+    H, Hkv, D, lengths, page_size, dtype, interleaved, normed, most
+):
+    args, rest = problem(H, Hkv, D, lengths, page_size, dtype, interleaved, normed)
+    want = jax.jit(attend, static_argnames=("interleaved", "eps"))(*args, **rest)
+    with lockstep(), mock.patch.object(decode_attention, "BLOCKS", most):
+        got = attend(*args, **rest, impl="mosaic")
+    # Products of operands of 16 bits of mantissa. A key in bfloat16 may be the neighbour of the definition's
+    # where it is near the middle of two.
+    narrow, table = dtype == "bfloat16", np.asarray(args[3])
+    np.testing.assert_allclose(got[0], want[0], atol=5e-3 if narrow else 3e-5, rtol=1e-5)
+    for pages_got, pages_want in zip(got[1:], want[1:], strict=True):
+        a, b = (np.array(pages, np.float32) for pages in (pages_got, pages_want))
+        for row, j in enumerate(lengths):
+            if j >= 0:
+                new = 1, table[row, j // page_size], j % page_size
+                np.testing.assert_allclose(a[new], b[new], rtol=2**-7 if narrow else 1e-5, atol=1e-6)
+                a[new] = b[new]
+        np.testing.assert_array_equal(a, b)
