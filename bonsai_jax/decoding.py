@@ -176,9 +176,8 @@ def forward(
     Returns float32 logits after every token (padding's mean nothing), and the activations that taps.read
     names.
 
-    Differentiable in `tokens` of the second kind, and in all that taps.edit closes over, where weights run
-    through the definitions (RunConfig(impl="xla"); on CPU always). Keys and values are float32, in a cache of
-    its own.
+    Differentiable (jax.grad) in `tokens` of the second kind, and in all that taps.edit closes over; weights
+    are constants. Attention is its definition, keys and values are float32 in a cache of its own.
     """
     B, T = tokens.shape[:2]
     cache = kv.empty(config, RunConfig(impl="xla", cache_dtype="float32"), B, T)

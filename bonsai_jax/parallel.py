@@ -70,10 +70,8 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = Non
 def usable(mesh: Mesh) -> Mesh:
     """The same mesh with Auto axes: on the Explicit ones that jax.make_mesh makes, Pallas calls fail outside
     shard_map. Raises ValueError for axes other than "data" and "model"."""
-    if unknown := set(mesh.axis_names) - {DATA, MODEL}:
-        raise ValueError(
-            f'mesh: axes are {mesh.axis_names}, {unknown.pop()!r} among them; use "data", "model"'
-        )
+    if unknown := sorted(set(mesh.axis_names) - {DATA, MODEL}):
+        raise ValueError(f'mesh: axes are {mesh.axis_names}, {unknown[0]!r} among them; use "data", "model"')
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
 
 
@@ -187,8 +185,10 @@ class Placement:
 
 
 def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, mesh: Mesh | None) -> KVCache:
-    """cache.empty over a mesh: each device has the pages of its rows and of its KV heads, and a block table
-    of its own pages. Raises ValueError for a number of rows that does not split."""
+    """cache.empty over a mesh: each device has the pages of its rows and of its KV heads.
+
+    Raises ValueError for a number of rows that does not split.
+    """
     if mesh is None:
         return kv.empty(config, run, rows, context)
     if rows % size(mesh, DATA):
@@ -200,12 +200,11 @@ def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, me
     held = dataclasses.replace(config, num_kv_heads=parts * max(1, config.num_kv_heads // parts))
     shape = jax.eval_shape(lambda: kv.empty(held, run, rows, context))
     sharding = shardings(shape, mesh)
-    pages = shape.block_table.shape[1]
-    mine = np.arange(rows // size(mesh, DATA) * pages, dtype=np.int32).reshape(-1, pages)
+    table = np.arange(shape.block_table.size, dtype=np.int32).reshape(shape.block_table.shape)
     return shape.replace(
         k=jnp.zeros(shape.k.shape, shape.k.dtype, device=sharding.k),  # never whole on one device
         v=jnp.zeros(shape.v.shape, shape.v.dtype, device=sharding.v),
-        block_table=jax.device_put(np.tile(mine, (size(mesh, DATA), 1)), sharding.block_table),
+        block_table=jax.device_put(table, sharding.block_table),
         lengths=jnp.zeros(rows, jnp.int32, device=sharding.lengths),
     )
 
@@ -304,7 +303,11 @@ def teacher_forced_logits(
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="state")
 def _prefill(params, state, tokens, lengths, config, mesh):
     rows, held = _present((DATA,), mesh), specs(state, mesh)
-    run = functools.partial(core.prefill, config=config)
+
+    def run(params, state, tokens, lengths):
+        state = core.prefill(params, _own_pages(state, mesh), tokens, lengths, config)
+        return _own_pages(state, mesh, back=True)
+
     in_specs = (specs(params, mesh), held, rows, rows)
     return _mapped(run, mesh, in_specs, held)(params, state, tokens, lengths)
 
@@ -314,7 +317,8 @@ def _decode(params, state, limit, config, size, mesh):
     rows, held = _present((DATA,), mesh), specs(state, mesh)
 
     def run(params, state, limit):
-        return core.decode(params, state, config, limit=limit, size=size)
+        state, drawn = core.decode(params, _own_pages(state, mesh), config, limit=limit, size=size)
+        return _own_pages(state, mesh, back=True), drawn
 
     return _mapped(run, mesh, (specs(params, mesh), held, P()), (held, rows))(params, state, limit)
 
@@ -322,7 +326,12 @@ def _decode(params, state, limit, config, size, mesh):
 @functools.partial(jax.jit, static_argnames=("config", "size", "mesh"), donate_argnames="state")
 def _generate_tokens(params, state, tokens, lengths, config, size, mesh):
     rows, held = _present((DATA,), mesh), specs(state, mesh)
-    run = functools.partial(core.generate_tokens, config=config, size=size)
+
+    def run(params, state, tokens, lengths):
+        state = _own_pages(state, mesh)
+        state, drawn = core.generate_tokens(params, state, tokens, lengths, config, size=size)
+        return _own_pages(state, mesh, back=True), drawn
+
     in_specs = (specs(params, mesh), held, rows, rows)
     return _mapped(run, mesh, in_specs, (held, rows))(params, state, tokens, lengths)
 
@@ -330,9 +339,25 @@ def _generate_tokens(params, state, tokens, lengths, config, size, mesh):
 @functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="cache")
 def _teacher_forced_logits(params, cache, tokens, lengths, config, mesh):
     rows, held = _present((DATA,), mesh), specs(cache, mesh)
-    run = functools.partial(core.teacher_forced_logits, config=config)
+
+    def run(params, cache, tokens, lengths):
+        cache = _own_pages(cache, mesh)
+        logits, cache = core.teacher_forced_logits(params, cache, tokens, lengths, config)
+        return logits, _own_pages(cache, mesh, back=True)
+
     in_specs = (specs(params, mesh), held, rows, rows)
     return _mapped(run, mesh, in_specs, (rows, held))(params, cache, tokens, lengths)
+
+
+def _own_pages(tree, mesh: Mesh, back: bool = False):
+    """A State or KVCache inside shard_map: its block table in terms of the pages that this device has, or
+    `back` in terms of all pages."""
+    if size(mesh, DATA) == 1:
+        return tree
+    if isinstance(tree, State):
+        return tree.replace(cache=_own_pages(tree.cache, mesh, back))
+    first = jax.lax.axis_index(DATA) * tree.k.shape[1]
+    return tree.replace(block_table=tree.block_table + (first if back else -first))
 
 
 def _mapped(function, mesh: Mesh, in_specs, out_specs):
