@@ -221,18 +221,20 @@ def step_log_p(model, ids):
     return log_softmax(np.stack(out))
 
 
+@pytest.mark.parametrize("schedule", ["one_launch", "launches"])
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])
 @pytest.mark.parametrize(("bits", "limit"), [(8, 5e-3), (16, 1e-5)])
-def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit):
+def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit, schedule):
     ids = np.random.default_rng(3).integers(0, 256, 40).tolist()
-    run = bj.RunConfig(cache_dtype="float32", activation_bits=bits)
+    run = bj.RunConfig(cache_dtype="float32", activation_bits=bits, schedule=schedule)
     kernels = bj.load(f"synth:{name}:q1_0", run)
-    assert kernels.params.layers.wqkv[0].parts[0].impl == "mosaic"
-    exact = bj.logits(bj.load(f"synth:{name}:q1_0", dataclasses.replace(run, impl="xla")), ids)
+    assert kernels.params.layers.wqkv[0].parts[0].impl == "mosaic" and kernels.params.schedule == schedule
+    exact = dataclasses.replace(run, impl="xla", schedule="auto")
+    exact = bj.logits(bj.load(f"synth:{name}:q1_0", exact), ids)
     assert exact.std() > 2
     p, q = log_softmax(exact), step_log_p(kernels, ids)
     kl = (np.exp(p) * (p - q)).sum(-1).mean()
-    print(f"{name}, {bits} bits: KL {kl:.2e}")
+    print(f"{name}, {bits} bits, {schedule}: KL {kl:.2e}")
     assert 0 < kl < limit
 
 
