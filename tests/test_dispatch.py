@@ -38,7 +38,6 @@ FALLS_BACK = {
     },
     ("attention", "", ("Phi-3-mini",)): "head_dim is 96; the kernel has 64 and 128",
     ("attention", "", ("Gemma-2-2B",)): "head_dim is 256; the kernel has 64 and 128",
-    ("attention", "", ("StarCoder",)): "48 query heads of 128 a KV head do not fit a lane's registers",
 }
 
 

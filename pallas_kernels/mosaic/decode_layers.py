@@ -11,7 +11,7 @@ layer; what a phase needs besides activations (gammas, first keys and values) is
 for them.
 
 Activations go from block to block through `mail` in global memory, a place for each of a layer's vectors.
-There is no barrier: each word has a tag of 2 bits, which says of which layer it is (lanes.store_tagged). A
+There is no barrier: each word has a tag of 2 bits, which says of which layer it is (memory.store_tagged). A
 reader asks for its words again until all have the tag that it wants, so that an activation is on its way to
 its reader as soon as it is written, where a barrier would wait for the slowest write, count, and then read.
 The residual stream itself stays exact with the block that adds to it; `mail` has what the others see of it.
