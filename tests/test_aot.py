@@ -306,8 +306,8 @@ HOT_ON_HOPPER = {
     "one launch, 1.7B, 4 rows": lambda: _one_launch(28, 2048, 6144, 16, 8, 128, rows=4),
     "one launch, 1.7B, 16 bits": lambda: _one_launch(28, 2048, 6144, 16, 8, 128, bits=16),
 }
-# Bytes that are known to be spilled: with 4 rows a value that is read once a layer, with 8 on compute capability
-# 8 a few of what is the same for all rows.
+# Bytes that are known to be spilled: with 4 rows a value that is read once a layer; with 8, on compute
+# capability 8.x, a few of what is the same for all rows.
 SPILLED = {"one launch, 1.7B, 4 rows": 4, "down, 8 rows": 36}
 KERNELS = [(kernel, capability) for kernel in HOT for capability in CAPABILITIES]
 KERNELS += [(kernel, (9, 0)) for kernel in HOT_ON_HOPPER]
