@@ -375,10 +375,6 @@ def shifted(word, left: int):
     return arith.shli(word, integer(left))
 
 
-def shifted_right(word, right: int):
-    return arith.shrui(word, integer(right))
-
-
 def negative(x):
     return arith.negf(x)
 
