@@ -13,7 +13,8 @@ of 16 rows; its warps share the columns in pairs of groups:
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
     popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
 
-`bit_gemv` is one such phase as a kernel of its own; decode_layers.py has the same pieces in one launch.
+`bit_gemv` is one such phase as a kernel of its own; decode_layers.py has the same pieces in one launch. More
+rows go through bit_rows.py where its codes have room in shared memory.
 
 Layout (`tile`): words [L, N / 16, K / 256, 32 lanes, 4], for lane 4 g + t and a pair of groups (h = 0, 1)
 word t of rows g and g + 8: one 16-byte load; scales [L, N / 16, K / 128, 8], the float16 scales of rows g and
@@ -31,28 +32,35 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import lanes, memory, tensor_cores
+from pallas_kernels.mosaic import bit_rows, lanes, memory, tensor_cores
+from pallas_kernels.mosaic.int_gemv import shared_bytes
 
 GROUP = 128
+FROM_ROWS = 4  # bit_rows is as fast from here on (LOG.md)
 LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """matmul's candidate: any leading axes of up to 8 rows, QTensors with or without a layer axis."""
     lead, n = x.shape[:-1], weights[0].shape[0]
+    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    bits, gamma = weights[0].activation_bits, gamma if gamma is None or gamma.ndim == 2 else gamma[None]
     stacks = [w.fields if layer is not None else jax.tree.map(lambda a: a[None], w.fields) for w in weights]
-    norm_layer = layer if gamma is not None and gamma.ndim == 2 else 0
+    stacks = tuple((stack["words"], stack["scales"]) for stack in stacks)
+    norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
-    y = bit_gemv(
-        x.astype(jnp.float32).reshape(-1, x.shape[-1]),
-        tuple((stack["words"], stack["scales"]) for stack in stacks),
+    tiles = stacks[0][0].shape[1:3]
+    many = x.shape[0] >= FROM_ROWS and bit_rows.fits(*tiles, len(stacks), bits, shared_bytes())
+    y = (bit_rows.bit_rows if many else bit_gemv)(
+        x,
+        stacks,
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer, -1)]),
-        gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
+        gamma=gamma,
         eps=eps,
         residual=residual,
-        activation_bits=weights[0].activation_bits,
+        activation_bits=bits,
     )
     return y[:, :n].reshape(*lead, n)
 
@@ -390,7 +398,7 @@ def _quantize(x, lane, bits: int):
     largest = arith.bitcast(lanes.f32(), lanes.warp_max(arith.bitcast(lanes.i32(), largest)))
     largest = arith.maximumf(largest, lanes.real(1e-20))
     top = 2 ** (bits - 1) - 1
-    inverse = arith.mulf(lanes.real(top), lanes.reciprocal(largest))
+    inverse = lanes.ratio(top, largest)
     q = [lanes.round_to_integer(arith.mulf(v, inverse)) for v in x]
     total = functools.reduce(arith.addi, q)
     # Word t of plane p is bit p of the lanes' q[t]. Transposed, lane 8 t + p holds it; lane 4 p + t wants it.

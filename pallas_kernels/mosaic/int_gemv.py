@@ -672,7 +672,7 @@ def _quantize(x, lanes_of_group: int, bits: int):
     largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for v in x])
     largest = arith.maximumf(lanes.largest_of_warp(largest, lanes_of_group), lanes.real(1e-20))
     top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
-    inverse = arith.mulf(lanes.reciprocal(largest), lanes.real(top))
+    inverse = lanes.ratio(top, largest)
     # 1.5 * 2^23 + q has q as its last bits, rounded to nearest.
     q = [lanes.as_word(mlir_math.fma(v, inverse, lanes.real(12582912.0))) for v in x]
     words, total = [], None

@@ -6,6 +6,7 @@ warp is 32 lanes; u32 and s32 are both i32 here.
 
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf, vector
+from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.mosaic.gpu import utils as mosaic
 
 
@@ -375,6 +376,10 @@ def shifted(word, left: int):
     return arith.shli(word, integer(left))
 
 
+def shifted_right(word, right: int):
+    return arith.shrui(word, integer(right)) if right else word
+
+
 def negative(x):
     return arith.negf(x)
 
@@ -417,6 +422,14 @@ def from_quad(word, lane, i: int):
 def reciprocal(x):
     """1 / x, to an ulp."""
     return ptx(f32(), [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+
+
+def ratio(numerator: float, x):
+    """numerator / x, to nearest: what `reciprocal` gives, and once what is left (Markstein 1990)."""
+    inverse = reciprocal(x)
+    first = arith.mulf(real(numerator), inverse)
+    left = mlir_math.fma(arith.negf(x), first, real(numerator))
+    return mlir_math.fma(left, inverse, first)
 
 
 def sum_of_bytes(word, total):
