@@ -50,8 +50,8 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
-    tiles = stacks[0][0].shape[1:3]
-    many = x.shape[0] >= FROM_ROWS and bit_rows.fits(*tiles, len(stacks), bits, shared_bytes())
+    n_tiles, pairs = stacks[0][0].shape[1:3]
+    many = x.shape[0] >= FROM_ROWS and bit_rows.fits(n_tiles, pairs, len(stacks), bits, shared_bytes())
     y = (bit_rows.bit_rows if many else bit_gemv)(
         x,
         stacks,

@@ -124,7 +124,7 @@ def _quantize(*refs, rows, normed, bits):
             total = arith.addi(total, lanes.swapped(total, distance))
         for digit, half in itertools.product(range(bits // 8), (0, 1)):
             pick = 0x0040 + 0x11 * digit
-            low, high = (lanes.bytes_of(*q[k : k + 2], pick) for k in (4 * half, 4 * half + 2))
+            low, high = (lanes.bytes_of(q[k], q[k + 1], pick) for k in (4 * half, 4 * half + 2))
             mine, word = lanes.bytes_of(low, high, 0x5410), i(0)
             for lane in range(4):  # byte b of each of four lanes' words: one word of this lane
                 other = lanes.from_quad(mine, lanes.remainder(thread, 32), lane)
