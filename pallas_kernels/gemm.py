@@ -9,10 +9,12 @@ rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it
 that multiply two numbers (Q4_K) to 2^-12 of themselves.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
 
 
 def run(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Array:
@@ -41,17 +43,38 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Arra
     return y.reshape(*lead, n)
 
 
-def library(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Array:
-    """The candidate "library": decode the matrix to float16, and one GEMM of XLA's choice (cuBLAS).
+def library(x: jax.Array, weights: Sequence[QTensor | Rows | LayerStack], layer, residual) -> jax.Array:
+    """The candidate "library": decode the matrices to float16, and one GEMM of XLA's choice (cuBLAS).
 
-    For the time of the call each matrix exists in float16 (2 N K bytes): 200 MB
-    for gate and up of an 8B model. XLA decodes straight from the layout that kernels read.
+    weights   one matrix, or two for SwiGLU: QTensors, or stacks of layers that `layer` indexes
+
+    For the time of the call the matrices exist in float16, rows below rows (2 N K bytes): 200 MB for gate and
+    up of an 8B model. mosaic/dense.py decodes what is in its layout, XLA everything else.
     """
     a, scale = scaled_to_half(x)
-    dense = [dequantize(w if layer is None else w[layer]).astype(jnp.float16) for w in weights]
-    y = [jnp.einsum("...k,nk->...n", a, w, preferred_element_type=jnp.float32) * scale for w in dense]
-    out = y[0] if len(y) == 1 else jax.nn.silu(y[0]) * y[1]
-    return out if residual is None else out + residual
+    y = jnp.einsum("...k,nk->...n", a, decoded(weights, layer), preferred_element_type=jnp.float32) * scale
+    if len(weights) == 2:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = jax.nn.silu(gate) * up
+    return y if residual is None else y + residual
+
+
+def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
+    """float16 [N of all of them, K], the weights of a layer, each rounded to nearest."""
+    if any(w.impl == "mosaic" for w in leaves(weights)):
+        from pallas_kernels.mosaic import dense  # only GPUs need it
+
+        if dense.serves(weights):
+            return dense.run(weights, layer)
+
+    def one(w: QTensor | Rows | LayerStack, i) -> jax.Array:
+        if isinstance(w, LayerStack):
+            return w.at(i, one)
+        if isinstance(w, Rows):
+            return jnp.concatenate([one(piece, i) for piece in w.pieces])
+        return dequantize(w if i is None else w[i]).astype(jnp.float16)
+
+    return jnp.concatenate([one(w, layer) for w in weights])
 
 
 def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.mosaic import lanes, memory
-from pallas_kernels.qtensor import LayerStack, QTensor, Rows
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 WARPS, EACH = 4, 1  # of a block, and items that each of them decodes
@@ -48,8 +48,7 @@ class Piece(NamedTuple):
 
 def serves(weights: Sequence[QTensor | Rows | LayerStack]) -> bool:
     """Whether all of the weights are in the layout that this kernel reads."""
-    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    return all(w.impl == "mosaic" and dispatch.KERNELS[w.format] == "int_gemv" for w in leaves)
+    return all(w.impl == "mosaic" and dispatch.KERNELS[w.format] == "int_gemv" for w in leaves(weights))
 
 
 def run(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
@@ -229,5 +228,3 @@ def _decode(piece: Piece, fields, index, tile, step, lane, out_gmem, columns: in
                         memory.store_halves(packed, out_gmem, where)
                 else:
                     memory.store_halves(packed, out_gmem, where)
-
-
