@@ -198,23 +198,16 @@ def _decode(piece: Piece, fields, index, tile, step, lane, out_gmem, columns: in
     for u, unit in enumerate(module.fragments(words, lane)):
         for j in range(8):
             behind = (8 * u + j) * group  # columns of the item before this group
-            scale, minimum = (
-                None
-                if values is None
-                else [
-                    lanes.as_real(lanes.from_quad(lanes.as_word(values[r][j % 2]), lane, j // 2))
-                    for r in (0, 1)
-                ]
-                for values in (unit.scale, unit.minimum)
-            )
+            scale = _of_group(unit.scale, j, lane)
+            less = None if unit.minimum is None else _of_group(unit.minimum, j, lane)
             for r in (0, 1):
                 packed = []
                 for word in unit.a[j][r::2]:
                     q = lanes.bytes_as_reals(word, module.SIGNED)
-                    if minimum is None:
+                    if less is None:
                         w = [arith.mulf(v, scale[r]) for v in q]
                     else:
-                        w = [mlir_math.fma(v, scale[r], arith.negf(minimum[r])) for v in q]
+                        w = [mlir_math.fma(v, scale[r], arith.negf(less[r])) for v in q]
                     packed += [lanes.half_pair(*w[i : i + 2]) for i in (0, 2)]
                 there = []  # what of the last tiles the matrix has
                 if piece.rows % ROWS:
@@ -228,3 +221,8 @@ def _decode(piece: Piece, fields, index, tile, step, lane, out_gmem, columns: in
                         memory.store_halves(packed, out_gmem, where)
                 else:
                     memory.store_halves(packed, out_gmem, where)
+
+
+def _of_group(values: list, j: int, lane) -> list:
+    """Of rows g and g + 8 the value of group j of a unit, from the lane of the quad that has it."""
+    return [lanes.as_real(lanes.from_quad(lanes.as_word(row[j % 2]), lane, j // 2)) for row in values]
