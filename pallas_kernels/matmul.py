@@ -214,7 +214,7 @@ def _by_part(run: Run, x, weights: tuple[QTensor | LayerStack, ...], layer, gamm
         from pallas_kernels import gemm  # only GPUs need it
 
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
-        return gemm.library(_normed(x, gamma, layer, eps), weights, layer, residual)
+        return gemm.library(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
         if isinstance(w, QTensor):
@@ -265,7 +265,7 @@ def _chosen(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     if all(w.gemm != "xla" for w in weights) and _are_many(x):
         from pallas_kernels import gemm  # only GPUs need it
 
-        return gemm.run(_normed(x, gamma, layer, eps), weights, part_layer, residual)
+        return gemm.run(x, weights, part_layer, layer, gamma, eps, residual)
     return definition(x, weights, part_layer, _of_layer(gamma, layer), eps, residual)
 
 
@@ -278,11 +278,6 @@ def _all_by_library(weights: Sequence[QTensor | LayerStack], x: jax.Array) -> bo
 def _are_many(x: jax.Array) -> bool:
     """Whether there are more rows than the least that a kernel of matrix-vector products takes."""
     return x.size // x.shape[-1] > min(dispatch.MOST_ROWS.values())
-
-
-def _normed(x: jax.Array, gamma, layer, eps: float) -> jax.Array:
-    x, gamma = x.astype(jnp.float32), _of_layer(gamma, layer)
-    return x if gamma is None else rms_norm(x, gamma, eps)
 
 
 def _of_layer(gamma, layer):

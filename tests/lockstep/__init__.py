@@ -21,6 +21,7 @@ from pallas_kernels.mosaic import (
     decode_attention,
     decode_layers,
     dense,
+    half_rows,
     int_gemv,
     lanes,
     memory,
@@ -104,7 +105,7 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
 def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
-    kernels = (bit_gemv, int_gemv, dense, decode_attention, decode_layers)
+    kernels = (bit_gemv, int_gemv, dense, half_rows, decode_attention, decode_layers)
     modules = (lanes, memory, tensor_cores, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
