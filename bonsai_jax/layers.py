@@ -16,6 +16,7 @@ from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
 from pallas_kernels import LayerStack, QTensor, attend, dispatch, gated, matmul
 
+UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 SITES = ("input", "attention", "middle", "mlp", "output")
 
 
@@ -190,7 +191,8 @@ def decoder(
             each.append(of_layer)
         kept = jax.tree.map(lambda *x: jnp.stack(x), *each)
     else:
-        carry, kept = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers))
+        unroll = 1 if params.layers.wqkv[0].parts[0].impl == "xla" else UNROLL
+        carry, kept = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers), unroll=unroll)
     x, cache = carry
     return x, kv.advance(cache, positions), kept
 

@@ -83,6 +83,14 @@ def _library(problem: Problem) -> str | None:
     return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
 
 
+def _decoded_by(problem: Problem) -> str:
+    """How the library's GEMM gets at the weights of a format."""
+    if problem.format == "f16":
+        return ": float16 weights as they are, multiplied by cuBLAS"
+    by = "a kernel" if KERNELS.get(problem.format) == "int_gemv" else "XLA"
+    return f": {by} decodes a layer's matrix to float16, cuBLAS multiplies"
+
+
 def _no_kernel(problem: Problem) -> str:
     return f"no kernel for {problem.op}{' of ' + problem.format if problem.format else ''} in this version"
 
@@ -122,7 +130,8 @@ def explain(problem: Problem, impl: str = "auto") -> list[Verdict]:
         reason = refuses(problem)
         if reason is None and not taken and impl in ("auto", name):
             taken = True
-            verdicts.append(Verdict(name, True, "asked for" if impl == name else "the first that can run it"))
+            why = "asked for" if impl == name else "the first that can run it"
+            verdicts.append(Verdict(name, True, why + (_decoded_by(problem) if name == "library" else "")))
         else:
             verdicts.append(
                 Verdict(name, False, reason or (f"{impl} was asked for" if impl != "auto" else "comes later"))

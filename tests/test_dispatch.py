@@ -114,3 +114,16 @@ def test_the_schedule_is_the_same_before_and_after_loading(name, format, monkeyp
         asked = bj.RunConfig(weights="packed", schedule="launches")
         again = jax.eval_shape(lambda: model.load_params(checkpoint, config, model.resolve(asked, config)))
         assert again.schedule == "launches"
+
+
+@pytest.mark.parametrize(
+    ("format", "how"),
+    [
+        ("q4_k", "a kernel decodes a layer's matrix to float16, cuBLAS multiplies"),
+        ("q2_k", "XLA decodes a layer's matrix to float16, cuBLAS multiplies"),
+        ("f16", "float16 weights as they are, multiplied by cuBLAS"),
+    ],
+)
+def test_it_is_explained_how_prefill_gets_at_the_weights(format, how):
+    (taken,) = (v for v in explain(Problem("gemm", "sm_90", format, (4096, 4096))) if v.taken)
+    assert (taken.impl, taken.reason) == ("library", f"the first that can run it: {how}")

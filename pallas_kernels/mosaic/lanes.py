@@ -215,6 +215,12 @@ def narrow_vector(words):
     return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.BF16Type.get()), packed)
 
 
+def half_vector(words):
+    """Pairs of float16 as one vector of float16."""
+    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
+    return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.F16Type.get()), packed)
+
+
 def vector_from_lane(x, lane):
     """The vector of float32 or bfloat16 of another lane; `lane` is an index."""
     kind = ir.VectorType(x.type)
@@ -412,6 +418,20 @@ def signed_byte(word, i: int):
     """Byte i of a word as float32."""
     byte = arith.shrsi(arith.shli(word, integer(24 - 8 * i)) if i < 3 else word, integer(24))
     return arith.sitofp(f32(), byte)
+
+
+def bytes_as_reals(word, signed: bool) -> list:
+    """The four bytes of a word as float32, lowest first, without a conversion (as `small_integer`): signed
+    ones have 128 added for the time."""
+    if signed:
+        word = arith.xori(word, integer(0x80808080))
+    base, one = real(2.0**23 + 128 * signed), integer(0x4B000000)  # 2^23, whose last byte is the number
+    return [arith.subf(as_real(bytes_of(word, one, 0x7440 + i)), base) for i in range(4)]
+
+
+def half_pair(low, high):
+    """Two float32 as a pair of float16, to nearest."""
+    return ptx(i32(), [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
 
 
 def from_quad(word, lane, i: int):

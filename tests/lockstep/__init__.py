@@ -21,6 +21,8 @@ from pallas_kernels.mosaic import (
     bit_rows,
     decode_attention,
     decode_layers,
+    dense,
+    half_rows,
     int_gemv,
     lanes,
     memory,
@@ -104,13 +106,14 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
 def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
-    modules = (lanes, memory, tensor_cores, bit_gemv, bit_rows, int_gemv, decode_attention, decode_layers)
+    kernels = (bit_gemv, bit_rows, int_gemv, dense, half_rows, decode_attention, decode_layers)
+    modules = (lanes, memory, tensor_cores, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
             for module in modules:
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, fake))
-        for module in (bit_gemv, bit_rows, int_gemv, decode_attention, decode_layers):
+        for module in kernels:
             name = module.__name__.split(".")[-1]  # a module's kernel has its name
             not_jitted = getattr(module, name).__wrapped__
             stack.enter_context(mock.patch.object(module, name, not_jitted))
