@@ -1,4 +1,4 @@
-"""Matrix-vector products with weights of 4 to 8 bits, on the integer tensor cores. No branch on the format:
+"""Matrix-vector products with weights of 2 to 8 bits, on the integer tensor cores. No branch on the format:
 its file brings the layout (`tile`) and how a lane's words become what the tensor core multiplies
 (`fragments`).
 
@@ -297,7 +297,7 @@ def int_gemv(
 
 def _lane_bytes(shape: tuple[int, ...]) -> int:
     """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a
-    lane, [8] a word that four lanes share."""
+    lane, [8 c] a word that 4 / c neighbouring lanes share."""
     return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]
 
 
@@ -419,7 +419,7 @@ def _phase(
         with lanes.when(wanted):
             item = plus(first_item, scaled(tile, steps), step)
             for (m, name), (offset, size, vectors, shape) in places.items():
-                shares = g if len(shape) == 1 else lane
+                shares = lanes.quotient(lane, 32 // shape[0]) if len(shape) == 1 else lane
                 source = memory.at_byte(starts[m, name], item, 4 * math.prod(shape), scaled(shares, size))
                 target = plus(ring, scaled(slot, slot_bytes), offset, scaled(lane, size))
                 for v in range(vectors):
