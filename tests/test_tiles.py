@@ -91,6 +91,7 @@ NUMPY = {
     "times": lambda *factors: np.prod([np.broadcast_to(f, 32) for f in factors], axis=0, dtype=np.float32),
     "small_integer": lambda w, at, bits: (w >> word(at) & word(2**bits - 1)).astype(np.float32),
     "signed_byte": lambda w, i: (w >> word(8 * i)).astype(np.uint8).view(np.int8).astype(np.float32),
+    "from_lane": lambda w, there: w[there],
     "from_quad": lambda w, lane, i: w[np.arange(32) // 4 * 4 + i],
     "negative": lambda x: -x,
     "by_parity": lambda lane, even, odd: np.where(lane % 2 == 0, np.float32(even), np.float32(odd)),
@@ -126,6 +127,13 @@ def test_fragments_are_the_weights(format):
                         codes[lane // 4 + 8 * (reg % 2), lane % 4, reg // 2] = values.reshape(32, 4)
                     holders, h = lane[lane % 4 == i // 2], i % 2
                     scale, minimum = np.zeros(16, np.float32), np.zeros(16, np.float32)
+                    if unit.of_lane is not None:
+                        t, quads = i // 2, lane // 4 * 4
+                        fetched = unit.of_lane(quads + t, t)
+                        mine = [unit.scale, unit.minimum]
+                        for theirs, of_lane in zip(mine, fetched, strict=True):
+                            for r in range(2):
+                                np.testing.assert_array_equal(of_lane[r][h], theirs[r][h][quads + t])
                     for r in range(2):
                         scale[8 * r : 8 * r + 8] = unit.scale[r][h][holders]
                         if unit.minimum is not None:

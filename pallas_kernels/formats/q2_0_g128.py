@@ -62,11 +62,17 @@ def fragments(words, lane):
     from pallas_kernels.mosaic import lanes
     from pallas_kernels.mosaic.int_gemv import Unit
 
+    def scales(word, factors):
+        d = lanes.halves(word)
+        return [[[lanes.times(v, f) for f in factors] for v in d], [[v, v] for v in d]]
+
+    def of_lane(there, t):
+        return scales(lanes.from_lane(words["d"][0], there), [lanes.real(f) for f in factors[t % 2]])
+
     # Groups 2 t and 2 t + 1 are the first two of a vector for even t, and the last two for odd t.
-    factors = [lanes.by_parity(lane, even, even / 16) for even in (1, 1 / 4)]
-    d = lanes.halves(words["d"][0])
-    scale = [[lanes.times(row, factor) for factor in factors] for row in d]
-    return [Unit(lanes.quarters(words["words"]), scale, [[row, row] for row in d])]
+    factors = (1, 1 / 4), (1 / 16, 1 / 64)
+    mine = [lanes.by_parity(lane, even, odd) for even, odd in zip(*factors, strict=True)]
+    return [Unit(lanes.quarters(words["words"]), *scales(words["d"][0], mine), of_lane)]
 
 
 def tile_codes(codes, d):

@@ -30,6 +30,7 @@ across tiles.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -51,11 +52,14 @@ class Unit(NamedTuple):
     a        per group, i32 words for lanes.multiply_bytes
     scale    float32, [rows g, g + 8][groups 2 t, 2 t + 1]: what a byte of `a` times it is a weight
     minimum  the same, what is subtracted from every weight; None where that is 0
+    of_lane  (lane, its number in a quad, or one of the same parity) -> [scale, minimum] as that lane of the
+             same quad has them; None: each is fetched from there
     """
 
     a: list
     scale: list
     minimum: list | None = None
+    of_lane: Callable | None = None
 
 
 class Part(NamedTuple):
@@ -509,21 +513,18 @@ def _phase(
     ]
     quad = [plus(lanes.masked(lane, 0xFFFFFFFC), n) for n in quad]
 
+    def fetched_from(unit: Unit):
+        values = [unit.scale] + ([unit.minimum] if unit.minimum is not None else [])
+        there = lambda v, lane: lanes.as_real(lanes.from_lane(lanes.as_word(v), lane))  # noqa: E731
+        return lambda lane, _: [[[there(v, lane) for v in row] for row in rows] for rows in values]
+
     def multiplied(unit: Unit, u: int, at_q, at_stats, y):
         """y += a unit's products; y[chunk][rows g, g + 8][columns 2 t, 2 t + 1]."""
         scales = [unit.scale] + ([unit.minimum] if unit.minimum is not None else [])
-        if neighbours > 1:
-            gathered = [  # [n][scale or minimum][row][h]
-                [
-                    [[lanes.as_real(lanes.from_lane(lanes.as_word(v), n)) for v in row] for row in values]
-                    for values in scales
-                ]
-                for n in quad
-            ]
-        else:
-            gathered = [scales]
-        for chunk in range(chunks):
-            for j in range(width):
+        for j in range(width):
+            if neighbours > 1 and j % 2 == 0:  # here, and not for all j before: fewer registers
+                scales = (unit.of_lane or fetched_from(unit))(quad[j // 2], j // 2)
+            for chunk in range(chunks):
                 totals = None
                 for digit in range(digits):
                     at = (u * 8 + j) * group + (digit * padded + chunk * width) * row_bytes
@@ -542,15 +543,14 @@ def _phase(
                 assert totals is not None
                 at = (chunk * groups * width + (u * 8 + j) * width) * 8
                 loaded = [lanes.as_real(v) for v in memory.load_shared(4, at_stats, at)]
-                from_quad = gathered[j // 2 if neighbours > 1 else 0]
                 for r in (0, 1):
                     for c in (0, 1):
                         h = c if width == 1 else j % 2
                         step, total = loaded[2 * c], loaded[2 * c + 1]
-                        product = arith.mulf(from_quad[0][r][h], arith.sitofp(lanes.f32(), totals[2 * r + c]))
+                        product = arith.mulf(scales[0][r][h], arith.sitofp(lanes.f32(), totals[2 * r + c]))
                         value = mlir_math.fma(product, step, y[chunk][r][c])
                         if unit.minimum is not None:
-                            value = mlir_math.fma(arith.negf(from_quad[1][r][h]), total, value)
+                            value = mlir_math.fma(arith.negf(scales[1][r][h]), total, value)
                         y[chunk][r][c] = value
         return y
 
