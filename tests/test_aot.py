@@ -217,7 +217,7 @@ def _attention(heads, kv_heads, head_dim, normed):
     return functools.partial(decode_attention, eps=1e-6, interleaved=not normed), (
         jax.ShapeDtypeStruct((1, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1,), i32), jax.ShapeDtypeStruct((), i32),
-        angle, angle, (gamma, gamma) if normed else None,
+        angle, angle, (gamma, gamma) if normed else None, None,
     )  # fmt: skip
 
 
