@@ -291,7 +291,7 @@ HOT = {
     "pq2_0 gate and up, 8 rows": lambda: _integers("pq2_0", 12288, 4096, 2, 8),
     "pq2_0 down, 16 bits": lambda: _integers("pq2_0", 4096, 12288, 1, 1, 16),
     "pq2_0 o, 8 rows": lambda: _integers("pq2_0", 4096, 4096, 1, 8),
-    "q2_0_g64 o, 16 rows": lambda: _integers("q2_0_g64", 4096, 4096, 1, 16),
+    "q2_0_g64 o, 4 rows": lambda: _integers("q2_0_g64", 4096, 4096, 1, 4),
     "tq1_0 down": lambda: _integers("tq1_0", 4096, 12288, 1, 1),
     "q4_1 down": lambda: _integers("q4_1", 4096, 12288, 1, 1),
     "gate and up": lambda: _product(12288, 4096, 2, 1),
