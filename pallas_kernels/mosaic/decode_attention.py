@@ -40,7 +40,6 @@ MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
 KEYS_PER_SPLIT = KEYS * WARPS  # that much is on its way before q is there
 KEYS_ALONE = 2 * KEYS_PER_SPLIT  # so few are not worth combining
-AHEAD = True  # measured
 BLOCKS = 128  # about as many as an H200 has multiprocessors
 
 
@@ -284,10 +283,10 @@ class Attention:
         """
         share = self._share(kept)
         with lanes.when(lanes.is_below(share.split, share.splits)):  # all threads of a block alike
-            state = self._attend(cache, share, layer, load_qkv, AHEAD and next_layer is None)
+            state = self._attend(cache, share, layer, load_qkv)
             self._combine(share, smem, *state, store_out, exchange)
             if next_layer is not None:
-                self._ask_for(cache, share, next_layer, share.start)
+                self._ask_for(cache, share, next_layer)
 
     @staticmethod
     def _stored(length, j):
@@ -303,9 +302,8 @@ class Attention:
         kv_head = arith.divui(share.heads, lanes.index(self.group // self.heads))
         return [layer, page, arith.remui(j, page_size), kv_head, part]
 
-    def _ask_for(self, cache: Cache, share: Share, layer, start):
-        """The split's keys and values from `start` on, into the L2 cache: 16 keys a warp, half a row a
-        lane."""
+    def _ask_for(self, cache: Cache, share: Share, layer):
+        """16 keys a warp, half a row a lane."""
         lane, warp = (op(lanes.thread(), lanes.index(32)) for op in (arith.remui, arith.divui))
         key, half = (op(lane, lanes.index(2)) for op in (arith.divui, arith.remui))
         part = arith.muli(half, lanes.index(self.head_dim // 2))
@@ -318,9 +316,9 @@ class Attention:
                     memory.prefetch(ref, place)
             return carry
 
-        lanes.loop(start, share.stop, lanes.index(KEYS_PER_SPLIT), [], one)
+        lanes.loop(share.start, share.stop, lanes.index(KEYS_PER_SPLIT), [], one)
 
-    def _attend(self, cache: Cache, share: Share, layer, load_qkv, ask_ahead):
+    def _attend(self, cache: Cache, share: Share, layer, load_qkv):
         """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes."""
         head_dim, plus = self.head_dim, lanes.sum_of
         warp, lane = (op(lanes.thread(), lanes.index(32)) for op in (arith.divui, arith.remui))
@@ -361,9 +359,6 @@ class Attention:
         fetched = fetch(
             share.start, first_page
         )  # before q is asked for, which other blocks may still be making
-
-        if ask_ahead:
-            self._ask_for(cache, share, layer, plus(share.start, (lanes.index(KEYS_PER_SPLIT), 1)))
 
         # The new token: lanes g have query head g, those behind the last the new key.
         heads = share.heads

@@ -168,8 +168,8 @@ def plan(
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
     Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
-    leave two items or more to each, the one with the fewest idle over the columns and 96 KiB on their way, if
-    there is one; of equals the largest.
+    leave room for two items or more to each, the one with the fewest idle over the columns and room for 96
+    KiB on their way, if there is one; of equals the largest.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
@@ -206,7 +206,12 @@ def plan(
         in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
-            parts_of = tuple(part._replace(depth=depth) for part, depth in zip(placed, depths, strict=True))
+            items = [part.tiles * -(-steps // w) for part in placed]
+            # No more slots than a warp has items: before its first product it visits all of them.
+            parts_of = tuple(
+                part._replace(depth=max(2, min(depth, most)))
+                for part, depth, most in zip(placed, depths, items, strict=True)
+            )
             best = cost, Plan(w, together, parts_of)
     return best and best[1]
 
