@@ -42,13 +42,20 @@ class Verdict:
 
 # Formats with a matrix-vector kernel: format -> module of pallas_kernels.mosaic, which their files serve.
 KERNELS = {
+    "pq2_0": "int_gemv",
+    "ptq1_0": "int_gemv",
     "q1_0": "bit_gemv",
+    "q2_0_g128": "int_gemv",
+    "q2_0_g64": "int_gemv",
     "q4_0": "int_gemv",
     "q4_1": "int_gemv",
     "q4_k": "int_gemv",
     "q5_k": "int_gemv",
     "q6_k": "int_gemv",
     "q8_0": "int_gemv",
+    "tq1_0": "int_gemv",
+    "tq2_0": "int_gemv",
+    "tq2_0_g128": "int_gemv",
 }
 MOST_ROWS = {"bit_gemv": 8, "int_gemv": 16}  # that they take; more go through the definition
 

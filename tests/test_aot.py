@@ -222,7 +222,7 @@ def _attention(heads, kv_heads, head_dim, normed):
     return functools.partial(decode_attention, eps=1e-6, interleaved=not normed), (
         jax.ShapeDtypeStruct((1, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1,), i32), jax.ShapeDtypeStruct((), i32),
-        angle, angle, (gamma, gamma) if normed else None,
+        angle, angle, (gamma, gamma) if normed else None, None,
     )  # fmt: skip
 
 
@@ -312,6 +312,12 @@ HOT = {
     "q8_0 down": lambda: _integers("q8_0", 4096, 12288, 1, 1),
     "q5_k down": lambda: _integers("q5_k", 4096, 12288, 1, 1),
     "q4_0 down": lambda: _integers("q4_0", 4096, 12288, 1, 1),
+    "pq2_0 gate and up": lambda: _integers("pq2_0", 12288, 4096, 2, 1),
+    "pq2_0 gate and up, 8 rows": lambda: _integers("pq2_0", 12288, 4096, 2, 8),
+    "pq2_0 down, 16 bits": lambda: _integers("pq2_0", 4096, 12288, 1, 1, 16),
+    "pq2_0 o, 8 rows": lambda: _integers("pq2_0", 4096, 4096, 1, 8),
+    "q2_0_g64 o, 4 rows": lambda: _integers("q2_0_g64", 4096, 4096, 1, 4),
+    "tq1_0 down": lambda: _integers("tq1_0", 4096, 12288, 1, 1),
     "q4_1 down": lambda: _integers("q4_1", 4096, 12288, 1, 1),
     "decoded: q4_k gate and up": lambda: _decoded(("q4_k", "q4_k"), 12288, 4096),
     "decoded: q5_k": lambda: _decoded(("q5_k",), 4096, 12288),

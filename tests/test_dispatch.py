@@ -33,7 +33,6 @@ FALLS_BACK = {
         for format in (
             *("f32", "f16", "bf16"),
             *("q5_0", "q5_1", "q2_k", "q3_k"),
-            *("tq1_0", "tq2_0", "q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0"),
         )
     },
     ("attention", "", ("Phi-3-mini",)): "head_dim is 96; the kernel has 64 and 128",

@@ -1,4 +1,4 @@
-"""Matrix-vector products with weights of 4 to 8 bits, on the integer tensor cores. No branch on the format:
+"""Matrix-vector products with weights of 2 to 8 bits, on the integer tensor cores. No branch on the format:
 its file brings the layout (`tile`) and how a lane's words become what the tensor core multiplies
 (`fragments`).
 
@@ -30,6 +30,7 @@ across tiles.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -51,11 +52,14 @@ class Unit(NamedTuple):
     a        per group, i32 words for lanes.multiply_bytes
     scale    float32, [rows g, g + 8][groups 2 t, 2 t + 1]: what a byte of `a` times it is a weight
     minimum  the same, what is subtracted from every weight; None where that is 0
+    of_lane  (lane, its number in a quad, or one of the same parity) -> [scale, minimum] as that lane of the
+             same quad has them; None: each is fetched from there
     """
 
     a: list
     scale: list
     minimum: list | None = None
+    of_lane: Callable | None = None
 
 
 class Part(NamedTuple):
@@ -164,8 +168,8 @@ def plan(
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
     Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
-    leave two items or more to each, the one with the fewest idle over the columns and 96 KiB on their way, if
-    there is one; of equals the largest.
+    leave room for two items or more to each, the one with the fewest idle over the columns and room for 96
+    KiB on their way, if there is one; of equals the largest.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
@@ -202,7 +206,12 @@ def plan(
         in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
-            parts_of = tuple(part._replace(depth=depth) for part, depth in zip(placed, depths, strict=True))
+            items = [part.tiles * -(-steps // w) for part in placed]
+            # No more slots than a warp has items: before its first product it visits all of them.
+            parts_of = tuple(
+                part._replace(depth=max(2, min(depth, most)))
+                for part, depth, most in zip(placed, depths, items, strict=True)
+            )
             best = cost, Plan(w, together, parts_of)
     return best and best[1]
 
@@ -297,7 +306,7 @@ def int_gemv(
 
 def _lane_bytes(shape: tuple[int, ...]) -> int:
     """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a
-    lane, [8] a word that four lanes share."""
+    lane, [8 c] a word that 4 / c neighbouring lanes share."""
     return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]
 
 
@@ -419,7 +428,7 @@ def _phase(
         with lanes.when(wanted):
             item = plus(first_item, scaled(tile, steps), step)
             for (m, name), (offset, size, vectors, shape) in places.items():
-                shares = g if len(shape) == 1 else lane
+                shares = lanes.quotient(lane, 32 // shape[0]) if len(shape) == 1 else lane
                 source = memory.at_byte(starts[m, name], item, 4 * math.prod(shape), scaled(shares, size))
                 target = plus(ring, scaled(slot, slot_bytes), offset, scaled(lane, size))
                 for v in range(vectors):
@@ -509,21 +518,18 @@ def _phase(
     ]
     quad = [plus(lanes.masked(lane, 0xFFFFFFFC), n) for n in quad]
 
+    def fetched_from(unit: Unit):
+        values = [unit.scale] + ([unit.minimum] if unit.minimum is not None else [])
+        there = lambda v, lane: lanes.as_real(lanes.from_lane(lanes.as_word(v), lane))  # noqa: E731
+        return lambda lane, _: [[[there(v, lane) for v in row] for row in rows] for rows in values]
+
     def multiplied(unit: Unit, u: int, at_q, at_stats, y):
         """y += a unit's products; y[chunk][rows g, g + 8][columns 2 t, 2 t + 1]."""
         scales = [unit.scale] + ([unit.minimum] if unit.minimum is not None else [])
-        if neighbours > 1:
-            gathered = [  # [n][scale or minimum][row][h]
-                [
-                    [[lanes.as_real(lanes.from_lane(lanes.as_word(v), n)) for v in row] for row in values]
-                    for values in scales
-                ]
-                for n in quad
-            ]
-        else:
-            gathered = [scales]
-        for chunk in range(chunks):
-            for j in range(width):
+        for j in range(width):
+            if neighbours > 1 and j % 2 == 0:  # here, and not for all j before: fewer registers
+                scales = (unit.of_lane or fetched_from(unit))(quad[j // 2], j // 2)
+            for chunk in range(chunks):
                 totals = None
                 for digit in range(digits):
                     at = (u * 8 + j) * group + (digit * padded + chunk * width) * row_bytes
@@ -542,15 +548,14 @@ def _phase(
                 assert totals is not None
                 at = (chunk * groups * width + (u * 8 + j) * width) * 8
                 loaded = [lanes.as_real(v) for v in memory.load_shared(4, at_stats, at)]
-                from_quad = gathered[j // 2 if neighbours > 1 else 0]
                 for r in (0, 1):
                     for c in (0, 1):
                         h = c if width == 1 else j % 2
                         step, total = loaded[2 * c], loaded[2 * c + 1]
-                        product = arith.mulf(from_quad[0][r][h], arith.sitofp(lanes.f32(), totals[2 * r + c]))
+                        product = arith.mulf(scales[0][r][h], arith.sitofp(lanes.f32(), totals[2 * r + c]))
                         value = mlir_math.fma(product, step, y[chunk][r][c])
                         if unit.minimum is not None:
-                            value = mlir_math.fma(arith.negf(from_quad[1][r][h]), total, value)
+                            value = mlir_math.fma(arith.negf(scales[1][r][h]), total, value)
                         y[chunk][r][c] = value
         return y
 

@@ -367,6 +367,21 @@ def nibbles(vectors):
     ]
 
 
+def quarters(vectors):
+    """Vectors of four words (tiles.quarter_words) -> the fragments of eight groups: 1, 4, 16 and 64 times the
+    codes in each four, which saves the shifts."""
+    return [
+        [masked(word, mask) for word in vector]
+        for vector in vectors
+        for mask in (0x03030303, 0x0C0C0C0C, 0x30303030, 0xC0C0C0C0)
+    ]
+
+
+def by_parity(lane, even: float, odd: float):
+    """float32: one number in even lanes, another in odd ones."""
+    return arith.select(is_equal(masked(lane, 1), integer(0)), real(even), real(odd))
+
+
 def times(first, *factors):
     """Product of float32 values, from left to right."""
     for factor in factors:
