@@ -37,7 +37,8 @@ def command(
         Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")
     ] = "md",
     profile: Annotated[
-        bool, typer.Option("--profile", help="Phases of a decode step at each depth, timed apart, instead.")
+        bool,
+        typer.Option("--profile", help="Phases of a prefill and of a decode step, timed apart, instead."),
     ] = False,
     impl: options.Impl = "auto",
     schedule: options.Schedule = "auto",
@@ -50,8 +51,9 @@ def command(
     """Measure prompt processing (pp) and token generation (tg): tok/s, GB/s, share of the memory ceiling.
 
     Sizes may be lists: -p 512,2048. There is no tokenization and no sampling. With --profile: what of a
-    decode step takes how long, and how near that is to what memory allows. Its phases are timed apart, so
-    they do not sum to the step, which has a row of its own.
+    prefill (-p) and of a decode step (-n; of each of -b's numbers of rows, else of one) takes how long, and
+    how near that is to what memory or tensor cores allow. Phases are timed apart, so they do not sum to the
+    step, which has a row of its own.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
     if not any(sizes[0] + sizes[1] + rows):
@@ -82,9 +84,12 @@ def command(
         if header:
             print(header)
         form = {"md": phases.markdown, "csv": bench.csv_line, "jsonl": bench.json_line}[output]
+        steps = [{"tokens": n} for n in sizes[0] if n]
+        steps += [{"rows": n} for n in rows if n] or [{"rows": 1} for _ in filter(None, sizes[1][:1])]
         for depth in sizes[2]:
-            for row in phases.measure(loaded, depth, repetitions):
-                print(form(row), flush=True)
+            for step in steps:
+                for row in phases.measure(loaded, depth, repetitions, **step):
+                    print(form(row), flush=True)
         return
     size_bytes = sum(t.nbytes for t in checkpoint.tensors.values())
     parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
