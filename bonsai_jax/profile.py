@@ -88,7 +88,7 @@ def measure(
         "attention output": (_output, (vectors(q_width), vectors(H)), weight_bytes(w.wo), each * H * q_width),
         "gate and up": (_gate_up, vectors(H), weight_bytes(w.w_gate, w.w_up), 2 * each * H * ffn_width),
         "down": (_down, (vectors(ffn_width), vectors(H)), weight_bytes(w.w_down), each * H * ffn_width),
-        "head": (None, last, head.nbytes, 2 * rows * config.vocab_size * H),
+        "head": (_head, last, head.nbytes, 2 * rows * config.vocab_size * H),
     }
     name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
     shared = {
@@ -114,7 +114,7 @@ def measure(
     of_products = card.gemm_names(params) if many else by_kernels
     total, total_least = (0.0, 0, 0), (0.0, 0.0)
     for phase, (one, start, moved, operations) in plan.items():
-        call = _all_layers(one, model, depth, tokens) if one else _head(model)
+        call = _once(one, model) if phase == "head" else _all_layers(one, model, depth, tokens)
         seconds = _seconds(lambda state, call=call: call(params, state), start, repetitions, tokens)
         if phase == "attention":
             impl, rate = attends, card.arithmetic()
@@ -150,36 +150,35 @@ def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callabl
     """One phase over all layers: unrolled on kernels, else scanned."""
     L, unrolled = model.config.num_layers, model.params.layers.wqkv[0].parts[0].impl != "xla"
 
+    def step(layer, params: Params, state):
+        if one is not _attention:
+            return handed_on(one(params, state, layer, model.config), state)
+        positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), state[0].shape[:2])
+        return one(params, state, layer, model.config, positions)
+
     def call(params: Params, state):
-        positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), _lead(state))
-        if unrolled:
-            for layer in range(L):
-                state = one(params, state, layer, model.config, positions)
-            return state
-        step = lambda layer, state: one(params, state, layer, model.config, positions)  # noqa: E731
-        return jax.lax.fori_loop(0, L, step, state)
+        if not unrolled:
+            return jax.lax.fori_loop(0, L, lambda layer, state: step(layer, params, state), state)
+        for layer in range(L):
+            state = step(layer, params, state)
+        return state
 
     return jax.jit(call, donate_argnums=1)
 
 
-def _lead(state) -> tuple[int, ...]:
-    """(rows, tokens) of what a phase begins with."""
-    return jax.tree.leaves(state)[0].shape[:2]
+def _once(one: Callable, model: Model) -> Callable[[Params, jax.Array], jax.Array]:
+    """A phase that no layer has."""
+    call = lambda params, x: handed_on(one(params, x, None, model.config), x)  # noqa: E731
+    return jax.jit(call, donate_argnums=1)
 
 
-def _head(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    return jax.jit(lambda params, x: _as_next(layers.logits(params, x, model.config), x), donate_argnums=1)
-
-
-def _as_next(y: jax.Array, x: jax.Array) -> jax.Array:
-    """What came out as what goes in next, as wide as that: so the next product waits for this one."""
-    return jnp.pad(y[..., : x.shape[-1]], ((0, 0), (0, 0), (0, max(0, x.shape[-1] - y.shape[-1]))))
-
-
-def _qkv(params: Params, x, layer, config, positions):
-    w = params.layers
-    y = [matmul(x, weight, layer, gamma=w.attn_norm, eps=config.rms_norm_eps) for weight in w.wqkv]
-    return _as_next(y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1), x)
+def handed_on(y: jax.Array, state: Any) -> Any:
+    """What the next product of a chain begins with, so that it waits for this one's y: y as wide as x, or,
+    where there is a residual, x as it was and y in its place."""
+    if isinstance(state, tuple):
+        return state[0], y
+    width = state.shape[-1]
+    return jnp.pad(y[..., :width], ((0, 0), (0, 0), (0, max(0, width - y.shape[-1]))))
 
 
 def _attention(params: Params, state: tuple[jax.Array, KVCache], layer, config, positions):
@@ -195,19 +194,39 @@ def _attention(params: Params, state: tuple[jax.Array, KVCache], layer, config, 
     return qkv.at[..., : out.shape[-1]].set(out), cache.replace(k=k_pages, v=v_pages)
 
 
-def _output(params: Params, state: tuple[jax.Array, jax.Array], layer, config, positions):
-    attended, y = state
-    return attended, matmul(attended, params.layers.wo, layer, residual=y)
-
-
-def _gate_up(params: Params, x, layer, config, positions):
+def _qkv(params: Params, x, layer, config):
     w = params.layers
-    return _as_next(gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps), x)
+    y = [matmul(x, weight, layer, gamma=w.attn_norm, eps=config.rms_norm_eps) for weight in w.wqkv]
+    return y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1)
 
 
-def _down(params: Params, state: tuple[jax.Array, jax.Array], layer, config, positions):
+def _output(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
+    attended, y = state
+    return matmul(attended, params.layers.wo, layer, residual=y)
+
+
+def _gate_up(params: Params, x, layer, config):
+    w = params.layers
+    return gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
+
+
+def _down(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
     hidden, y = state
-    return hidden, matmul(hidden, params.layers.w_down, layer, residual=y)
+    return matmul(hidden, params.layers.w_down, layer, residual=y)
+
+
+def _head(params: Params, x, layer, config):
+    return layers.logits(params, x, config)
+
+
+# Products by phase: (params, state, layer, config) -> y, in the order in which a step has them.
+PRODUCTS = {
+    "qkv": _qkv,
+    "attention output": _output,
+    "gate and up": _gate_up,
+    "down": _down,
+    "head": _head,
+}
 
 
 def _seconds(step: Callable[[Any], Any], state: Any, repetitions: int, tokens: int) -> float:

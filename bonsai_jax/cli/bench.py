@@ -40,6 +40,12 @@ def command(
         bool,
         typer.Option("--profile", help="Phases of a prefill and of a decode step, timed apart, instead."),
     ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune", help="Find the fastest tile sizes for this model here, and keep them, instead."
+        ),
+    ] = False,
     impl: options.Impl = "auto",
     schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
@@ -54,6 +60,9 @@ def command(
     prefill (-p) and of a decode step (-n; of each of -b's numbers of rows, else of one) takes how long, and
     how near that is to what memory or tensor cores allow. Phases are timed apart, so they do not sum to the
     step, which has a row of its own.
+
+    With --tune: tile sizes of the kernels of a decode step (of each of -b's numbers of rows, else of one) are
+    measured, and what wins is written to the user's cache folder, from where it is used from then on.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
     if not any(sizes[0] + sizes[1] + rows):
@@ -77,6 +86,9 @@ def command(
     checkpoint = open_checkpoint(model or options.demo_model(), offline=offline)
     with options.progress("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, progress=update)
+    if tune:
+        _tune(loaded, [n for n in rows if n] or [1], repetitions)
+        return
     if profile:
         header = {"md": phases.markdown_header(), "csv": bench.csv_header(phases.Phase), "jsonl": None}[
             output
@@ -101,3 +113,21 @@ def command(
                 print(bench.markdown(row, size_bytes, parameters), flush=True)
             else:
                 print({"jsonl": bench.json_line, "csv": bench.csv_line}[output](row), flush=True)
+
+
+def _tune(model, rows: list[int], repetitions: int) -> None:
+    """Print what is found, as it is found, and write what wins."""
+    from bonsai_jax import card, tune
+    from pallas_kernels import tuned
+
+    new = {}
+    print(tune.markdown_header())
+    for result in tune.tune(model, rows, repetitions):
+        print(tune.markdown(result), flush=True)
+        if result.new != result.old:
+            new[str(result.problem)] = result.entry
+    device = card.device_name()
+    path = tuned.user_file(device)
+    if new:
+        tuned.write(path, device, new)
+    print(f"\n{len(new)} written to {path}" if new else f"\nnothing wins; {path} is as it was")

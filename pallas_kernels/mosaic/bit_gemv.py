@@ -31,6 +31,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import tuned
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
 
 GROUP = 128
@@ -44,8 +45,12 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     norm_layer = layer if gamma is not None and gamma.ndim == 2 else 0
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
+    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    n_tiles, pairs = stacks[0]["words"].shape[1:3]
+    weight = f"{weights[0].format} {16 * n_tiles} x {2 * GROUP * pairs}"
+    problem = tuned.Problem("bit_gemv", weight, len(weights), x.shape[0], weights[0].activation_bits)
     y = bit_gemv(
-        x.astype(jnp.float32).reshape(-1, x.shape[-1]),
+        x,
         tuple((stack["words"], stack["scales"]) for stack in stacks),
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer, -1)]),
@@ -53,19 +58,25 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
         eps=eps,
         residual=residual,
         activation_bits=weights[0].activation_bits,
+        **tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(weights))),
     )
     return y[:, :n].reshape(*lead, n)
 
 
-def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
+def plan(
+    n_tiles: int, pairs: int, matrices: int = 1, warps: int | None = None, tiles: int | None = None
+) -> tuple[int, int] | None:
     """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132
-    blocks."""
-    warps = min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
+    blocks; with measured ones None where a lane has no registers for so many weights."""
+    warps = warps or min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
     per_warp = -(-pairs // warps)
-    return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
+    if tiles is None:
+        return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
+    fits = tiles <= n_tiles and matrices * tiles * per_warp <= 2 * LOADS_PER_LANE
+    return (warps, tiles) if fits else None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
+@functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "warps", "tiles"))
 def bit_gemv(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -75,6 +86,8 @@ def bit_gemv(
     eps: float = 0.0,
     residual: jax.Array | None = None,
     activation_bits: int = 8,
+    warps: int | None = None,
+    tiles: int | None = None,
 ) -> jax.Array:
     """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
 
@@ -83,11 +96,15 @@ def bit_gemv(
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
+    warps, tiles     of a block (tuned.py)
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
-    warps, tiles = plan(n_tiles, pairs)
+    planned = plan(n_tiles, pairs, len(weights), warps, tiles)
+    if planned is None:
+        raise NotImplementedError(f"{tiles} tiles of {pairs} pairs of groups are too many for {warps} warps")
+    warps, tiles = planned
     operands = [a for pair in weights for a in pair] + [x, layers]
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
