@@ -102,8 +102,8 @@ def search(phase: str, problem: Problem, asked: tuned.Asked, measure: Measure, l
     before, after = measure([old, best])
     assert before is not None and after is not None  # both ran a moment ago
     new = best if wins(before, after) else old
-    us = [1e6 * statistics.median(t) / launches for t in (before, after if new == best else before)]
-    return Result(phase, problem, old, new, *us, timed, failed)
+    old_us, new_us = (1e6 * statistics.median(t) / launches for t in (before, after))
+    return Result(phase, problem, old, new, old_us, new_us if new == best else old_us, timed, failed)
 
 
 def wins(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -186,9 +186,9 @@ class _Chain:
         self.usual: np.ndarray | None = None  # what the product is with the settings in use
 
     def _bytes(self) -> int:
-        """Of one launch, about."""
-        words, columns = self.problem.weights.split(" x ")
-        weights = self.problem.matrices * int(columns) * sum(int(n.split()[1]) for n in words.split(" + "))
+        """Of one launch, at least."""
+        of_problem = self.problem
+        weights = of_problem.matrices * of_problem.columns * sum(rows for _, rows in of_problem.parts)
         return weights // 8
 
     def _compile(self, settings: Settings, pool: concurrent.futures.Executor):

@@ -7,7 +7,8 @@ traced: `settings(problem, plan)`. Two files may answer, entry by entry, the fir
     pallas_kernels/tuned/<device>.json           came with the package
 
 Neither is read where there is no GPU. Settings change which thread does what and in which order sums are
-made, never what is computed, and those that do not fit a product are ignored: `ignored` says why.
+made, never what is computed. Those of another version (`refused` says which) and those that leave a product
+no room are not used: a slower kernel, and nothing worse.
 
 A file: {"device": "NVIDIA H200", "entries": {problem: {"settings": {name: number}, ...}}}. What else stands
 in an entry (times, versions) is for people. Empty settings: the kernel's own plan, whatever the second file
@@ -20,6 +21,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from pathlib import Path
 
@@ -39,22 +41,36 @@ class Problem:
     """What tiles are tuned for; str() of it is its name in a file.
 
     kernel    module of pallas_kernels.mosaic
-    weights   "q4_k 5120 + q6_k 1024 x 4096": of each part format and rows, and columns; padded to whole tiles
+    parts     rows below rows, of each the format and how many, padded to whole tiles
+    columns   padded to whole tiles
     matrices  2 for SwiGLU, else 1
     rows      of activations
     bits      that they are rounded to
     """
 
     kernel: str
-    weights: str
+    parts: tuple[tuple[str, int], ...]
+    columns: int
     matrices: int
     rows: int
     bits: int
 
     def __str__(self):
+        parts = " + ".join(f"{format} {rows}" for format, rows in self.parts)
         twice = "2 of " if self.matrices == 2 else ""
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"
-        return f"{self.kernel}: {twice}{self.weights}, {rows}, {self.bits} bits"
+        return f"{self.kernel}: {twice}{parts} x {self.columns}, {rows}, {self.bits} bits"
+
+
+def named(name: str) -> Problem | None:
+    """The Problem of which this is str(); None where it is none's."""
+    form = re.compile(r"(\w+): (2 of )?(\w+ \d+(?: \+ \w+ \d+)*) x (\d+), (\d+) rows?, (\d+) bits")
+    if (found := form.fullmatch(name)) is None:
+        return None
+    kernel, twice, parts, columns, rows, bits = found.groups()
+    pairs = [part.split() for part in parts.split(" + ")]
+    of_parts = tuple((format, int(count)) for format, count in pairs)
+    return Problem(kernel, of_parts, int(columns), 2 if twice else 1, int(rows), int(bits))
 
 
 @dataclasses.dataclass
@@ -93,33 +109,27 @@ def settings(problem: Problem, plan: Callable[..., Hashable | None]) -> Settings
     if now is not None and problem in now.instead:
         found = dict(now.instead[problem])
     else:
-        found, _ = _accepted(problem, plan)
+        found, _ = entries().get(str(problem), ({}, None))
+        if refused(problem.kernel, found) or (found and plan(**found) is None):
+            found = {}
     if now is not None:
         now.asked[problem] = Asked(plan, found)
     return found
 
 
-def ignored(problem: Problem, plan: Callable[..., Hashable | None]) -> str | None:
-    """Why what a file says of this problem is not used; None where it is used, or says nothing."""
-    return _accepted(problem, plan)[1]
-
-
-def _accepted(problem: Problem, plan) -> tuple[Settings, str | None]:
-    found, path = entries().get(str(problem), ({}, None))
-    if not found:
-        return {}, None
-    allowed = ALLOWED[problem.kernel]
-    for name, value in found.items():
+def refused(kernel: str, settings: Settings) -> str | None:
+    """Why settings of a file are not used for any problem of a kernel; None where they are."""
+    allowed = ALLOWED.get(kernel, {})
+    for name, value in settings.items():
         if name not in allowed:
-            return {}, f"{path}: {problem}: {name!r} is none of {', '.join(allowed)} (another version's?)"
+            return f"{kernel} has no {name!r} to tune; it has {', '.join(allowed) or 'nothing'}"
         if value not in allowed[name]:
-            return (
-                {},
-                f"{path}: {problem}: {name} of {value} is none of {allowed[name][0]} to {allowed[name][-1]}",
-            )
-    if plan(**found) is None:
-        return {}, f"{path}: {problem}: {found} do not fit this device's shared memory or this product"
-    return found, None
+            return f"{name} of {value} is none of {', '.join(map(str, _ends(allowed[name])))}"
+    return None
+
+
+def _ends(values: tuple[int, ...]) -> tuple:
+    return values if len(values) < 5 else (*values[:2], "...", values[-1])
 
 
 def entries() -> dict[str, tuple[Settings, Path]]:

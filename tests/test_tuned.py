@@ -1,22 +1,25 @@
 """Tuned tile sizes: who is asked first, what a broken file says, how a winner is found; and that sizes change
 no result."""
 
+import dataclasses
 import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 import bonsai_jax as bj
 from bonsai_jax import profile, tune
+from bonsai_jax.cli import app
 from pallas_kernels import QTensor, dequantize, dispatch, formats, tuned
 from pallas_kernels.mosaic import bit_gemv, int_gemv
 from pallas_kernels.qtensor import tile
 from tests.lockstep import lockstep
 
 GPU = "NVIDIA Made Up 9000"
-PROBLEM = tuned.Problem("int_gemv", "q4_k 5120 + q6_k 1024 x 4096", 1, 8, 8)
+PROBLEM = tuned.Problem("int_gemv", (("q4_k", 5120), ("q6_k", 1024)), 4096, 1, 8, 8)
 ANY = lambda **settings: tuple(settings.items())  # noqa: E731
 
 
@@ -46,8 +49,10 @@ def files(monkeypatch, tmp_path):
 
 def test_a_problem_has_one_name():
     assert str(PROBLEM) == "int_gemv: q4_k 5120 + q6_k 1024 x 4096, 8 rows, 8 bits"
-    gated = tuned.Problem("bit_gemv", "q1_0 12288 x 4096", 2, 1, 16)
+    gated = tuned.Problem("bit_gemv", (("q1_0", 12288),), 4096, 2, 1, 16)
     assert str(gated) == "bit_gemv: 2 of q1_0 12288 x 4096, 1 row, 16 bits"
+    assert [tuned.named(str(problem)) for problem in (PROBLEM, gated)] == [PROBLEM, gated]
+    assert tuned.named("int_gemv: q4_k x 4096, 1 row, 8 bits") is None
 
 
 def test_the_users_file_comes_before_the_packages(files):
@@ -61,6 +66,23 @@ def test_the_users_file_comes_before_the_packages(files):
     assert tuned.settings(PROBLEM, ANY) == {}
     user(entries={})
     assert tuned.settings(PROBLEM, ANY) == {"warps": 8}
+
+
+def test_inspect_shows_what_was_tuned_for_a_models_products(files):
+    _, user = files
+    mine = tuned.Problem("int_gemv", (("q4_k", 512), ("q6_k", 256)), 256, 1, 8, 8)
+    other = dataclasses.replace(mine, rows=2)
+    entries = {str(problem): {"settings": {"warps": 8}} for problem in (PROBLEM, mine)}
+    entries[str(other)] = {"settings": {"warps": 9}}
+    user(entries=entries | {"a problem of another version": {"settings": {}}})
+    done = CliRunner().invoke(app, ["inspect", "synth:tiny-qwen3:q4_k_m"])
+    assert done.exit_code == 0, done.output
+    assert f"tuned {mine}\n  -> warps 8: {tuned.user_file(GPU)}" in done.output
+    assert (
+        f"tuned {other}\n  -> not used: warps of 9 is none of 4, 8, 12, 16: {tuned.user_file(GPU)}"
+        in done.output
+    )
+    assert done.output.count("tuned int_gemv") == 2
 
 
 def test_where_there_is_no_gpu_no_file_is_read(files, monkeypatch):
@@ -94,18 +116,18 @@ def test_a_broken_file_is_one_error_with_its_path_and_the_remedy(files, written,
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"warps": 8, "lanes": 3}, "'lanes' is none of warps, blocks, depth"),
-        ({"warps": 7}, "warps of 7 is none of 4 to 16"),
-        ({"depth": 24}, "do not fit"),
+        ({"warps": 8, "lanes": 3}, "int_gemv has no 'lanes' to tune; it has warps, blocks, depth"),
+        ({"warps": 7}, "warps of 7 is none of 4, 8, 12, 16"),
+        ({"depth": 24}, None),  # no room: that is known when a product is
     ],
 )
-def test_settings_of_another_version_are_ignored_and_the_reason_is_kept(files, settings, says):
+def test_settings_of_another_version_or_without_room_are_not_used(files, settings, says):
     files[0](settings)
     plan = lambda depth=1, **_: None if depth > 20 else depth  # noqa: E731
     assert tuned.settings(PROBLEM, plan) == {}
-    assert says in str(tuned.ignored(PROBLEM, plan))
-    files[0]({"warps": 8})
-    assert tuned.ignored(PROBLEM, plan) is None
+    assert tuned.refused("int_gemv", settings) == says
+    assert tuned.refused("int_gemv", {"warps": 8, "depth": 3}) is None
+    assert tuned.refused("a_kernel_to_come", {"warps": 8}) is not None
 
 
 def test_writing_keeps_what_a_file_has(files):
@@ -122,13 +144,14 @@ def test_the_packages_files_name_sizes_that_kernels_have(path):
     device = json.loads(path.read_text())["device"]
     assert tuned.package_file(device) == path
     for problem, settings in tuned.read(path, device).items():
-        allowed = tuned.ALLOWED[problem.split(":")[0]]
-        assert settings and all(value in allowed[name] for name, value in settings.items())
+        found = tuned.named(problem)
+        assert found is not None and str(found) == problem
+        assert settings and tuned.refused(found.kernel, settings) is None
 
 
 def test_a_trial_answers_first_and_notes_who_asks(files):
     files[0]({"warps": 8})
-    other = tuned.Problem("bit_gemv", "q1_0 16 x 256", 1, 1, 8)
+    other = tuned.Problem("bit_gemv", (("q1_0", 16),), 256, 1, 1, 8)
     with tuned.trial({PROBLEM: {"depth": 4}}) as asked:
         assert tuned.settings(PROBLEM, ANY) == {"depth": 4}
         assert tuned.settings(other, ANY) == {}
@@ -230,7 +253,7 @@ def product_of(format, N, K, rows, seed=0):
 )
 def test_int_gemv_computes_the_same_with_other_sizes(settings):
     x, w, want = product_of("q4_k", 160, 1024, 3)
-    problem = tuned.Problem("int_gemv", "q4_k 160 x 1024", 1, 3, 8)
+    problem = tuned.Problem("int_gemv", (("q4_k", 160),), 1024, 1, 3, 8)
     with tuned.trial({problem: settings}) as asked, lockstep(at_a_time=8):
         got = int_gemv.run(x, (w,), None, None, None, 0.0, None)
     assert asked[problem].plan(**settings) != asked[problem].plan()
@@ -240,7 +263,7 @@ def test_int_gemv_computes_the_same_with_other_sizes(settings):
 @pytest.mark.parametrize("settings", [{"warps": 4, "tiles": 3}, {"warps": 16, "tiles": 1}])
 def test_bit_gemv_computes_the_same_with_other_sizes(settings):
     x, w, want = product_of("q1_0", 160, 1024, 3)
-    problem = tuned.Problem("bit_gemv", "q1_0 160 x 1024", 1, 3, 8)
+    problem = tuned.Problem("bit_gemv", (("q1_0", 160),), 1024, 1, 3, 8)
     with tuned.trial({problem: settings}) as asked, lockstep(at_a_time=8):
         got = bit_gemv.run(x, (w,), None, None, None, 0.0, None)
     assert asked[problem].plan(**settings) == tuple(settings.values()) != asked[problem].plan()

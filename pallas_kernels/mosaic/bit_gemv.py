@@ -47,8 +47,8 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     n_tiles, pairs = stacks[0]["words"].shape[1:3]
-    weight = f"{weights[0].format} {16 * n_tiles} x {2 * GROUP * pairs}"
-    problem = tuned.Problem("bit_gemv", weight, len(weights), x.shape[0], weights[0].activation_bits)
+    part, bits = (weights[0].format, 16 * n_tiles), weights[0].activation_bits
+    problem = tuned.Problem("bit_gemv", (part,), 2 * GROUP * pairs, len(weights), x.shape[0], bits)
     y = bit_gemv(
         x,
         tuple((stack["words"], stack["scales"]) for stack in stacks),
@@ -57,7 +57,7 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
         gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
         eps=eps,
         residual=residual,
-        activation_bits=weights[0].activation_bits,
+        activation_bits=bits,
         **tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(weights))),
     )
     return y[:, :n].reshape(*lead, n)

@@ -150,14 +150,10 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
 
 def _tuned(parts, rows: int, settings: dict) -> tuned.Settings:
     """warps, blocks and depth of a plan, where they were measured for this product."""
-    each = [fields[0]["words"] for fields in parts]
-    weights = " + ".join(
-        f"{f} {words.shape[1] * ROWS}" for f, words in zip(settings["formats_of"], each, strict=True)
-    )
-    columns = each[0].shape[2] * COLUMNS
-    problem = tuned.Problem(
-        "int_gemv", f"{weights} x {columns}", len(parts[0]), rows, settings["activation_bits"]
-    )
+    words = [fields[0]["words"].shape for fields in parts]
+    of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
+    columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
+    problem = tuned.Problem("int_gemv", of_parts, columns, len(parts[0]), rows, bits)
     return tuned.settings(problem, functools.partial(plan, parts, rows, **settings))
 
 
