@@ -168,6 +168,11 @@ def platform() -> str:
     return "sm_" + jax.devices()[0].compute_capability.replace(".", "")
 
 
+def gpu_name() -> str | None:
+    """The default device's: "NVIDIA H200"; None where it is no GPU."""
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
+
+
 def multiprocessors() -> int:
     """Of the default GPU; an H200's where there is none, for compiling without one."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132

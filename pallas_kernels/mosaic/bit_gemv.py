@@ -32,6 +32,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import tuned
 from pallas_kernels.mosaic import bit_rows, lanes, memory, tensor_cores
 from pallas_kernels.mosaic.int_gemv import shared_bytes
 
@@ -51,8 +52,14 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
     n_tiles, pairs = stacks[0][0].shape[1:3]
-    many = x.shape[0] >= FROM_ROWS and bit_rows.fits(n_tiles, pairs, len(stacks), bits, shared_bytes())
-    y = (bit_rows.bit_rows if many else bit_gemv)(
+    name, kernel, sizes = "bit_gemv", bit_gemv, functools.partial(plan, n_tiles, pairs, len(stacks))
+    if x.shape[0] >= FROM_ROWS:
+        of_rows = functools.partial(bit_rows.plan, n_tiles, pairs, len(stacks), bits, shared_bytes())
+        if of_rows() is not None:
+            name, kernel, sizes = "bit_rows", bit_rows.bit_rows, of_rows
+    part = (weights[0].format, 16 * n_tiles)
+    problem = tuned.Problem(name, (part,), 2 * GROUP * pairs, len(stacks), x.shape[0], bits)
+    y = kernel(
         x,
         stacks,
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
@@ -61,19 +68,25 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
         eps=eps,
         residual=residual,
         activation_bits=bits,
+        **tuned.settings(problem, sizes),
     )
     return y[:, :n].reshape(*lead, n)
 
 
-def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
+def plan(
+    n_tiles: int, pairs: int, matrices: int = 1, warps: int | None = None, tiles: int | None = None
+) -> tuple[int, int] | None:
     """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132
-    blocks."""
-    warps = min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
+    blocks; with measured ones None where a lane has no registers for so many weights."""
+    warps = warps or min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
     per_warp = -(-pairs // warps)
-    return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
+    if tiles is None:
+        return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
+    fits = tiles <= n_tiles and matrices * tiles * per_warp <= 2 * LOADS_PER_LANE
+    return (warps, tiles) if fits else None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
+@functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "warps", "tiles"))
 def bit_gemv(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -83,6 +96,8 @@ def bit_gemv(
     eps: float = 0.0,
     residual: jax.Array | None = None,
     activation_bits: int = 8,
+    warps: int | None = None,
+    tiles: int | None = None,
 ) -> jax.Array:
     """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
 
@@ -91,11 +106,15 @@ def bit_gemv(
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
+    warps, tiles     of a block (tuned.py)
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
-    warps, tiles = plan(n_tiles, pairs)
+    planned = plan(n_tiles, pairs, len(weights), warps, tiles)
+    if planned is None:
+        raise NotImplementedError(f"{tiles} tiles of {pairs} pairs of groups are too many for {warps} warps")
+    warps, tiles = planned
     operands = [a for pair in weights for a in pair] + [x, layers]
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []

@@ -29,6 +29,7 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
+from pallas_kernels.mosaic.int_gemv import shared_bytes
 
 GROUP = 128
 BLOCKS = 132  # as many as an H200 has multiprocessors: one each
@@ -36,19 +37,20 @@ ITEMS = 8  # tiles times pairs of a warp in one round: as many 16-byte loads a l
 ROWS = 8  # columns of the tensor core
 
 
-def plan(n_tiles: int, pairs: int, matrices: int) -> tuple[int, int, int]:
-    """(warps of a block, tiles of a block, tiles of a round), for the least idle warps."""
-    warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
-    tiles = -(-n_tiles // BLOCKS)
-    together = max(1, min(tiles, ITEMS // (matrices * -(-pairs // warps))))
-    return warps, tiles, -(-tiles // -(-tiles // together))
-
-
-def fits(n_tiles: int, pairs: int, matrices: int, bits: int, shared: int) -> bool:
-    """Whether a block's codes and sums are within so many bytes of shared memory."""
-    warps, _, together = plan(n_tiles, pairs, matrices)
-    words = _scratch(warps, -(-pairs // warps), together * matrices, bits)
-    return 4 * sum(words) + 4096 <= shared  # 4096: what Mosaic takes itself, and alignment
+def plan(
+    n_tiles: int, pairs: int, matrices: int, bits: int, shared: int, warps: int | None = None,
+    tiles: int | None = None, together: int | None = None,
+) -> tuple[int, int, int] | None:  # fmt: skip
+    """(warps of a block, tiles of a block, tiles of a round), for the least idle warps; None where codes and
+    sums are more than so many bytes of shared memory, or measured sizes do not go together."""
+    warps = warps or min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
+    tiles, per_warp = tiles or -(-n_tiles // BLOCKS), -(-pairs // warps)
+    if together is None:
+        together = max(1, min(tiles, ITEMS // (matrices * per_warp)))
+        together = -(-tiles // -(-tiles // together))
+    words = _scratch(warps, per_warp, together * matrices, bits)
+    fits = 4 * sum(words) + 4096 <= shared  # 4096: what Mosaic takes itself, and alignment
+    return (warps, tiles, together) if fits and together <= tiles <= n_tiles else None
 
 
 def _scratch(warps: int, per_warp: int, sums: int, bits: int) -> tuple[int, ...]:
@@ -144,7 +146,7 @@ def _quantize(*refs, rows, normed, bits):
     kernel(*refs)
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "shape"))
+@functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "warps", "tiles", "together"))
 def bit_rows(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -154,7 +156,9 @@ def bit_rows(
     eps: float = 0.0,
     residual: jax.Array | None = None,
     activation_bits: int = 8,
-    shape: tuple[int, int, int] | None = None,
+    warps: int | None = None,
+    tiles: int | None = None,
+    together: int | None = None,
 ) -> jax.Array:
     """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
 
@@ -163,7 +167,7 @@ def bit_rows(
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
-    shape     (warps, tiles of a block, tiles of a round) instead of `plan`'s, to measure with
+    warps, tiles, together   of a block, and tiles of a round (tuned.py)
     Returns float32 [rows, N padded to 16]. Activations are quantized by `bit_codes`.
     """
     rows, columns = x.shape
@@ -172,7 +176,13 @@ def bit_rows(
         padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    warps, tiles, together = shape or plan(n_tiles, pairs, len(weights))
+    planned = plan(n_tiles, pairs, len(weights), activation_bits, shared_bytes(), warps, tiles, together)
+    if planned is None:
+        raise NotImplementedError(
+            f"{rows} rows of {columns} activations do not fit {shared_bytes()} bytes of "
+            "shared memory with these sizes; split the rows, or leave the sizes out"
+        )
+    warps, tiles, together = planned
     per_warp = -(-pairs // warps)
     quantized = bit_codes(x, layers, gamma=gamma, activation_bits=activation_bits)
     operands = [a for pair in weights for a in pair] + [*quantized, layers]

@@ -39,7 +39,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch, formats, tuned
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -144,11 +144,21 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
             eps=eps,
             residual=None if residual is None else residual[first : first + at_once],
             **settings,
+            **_tuned(parts, min(at_once, x.shape[0] - first), settings),
         )
         for first in range(0, x.shape[0], at_once)
     ]
     y = y[0] if len(y) == 1 else jnp.concatenate(y)
     return y.reshape(*lead, -1)
+
+
+def _tuned(parts, rows: int, settings: dict) -> tuned.Settings:
+    """warps, blocks and depth of a plan, where they were measured for this product."""
+    words = [fields[0]["words"].shape for fields in parts]
+    of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
+    columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
+    problem = tuned.Problem("int_gemv", of_parts, columns, len(parts[0]), rows, bits)
+    return tuned.settings(problem, functools.partial(plan, parts, rows, **settings))
 
 
 def shared_bytes() -> int:
@@ -163,7 +173,7 @@ def columns_of_rows(rows: int) -> tuple[int, int]:
 
 
 def plan(
-    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None
+    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None
 ) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
@@ -202,15 +212,15 @@ def plan(
         stats = max(_stats_bytes(part.format, steps, padded) for part in placed)
         q = activation_bits // 8 * padded * _row_bytes(steps)
         left = shared - q - stats - sums - 4096  # Mosaic's own, and alignment
-        depths = [min(24, left // (w * size)) for size in sizes]
-        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
+        depths = [min(depth or 24, left // (w * size)) for size in sizes]
+        in_flight = min(w * items * size for items, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
-            items = [part.tiles * -(-steps // w) for part in placed]
             # No more slots than a warp has items: before its first product it visits all of them.
+            items = [part.tiles * -(-steps // w) for part in placed]
             parts_of = tuple(
-                part._replace(depth=max(2, min(depth, most)))
-                for part, depth, most in zip(placed, depths, items, strict=True)
+                part._replace(depth=max(2, min(slots, most)))
+                for part, slots, most in zip(placed, depths, items, strict=True)
             )
             best = cost, Plan(w, together, parts_of)
     return best and best[1]
@@ -226,7 +236,7 @@ def _row_bytes(steps: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks")
+    jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks", "depth")
 )
 def int_gemv(
     x: jax.Array,
@@ -241,6 +251,7 @@ def int_gemv(
     shared: int = 96 * 1024,
     warps: int | None = None,
     blocks: int | None = None,
+    depth: int | None = None,
 ) -> jax.Array:
     """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below
     rows.
@@ -252,7 +263,7 @@ def int_gemv(
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
-    warps, blocks    of a block, of the grid at most (to measure with)
+    warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
     Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
     here, symmetric per scale group.
     """
@@ -262,7 +273,7 @@ def int_gemv(
         padding = ((0, 0), (0, steps * COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = plan(weights, rows, formats_of, activation_bits, shared, warps, blocks)
+    planned = plan(weights, rows, formats_of, activation_bits, shared, warps, blocks, depth)
     if planned is None:
         raise NotImplementedError(
             f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
