@@ -108,7 +108,7 @@ def rows_to_half(x: jax.Array, layer, gamma, eps: float, by_kernel: bool) -> tup
     if gamma.ndim == 1:
         gamma, index = gamma[None], None
     elif isinstance(layer, int):
-        gamma, index = gamma[layer : layer + 1], None  # to XLA an offset
+        gamma, index = gamma[slice(layer, layer + 1 or None)], None  # to XLA an offset
     a, scale = half_rows(x.reshape(-1, x.shape[-1]), gamma, index, eps)
     return a.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
 

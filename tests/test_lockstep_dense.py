@@ -28,7 +28,7 @@ def in_lockstep(weights, layer):
         return np.asarray(dense.run(weights, layer))
 
 
-@pytest.mark.parametrize("layer", [1, np.int32(2)], ids=["known", "traced"])
+@pytest.mark.parametrize("layer", [1, -1, np.int32(2)], ids=["known", "last", "traced"])
 @pytest.mark.parametrize(("N", "K"), [(48, 512), (40, 256)])
 @pytest.mark.parametrize("format", INTEGER)
 def test_what_it_decodes_is_the_definition_bit_for_bit(format, N, K, layer):

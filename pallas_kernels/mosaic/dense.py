@@ -27,7 +27,7 @@ from pallas_kernels.mosaic import lanes, memory
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
 from pallas_kernels.tiles import COLUMNS, ROWS
 
-WARPS, EACH = 4, 1  # of a block, and items that each of them decodes
+WARPS = 4  # of a block, each with one item: 16 rows x 256 columns
 
 
 class Piece(NamedTuple):
@@ -58,18 +58,19 @@ def run(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
     """
     choices, places = [], []
     for w in weights:
-        parts, place = [w], (0, layer)
-        if isinstance(w, LayerStack):
-            parts, place = list(w.parts), (w.where[layer] if isinstance(layer, int) else None)
-            place = jnp.array(w.where, jnp.int32)[layer] if place is None else place
-        if layer is None or isinstance(layer, int):
+        stacked = isinstance(w, LayerStack)
+        parts = w.parts if stacked else (w,)
+        if layer is None:
+            parts = (jax.tree.map(lambda field: field[None], w),)
+        elif isinstance(layer, int):
             # A known slice is an offset to XLA: no copy, and no kernel waits to read where its weights are.
-            part, index = place
-            at = slice(None) if index is None else slice(index, index + 1)
-            axis = (lambda f: f[None]) if index is None else (lambda f, at=at: f[at])
-            parts = [jax.tree.map(axis, parts[part])]
+            part, index = w.where[layer] if stacked else (0, layer)
+            at = slice(index, index + 1 or None)
+            parts = (jax.tree.map(lambda field, at=at: field[at], parts[part]),)
+        elif stacked:
+            places.append(jnp.array(w.where, jnp.int32)[layer])
         else:
-            places.append(jnp.stack([jnp.int32(place[0]), jnp.int32(place[1])]))
+            places.append(jnp.stack([jnp.int32(0), jnp.int32(layer)]))
         choices.append([part.pieces if isinstance(part, Rows) else (part,) for part in parts])
     return dense(
         tuple(tuple(tuple(piece.fields for piece in pieces) for pieces in choice) for choice in choices),
@@ -82,15 +83,13 @@ def run(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("kinds", "columns", "warps", "each"))
+@functools.partial(jax.jit, static_argnames=("kinds", "columns"))
 def dense(
     weights: tuple[tuple[tuple[dict[str, jax.Array], ...], ...], ...],
     places: jax.Array | None,
     *,
     kinds: tuple[tuple[tuple[tuple[str, int], ...], ...], ...],
     columns: int,
-    warps: int = WARPS,
-    each: int = EACH,
 ) -> jax.Array:
     """float16 [N, K], the weights' rows below each other.
 
@@ -99,7 +98,6 @@ def dense(
     places   int32 [weights, 2]: the choice and the index into its stack; None for the first of one choice
     kinds    the same nest of (format, rows)
     columns  K
-    warps, each  of a block, items of a warp (to measure with)
     """
     steps = weights[0][0][0]["words"].shape[2]
     plans, operands, row, first_block = [], [], 0, 0
@@ -115,18 +113,17 @@ def dense(
                 at, tile = at + rows, tile + tiles
             choices.append(tuple(pieces))
             most = max(most, tile)
-        blocks = -(-most * steps // (warps * each))
-        plans.append((tuple(choices), first_block, blocks, most * steps))
+        blocks = -(-most * steps // WARPS)
+        plans.append((tuple(choices), first_block, most * steps))
         row, first_block = row + sum(rows for _, rows in choice_kinds[0]), first_block + blocks
     kernel = plgpu.kernel(
         functools.partial(
-            _body, plans=tuple(plans), steps=steps, columns=columns, warps=warps, each=each,
-            indexed=places is not None,
+            _body, plans=tuple(plans), steps=steps, columns=columns, indexed=places is not None
         ),
         out_type=jax.ShapeDtypeStruct((row, columns), jnp.float16),
         grid=(first_block,),
         grid_names=("items",),
-        num_threads=warps // 4,
+        num_threads=WARPS // 4,
         thread_name="warpgroup",
         scratch_types=[],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -134,7 +131,7 @@ def dense(
     return kernel(*operands, *([] if places is None else [places]))
 
 
-def _body(*refs, plans, steps, columns, warps, each, indexed):
+def _body(*refs, plans, steps, columns, indexed):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         refs = list(refs)
@@ -146,31 +143,21 @@ def _body(*refs, plans, steps, columns, warps, each, indexed):
         (out_gmem,) = refs
         lane = lanes.remainder(lanes.to_integer(lanes.thread()), 32)
         warp = lanes.quotient(lanes.to_integer(lanes.thread()), 32)
-        for w, (choices, first_block, blocks, items) in enumerate(plans):
+        for w, ((choices, first_block, items), fields_of) in enumerate(zip(plans, weights, strict=True)):
             block = lanes.plus(lanes.to_integer(lanes.block()), -first_block)
-            # Blocks of the weights before are below 0, which is large here.
-            with lanes.when(lanes.is_below(block, lanes.integer(blocks))):
-                which, index = (
-                    (lanes.integer(0), lanes.integer(0))
-                    if places_gmem is None
-                    else (memory.load(places_gmem, w, i) for i in range(2))
-                )
-                first = lanes.scaled(lanes.plus(lanes.scaled(block, warps), warp), each)
-                last = arith.minui(lanes.plus(first, each), lanes.integer(items))
-
-                def one_item(item, carry, choices=choices, weight_gmem=weights[w], which=which, index=index):
-                    item = lanes.to_integer(item)
-                    tile, step = lanes.quotient(item, steps), lanes.remainder(item, steps)
-                    for c, (pieces, fields) in enumerate(zip(choices, weight_gmem, strict=True)):
-                        for piece, piece_gmem in zip(pieces, fields, strict=True):
-                            own = lanes.plus(tile, -piece.tile)
-                            wanted = lanes.is_below(own, lanes.integer(piece.tiles))
-                            chosen = arith.andi(wanted, lanes.is_equal(which, lanes.integer(c)))
-                            with lanes.when(chosen):
-                                _decode(piece, piece_gmem, index, own, step, lane, out_gmem, columns)
-                    return carry
-
-                lanes.loop(lanes.to_index(first), lanes.to_index(last), lanes.index(1), [], one_item)
+            item = lanes.plus(lanes.scaled(block, WARPS), warp)
+            # Items of the weights before are below 0, which is large here, those of others behind the last.
+            with lanes.when(lanes.is_below(item, lanes.integer(items))):
+                which = index = lanes.integer(0)
+                if places_gmem is not None:
+                    which, index = (memory.load(places_gmem, w, i) for i in range(2))
+                tile, step = lanes.quotient(item, steps), lanes.remainder(item, steps)
+                for c, (pieces, refs_of) in enumerate(zip(choices, fields_of, strict=True)):
+                    for piece, piece_gmem in zip(pieces, refs_of, strict=True):
+                        own = lanes.plus(tile, -piece.tile)
+                        wanted = lanes.is_below(own, lanes.integer(piece.tiles))
+                        with lanes.when(arith.andi(wanted, lanes.is_equal(which, lanes.integer(c)))):
+                            _decode(piece, piece_gmem, index, own, step, lane, out_gmem, columns)
 
     kernel(*refs)
 
