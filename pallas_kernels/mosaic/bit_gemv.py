@@ -46,19 +46,17 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    n_tiles, pairs = stacks[0]["words"].shape[1:3]
-    part, bits = (weights[0].format, 16 * n_tiles), weights[0].activation_bits
-    problem = tuned.Problem("bit_gemv", (part,), 2 * GROUP * pairs, len(weights), x.shape[0], bits)
+    stacks = tuple((stack["words"], stack["scales"]) for stack in stacks)
     y = bit_gemv(
         x,
-        tuple((stack["words"], stack["scales"]) for stack in stacks),
+        stacks,
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer, -1)]),
         gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
         eps=eps,
         residual=residual,
-        activation_bits=bits,
-        **tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(weights))),
+        activation_bits=weights[0].activation_bits,
+        **_tuned(stacks, x.shape[0], weights[0].activation_bits),
     )
     return y[:, :n].reshape(*lead, n)
 
@@ -74,6 +72,15 @@ def plan(
         return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
     fits = tiles <= n_tiles and matrices * tiles * per_warp <= 2 * LOADS_PER_LANE
     return (warps, tiles) if fits else None
+
+
+def _tuned(weights, rows: int, bits: int) -> tuned.Settings:
+    """warps and tiles of a plan, where they were measured for this product."""
+    n_tiles, pairs = weights[0][0].shape[1:3]
+    problem = tuned.Problem(
+        "bit_gemv", (("q1_0", 16 * n_tiles),), 2 * GROUP * pairs, len(weights), rows, bits
+    )
+    return tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(weights)))
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "warps", "tiles"))
