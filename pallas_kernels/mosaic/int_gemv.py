@@ -175,7 +175,7 @@ def plan(
 
     Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
     leave two items or more to each, the one with the fewest idle over the columns and 96 KiB on their way, if
-    there is one; of equals the largest.
+    there is one; of equals the largest. With warps, blocks and depth (items in a ring at most) those.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
@@ -188,7 +188,7 @@ def plan(
         )
         above += n_tiles
     sizes = [draft.item_bytes(matrices) for draft in drafts]
-    blocks = blocks or BLOCKS
+    blocks, most_items = blocks or BLOCKS, depth or 24
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
@@ -208,11 +208,11 @@ def plan(
         stats = max(_stats_bytes(part.format, steps, padded) for part in placed)
         q = activation_bits // 8 * padded * _row_bytes(steps)
         left = shared - q - stats - sums - 4096  # Mosaic's own, and alignment
-        depths = [min(depth or 24, left // (w * size)) for size in sizes]
-        in_flight = min(w * items * size for items, size in zip(depths, sizes, strict=True))
+        depths = [min(most_items, left // (w * size)) for size in sizes]
+        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
-            parts_of = tuple(part._replace(depth=items) for part, items in zip(placed, depths, strict=True))
+            parts_of = tuple(part._replace(depth=depth) for part, depth in zip(placed, depths, strict=True))
             best = cost, Plan(w, together, parts_of)
     return best and best[1]
 
