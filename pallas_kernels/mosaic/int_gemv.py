@@ -173,9 +173,11 @@ def plan(
 ) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
+    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given.
+
     Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
     leave two items or more to each, the one with the fewest idle over the columns and 96 KiB on their way, if
-    there is one; of equals the largest. With warps, blocks and depth (items in a ring at most) those.
+    there is one; of equals the largest.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
