@@ -287,7 +287,8 @@ def product_of(format, N, K, rows, seed=0):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"warps": 12}, {"warps": 4, "depth": 2}, {"depth": 5, "blocks": 8}, {"blocks": 2}]
+    "settings",
+    [{"warps": 12}, {"warps": 4, "depth": 2, "blocks": 8}, {"depth": 5, "blocks": 8}, {"blocks": 2}],
 )
 def test_int_gemv_computes_the_same_with_other_sizes(settings):
     x, w, want = product_of("q4_k", 160, 1024, 3)
