@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from bonsai_jax import bench, card
+from bonsai_jax.bench import seconds_per_call
 
 EMPTY_CHAIN = 64
 PASSES = 4  # so that the host's part of a call does not count
@@ -69,7 +70,7 @@ def light_seconds(arrays: list[jax.Array], **counts) -> float:
             found = functools.reduce(jnp.maximum, [(a.astype(jnp.float32) - found).max() for a in arrays])
         return found
 
-    times = bench.seconds_per_call(lambda found: read(found, arrays), jnp.float32(0), **counts)
+    times = seconds_per_call(lambda found: read(found, arrays), jnp.float32(0), **counts)
     return statistics.median(times) / PASSES
 
 
@@ -91,7 +92,7 @@ def empty_us() -> float | None:
             x = kernel(x)
         return x
 
-    times = bench.seconds_per_call(chain, jnp.arange(128, dtype=jnp.float32), repetitions=9, calls=20)
+    times = seconds_per_call(chain, jnp.arange(128, dtype=jnp.float32), repetitions=9, calls=20)
     return 1e6 * statistics.median(times) / EMPTY_CHAIN
 
 

@@ -38,26 +38,28 @@ Measure = Callable[[Sequence[Settings]], list[list[float] | None]]
 class Result:
     """What was found for one problem.
 
-    old, new    settings: in use until now, and from now on ({}: the kernel's own plan)
-    old_us, new_us  medians of a launch, in the last, confirming measurement
-    candidates  that were timed
-    failed      that could not run, or computed something else
+    old, best     settings in use until now, and the fastest of the candidates ({}: the kernel's own plan)
+    wins          whether the best is better by enough
+    old_us, best_us  medians of a launch, in the last, confirming measurement
+    candidates    that were timed
+    failed        that could not run, or computed something else
     """
 
     phase: str
     problem: Problem
     old: Settings
-    new: Settings
+    best: Settings
+    wins: bool
     old_us: float
-    new_us: float
+    best_us: float
     candidates: int
     failed: int
 
     @property
     def entry(self) -> dict[str, Any]:
         """As tuned.write takes it."""
-        figures = {"us": round(self.new_us, 3), "us_before": round(self.old_us, 3)}
-        return {"settings": self.new, **figures, "date": bench.now(), "jax": jax.__version__}
+        figures = {"us": round(self.best_us, 3), "us_before": round(self.old_us, 3)}
+        return {"settings": self.best, **figures, "date": bench.now(), "jax": jax.__version__}
 
 
 def tune(model: Model, rows: Sequence[int] = (1,), repetitions: int = 7) -> Iterator[Result]:
@@ -86,10 +88,10 @@ def tune(model: Model, rows: Sequence[int] = (1,), repetitions: int = 7) -> Iter
 def search(phase: str, problem: Problem, asked: tuned.Asked, measure: Measure, launches: int = 1) -> Result:
     """Time the stages of candidates, each beside what is in use and the best so far."""
     old, plans, failed, timed = asked.settings, {asked.plan(**asked.settings)}, 0, 0
-    best = old
+    best, best_of_all = old, ({}, float("inf"))  # to go on from; of candidates alone
     for stage in STAGES[problem.kernel]:
         candidates = []
-        for settings in stage(best):
+        for settings in ({}, *stage(best, asked.plan(**best))):
             planned = asked.plan(**settings)
             if planned is not None and planned not in plans:
                 plans.add(planned)
@@ -97,13 +99,19 @@ def search(phase: str, problem: Problem, asked: tuned.Asked, measure: Measure, l
         times = measure([best, *candidates])
         failed += sum(t is None for t in times[1:])
         timed += len(candidates)
-        medians = [(statistics.median(t), i) for i, t in enumerate(times) if t is not None]
-        best = [best, *candidates][min(medians)[1]]
+        medians = [float("inf") if t is None else statistics.median(t) for t in times]
+        for settings, seconds in zip(candidates, medians[1:], strict=True):
+            best_of_all = min(best_of_all, (settings, seconds), key=lambda found: found[1])
+        best = [best, *candidates][medians.index(min(medians))]
+    best, seconds = best_of_all
+    if seconds == float("inf"):  # there was none, or none that could run
+        best = old
     before, after = measure([old, best])
     assert before is not None and after is not None  # both ran a moment ago
-    new = best if wins(before, after) else old
-    old_us, new_us = (1e6 * statistics.median(t) / launches for t in (before, after))
-    return Result(phase, problem, old, new, old_us, new_us if new == best else old_us, timed, failed)
+    old_us, best_us = (1e6 * statistics.median(t) / launches for t in (before, after))
+    return Result(
+        phase, problem, old, best, best != old and wins(before, after), old_us, best_us, timed, failed
+    )
 
 
 def wins(before: Sequence[float], after: Sequence[float]) -> bool:
@@ -114,35 +122,37 @@ def wins(before: Sequence[float], after: Sequence[float]) -> bool:
     return gain > max(spread, LEAST_GAIN * statistics.median(before))
 
 
-def _int_gemv_blocks(best: Settings) -> Iterator[Settings]:
+def _int_gemv_blocks(best: Settings, planned) -> Iterator[Settings]:
     for warps in (4, 8, 12, 16):
         yield {"warps": warps}
     for warps, depth in itertools.product((4, 8), (3, 6)):  # two blocks on each multiprocessor
         yield {"warps": warps, "depth": depth, "blocks": 2 * dispatch.multiprocessors()}
 
 
-def _int_gemv_depth(best: Settings) -> Iterator[Settings]:
+def _int_gemv_depth(best: Settings, planned) -> Iterator[Settings]:
     for depth in (2, 3, 4, 6, 8, 12, 16):
-        yield best | {"depth": depth}
+        # The kernel's own number of warps depends on what is on its way, and so on the depth.
+        yield {"warps": planned.warps} | best | {"depth": depth}
 
 
-def _bit_gemv_tiles(best: Settings) -> Iterator[Settings]:
+def _bit_gemv_tiles(best: Settings, planned) -> Iterator[Settings]:
     for tiles in (1, 2, 3, 4, 6, 8):
         yield {"warps": 8, "tiles": tiles}
 
 
-def _bit_gemv_warps(best: Settings) -> Iterator[Settings]:
-    tiles = best.get("tiles", 2)
+def _bit_gemv_warps(best: Settings, planned) -> Iterator[Settings]:
+    tiles = planned[1]
     for warps, scale in ((4, 0.5), (4, 1), (16, 1), (16, 2)):
         yield {"warps": warps, "tiles": max(1, int(scale * tiles))}
 
 
-def _bit_rows(best: Settings) -> Iterator[Settings]:
+def _bit_rows(best: Settings, planned: Any) -> Iterator[Settings]:
     for warps, together in itertools.product((4, 8, 12, 16), (1, 2, 4)):
         yield {"warps": warps, "together": together}
 
 
-STAGES: dict[str, tuple[Callable[[Settings], Iterator[Settings]], ...]] = {
+# By kernel, what is tried: a stage gets the best settings so far and their plan.
+STAGES: dict[str, tuple[Callable[[Settings, Any], Iterator[Settings]], ...]] = {
     "int_gemv": (_int_gemv_blocks, _int_gemv_depth),
     "bit_gemv": (_bit_gemv_tiles, _bit_gemv_warps),
     "bit_rows": (_bit_rows,),
@@ -249,7 +259,7 @@ class _Chain:
         return bool(difference < MOST_DIFFERENCE)  # not a number: no
 
 
-COLUMNS = ("phase", "problem", "settings until now", "us", "settings found", "us", "gain", "tried")
+COLUMNS = ("phase", "problem", "in use", "us", "best of the others", "us", "gain", "wins", "tried")
 
 
 def markdown_header() -> str:
@@ -258,12 +268,12 @@ def markdown_header() -> str:
 
 
 def markdown(result: Result) -> str:
-    changed = result.new != result.old
     show = lambda s: ", ".join(f"{name} {value}" for name, value in s.items()) or "its own"  # noqa: E731
-    tried = f"{result.candidates}" + (f" ({result.failed} failed)" if result.failed else "")
+    found = [show(result.best), f"{result.best_us:.2f}", f"{1 - result.best_us / result.old_us:+.1%}"]
     cells = (
         *(result.phase, str(result.problem), show(result.old), f"{result.old_us:.2f}"),
-        *(show(result.new) if changed else "the same", f"{result.new_us:.2f}"),
-        *(f"{1 - result.new_us / result.old_us:.1%}" if changed else "-", tried),
+        *(found if result.best != result.old else ["none", "-", "-"]),
+        "yes" if result.wins else "no",
+        f"{result.candidates}" + (f" ({result.failed} failed)" if result.failed else ""),
     )
     return f"| {' | '.join(cells)} |"

@@ -22,8 +22,9 @@ import functools
 import json
 import os
 import re
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from pallas_kernels import dispatch
 
@@ -82,7 +83,7 @@ def named(name: str) -> Problem | None:
 class Asked:
     """A problem that a kernel asked for: what it does with settings, and those that it got."""
 
-    plan: Callable[..., Hashable | None]
+    plan: Callable[..., Any]
     settings: Settings
 
 
@@ -105,10 +106,10 @@ def trial(instead: Mapping[Problem, Settings] | None = None) -> Iterator[dict[Pr
         _trial.reset(token)
 
 
-def settings(problem: Problem, plan: Callable[..., Hashable | None]) -> Settings:
+def settings(problem: Problem, plan: Callable[..., Any]) -> Settings:
     """Arguments of plan(**settings) for this problem on the default device; {} where none were measured.
 
-    plan  of the kernel: something that can be compared, or None where such sizes do not fit
+    plan  of the kernel: something hashable, or None where such sizes do not fit
     """
     now = _trial.get()
     if now is not None and problem in now.instead:

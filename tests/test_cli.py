@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card, params
+from bonsai_jax import bench, card, decoding, params, profile
 from bonsai_jax.cli import app, options
 from bonsai_jax.cli.chat import Conversation
 from pallas_kernels import QTensor
@@ -404,6 +404,14 @@ def test_profile_counts_rows_and_the_tokens_of_a_prefill():
         else:
             assert batch == (moved, 3 * operations)
             assert prefill == (moved, operations if phase == "head" else 3 * operations)
+
+
+def test_profile_of_a_long_prompt_is_of_one_chunk():
+    model = bj.load(MIXED, bj.RunConfig(context=1024))
+    first = next(profile.measure(model, 0, 1, tokens=700))
+    assert first.test == f"pp{decoding.PREFILL_CHUNK}@d0"
+    with pytest.raises(NotImplementedError, match="more than one row"):
+        next(profile.measure(model, 0, 1, tokens=16, rows=2))
 
 
 def test_perplexity_and_its_base(tiny, tmp_path):

@@ -3,6 +3,7 @@ no result."""
 
 import dataclasses
 import json
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import bonsai_jax as bj
 from bonsai_jax import profile, tune
-from bonsai_jax.cli import app
+from bonsai_jax.cli import app, options
 from pallas_kernels import QTensor, dequantize, dispatch, formats, tuned
 from pallas_kernels.mosaic import bit_gemv, int_gemv
 from pallas_kernels.qtensor import tile
@@ -20,7 +21,15 @@ from tests.lockstep import lockstep
 
 GPU = "NVIDIA Made Up 9000"
 PROBLEM = tuned.Problem("int_gemv", (("q4_k", 5120), ("q6_k", 1024)), 4096, 1, 8, 8)
-ANY = lambda **settings: tuple(settings.items())  # noqa: E731
+
+
+class Planned(NamedTuple):
+    warps: int
+    depth: int
+    blocks: int = 132
+
+
+ANY = lambda warps=6, depth=99, blocks=132: Planned(warps, depth, blocks)  # noqa: E731
 
 
 @pytest.fixture
@@ -139,14 +148,14 @@ def test_writing_keeps_what_a_file_has(files):
     assert path.name == "nvidia-made-up-9000.json"
 
 
-@pytest.mark.parametrize("path", sorted((tuned.package_file("").parent).glob("*.json")), ids=lambda p: p.stem)
-def test_the_packages_files_name_sizes_that_kernels_have(path):
-    device = json.loads(path.read_text())["device"]
-    assert tuned.package_file(device) == path
-    for problem, settings in tuned.read(path, device).items():
-        found = tuned.named(problem)
-        assert found is not None and str(found) == problem
-        assert settings and tuned.refused(found.kernel, settings) is None
+def test_the_packages_files_name_sizes_that_kernels_have():
+    for path in tuned.package_file("").parent.glob("*.json"):
+        device = json.loads(path.read_text())["device"]
+        assert tuned.package_file(device) == path
+        for name, settings in tuned.read(path, device).items():
+            problem = tuned.named(name)
+            assert problem is not None and str(problem) == name
+            assert tuned.refused(problem.kernel, settings) is None
 
 
 def test_a_trial_answers_first_and_notes_who_asks(files):
@@ -181,23 +190,28 @@ def test_the_search_takes_the_fastest_of_each_stage():
         return [t, t, t]
 
     result, calls = searched(seconds)
-    assert result.new == {"warps": 12, "depth": 4} and result.old == {}
-    assert (result.old_us, result.new_us) == (5e6, 3.5e6)
+    assert result.wins and result.best == {"warps": 12, "depth": 4} and result.old == {}
+    assert (result.old_us, result.best_us) == (5e6, 3.5e6)
     assert all(s["warps"] == 12 for s in calls[1])  # depths of the best of the first stage
     assert calls[-1] == [{}, {"warps": 12, "depth": 4}]  # timed again, beside what was in use
-    assert result.entry["settings"] == result.new and "| 30.0% |" in tune.markdown(result)
+    assert result.entry["settings"] == result.best and "| +30.0% | yes |" in tune.markdown(result)
+
+
+def test_the_kernels_own_plan_can_win_back():
+    result, _ = searched(lambda s: [1.0 if s == {} else 2.0] * 3, old={"warps": 8})
+    assert result.wins and result.old == {"warps": 8} and result.best == {}
 
 
 def test_what_wins_by_less_than_the_spread_does_not_win():
     result, _ = searched(lambda s: [10.0, 10.1, 9.9] if not s else [9.85, 9.9, 9.8])
-    assert result.new == result.old == {} and result.new_us == result.old_us
+    assert not result.wins and result.best_us < result.old_us and "| +1.5% | no |" in tune.markdown(result)
     assert not tune.wins([10.0, 10.1, 10.2], [9.7, 9.9, 10.1])
     assert tune.wins([10.0, 10.0, 10.0, 10.0, 50.0], [9.0, 9.0, 9.0, 9.0, 40.0])  # an interruption
     assert not tune.wins([10.0] * 5, [9.85] * 5)
 
 
 def test_plans_that_are_the_same_are_timed_once_and_those_that_do_not_fit_never():
-    plan = lambda warps=8, depth=9, blocks=1: None if depth == 2 else (warps, min(depth, 6))  # noqa: E731
+    plan = lambda warps=8, depth=9, **_: None if depth == 2 else Planned(warps, min(depth, 6))  # noqa: E731
     result, calls = searched(lambda s: [1.0] * 3, plan=plan)
     tried = [plan(**s) for call in calls[:-1] for s in call[1:]]
     assert len(tried) == len(set(tried)) == result.candidates and None not in tried and (8, 6) not in tried
@@ -205,7 +219,13 @@ def test_plans_that_are_the_same_are_timed_once_and_those_that_do_not_fit_never(
 
 def test_what_fails_is_counted_and_not_taken():
     result, _ = searched(lambda s: None if s.get("warps") == 16 else [1.0] * 3)
-    assert result.new == {} and result.failed == 1 and "(1 failed)" in tune.markdown(result)
+    assert not result.wins and result.failed == 1 and "(1 failed)" in tune.markdown(result)
+    nothing, _ = searched(lambda s: None if s else [1.0] * 3)
+    assert (
+        nothing.best == nothing.old == {}
+        and not nothing.wins
+        and "| none | - | - | no |" in tune.markdown(nothing)
+    )
 
 
 def test_cpus_have_nothing_to_tune():
@@ -217,7 +237,7 @@ def test_cpus_have_nothing_to_tune():
 def test_candidates_are_compiled_checked_and_timed(monkeypatch):
     """A product whose settings do what settings of a kernel must not: they are found out."""
     model = bj.load("synth:tiny-qwen3:q4_k_m", bj.RunConfig(context=64))
-    plan = lambda warps=4, depth=0, blocks=0: None if depth or blocks else warps  # noqa: E731
+    plan = lambda warps=4, depth=0, blocks=0: None if depth or blocks else Planned(warps, depth)  # noqa: E731
 
     def product(params, state, layer, config):
         settings = tuned.settings(PROBLEM, plan)
@@ -231,7 +251,25 @@ def test_candidates_are_compiled_checked_and_timed(monkeypatch):
     results = list(tune.tune(model, rows=(1, 2), repetitions=3))
     assert [result.problem for result in results] == [PROBLEM]  # asked for again by two rows: tuned once
     assert results[0].candidates == 3 and results[0].failed == 2
-    assert results[0].new in ({}, {"warps": 8})
+    assert results[0].best in ({}, {"warps": 8})
+
+
+@pytest.mark.parametrize("wins", [True, False])
+def test_the_command_writes_what_wins(files, monkeypatch, wins):
+    other = dataclasses.replace(PROBLEM, rows=1)
+    found = [
+        tune.Result("qkv", PROBLEM, {}, {"depth": 4}, wins, 10.0, 8.0, 5, 0),
+        tune.Result("qkv", other, {}, {"depth": 3}, False, 10.0, 9.9, 5, 0),
+    ]
+    monkeypatch.setattr(tune, "tune", lambda model, rows, repetitions: iter(found))
+    monkeypatch.setattr(options, "use_compile_cache", lambda *_: None)
+    done = CliRunner().invoke(app, ["bench", "-m", "synth:tiny-qwen3:q4_k_m", "--tune", "-b", "1,8"])
+    assert done.exit_code == 0, done.output
+    path = tuned.user_file(GPU)
+    assert done.stdout.splitlines()[-1].startswith("1 written" if wins else "nothing wins")
+    assert str(path) in done.stdout and done.stdout.count("| qkv |") == 2
+    assert tuned.read(path, GPU) == ({str(PROBLEM): {"depth": 4}} if wins else {})
+    assert tuned.settings(PROBLEM, ANY) == ({"depth": 4} if wins else {})
 
 
 def product_of(format, N, K, rows, seed=0):
@@ -249,7 +287,8 @@ def product_of(format, N, K, rows, seed=0):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"warps": 12}, {"warps": 4, "depth": 2}, {"depth": 5, "blocks": 8}, {"blocks": 2}]
+    "settings",
+    [{"warps": 12}, {"warps": 4, "depth": 2, "blocks": 8}, {"depth": 5, "blocks": 8}, {"blocks": 2}],
 )
 def test_int_gemv_computes_the_same_with_other_sizes(settings):
     x, w, want = product_of("q4_k", 160, 4096, 3)

@@ -117,17 +117,20 @@ def command(
 
 def _tune(model, rows: list[int], repetitions: int) -> None:
     """Print what is found, as it is found, and write what wins."""
-    from bonsai_jax import card, tune
-    from pallas_kernels import tuned
+    from bonsai_jax import tune
+    from pallas_kernels import dispatch, tuned
 
-    new = {}
-    print(tune.markdown_header())
+    new, header = {}, tune.markdown_header()
     for result in tune.tune(model, rows, repetitions):
+        if header:
+            print(header)
+        header = None
         print(tune.markdown(result), flush=True)
-        if result.new != result.old:
+        if result.wins:
             new[str(result.problem)] = result.entry
-    device = card.device_name()
+    device = dispatch.gpu_name()
+    assert device is not None  # or there would have been nothing to tune
     path = tuned.user_file(device)
     if new:
         tuned.write(path, device, new)
-    print(f"\n{len(new)} written to {path}" if new else f"\nnothing wins; {path} is as it was")
+    print(f"\n{len(new)} written to {path}" if new else f"\nnothing wins; nothing is written to {path}")

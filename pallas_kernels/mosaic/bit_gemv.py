@@ -51,14 +51,7 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
-    n_tiles, pairs = stacks[0][0].shape[1:3]
-    name, kernel, sizes = "bit_gemv", bit_gemv, functools.partial(plan, n_tiles, pairs, len(stacks))
-    if x.shape[0] >= FROM_ROWS:
-        of_rows = functools.partial(bit_rows.plan, n_tiles, pairs, len(stacks), bits, shared_bytes())
-        if of_rows() is not None:
-            name, kernel, sizes = "bit_rows", bit_rows.bit_rows, of_rows
-    part = (weights[0].format, 16 * n_tiles)
-    problem = tuned.Problem(name, (part,), 2 * GROUP * pairs, len(stacks), x.shape[0], bits)
+    kernel, sizes = _kernel_of(stacks, x.shape[0], bits)
     y = kernel(
         x,
         stacks,
@@ -68,7 +61,7 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
         eps=eps,
         residual=residual,
         activation_bits=bits,
-        **tuned.settings(problem, sizes),
+        **sizes,
     )
     return y[:, :n].reshape(*lead, n)
 
@@ -84,6 +77,18 @@ def plan(
         return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
     fits = tiles <= n_tiles and matrices * tiles * per_warp <= 2 * LOADS_PER_LANE
     return (warps, tiles) if fits else None
+
+
+def _kernel_of(weights, rows: int, bits: int) -> tuple[Callable, tuned.Settings]:
+    """What multiplies so many rows: the kernel, and sizes of its tiles where they were measured."""
+    n_tiles, pairs = weights[0][0].shape[1:3]
+    name, kernel, planned = "bit_gemv", bit_gemv, functools.partial(plan, n_tiles, pairs, len(weights))
+    if rows >= FROM_ROWS:
+        of_rows = functools.partial(bit_rows.plan, n_tiles, pairs, len(weights), bits, shared_bytes())
+        if of_rows() is not None:
+            name, kernel, planned = "bit_rows", bit_rows.bit_rows, of_rows
+    problem = tuned.Problem(name, (("q1_0", 16 * n_tiles),), 2 * GROUP * pairs, len(weights), rows, bits)
+    return kernel, tuned.settings(problem, planned)
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "warps", "tiles"))

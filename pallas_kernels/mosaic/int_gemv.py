@@ -177,6 +177,8 @@ def plan(
 ) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
+    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given.
+
     Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
     leave room for two items or more to each, the one with the fewest idle over the columns and room for 96
     KiB on their way, if there is one; of equals the largest.
@@ -192,7 +194,7 @@ def plan(
         )
         above += n_tiles
     sizes = [draft.item_bytes(matrices) for draft in drafts]
-    blocks = blocks or BLOCKS
+    blocks, most_items = blocks or BLOCKS, depth or 24
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
@@ -212,8 +214,8 @@ def plan(
         stats = max(_stats_bytes(part.format, steps, padded) for part in placed)
         q = activation_bits // 8 * padded * _row_bytes(steps)
         left = shared - q - stats - sums - 4096  # Mosaic's own, and alignment
-        depths = [min(depth or 24, left // (w * size)) for size in sizes]
-        in_flight = min(w * items * size for items, size in zip(depths, sizes, strict=True))
+        depths = [min(most_items, left // (w * size)) for size in sizes]
+        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
             # No more slots than a warp has items: before its first product it visits all of them.
