@@ -72,7 +72,7 @@ def fragments(words, lane):
     # Groups 2 t and 2 t + 1 are the first two of a vector for even t, and the last two for odd t.
     factors = (1, 1 / 4), (1 / 16, 1 / 64)
     mine = [lanes.by_parity(lane, even, odd) for even, odd in zip(*factors, strict=True)]
-    return [Unit(lanes.quarters(words["words"]), *scales(words["d"][0], mine), of_lane)]
+    return [Unit(lanes.quarters(words["words"]), *scales(words["d"][0], mine), of_lane=of_lane)]
 
 
 def tile_codes(codes, d):
