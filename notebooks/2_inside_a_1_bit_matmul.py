@@ -226,7 +226,7 @@ kept = next((p / "nvidia-h200.jsonl" for p in beside if (p / "nvidia-h200.jsonl"
 rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept else []
 best = {}  # (model, definition or kernels) -> its fastest row of tg128
 for row in rows:
-    if row.get("test") == "tg128" and ":q1_0" in row["model"]:
+    if row.get("test") == "tg128" and ":q1_0" in row["model"] and row.get("data_parallel", 1) == 1:
         key = row["model"].split(":")[1], "definition" if row["impl"] == "xla" else "kernels"
         best[key] = max(row, best.get(key, row), key=lambda r: r["tok_s"])
 for (model, by), row in sorted(best.items()):

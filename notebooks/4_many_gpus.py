@@ -16,7 +16,6 @@ jax.config.update("jax_num_cpu_devices", 8)  # before JAX first looks for device
 import functools
 import json
 import pathlib
-import re
 import time
 
 import jax.numpy as jnp
@@ -202,41 +201,41 @@ if FAKE:
     print("(fake devices: correctness, not speed)")
 
 # %% [markdown]
-# What GPUs do is kept in `benchmarks/results`, where tests called `dp4` and `tp4` are those of four devices.
-# If this checkout has such rows, they are drawn beside what was measured here.
+# What several GPUs did is kept in `benchmarks/results` (`benchmarks/devices.py` makes such rows): a row says
+# over how many devices rows and matrices were split. Those of this checkout are drawn beside what was
+# measured here; they were *not* measured by this notebook.
 
 # %%
 beside = [pathlib.Path(p) for p in ("benchmarks/results", "../benchmarks/results")]
 files = [file for folder in beside for file in sorted(folder.glob("*.jsonl"))]
 rows = [json.loads(line) for file in files for line in file.read_text().splitlines()]
-kept = {}  # (device, model, test without its suffix, dp or tp) -> {devices: tokens a second}
+kept = {}  # (device, model, test, how) -> {devices: tokens a second}
 for row in rows:
-    if many := re.search(r"[ @_-]?\b([dt]p)(\d+)\b", row.get("test", "")):
-        test = row["test"].replace(many[0], "").strip()
-        speeds = kept.setdefault((row["device"], row["model"], test, many[1]), {})
-        speeds[int(many[2])] = max(row["tok_s"], speeds.get(int(many[2]), 0.0))
-for (device, name, test, _), speeds in kept.items():  # one device has rows of its own
-    own = [row["tok_s"] for row in rows
-           if (row.get("device"), row.get("model"), row.get("test")) == (device, name, test)]  # fmt: skip
-    if own:
-        speeds.setdefault(1, max(own))
+    if "tensor_parallel" in row and "tok_s" in row:
+        over = {"data": row["data_parallel"], "tensor": row["tensor_parallel"]}
+        for how in over:
+            if over[how] == over["data"] * over["tensor"]:  # the other is 1
+                speeds = kept.setdefault((row["device"], row["model"], row["test"], how), {})
+                speeds[over[how]] = max(row["tok_s"], speeds.get(over[how], 0.0))
+kept = {key: speeds for key, speeds in kept.items() if 1 in speeds and len(speeds) > 1}
 for (device, name, test, how), speeds in kept.items():
-    print(device, name, test, how, {count: round(speed) for count, speed in sorted(speeds.items())})
+    figures = ", ".join(f"{n}: {speeds[n]:,.0f} ({speeds[n] / speeds[1]:.2f} x)" for n in sorted(speeds))
+    print(f"{device}, {name}, {test}, tok/s on {how} parallel devices: {figures}")
 if not kept:
     print("no rows of several GPUs in this checkout")
 
 # %%
 if plt:
     curves = [("data, here", data), ("tensor, here", tensor)]
-    curves += [(" ".join(key[1:]), speeds) for key, speeds in kept.items() if 1 in speeds]
-    figure, axis = plt.subplots(figsize=(6, 4), layout="constrained")
+    curves += [(f"kept, {key[0]}: {' '.join(key[1:])}", speeds) for key, speeds in kept.items()]
+    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for label, speeds in curves:
         at = sorted(speeds)
         axis.plot(at, [speeds[count] / speeds[1] for count in at], marker="o", label=label)
     axis.plot(powers, powers, linestyle="--", color="tab:gray", label="devices")
     axis.set(
         xscale="log", yscale="log", xlabel="devices", ylabel="speed beside one device's",
-        title="fake devices on one CPU: no speed to see" if FAKE else jax.devices()[0].device_kind,
+        title="here: fake devices on one CPU, no speed to see" if FAKE else jax.devices()[0].device_kind,
     )  # fmt: skip
     axis.set_xticks(powers, [str(n) for n in powers])
     axis.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
