@@ -6,14 +6,22 @@
 # one that a real model takes. For words, put a real one in the next cell.
 
 # %%
+import math
 import time
 
 import jax
 import jax.numpy as jnp
 
 import bonsai_jax as bj
+from checkpoints import open_checkpoint
+from pallas_kernels import dispatch
 
-SOURCE = "synth:tiny-qwen3:q1_0"  # or "model.gguf", a Hugging Face folder, "user/repo:Q1_0"
+try:
+    import matplotlib.pyplot as plt  # uv run --group notebook ...
+except ImportError:
+    plt = None
+
+SOURCE = "synth:tiny-llama:q1_0"  # or "model.gguf", a Hugging Face folder, "user/repo:Q1_0"
 model = bj.load(SOURCE, bj.RunConfig(weights="packed"))  # packed: 1-bit weights stay 1-bit in memory
 model.config
 
@@ -57,16 +65,41 @@ for name in ("wo", "w_gate", "w_up", "w_down"):
     print(f"{name:7} {len(stack.where)} layers of {stack.shape[0]} x {stack.shape[1]}, "
           f"{stack.parts[0].format}: {8 * stack.nbytes / weights:.3f} bits a weight")  # fmt: skip
 total = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
-print(
-    f"all weights: {total / 1e6:.2f} MB. A decode step reads them once: bytes over bandwidth bound its time"
-)
+print(f"all weights: {total / 1e6:.2f} MB")
+
+# %% [markdown]
+# A step of decoding reads every weight once, so bytes over memory bandwidth bound its time. That is what few
+# bits are for. Here are those of a real shape, an 8B model: its tensors are named and sized, and nothing is
+# drawn or read before it is asked for.
+
+# %%
+ROLES = {"embedding": "token_embd", "attention": "attn_", "feed-forward": "ffn_", "output": "output"}
+real = {}  # role -> (weights, bytes)
+for name, tensor in open_checkpoint("synth:bonsai-8b:q1_0").tensors.items():
+    role = next(role for role, part in ROLES.items() if part in name)
+    weights, held = real.get(role, (0, 0))
+    real[role] = weights + math.prod(tensor.shape), held + tensor.nbytes
+read = sum(held for role, (_, held) in real.items() if role != "embedding")  # of it, one row a token
+print(", ".join(f"{role} {held / 1e6:,.0f} MB" for role, (_, held) in real.items()))
+print(f"a token reads {read / 1e9:.2f} GB; at an H200's 4.3 TB/s, at most {4.3e12 / read:,.0f} tok/s")
+
+# %%
+if plt:
+    figure, axis = plt.subplots(figsize=(7, 2.2), layout="constrained")
+    for label, figures in (("Q1_0", [held for _, held in real.values()]),
+                           ("bfloat16", [2 * weights for weights, _ in real.values()])):  # fmt: skip
+        left = 0.0
+        for role, color, number in zip(real, ("C0", "C1", "C2", "C3"), figures, strict=True):
+            axis.barh(label, number / 1e9, left=left, color=color, label=role if label == "Q1_0" else None)
+            left += number / 1e9
+    axis.set(xlabel="GB of weights, 8B")
+    axis.legend()
+    plt.show()
 
 # %% [markdown]
 # Which implementation was chosen for a product, and why not another:
 
 # %%
-from pallas_kernels import dispatch
-
 for verdict in dispatch.explain(dispatch.Problem("matmul", dispatch.platform(), "q1_0", layers.wo.shape)):
     print("->" if verdict.taken else "  ", verdict.impl, "-", verdict.reason)
 
@@ -94,11 +127,25 @@ tokens
 # %% [markdown]
 # ## Score
 #
-# Teacher-forced logits, one row for each token of a text: row *t* predicts token *t + 1*. (Random weights
-# are sure of themselves and wrong: worse than guessing.)
+# Teacher-forced logits, one row for each token of a text: row *t* predicts token *t + 1*. The perplexity of a
+# text is how many tokens the model hesitates between. (Random weights are sure of themselves and wrong: worse
+# than guessing.)
 
 # %%
 scores = bj.logits(model, ids)
 log_p = jax.nn.log_softmax(scores[:-1])[jnp.arange(len(ids) - 1), jnp.array(ids[1:])]
 print(f"{len(ids)} tokens, logits {scores.shape}, perplexity {float(jnp.exp(-log_p.mean())):.0f} "
       f"of a vocabulary of {model.config.vocab_size}")  # fmt: skip
+
+# %%
+if plt:
+    likely = jax.nn.softmax(scores[-1])
+    top = jnp.argsort(-likely)[:8]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 2.8), layout="constrained")
+    left.bar(range(1, len(ids)), -log_p)
+    left.set_xticks(range(1, len(ids)), [repr(model.tokenizer.decode([i])) for i in ids[1:]], rotation=90)
+    left.set(ylabel="surprise, nats", title="how unexpected each token was")
+    right.barh([repr(model.tokenizer.decode([int(i)])) for i in top], likely[top])
+    right.invert_yaxis()
+    right.set(xlabel="probability", title="what it expects next")
+    plt.show()

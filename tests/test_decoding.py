@@ -12,6 +12,7 @@ import bonsai_jax as bj
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
 GREEDY = bj.SamplingParams(temperature=0.0)
 
 

@@ -16,6 +16,7 @@ from pallas_kernels import QTensor, dequantize, dispatch, formats
 from pallas_kernels.mosaic import int_gemv, lanes
 from pallas_kernels.qtensor import tile
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
 INTEGER = sorted(name for name, kernel in dispatch.KERNELS.items() if kernel == "int_gemv")
 # Of tiles that are larger than the file's blocks: base 3 becomes 2 bits a weight, and a share of d.
 BITS = {"tq1_0": 2.0625, "ptq1_0": 2.125}

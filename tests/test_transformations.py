@@ -14,6 +14,7 @@ import pytest
 from pallas_kernels import LayerStack, QTensor, dequantize, dispatch, ffn, formats, gated, matmul
 from pallas_kernels.qtensor import Rows, tile
 
+pytestmark = pytest.mark.usefixtures("unoptimized")
 EPS, K, N, LAYERS = 1e-5, 256, 32, 3
 KERNELS = sorted(dispatch.KERNELS)
 
