@@ -173,7 +173,8 @@ def _decode(piece: Piece, fields, index, tile, step, lane, out_gmem, columns: in
     for name, ref in fields.items():
         shape = ref.type.shape[3:]
         if len(shape) == 1:
-            words[name] = [memory.load(ref, *at, lanes.to_index(g))]
+            # A word for 32 / n neighbouring lanes.
+            words[name] = [memory.load(ref, *at, lanes.to_index(lanes.quotient(lane, 32 // shape[0])))]
         elif len(shape) == 2:
             words[name] = memory.load_words(shape[-1], ref, [*at, by_lane, zero])
         else:
