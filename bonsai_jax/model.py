@@ -246,21 +246,24 @@ def continue_stream(
     tokens ahead of the piece (`cache.rewind`).
     """
     tokens, lengths = pad([list(ids)] * state.tokens.shape[0])
-    state = parallel.prefill(model.params, state, tokens, lengths, model.config, mesh=model.mesh)
-    decode = functools.partial(
-        parallel.decode, model.params, config=model.config, size=STREAM_SIZE, mesh=model.mesh
-    )
+    run = functools.partial(parallel.run, config=model.config, mesh=model.mesh)
+    state = run(core.prefill, model.params, state, tokens, lengths, returns=("held",))
+
+    def decode(state: core.State, limit: int):
+        limits = np.int32(limit)
+        return run(_decode, model.params, state, limits, size=STREAM_SIZE, returns=("held", "rows"))
+
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
     piece = reader.read(np.asarray(state.tokens)[:1], ended=int(state.remaining[0]) == 0)
     yield state, piece  # before the steps are compiled: the first token is there at once
     if piece.finish_reason is not None:
         return
     steps, began = 1, time.perf_counter()
-    state, drawn = decode(state, limit=1)
+    state, drawn = decode(state, 1)
     remaining = jnp.copy(state.remaining)  # the next dispatch donates the state's own
     while True:
         # Dispatched before the tokens of the one before are waited for: the device never waits for the host.
-        state, next_drawn = decode(state, limit=steps)
+        state, next_drawn = decode(state, steps)
         next_remaining = jnp.copy(state.remaining)
         piece = reader.read(np.asarray(drawn)[0], ended=int(remaining[0]) == 0)
         yield state, piece
@@ -289,9 +292,10 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     for first in range(0, len(ids), core.PREFILL_CHUNK):
         chunk = ids[first : first + core.PREFILL_CHUNK]
         tokens, lengths = pad([chunk] * rows)
-        scores, cache = parallel.teacher_forced_logits(
-            model.params, cache, tokens, lengths, model.config, mesh=model.mesh
-        )
+        scores, cache = parallel.run(
+            core.teacher_forced_logits, model.params, cache, tokens, lengths,
+            config=model.config, mesh=model.mesh, returns=("rows", "held"),
+        )  # fmt: skip
         yield np.asarray(scores[0, : len(chunk)])
 
 
@@ -345,14 +349,19 @@ def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eo
     new = [max_new_tokens] * len(ids) + [1] * padding
     state = new_state(model, rows, context, sampling_params, new, ignore_eos=ignore_eos)
     end_tokens = _end_tokens(state)
-    _, drawn = parallel.generate_tokens(
-        model.params, state, tokens, lengths, model.config, size=size, mesh=model.mesh
-    )
+    _, drawn = parallel.run(
+        core.generate_tokens, model.params, state, tokens, lengths,
+        config=model.config, size=size, mesh=model.mesh, returns=("held", "rows"),
+    )  # fmt: skip
     outputs = []
     for prompt, row in zip(ids, np.asarray(drawn)[: len(ids)], strict=True):
         piece = _Reader(model.tokenizer, end_tokens, stop).read(row, ended=True)
         outputs.append(Output(piece.text, piece.tokens, piece.finish_reason or "length", len(prompt)))
     return outputs
+
+
+def _decode(params: Params, state: core.State, limit, config: ModelConfig, size: int):
+    return core.decode(params, state, config, limit=limit, size=size)
 
 
 def _end_tokens(state: core.State) -> frozenset[int]:
