@@ -44,6 +44,8 @@ def command(
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
+    data_parallel: options.DataParallel = 1,
+    tensor_parallel: options.TensorParallel = 1,
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -51,11 +53,14 @@ def command(
 
     Sizes may be lists: -p 512,2048. There is no tokenization and no sampling. With --profile: what of a
     decode step takes how long, and how near that is to what memory allows. Its phases are timed apart, so
-    they do not sum to the step, which has a row of its own.
+    they do not sum to the step, which has a row of its own. With --data-parallel every device does the whole
+    test, and the tokens of all count.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
     if not any(sizes[0] + sizes[1] + rows):
         raise typer.BadParameter("nothing to measure: -p, -n and -b are all 0")
+    if profile and data_parallel * tensor_parallel > 1:
+        raise typer.BadParameter("--profile times the phases of one device")
     options.use_compile_cache(no_compile_cache)
 
     import bonsai_jax as bj
@@ -73,8 +78,9 @@ def command(
         activation_bits=activation_bits,
     )
     checkpoint = open_checkpoint(model or options.demo_model(), offline=offline)
+    mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)
     with options.progress("loading") as update:
-        loaded = bj.from_checkpoint(checkpoint, run, progress=update)
+        loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)
     if profile:
         header = {"md": phases.markdown_header(), "csv": bench.csv_header(phases.Phase), "jsonl": None}[
             output

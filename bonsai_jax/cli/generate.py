@@ -45,6 +45,7 @@ def command(
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
+    tensor_parallel: options.TensorParallel = 1,
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -84,7 +85,9 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
     )
-    loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
+    loaded = options.load(
+        model, run, tensor_parallel=tensor_parallel, offline=offline, no_compile_cache=no_compile_cache
+    )
     load_s = time.perf_counter() - began
 
     import bonsai_jax as bj

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from bonsai_jax import Model, RunConfig, SamplingParams
 
 Impls = Literal["auto", "xla", "mosaic", "triton"]
@@ -50,6 +52,13 @@ CacheType = Annotated[
 ActivationBits = Annotated[
     Bits,
     typer.Option("--activation-bits", help="To which kernels may round activations; 16 is nearly exact."),
+]
+DataParallel = Annotated[
+    int,
+    typer.Option("--data-parallel", "-dp", min=1, help="Devices that each have all weights and rows of their own."),
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel", "-tp", min=1, help="Devices that share one copy of the weights.")
 ]
 Offline = Annotated[bool, typer.Option("--offline", help="Never ask the network for user/repo.")]
 NoCompileCache = Annotated[
@@ -140,15 +149,28 @@ def run_config(
     )
 
 
+def mesh(*, data: int = 1, tensor: int = 1) -> "Mesh | None":
+    """The devices to run on; None for the default one."""
+    import bonsai_jax as bj
+
+    return None if data == tensor == 1 else bj.make_mesh(data, tensor)
+
+
 def load(
-    source: str | None, run: "RunConfig", *, offline: bool = False, no_compile_cache: bool = False
+    source: str | None,
+    run: "RunConfig",
+    *,
+    tensor_parallel: int = 1,
+    offline: bool = False,
+    no_compile_cache: bool = False,
 ) -> "Model":
     """The model, loaded with a progress bar; the demo model where none is named."""
     use_compile_cache(no_compile_cache)
     import bonsai_jax as bj
 
+    on = mesh(tensor=tensor_parallel)
     with progress("loading") as update:
-        return bj.load(source or demo_model(), run, offline=offline, progress=update)
+        return bj.load(source or demo_model(), run, mesh=on, offline=offline, progress=update)
 
 
 def demo_model() -> str:
