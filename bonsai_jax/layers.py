@@ -257,5 +257,8 @@ def _add_product(
     if axis is None and tap is None:
         return matmul(h, weight, layer, residual=x)
     y = matmul(h, weight, layer)
-    y = y if axis is None else jax.lax.psum(y, axis)
-    return x + (y if tap is None else tap(y))
+    if axis is None:
+        return x + (y if tap is None else tap(y))
+    y = jax.lax.psum(y, axis)
+    # Without the barrier, XLA adds all layers' sums anew in every layer.
+    return jax.lax.optimization_barrier(x + (y if tap is None else tap(y)))
