@@ -52,6 +52,8 @@ AXES: dict[str, tuple[str | None, ...]] = {
 # Logical axis -> mesh axis.
 RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "layers": None}
 
+COMPILER_OPTIONS: dict[str, Any] = {}  # XLA's, for GPUs that share weights
+
 TILE_ROWS, TILE_COLUMNS = 16, 256  # borders of the layouts that kernels read (pallas_kernels/tiles.py)
 
 
@@ -147,12 +149,12 @@ class Placement:
         sharding = NamedSharding(self.mesh, self._spec(share))
         return jax.make_array_from_callback((rows, data.shape[1]), sharding, read)
 
-    def made(self, make: Callable[[Any], QTensor], share: "Share | None", drawn: bool):
-        """`make` on each device: of its share of the blocks, or if `drawn` of what every device knows."""
+    def made(self, make: Callable[[Any], QTensor], share: "Share | None", whole: bool):
+        """`make` on each device: of its share of the blocks, or if `whole` of what every device has."""
         spec = self._spec(share)
-        return _mapped(make, self.mesh, (P() if drawn else spec,), spec)
+        return _mapped(make, self.mesh, (P() if whole else spec,), spec)
 
-    def placed(self, make: Callable[[Any], QTensor], share: "Share | None", drawn: bool):
+    def placed(self, make: Callable[[Any], QTensor], share: "Share | None", whole: bool):
         """The same, into a layer's place: (stack, what to make it of, layer) -> stack."""
         spec = self._spec(share)
         stack = P(None, *spec)
@@ -160,7 +162,7 @@ class Placement:
         def place(stack, source, layer):
             return jax.tree.map(lambda field, new: field.at[layer].set(new), stack, make(source))
 
-        return _mapped(place, self.mesh, (stack, P() if drawn else spec, P()), stack)
+        return _mapped(place, self.mesh, (stack, P() if whole else spec, P()), stack)
 
     def zeros(self, shape: QTensor, layers: int, share: "Share | None") -> QTensor:
         """A stack of such matrices; never whole on one device."""
@@ -202,6 +204,10 @@ class Share:
 
     def shape(self, whole: tuple[int, int]) -> tuple[int, int]:
         return (self.count, whole[1]) if self.axis == 0 else (whole[0], self.count)
+
+    def whole_blocks(self, format: str) -> bool:
+        """Whether it is cut at borders of the format's blocks, which run along the columns."""
+        return self.axis == 0 or self.count % formats.get(format).WEIGHTS == 0
 
     def rows(self, whole: np.ndarray, device: int) -> np.ndarray:
         return whole[self.starts[device] : self.starts[device] + self.count]
@@ -310,12 +316,17 @@ def run(
     """
     if mesh is not None:
         arrays = tuple(place_rows(a, mesh) if np.ndim(a) else a for a in arrays)
-    return _run(function, params, held, arrays, mesh, returns, tuple(sorted(static.items())))
+    options = COMPILER_OPTIONS if size(mesh, MODEL) > 1 and jax.default_backend() == "gpu" else {}
+    run = _jitted(tuple(options.items()))
+    return run(function, params, held, arrays, mesh, returns, tuple(sorted(static.items())))
 
 
-@functools.partial(
-    jax.jit, static_argnames=("function", "mesh", "returns", "static"), donate_argnames="held"
-)
+@functools.cache
+def _jitted(options: tuple[tuple[str, Any], ...]):
+    static = ("function", "mesh", "returns", "static")
+    return jax.jit(_run, static_argnames=static, donate_argnames="held", compiler_options=dict(options))
+
+
 def _run(function, params, held, arrays, mesh, returns, static):
     if mesh is None:
         return function(params, held, *arrays, **dict(static))

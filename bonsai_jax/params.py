@@ -290,7 +290,8 @@ def _vectors(tensors: Sequence[Tensor | RandomTensor]) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
     """How a matrix becomes a QTensor, static for jit; called with its blocks, or if `drawn` with (seed, mean,
-    std). With `share`, on one of many devices: the blocks are its own already, and what is drawn is cut."""
+    std). With `share`, on one of many devices: the blocks are its own already, or if `whole` the matrix is cut
+    here."""
 
     format: str
     shape: tuple[int, int]
@@ -300,6 +301,7 @@ class _Recipe:
     activation_bits: int
     drawn: bool
     share: "Share | None"
+    whole: bool
 
     def __call__(self, source) -> QTensor:
         if self.drawn:
@@ -307,10 +309,13 @@ class _Recipe:
             lead = (self.shape[0], self.shape[1] // formats.get(self.format).WEIGHTS)
             fields = formats.random_fields(self.format, jax.random.key(seed), lead, mean, std)
             w = QTensor(fields, self.format, self.shape)
-            w = self.share.of(w) if self.share else w
         else:
             w = qtensor.from_blocks(source, self.format)
+        cut = self.share if self.whole else None
+        early = cut and cut.whole_blocks(self.format)
+        w = cut.of(w) if cut and early else w
         w = w if w.format == self.held else qtensor.quantize(qtensor.dequantize(w), self.held)
+        w = cut.of(w) if cut and not early else w
         w = qtensor.tile(w) if self.impl == "mosaic" else w
         return w.replace(impl=self.impl, gemm=self.gemm, activation_bits=self.activation_bits)
 
@@ -324,14 +329,17 @@ def _recipe(field: str, t: Tensor | RandomTensor, hold: _Hold, placement: "Place
     problem = dispatch.Problem("gemm", dispatch.platform(), hold.format(t), own)
     gemm = dispatch.choose(problem, "xla" if hold.impl == "xla" else "auto")
     drawn = isinstance(t, RandomTensor)
-    return _Recipe(t.format, shape, hold.format(t), impl, gemm, hold.activation_bits, drawn, share)
+    whole = drawn or share is None or not share.whole_blocks(t.format)
+    return _Recipe(
+        t.format, shape, hold.format(t), impl, gemm, hold.activation_bits, drawn, share, whole
+    )
 
 
 def _source(t: Tensor | RandomTensor, recipe: _Recipe, placement: "Placement | None"):
     """What a recipe is called with."""
     if isinstance(t, RandomTensor):
         return np.uint32(t.seed), np.float32(t.mean), np.float32(t.std)
-    return placement.blocks(t, recipe.share) if placement else jnp.asarray(t.data)
+    return placement.blocks(t, None if recipe.whole else recipe.share) if placement else jnp.asarray(t.data)
 
 
 def _stack(
@@ -368,13 +376,13 @@ def _matrix(
 
 @functools.partial(jax.jit, static_argnames=("recipe", "placement"))
 def _make(source, recipe: _Recipe, placement: "Placement | None") -> QTensor:
-    return placement.made(recipe, recipe.share, recipe.drawn)(source) if placement else recipe(source)
+    return placement.made(recipe, recipe.share, recipe.whole)(source) if placement else recipe(source)
 
 
 @functools.partial(jax.jit, static_argnames=("recipe", "placement"), donate_argnums=0)
 def _place(stack: QTensor, source, index, recipe: _Recipe, placement: "Placement | None") -> QTensor:
     if placement:
-        return placement.placed(recipe, recipe.share, recipe.drawn)(stack, source, index)
+        return placement.placed(recipe, recipe.share, recipe.whole)(stack, source, index)
     return jax.tree.map(lambda field, new: field.at[index].set(new), stack, recipe(source))
 
 
