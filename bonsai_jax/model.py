@@ -254,7 +254,8 @@ def continue_stream(
         return run(_decode, model.params, state, limits, size=STREAM_SIZE, returns=("held", "rows"))
 
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
-    piece = reader.read(np.asarray(state.tokens)[:1], ended=int(state.remaining[0]) == 0)
+    fetch = parallel.fetch
+    piece = reader.read(fetch(state.tokens)[:1], ended=fetch(state.remaining)[0] == 0)
     yield state, piece  # before the steps are compiled: the first token is there at once
     if piece.finish_reason is not None:
         return
@@ -265,14 +266,16 @@ def continue_stream(
         # Dispatched before the tokens of the one before are waited for: the device never waits for the host.
         state, next_drawn = decode(state, steps)
         next_remaining = jnp.copy(state.remaining)
-        piece = reader.read(np.asarray(drawn)[0], ended=int(remaining[0]) == 0)
+        piece = reader.read(fetch(drawn)[0], ended=fetch(remaining)[0] == 0)
         yield state, piece
         if piece.finish_reason is not None:
             return
         drawn, remaining = next_drawn, next_remaining
         # As many steps a dispatch as take a twentieth of a second, so that text flows and dispatches are few.
         elapsed, began = time.perf_counter() - began, time.perf_counter()
-        steps = max(1, min(int(steps * 0.05 / elapsed), 2 * steps, STREAM_SIZE))
+        # Processes must take the same number, and their clocks differ.
+        most = STREAM_SIZE // 8 if jax.process_count() > 1 else int(steps * 0.05 / elapsed)
+        steps = max(1, min(most, 2 * steps, STREAM_SIZE))
 
 
 def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
@@ -296,7 +299,7 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
             core.teacher_forced_logits, model.params, cache, tokens, lengths,
             config=model.config, mesh=model.mesh, returns=("rows", "held"),
         )  # fmt: skip
-        yield np.asarray(scores[0, : len(chunk)])
+        yield parallel.fetch(scores)[0, : len(chunk)]
 
 
 class _Reader:
@@ -354,7 +357,7 @@ def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eo
         config=model.config, size=size, mesh=model.mesh, returns=("held", "rows"),
     )  # fmt: skip
     outputs = []
-    for prompt, row in zip(ids, np.asarray(drawn)[: len(ids)], strict=True):
+    for prompt, row in zip(ids, parallel.fetch(drawn)[: len(ids)], strict=True):
         piece = _Reader(model.tokenizer, end_tokens, stop).read(row, ended=True)
         outputs.append(Output(piece.text, piece.tokens, piece.finish_reason or "length", len(prompt)))
     return outputs
@@ -365,7 +368,7 @@ def _decode(params: Params, state: core.State, limit, config: ModelConfig, size:
 
 
 def _end_tokens(state: core.State) -> frozenset[int]:
-    return frozenset(np.asarray(state.stop_ids)[0].tolist()) - {core.NO_TOKEN}
+    return frozenset(parallel.fetch(state.stop_ids)[0].tolist()) - {core.NO_TOKEN}
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
@@ -284,6 +285,13 @@ def place_state(state: State, mesh: Mesh | None) -> State:
 def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
     """An array with rows first that every process has whole, over the mesh."""
     return jnp.asarray(array) if mesh is None else _spread(array, NamedSharding(mesh, _present((DATA,), mesh)))
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """An array on the host: all of it, whichever processes' devices hold it. Every process must ask."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:

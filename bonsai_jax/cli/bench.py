@@ -46,6 +46,9 @@ def command(
     activation_bits: options.ActivationBits = "8",
     data_parallel: options.DataParallel = 1,
     tensor_parallel: options.TensorParallel = 1,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -62,6 +65,7 @@ def command(
     if profile and data_parallel * tensor_parallel > 1:
         raise typer.BadParameter("--profile times the phases of one device")
     options.use_compile_cache(no_compile_cache)
+    options.join_processes(coordinator, num_processes, process_id)
 
     import bonsai_jax as bj
     from bonsai_jax import bench

@@ -234,9 +234,8 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
     )
-    loaded = options.load(
-        model, run, tensor_parallel=tensor_parallel, offline=offline, no_compile_cache=no_compile_cache
-    )
+    mesh = options.mesh(tensor=tensor_parallel)
+    loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")
     conversation = Conversation(

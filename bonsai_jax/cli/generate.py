@@ -46,6 +46,9 @@ def command(
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
     tensor_parallel: options.TensorParallel = 1,
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -85,9 +88,9 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
     )
-    loaded = options.load(
-        model, run, tensor_parallel=tensor_parallel, offline=offline, no_compile_cache=no_compile_cache
-    )
+    options.join_processes(coordinator, num_processes, process_id)
+    mesh = options.mesh(tensor=tensor_parallel)
+    loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)
     load_s = time.perf_counter() - began
 
     import bonsai_jax as bj

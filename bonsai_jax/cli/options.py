@@ -60,6 +60,12 @@ DataParallel = Annotated[
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", "-tp", min=1, help="Devices that share one copy of the weights.")
 ]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(help="host:port of process 0, where one command on each of several hosts makes one model."),
+]
+NumProcesses = Annotated[int | None, typer.Option("--num-processes", min=1, help="Processes in all.")]
+ProcessId = Annotated[int | None, typer.Option("--process-id", min=0, help="Of this process, from 0.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never ask the network for user/repo.")]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs in the user's cache folder.")
@@ -149,10 +155,32 @@ def run_config(
     )
 
 
+def join_processes(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Make one machine of several processes (jax.distributed.initialize): before jax is asked for devices.
+    All but process 0 are silent from then on."""
+    if coordinator is None:
+        if num_processes is not None or process_id is not None:
+            raise typer.BadParameter("--num-processes and --process-id need --coordinator host:port")
+        return
+    import jax
+
+    # What is left out is found where a cluster's manager (Slurm, MPI) started the processes.
+    jax.distributed.initialize(coordinator, num_processes, process_id)
+    if jax.process_index():
+        sys.stdout = sys.stderr = open(os.devnull, "w")
+
+
 def mesh(*, data: int = 1, tensor: int = 1) -> "Mesh | None":
-    """The devices to run on; None for the default one."""
+    """The devices to run on; None for the default one. With several processes, all of their devices."""
+    import jax
+
     import bonsai_jax as bj
 
+    if jax.process_count() > 1 and data * tensor != jax.device_count():
+        raise typer.BadParameter(
+            f"--data-parallel {data} x --tensor-parallel {tensor} leaves processes without work: "
+            f"they have {jax.device_count()} devices"
+        )
     return None if data == tensor == 1 else bj.make_mesh(data, tensor)
 
 
@@ -160,7 +188,7 @@ def load(
     source: str | None,
     run: "RunConfig",
     *,
-    tensor_parallel: int = 1,
+    on: "Mesh | None" = None,
     offline: bool = False,
     no_compile_cache: bool = False,
 ) -> "Model":
@@ -168,7 +196,6 @@ def load(
     use_compile_cache(no_compile_cache)
     import bonsai_jax as bj
 
-    on = mesh(tensor=tensor_parallel)
     with progress("loading") as update:
         return bj.load(source or demo_model(), run, mesh=on, offline=offline, progress=update)
 

@@ -1,0 +1,68 @@
+"""One of the two processes of test_parallel.py, each with one CPU device: `on_two_processes.py FILE
+COORDINATOR ID` prints, as lines of JSON, what the command line generates over both, and then what the library
+does."""
+
+import dataclasses
+import json
+import sys
+
+import jax
+from typer.testing import CliRunner
+
+import bonsai_jax as bj
+from bonsai_jax.cli import app
+from checkpoints import open_checkpoint
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], list(range(20))]
+# Greedy and seeded rows in one batch.
+SAMPLING = [bj.SamplingParams(temperature=float(row % 2), seed=row) for row in range(len(PROMPTS))]
+RUN = bj.RunConfig(page_size=16, weights="packed")
+
+
+@dataclasses.dataclass
+class Counted:
+    """A file's blocks that count the bytes that are read of them."""
+
+    data: object
+    read: int = 0
+
+    def __getattr__(self, name):
+        return getattr(self.data, name)
+
+    def __getitem__(self, index):
+        part = self.data[index]
+        self.read += part.nbytes
+        return part
+
+
+def answers(model: bj.Model) -> list[list[int]]:
+    outputs = bj.generate(model, PROMPTS, max_new_tokens=6, sampling=SAMPLING, ignore_eos=True)
+    return [output.tokens for output in outputs]
+
+
+def main(path: str, coordinator: str, process: str) -> None:
+    options = ["--tensor-parallel", "2", "--coordinator", coordinator, "--num-processes", "2"]
+    command = ["generate", "Hello", "-m", path, "-n", "6", "--seed", "3", "--ignore-eos", "--json"]
+    stdout = sys.stdout
+    done = CliRunner().invoke(
+        app, [*command, *options, "--process-id", process, "--weights", "packed"], catch_exceptions=False
+    )
+    sys.stdout = stdout
+    print(json.dumps(done.stdout))
+
+    checkpoint = open_checkpoint(path)
+    split = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2}
+    counted = {name: dataclasses.replace(t, data=Counted(t.data)) for name, t in split.items()}
+    checkpoint = dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, **counted})
+    model = bj.from_checkpoint(checkpoint, RUN, mesh=bj.make_mesh(model=2))
+    print(json.dumps([t.data.read / t.nbytes for t in counted.values()]))
+    held = {shard.device.process_index for leaf in jax.tree.leaves(model.params) for shard in leaf.addressable_shards}
+    print(json.dumps([sorted(held), jax.process_index(), jax.device_count()]))
+    print(json.dumps(answers(model)))
+    rows = bj.load(path, RUN, mesh=bj.make_mesh(data=2))
+    print(json.dumps(answers(rows)))
+    print(json.dumps(float(bj.logits(rows, PROMPTS[1]).sum())))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
