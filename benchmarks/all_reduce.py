@@ -1,5 +1,6 @@
 """Time a sum over devices, as a tensor parallel decode step needs two of in every layer: by NCCL, by XLA's own
-one-shot kernel (each device reads all others' memory), and by one in Pallas; inside a CUDA graph or not.
+one-shot kernel (each device reads all others' memory), and by the one in Pallas that writes into mailboxes;
+inside a CUDA graph or not.
 
     python benchmarks/all_reduce.py -d 4
 
@@ -25,62 +26,30 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card
+from bonsai_jax import architectures, bench, card, parallel
+from checkpoints import open_checkpoint
 
 CHAIN = 64
 GRAPH = {"xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,COLLECTIVES"}
 ONE_SHOT = {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_ALL_REDUCE"}
 
 
-def one_shot(x: jax.Array) -> jax.Array:
-    """Sum over the mesh axis "model" of float32 [rows, width] by a Pallas kernel: each block waits until all
-    devices have theirs, reads their parts from their memory, and waits until all have read its own."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+def mailbox(y: jax.Array, peers: jax.Array) -> jax.Array:
+    from pallas_kernels.mosaic.all_reduce import all_reduce_add
 
-    devices, part = jax.lax.axis_size("model"), 512
-    flat = x.reshape(-1)
-    assert flat.size % part == 0
-
-    def body(x_gmem, out_gmem):
-        here = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        read = pl.get_global(plgpu.SemaphoreType.REGULAR)
-        me, blocks = jax.lax.axis_index("model"), flat.size // part
-        at = pl.ds(jax.lax.axis_index("block") * part, part)
-
-        def meet(semaphore):
-            for i in range(1, devices):
-                pl.semaphore_signal(semaphore, device_id={"model": jax.lax.rem(me + i, devices)})
-            pl.semaphore_wait(semaphore, value=(devices - 1) * blocks, decrement=False)
-
-        def remote(device):
-            return plgpu.remote_ref(x_gmem, {"model": jnp.int32(device)})
-
-        meet(here)
-        layout = plgpu.Layout.WG_STRIDED((part,), vec_size=4)
-        # In the same order on every device, so that all have the same sum.
-        total = plgpu.load(remote(0), at, layout=layout, optimized=False)
-        for device in range(1, devices):
-            total += plgpu.load(remote(device), at, layout=layout, optimized=False)
-        out_gmem[at] = total
-        meet(read)
-
-    kernel = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct(flat.shape, flat.dtype), grid=(flat.size // part,),
-        grid_names=("block",),
-    )  # fmt: skip
-    return kernel(flat).reshape(x.shape)
+    return all_reduce_add(jnp.zeros_like(y), y, peers)
 
 
-def chain(total: Callable[[jax.Array], jax.Array], mesh, x: jax.Array) -> jax.Array:
-    def on_device(x):
+def chain(total: Callable[[jax.Array, jax.Array], jax.Array], mesh, x: jax.Array, peers) -> jax.Array:
+    def on_device(x, peers):
         devices = mesh.shape["model"]
         mine = (jax.lax.axis_index("model") + 1) / (devices * (devices + 1) / 2)  # all devices' sum to 1
         for _ in range(CHAIN):
-            x = jax.lax.optimization_barrier(total(mine * x))
+            x = jax.lax.optimization_barrier(total(mine * x, peers[0, 0]))
         return x
 
-    return jax.shard_map(on_device, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)(x)
+    in_specs = (P(), P("data", "model"))
+    return jax.shard_map(on_device, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False)(x, peers)
 
 
 def main() -> None:
@@ -93,22 +62,27 @@ def main() -> None:
     p.add_argument("--commit", help="for a checkout without history")
     arguments = p.parse_args()
     mesh = bj.make_mesh(model=arguments.devices)
-    psum = functools.partial(jax.lax.psum, axis_name="model")
-    on_gpu = jax.default_backend() == "gpu"
-    variants: dict[str, tuple[Callable, dict]] = {"alone": (lambda x: x, {}), "nccl": (psum, {})}
+    psum = lambda y, peers: jax.lax.psum(y, "model")  # noqa: E731
+    config = architectures.config_of(open_checkpoint("synth:llama-70b:q4_k_m"))
+    peers = parallel.Placement(mesh, config).peers()
+    on_gpu = peers is not None
+    if peers is None:
+        peers = jnp.zeros((1, arguments.devices, 1, 1), jnp.uint32)
+    variants: dict[str, tuple[Callable, dict]] = {"alone": (lambda y, peers: y, {}), "nccl": (psum, {})}
     if on_gpu:
         variants |= {
             "nccl, graph": (psum, GRAPH),
             "xla one-shot": (psum, ONE_SHOT),
             "xla one-shot, graph": (psum, ONE_SHOT | GRAPH),
-            "pallas": (one_shot, {}),
+            "mailbox": (mailbox, {}),
         }
     for name in arguments.only.split(",") if arguments.only else variants:
         total, options = variants[name]
         for rows in map(int, arguments.rows.split(",")):
             x = jax.device_put(np.ones((rows, arguments.width), np.float32), NamedSharding(mesh, P()))
             try:
-                step = jax.jit(functools.partial(chain, total, mesh), compiler_options=options)
+                jitted = jax.jit(functools.partial(chain, total, mesh), compiler_options=options)
+                step = functools.partial(jitted, peers=peers)
                 got = np.asarray(step(x))
                 times = one_op.seconds_per_call(step, x, repetitions=arguments.repetitions, calls=4)
             except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, TypeError) as error:

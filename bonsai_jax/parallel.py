@@ -11,8 +11,10 @@ draws the same tokens. `AXES` and `RULES` say all of this; what a device does wi
 layers.py.
 """
 
+import ctypes
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -26,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import cache as kv
-from bonsai_jax import decoding as core
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import State
@@ -49,9 +50,10 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "w_down": ("layers", None, "ffn"),
     "k": ("layers", "rows", None, "heads", None),  # a row's pages lie with the row
     "v": ("layers", "rows", None, "heads", None),
+    "peers": ("rows", "devices", None, None),
 }
 # Logical axis -> mesh axis.
-RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "layers": None}
+RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "devices": MODEL, "layers": None}
 
 COMPILER_OPTIONS: dict[str, Any] = {}  # XLA's, for GPUs that share weights
 
@@ -190,8 +192,51 @@ class Placement:
         names = tuple(RULES[axis] if axis else None for axis in AXES.get(field, ()))
         return _spread(value, NamedSharding(self.mesh, _present(names, self.mesh)))
 
+    def peers(self) -> Int[Array, "data model devices+2 2"] | None:
+        """Where the mailboxes are for the sums of a decode step; None where devices cannot write into each
+        other's memory."""
+        names, grid = self.mesh.axis_names, self.mesh.devices
+        grid = grid.transpose([names.index(axis) for axis in (DATA, MODEL) if axis in names])
+        grid = grid.reshape(size(self.mesh, DATA), self.parts)
+        if self.parts == 1 or not all(_reach_each_other(tuple(row)) for row in grid):
+            return None
+        mailboxes = [[_mailbox(device, self.parts) for device in row] for row in grid]
+        from pallas_kernels.mosaic import all_reduce  # only GPUs need it
+
+        pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
+        value = np.array([[all_reduce.addresses(row, me) for me in range(self.parts)] for row in pointers])
+        return self.vectors("peers", value)
+
     def _spec(self, share: "Share | None") -> P:
         return P() if share is None else P(*[None] * share.axis, self.axis)
+
+
+@functools.cache  # for good: what knows its address may live as long as the process
+def _mailbox(device: jax.Device, devices: int) -> jax.Array:
+    """Memory of a device that others write into (pallas_kernels/mosaic/all_reduce.py)."""
+    from pallas_kernels.mosaic import all_reduce  # only GPUs need it
+
+    zeros = np.zeros(all_reduce.mailbox_words(devices), np.int32)
+    return jax.block_until_ready(jax.device_put(zeros, device))
+
+
+def _reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
+    """Whether these are GPUs of this process that read and write each other's memory."""
+    if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
+        return False
+    if int(dispatch.platform().removeprefix("sm_")) < 80:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    able = ctypes.c_int()
+    for a, b in itertools.permutations(devices, 2):
+        if driver.cuDeviceCanAccessPeer(ctypes.byref(able), a.local_hardware_id, b.local_hardware_id):
+            return False
+        if not able.value:
+            return False
+    return True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +329,9 @@ def place_state(state: State, mesh: Mesh | None) -> State:
 
 def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
     """An array with rows first that every process has whole, over the mesh."""
-    return jnp.asarray(array) if mesh is None else _spread(array, NamedSharding(mesh, _present((DATA,), mesh)))
+    return (
+        jnp.asarray(array) if mesh is None else _spread(array, NamedSharding(mesh, _present((DATA,), mesh)))
+    )
 
 
 def fetch(array: jax.Array) -> np.ndarray:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
@@ -45,6 +45,8 @@ class Params(struct.PyTreeNode):
     schedule  how a decode step's kernels are launched (dispatch.choose)
     axis      the mesh axis over which matrices are split (parallel.py); None where a device has them whole.
               Split ones exist inside shard_map, and their static shapes are those of one device
+    peers     where devices that can write into each other's memory do so for the sums of a decode step
+              (pallas_kernels/mosaic/all_reduce.py)
     """
 
     embed: QTensor
@@ -52,6 +54,7 @@ class Params(struct.PyTreeNode):
     final_norm: Float[Array, "H"]
     head: QTensor | None
     rope_frequencies: Float[Array, "D/2"]
+    peers: Int[Array, "data model devices+2 2"] | None = None
     schedule: str = struct.field(pytree_node=False, default="launches")
     axis: str | None = struct.field(pytree_node=False, default=None)
 
@@ -159,6 +162,7 @@ def load(
             layers_problem(layers, config, rows=1), "launches" if placement and placement.axis else schedule
         ),
         axis=placement.axis if placement else None,
+        peers=placement.peers() if placement else None,
         rope_frequencies=placement.vectors("rope_frequencies", frequencies)
         if placement
         else jnp.asarray(frequencies),
@@ -330,9 +334,7 @@ def _recipe(field: str, t: Tensor | RandomTensor, hold: _Hold, placement: "Place
     gemm = dispatch.choose(problem, "xla" if hold.impl == "xla" else "auto")
     drawn = isinstance(t, RandomTensor)
     whole = drawn or share is None or not share.whole_blocks(t.format)
-    return _Recipe(
-        t.format, shape, hold.format(t), impl, gemm, hold.activation_bits, drawn, share, whole
-    )
+    return _Recipe(t.format, shape, hold.format(t), impl, gemm, hold.activation_bits, drawn, share, whole)
 
 
 def _source(t: Tensor | RandomTensor, recipe: _Recipe, placement: "Placement | None"):

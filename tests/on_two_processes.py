@@ -1,13 +1,14 @@
 """One of the two processes of test_parallel.py, each with one CPU device: `on_two_processes.py FILE
-COORDINATOR ID` prints, as lines of JSON, what the command line generates over both, and then what the library
-does."""
+COORDINATOR ID` tells, as lines of JSON, what the command line prints that generates over both, and then what
+the library does."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import sys
 
 import jax
-from typer.testing import CliRunner
 
 import bonsai_jax as bj
 from bonsai_jax.cli import app
@@ -40,28 +41,31 @@ def answers(model: bj.Model) -> list[list[int]]:
     return [output.tokens for output in outputs]
 
 
+def tell(value) -> None:
+    print("told", json.dumps(value), flush=True)  # Gloo prints lines of its own
+
+
 def main(path: str, coordinator: str, process: str) -> None:
     options = ["--tensor-parallel", "2", "--coordinator", coordinator, "--num-processes", "2"]
     command = ["generate", "Hello", "-m", path, "-n", "6", "--seed", "3", "--ignore-eos", "--json"]
-    stdout = sys.stdout
-    done = CliRunner().invoke(
-        app, [*command, *options, "--process-id", process, "--weights", "packed"], catch_exceptions=False
-    )
-    sys.stdout = stdout
-    print(json.dumps(done.stdout))
+    stdout = io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(io.StringIO()):
+        app([*command, *options, "--process-id", process, "--weights", "packed"], standalone_mode=False)
+    tell(stdout.getvalue())
 
     checkpoint = open_checkpoint(path)
     split = {name: t for name, t in checkpoint.tensors.items() if len(t.shape) == 2}
     counted = {name: dataclasses.replace(t, data=Counted(t.data)) for name, t in split.items()}
     checkpoint = dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, **counted})
     model = bj.from_checkpoint(checkpoint, RUN, mesh=bj.make_mesh(model=2))
-    print(json.dumps([t.data.read / t.nbytes for t in counted.values()]))
-    held = {shard.device.process_index for leaf in jax.tree.leaves(model.params) for shard in leaf.addressable_shards}
-    print(json.dumps([sorted(held), jax.process_index(), jax.device_count()]))
-    print(json.dumps(answers(model)))
+    tell([t.data.read / t.nbytes for t in counted.values()])
+    leaves = jax.tree.leaves(model.params)
+    held = {shard.device.process_index for leaf in leaves for shard in leaf.addressable_shards}
+    tell([sorted(held), jax.process_index(), jax.device_count()])
+    tell(answers(model))
     rows = bj.load(path, RUN, mesh=bj.make_mesh(data=2))
-    print(json.dumps(answers(rows)))
-    print(json.dumps(float(bj.logits(rows, PROMPTS[1]).sum())))
+    tell(answers(rows))
+    tell(float(bj.logits(rows, PROMPTS[1]).sum()))
 
 
 if __name__ == "__main__":

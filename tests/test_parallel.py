@@ -43,14 +43,17 @@ def test_two_processes(tmp_path):
     env = os.environ | {"XLA_FLAGS": UNOPTIMIZED, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(HERE.parent)}
     command = [sys.executable, str(HERE / "on_two_processes.py"), str(path), coordinator]
     both = [
-        subprocess.Popen([*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        subprocess.Popen(
+            [*command, str(i)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env
+        )
         for i in (0, 1)
     ]
     told = []
     for process in both:
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0, out + err
-        told.append([json.loads(line) for line in out.splitlines()])
+        lines = [line.removeprefix("told ") for line in out.splitlines() if line.startswith("told ")]
+        told.append([json.loads(line) for line in lines])
 
     one = bj.load(str(path), on_two_processes.RUN)
     want = on_two_processes.answers(one)

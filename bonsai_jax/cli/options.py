@@ -55,7 +55,9 @@ ActivationBits = Annotated[
 ]
 DataParallel = Annotated[
     int,
-    typer.Option("--data-parallel", "-dp", min=1, help="Devices that each have all weights and rows of their own."),
+    typer.Option(
+        "--data-parallel", "-dp", min=1, help="Devices that each have all weights and rows of their own."
+    ),
 ]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", "-tp", min=1, help="Devices that share one copy of the weights.")
