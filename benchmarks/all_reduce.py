@@ -1,6 +1,6 @@
-"""Time a sum over devices, as a tensor parallel decode step needs two of in every layer: by NCCL, by XLA's own
-one-shot kernel (each device reads all others' memory), and by the one in Pallas that writes into mailboxes;
-inside a CUDA graph or not.
+"""Time a sum over devices, as a tensor parallel decode step needs two of in every layer: by NCCL, by XLA's
+own one-shot kernel (each device reads all others' memory), and by the one in Pallas that writes into
+mailboxes; inside a CUDA graph or not.
 
     python benchmarks/all_reduce.py -d 4
 
@@ -91,10 +91,10 @@ def main() -> None:
             error = 0.0 if name == "alone" else float(np.abs(got - 1).max())
             us = [1e6 * t / CHAIN for t in times]
             row = {
-                "date": bench.now(), "commit": arguments.commit or bench.commit(), "device": card.device_name(),
-                "driver": card.driver(), "jax": jax.__version__, "op": "all-reduce", "impl": name,
-                "devices": arguments.devices, "rows": rows, "width": arguments.width,
-                "us": statistics.median(us), "us_min": min(us), "us_max": max(us), "error": error,
+                "date": bench.now(), "commit": arguments.commit or bench.commit(),
+                "device": card.device_name(), "driver": card.driver(), "jax": jax.__version__,
+                "op": "all-reduce", "impl": name, "devices": arguments.devices, "rows": rows,
+                "width": arguments.width, "us": statistics.median(us), "us_min": min(us), "us_max": max(us), "error": error,
             }  # fmt: skip
             print(json.dumps(row), flush=True)
 

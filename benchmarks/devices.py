@@ -57,8 +57,9 @@ def rows(series: Series, devices: int, repetitions: int) -> Iterator[bench.Row]:
     jax.block_until_ready(model.params)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     print(
-        f"{series.model}: {series.split} parallel on {devices}, loaded in {time.perf_counter() - began:.1f} s, "
-        f"at most {peak / 1e9:.1f} GB on a device so far", file=sys.stderr, flush=True,
+        f"{series.model}: {series.split} parallel on {devices}, loaded in "
+        f"{time.perf_counter() - began:.1f} s, at most {peak / 1e9:.1f} GB on a device so far",
+        file=sys.stderr, flush=True,
     )  # fmt: skip
     # Decode first: if time runs out, it is what counts.
     yield from bench.measure(model, (), series.new_tokens, (0,), repetitions, batches=series.batches)
@@ -73,8 +74,8 @@ def line(row: bench.Row, one: bench.Row | None, required: dict[int, float]) -> s
     split = "data" if row.data_parallel > 1 else "tensor" if row.tensor_parallel > 1 else "-"
     ceiling = "-" if row.ceiling_share is None else f"{row.ceiling_share:.0%}"
     return (
-        f"| {row.model} | {row.test} | {devices} | {split} | {row.tok_s:,.1f} ± {row.tok_s_std:.1f} | {factor} "
-        f"| {asked} | {ceiling} |"
+        f"| {row.model} | {row.test} | {devices} | {split} | {row.tok_s:,.1f} ± {row.tok_s_std:.1f} "
+        f"| {factor} | {asked} | {ceiling} |"
     )
 
 
@@ -108,8 +109,7 @@ def main() -> None:
                     print(bench.json_line(row), flush=True)
                 else:
                     # Also those that waited for the one device.
-                    shown = of_test.items() if devices == 1 else [(devices, row)]
-                    for n, r in shown:
+                    for r in of_test.values() if devices == 1 else [row]:
                         print(line(r, of_test.get(1), series.required.get(r.test, {})), flush=True)
 
 

@@ -45,8 +45,8 @@ class Row:
     """One test's result, as it is kept for the record.
 
     tok_s, tok_s_std  mean and standard deviation over the repetitions
-    gb_s              10^9 bytes a second, of all devices: for tg the weights and the cache (at its mean depth)
-                      at each step, for pp the weights once
+    gb_s              10^9 bytes a second, of all devices: for tg the weights and the cache (at its mean
+                      depth) at each step, for pp the weights once
     ceiling_share     gb_s over the bandwidth of all devices' memory; None for pp, which memory does not bound
     data_parallel, tensor_parallel  devices along the axes of the mesh
     """

@@ -294,8 +294,8 @@ def _vectors(tensors: Sequence[Tensor | RandomTensor]) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class _Recipe:
     """How a matrix becomes a QTensor, static for jit; called with its blocks, or if `drawn` with (seed, mean,
-    std). With `share`, on one of many devices: the blocks are its own already, or if `whole` the matrix is cut
-    here."""
+    std). With `share`, on one of many devices: the blocks are its own already, or if `whole` the matrix is
+    cut here."""
 
     format: str
     shape: tuple[int, int]

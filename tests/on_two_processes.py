@@ -1,6 +1,6 @@
 """One of the two processes of test_parallel.py, each with one CPU device: `on_two_processes.py FILE
-COORDINATOR ID` tells, as lines of JSON, what the command line prints that generates over both, and then what
-the library does."""
+COORDINATOR ID` tells, as lines of JSON, what the command line prints that generates over both, then what the
+library does, and process 0 what it does alone."""
 
 import contextlib
 import dataclasses
@@ -47,7 +47,7 @@ def tell(value) -> None:
 
 def main(path: str, coordinator: str, process: str) -> None:
     options = ["--tensor-parallel", "2", "--coordinator", coordinator, "--num-processes", "2"]
-    command = ["generate", "Hello", "-m", path, "-n", "6", "--seed", "3", "--ignore-eos", "--json"]
+    command = ["generate", "Hello", "-m", path, "-n", "6", "--temp", "0", "--ignore-eos", "--json"]
     stdout = io.StringIO()
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(io.StringIO()):
         app([*command, *options, "--process-id", process, "--weights", "packed"], standalone_mode=False)
@@ -66,6 +66,13 @@ def main(path: str, coordinator: str, process: str) -> None:
     rows = bj.load(path, RUN, mesh=bj.make_mesh(data=2))
     tell(answers(rows))
     tell(float(bj.logits(rows, PROMPTS[1]).sum()))
+    if process == "0":
+        alone = bj.load(path, RUN)
+        greedy = bj.SamplingParams(temperature=0.0, seed=0)
+        (output,) = bj.generate(alone, ["Hello"], max_new_tokens=6, sampling=greedy, ignore_eos=True)
+        tell(output.tokens)
+        tell(answers(alone))
+        tell(float(bj.logits(alone, PROMPTS[1]).sum()))
 
 
 if __name__ == "__main__":

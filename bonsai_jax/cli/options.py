@@ -55,9 +55,7 @@ ActivationBits = Annotated[
 ]
 DataParallel = Annotated[
     int,
-    typer.Option(
-        "--data-parallel", "-dp", min=1, help="Devices that each have all weights and rows of their own."
-    ),
+    typer.Option("--data-parallel", "-dp", min=1, help="Devices with all weights and rows of their own."),
 ]
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", "-tp", min=1, help="Devices that share one copy of the weights.")
@@ -169,7 +167,7 @@ def join_processes(coordinator: str | None, num_processes: int | None, process_i
     # What is left out is found where a cluster's manager (Slurm, MPI) started the processes.
     jax.distributed.initialize(coordinator, num_processes, process_id)
     if jax.process_index():
-        sys.stdout = sys.stderr = open(os.devnull, "w")
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
 
 
 def mesh(*, data: int = 1, tensor: int = 1) -> "Mesh | None":

@@ -2,16 +2,16 @@
 
     out = x + sum over devices d of y_d
 
-Each device has a mailbox, and every device knows where the others' are. It writes its y into all of them, each
-float32 beside the number of the call, and waits at its own until all have the number of this call: whoever
-sees the number has the value, as 16 aligned bytes with two of each arrive as NCCL's LL protocol has them. The
-sum is in the order of the devices, so all have the same bits.
+Each device has a mailbox, and every device knows where the others' are. It writes its y into all of them,
+each float32 beside the number of the call, and waits at its own until all have the number of this call:
+whoever sees the number has the value, since 8 aligned bytes arrive as one (as in NCCL's LL protocol). The sum
+is in the order of the devices, so all have the same bits.
 
     mailbox      calls                       slots [2 (call % 2), devices, MOST_WORDS]
                  a u32 each block, 128 bytes  (float32, u32) pairs
 
 Two slots do: a device in call s has seen all others' words of call s - 1, which they wrote behind the end of
-their call s - 2, so nobody still reads that slot. The blocks are as many in every call, so their counts agree.
+their call s - 2, so nobody still reads that slot. All calls have the same blocks, so their counts agree.
 """
 
 import functools
@@ -44,8 +44,8 @@ def refuses(words: int) -> str | None:
 
 
 def addresses(mailboxes: list[int], me: int) -> np.ndarray:
-    """What device `me` must know: uint32 [devices + 2, 2], low and high words of the mailboxes' addresses, then
-    of its own, then its number."""
+    """What device `me` must know: uint32 [devices + 2, 2], low and high words of the mailboxes' addresses,
+    then of its own, then its number."""
     rows = [*mailboxes, mailboxes[me], me]
     return np.array([[row & 0xFFFFFFFF, row >> 32] for row in rows], np.uint32)
 
