@@ -94,7 +94,8 @@ def main() -> None:
                 "date": bench.now(), "commit": arguments.commit or bench.commit(),
                 "device": card.device_name(), "driver": card.driver(), "jax": jax.__version__,
                 "op": "all-reduce", "impl": name, "devices": arguments.devices, "rows": rows,
-                "width": arguments.width, "us": statistics.median(us), "us_min": min(us), "us_max": max(us), "error": error,
+                "width": arguments.width, "us": statistics.median(us), "us_min": min(us), "us_max": max(us),
+                "error": error,
             }  # fmt: skip
             print(json.dumps(row), flush=True)
 

@@ -212,7 +212,7 @@ class Placement:
 
 
 @functools.cache  # for good: what knows its address may live as long as the process
-def _mailbox(device: jax.Device, devices: int) -> jax.Array:
+def _mailbox(device: Any, devices: int) -> jax.Array:
     """Memory of a device that others write into (pallas_kernels/mosaic/all_reduce.py)."""
     from pallas_kernels.mosaic import all_reduce  # only GPUs need it
 
@@ -220,7 +220,7 @@ def _mailbox(device: jax.Device, devices: int) -> jax.Array:
     return jax.block_until_ready(jax.device_put(zeros, device))
 
 
-def _reach_each_other(devices: tuple[jax.Device, ...]) -> bool:
+def _reach_each_other(devices: tuple[Any, ...]) -> bool:
     """Whether these are GPUs of this process that read and write each other's memory."""
     if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
         return False
@@ -347,7 +347,7 @@ def _spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array
     if isinstance(array, jax.Array):
         if array.sharding == sharding:
             return array
-        if jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(_spread(jax.random.key_data(array), sharding))
     value = np.asarray(array)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -134,8 +134,9 @@ def load(
         elif len(spec.shape) == 1:
             vectors = _vectors(tensors)
             vectors = vectors if stacked else vectors[0]
-            on_host = not placement or spec.field in JOINED or spec.field == "rope_divisors"
-            fields[spec.field] = vectors if on_host else placement.vectors(spec.field, np.asarray(vectors))
+            if placement and spec.field not in (*JOINED, "rope_divisors"):
+                vectors = placement.vectors(spec.field, np.asarray(vectors))
+            fields[spec.field] = vectors
         else:
             fields[spec.field] = (_stack if stacked else _matrix)(spec.field, tensors, hold, placement)
         if spec.field == "wv":  # at once, while little else is loaded: for a moment they exist twice
@@ -152,7 +153,7 @@ def load(
     # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
     if (divisors := fields.pop("rope_divisors", None)) is not None:
         rope_frequencies = rope_frequencies / divisors
-    frequencies = np.asarray(rope_frequencies, np.float32)
+    frequencies = jnp.asarray(rope_frequencies, jnp.float32)
     layer_fields = {f.name for f in dataclasses.fields(Layers)}
     layers = Layers(**{name: value for name, value in fields.items() if name in layer_fields})
     return Params(
@@ -163,9 +164,9 @@ def load(
         ),
         axis=placement.axis if placement else None,
         peers=placement.peers() if placement else None,
-        rope_frequencies=placement.vectors("rope_frequencies", frequencies)
+        rope_frequencies=placement.vectors("rope_frequencies", np.asarray(frequencies))
         if placement
-        else jnp.asarray(frequencies),
+        else frequencies,
         **{name: value for name, value in fields.items() if name not in layer_fields},
     )
 
