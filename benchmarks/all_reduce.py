@@ -64,9 +64,10 @@ def main() -> None:
     mesh = bj.make_mesh(model=arguments.devices)
     psum = lambda y, peers: jax.lax.psum(y, "model")  # noqa: E731
     config = architectures.config_of(open_checkpoint("synth:llama-70b:q4_k_m"))
-    peers = parallel.Placement(mesh, config).peers()
-    on_gpu = peers is not None
-    if peers is None:
+    on_gpu = jax.default_backend() == "gpu"
+    if on_gpu:
+        peers = parallel.Placement(mesh, config, "mailbox").peers()
+    else:
         peers = jnp.zeros((1, arguments.devices, 1, 1), jnp.uint32)
     variants: dict[str, tuple[Callable, dict]] = {"alone": (lambda y, peers: y, {}), "nccl": (psum, {})}
     if on_gpu:

@@ -127,7 +127,7 @@ def load_params(
         decoded=run.weights == "decoded",
         activation_bits=run.activation_bits,
         schedule=run.schedule,
-        placement=None if mesh is None else parallel.Placement(mesh, config),
+        placement=None if mesh is None else parallel.Placement(mesh, config, run.all_reduce),
         progress=progress,
     )
 

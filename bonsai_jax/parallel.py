@@ -55,8 +55,6 @@ AXES: dict[str, tuple[str | None, ...]] = {
 # Logical axis -> mesh axis.
 RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "devices": MODEL, "layers": None}
 
-COMPILER_OPTIONS: dict[str, Any] = {}  # XLA's, for GPUs that share weights
-
 TILE_ROWS, TILE_COLUMNS = 16, 256  # borders of the layouts that kernels read (pallas_kernels/tiles.py)
 
 
@@ -95,10 +93,12 @@ class Placement:
     """Where the weights of a model go: `params.load` asks it.
 
     config   of the whole model
+    all_reduce  RunConfig's
     """
 
     mesh: Mesh
     config: ModelConfig
+    all_reduce: str = "psum"
 
     @property
     def parts(self) -> int:
@@ -193,13 +193,19 @@ class Placement:
         return _spread(value, NamedSharding(self.mesh, _present(names, self.mesh)))
 
     def peers(self) -> Int[Array, "data model devices+2 2"] | None:
-        """Where the mailboxes are for the sums of a decode step; None where devices cannot write into each
-        other's memory."""
+        """Where the mailboxes are for the sums of a decode step; None where it has none. Raises
+        NotImplementedError where mailboxes were asked for and devices cannot write into each other's
+        memory."""
+        if self.parts == 1 or self.all_reduce == "psum":
+            return None
         names, grid = self.mesh.axis_names, self.mesh.devices
         grid = grid.transpose([names.index(axis) for axis in (DATA, MODEL) if axis in names])
         grid = grid.reshape(size(self.mesh, DATA), self.parts)
-        if self.parts == 1 or not all(_reach_each_other(tuple(row)) for row in grid):
-            return None
+        if not all(_reach_each_other(tuple(row)) for row in grid):
+            raise NotImplementedError(
+                "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that reach "
+                "each other's memory; leave it to 'psum'"
+            )
         mailboxes = [[_mailbox(device, self.parts) for device in row] for row in grid]
         from pallas_kernels.mosaic import all_reduce  # only GPUs need it
 
@@ -371,17 +377,10 @@ def run(
     """
     if mesh is not None:
         arrays = tuple(place_rows(a, mesh) if np.ndim(a) else a for a in arrays)
-    options = COMPILER_OPTIONS if size(mesh, MODEL) > 1 and jax.default_backend() == "gpu" else {}
-    run = _jitted(tuple(options.items()))
-    return run(function, params, held, arrays, mesh, returns, tuple(sorted(static.items())))
+    return _run(function, params, held, arrays, mesh, returns, tuple(sorted(static.items())))
 
 
-@functools.cache
-def _jitted(options: tuple[tuple[str, Any], ...]):
-    static = ("function", "mesh", "returns", "static")
-    return jax.jit(_run, static_argnames=static, donate_argnames="held", compiler_options=dict(options))
-
-
+@functools.partial(jax.jit, static_argnames=("function", "mesh", "returns", "static"), donate_argnames="held")
 def _run(function, params, held, arrays, mesh, returns, static):
     if mesh is None:
         return function(params, held, *arrays, **dict(static))

@@ -45,8 +45,8 @@ class Params(struct.PyTreeNode):
     schedule  how a decode step's kernels are launched (dispatch.choose)
     axis      the mesh axis over which matrices are split (parallel.py); None where a device has them whole.
               Split ones exist inside shard_map, and their static shapes are those of one device
-    peers     where devices that can write into each other's memory do so for the sums of a decode step
-              (pallas_kernels/mosaic/all_reduce.py)
+    peers     where devices write into each other's memory for the sums of a decode step
+              (pallas_kernels/mosaic/all_reduce.py); None where they are jax.lax.psum
     """
 
     embed: QTensor
@@ -125,6 +125,7 @@ def load(
             (spec.field, t) for spec, tensors in plan.items() for t in tensors if len(spec.shape) == 2
         ]
         placement.check([(field, t.shape, hold.format(t), hold.choose(t)) for field, t in matrices])
+    peers = placement.peers() if placement else None
     total, done = sum(t.nbytes for tensors in plan.values() for t in tensors), 0
     fields: dict[str, Any] = {}
     for spec, tensors in plan.items():
@@ -163,7 +164,7 @@ def load(
             layers_problem(layers, config, rows=1), "launches" if placement and placement.axis else schedule
         ),
         axis=placement.axis if placement else None,
-        peers=placement.peers() if placement else None,
+        peers=peers,
         rope_frequencies=placement.vectors("rope_frequencies", np.asarray(frequencies))
         if placement
         else frequencies,

@@ -46,6 +46,7 @@ def command(
     activation_bits: options.ActivationBits = "8",
     data_parallel: options.DataParallel = 1,
     tensor_parallel: options.TensorParallel = 1,
+    all_reduce: options.AllReduce = "psum",
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,
@@ -80,6 +81,7 @@ def command(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
+        all_reduce=all_reduce,
     )
     checkpoint = open_checkpoint(model or options.demo_model(), offline=offline)
     mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)

@@ -212,6 +212,7 @@ def command(
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
     tensor_parallel: options.TensorParallel = 1,
+    all_reduce: options.AllReduce = "psum",
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -233,6 +234,7 @@ def command(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
+        all_reduce=all_reduce,
     )
     mesh = options.mesh(tensor=tensor_parallel)
     loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)

@@ -46,6 +46,7 @@ def command(
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
     tensor_parallel: options.TensorParallel = 1,
+    all_reduce: options.AllReduce = "psum",
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,
@@ -87,6 +88,7 @@ def command(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
+        all_reduce=all_reduce,
     )
     options.join_processes(coordinator, num_processes, process_id)
     mesh = options.mesh(tensor=tensor_parallel)

@@ -60,6 +60,10 @@ DataParallel = Annotated[
 TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", "-tp", min=1, help="Devices that share one copy of the weights.")
 ]
+AllReduce = Annotated[
+    Literal["psum", "mailbox"],
+    typer.Option(help="How devices that share weights sum in a decode step: NCCL, or each other's memory."),
+]
 Coordinator = Annotated[
     str | None,
     typer.Option(help="host:port of process 0, where one command on each of several hosts makes one model."),
@@ -140,6 +144,7 @@ def run_config(
     cache_dtype: CacheTypes,
     schedule: Schedules,
     activation_bits: Bits = "8",
+    all_reduce: Literal["psum", "mailbox"] = "psum",
 ) -> "RunConfig":
     """How the command line runs a model: one row."""
     from bonsai_jax import RunConfig
@@ -151,6 +156,7 @@ def run_config(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=16 if activation_bits == "16" else 8,
+        all_reduce=all_reduce,
         rows=1,
     )
 
