@@ -21,7 +21,6 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
 import jax
 import jax.numpy as jnp
 import numpy as np
-import one_op
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -85,7 +84,7 @@ def main() -> None:
                 jitted = jax.jit(functools.partial(chain, total, mesh), compiler_options=options)
                 step = functools.partial(jitted, peers=peers)
                 got = np.asarray(step(x))
-                times = one_op.seconds_per_call(step, x, repetitions=arguments.repetitions, calls=4)
+                times = bench.seconds_per_call(step, x, repetitions=arguments.repetitions, calls=4)
             except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, TypeError) as error:
                 print(f"{name}, {rows} rows: {type(error).__name__}: {str(error)[:300]}", file=sys.stderr)
                 break

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import one_op
 
-from bonsai_jax import ModelConfig, architectures
+from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
 from pallas_kernels import attend, dispatch
 
@@ -72,7 +72,7 @@ def measure_one(
 
     counts = {"repetitions": arguments.repetitions, "calls": arguments.calls}
     state = (pages, out)
-    times = one_op.seconds_per_call(lambda state: chain(state[0]), state, **counts)
+    times = bench.seconds_per_call(lambda state: chain(state[0]), state, **counts)
     pages = [jax.random.normal(jax.random.key(i), shape, dtype) for i in range(2)]  # the others were donated
     light = one_op.light_seconds(pages, **counts)
     return one_op.row(

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import one_op
 
-from bonsai_jax import ModelConfig, architectures
+from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
 from pallas_kernels import LayerStack, QTensor, dispatch, formats, gated, matmul
 from pallas_kernels.qtensor import dequantize, tile
@@ -127,7 +127,7 @@ class Products:
             chain = lambda y: handed_on(y, held, gamma)  # noqa: E731
         error = difference(got, want)
         del blocks
-        times = one_op.seconds_per_call(chain, start, **self.counts)
+        times = bench.seconds_per_call(chain, start, **self.counts)
         light = one_op.light_seconds(jax.tree.leaves(held), **self.counts)
         return self.row(op, times, light, moved, shape, layers, held.parts[0].impl, error)
 
@@ -156,7 +156,7 @@ class Products:
         g, u = (exact(normed_x(x, gamma[last]), w, last) for w in (gate_blocks, up_blocks))
         error = difference(one(x, gate, up, gamma), jax.nn.silu(g) * u)
         del gate_blocks, up_blocks
-        both = one_op.seconds_per_call(lambda x: chain(x, gate, up, down, gamma), x, **self.counts)
+        both = bench.seconds_per_call(lambda x: chain(x, gate, up, down, gamma), x, **self.counts)
         light = one_op.light_seconds(jax.tree.leaves((gate, up)), **self.counts)
         times = [t - layers * 1e-6 * down_us() for t in both]
         return self.row(

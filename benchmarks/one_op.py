@@ -12,16 +12,13 @@ import datetime
 import functools
 import json
 import statistics
-import time
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 
 from bonsai_jax import bench, card
 
-WARMUP = 4  # calls: on a GPU the first makes no graph, the second makes it
 EMPTY_CHAIN = 64
 PASSES = 4  # so that the host's part of a call does not count
 
@@ -62,21 +59,6 @@ class Row:
     error: float
 
 
-def seconds_per_call(step: Callable[[Any], Any], state: Any, *, repetitions: int, calls: int) -> list[float]:
-    """Each repetition's seconds per call of step: state -> state, `calls` of them dispatched at once."""
-    for _ in range(WARMUP):
-        state = step(state)
-    times = []
-    for _ in range(repetitions):
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        for _ in range(calls):
-            state = step(state)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - began) / calls)
-    return times
-
-
 def light_seconds(arrays: list[jax.Array], **counts) -> float:
     """To read these arrays once: a reduction over all of them, again and again in one jit, as each pass needs
     what the pass before found. The median."""
@@ -87,7 +69,7 @@ def light_seconds(arrays: list[jax.Array], **counts) -> float:
             found = functools.reduce(jnp.maximum, [(a.astype(jnp.float32) - found).max() for a in arrays])
         return found
 
-    times = seconds_per_call(lambda found: read(found, arrays), jnp.float32(0), **counts)
+    times = bench.seconds_per_call(lambda found: read(found, arrays), jnp.float32(0), **counts)
     return statistics.median(times) / PASSES
 
 
@@ -109,7 +91,7 @@ def empty_us() -> float | None:
             x = kernel(x)
         return x
 
-    times = seconds_per_call(chain, jnp.arange(128, dtype=jnp.float32), repetitions=9, calls=20)
+    times = bench.seconds_per_call(chain, jnp.arange(128, dtype=jnp.float32), repetitions=9, calls=20)
     return 1e6 * statistics.median(times) / EMPTY_CHAIN
 
 

@@ -38,6 +38,7 @@ from bonsai_jax.params import Params
 
 BATCH_TOKENS = 128  # of each row of a batch: so many are in the cache, and as many are produced
 WARMUP_STEPS = 8  # a decode loop of any length is the same program: a short one warms it up
+WARMUP_CALLS = 4  # on a GPU the first makes no graph, the second makes it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +161,7 @@ class Test:
         return card.decode_bytes(held, self.model.config, self.model.run, lengths)
 
     def row(self, speeds: Sequence[float]) -> Row:
-        mean = statistics.fmean(speeds)
+        params, config, mean = self.model.params, self.model.config, statistics.fmean(speeds)
         tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else 1)
         moved = self.bytes_moved() * mean / tokens
         return Row(
@@ -169,7 +170,7 @@ class Test:
             device=card.device_name(),
             driver=card.driver(),
             jax=jax.__version__,
-            impl=card.impl_names(self.model.params),
+            impl=card.impl_names(params.replace(schedule=layers.decode_schedule(params, config, self.rows))),
             model=model_name(self.model.source),
             test=self.name,
             tok_s=mean,
@@ -202,6 +203,22 @@ def measure(
             speeds.append(test.run())
             progress(i * repetitions + repetition + 1, len(plan) * repetitions)
         yield test.row(speeds)
+
+
+def seconds_per_call(step: Callable[[Any], Any], state: Any, *, repetitions: int, calls: int) -> list[float]:
+    """Each repetition's seconds per call of step: state -> state, `calls` of them dispatched at once; after
+    calls that do not count."""
+    for _ in range(WARMUP_CALLS):
+        state = step(state)
+    times = []
+    for _ in range(repetitions):
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        for _ in range(calls):
+            state = step(state)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - began) / calls)
+    return times
 
 
 def model_name(source: str) -> str:

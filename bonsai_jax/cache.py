@@ -14,6 +14,7 @@ class KVCache(struct.PyTreeNode):
     k, v         [layers, pages, page_size, kv heads, head_dim]; keys are stored rotated
     block_table  int32 [rows, pages per row]: the page of a row's tokens [i * page_size, (i + 1) * page_size)
     lengths      int32 [rows]: tokens stored
+    finished     int32 zeros, only while a step goes through its layers (pallas_kernels.attend)
     impl         the implementation of attention chosen for it (dispatch.choose)
     prefill_impl the one for many tokens a row
 
@@ -24,6 +25,7 @@ class KVCache(struct.PyTreeNode):
     v: Float[Array, "L pages page_size Hkv D"]
     block_table: Int[Array, "B pages_per_row"]
     lengths: Int[Array, "B"]
+    finished: Int[Array, "counters"] | None = None
     impl: str = struct.field(pytree_node=False, default="xla")
     prefill_impl: str = struct.field(pytree_node=False, default="xla")
 

@@ -7,7 +7,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,10 @@ from pallas_kernels import QTensor
 
 # Bytes per second of a large device-to-device copy, read plus written, as measured (benchmarks/LOG.md).
 MEASURED_COPY = {"NVIDIA H200": 4.3e12}
+
+# Operations per second, a multiplication and an addition counted as two, as measured: the largest GEMM of an
+# 8B model in bfloat16, and int8 and binary `mma` in a loop (8 bit planes for an activation of 8 bits).
+MEASURED_ARITHMETIC = {"NVIDIA H200": {"half": 808e12, "int8": 1280e12, "planes": 925e12}}
 
 
 def held_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
@@ -102,13 +106,41 @@ def bandwidth() -> float:
     on_cpu = jax.default_backend() == "cpu"
     x = jnp.ones((2**13 if on_cpu else 2**14, 2**12), jnp.float32)
     move = jax.jit(lambda x: x.max(axis=0) if on_cpu else x + 1)
-    moved = jax.block_until_ready(move(x)).nbytes + x.nbytes
+    moved = jax.eval_shape(move, x).size * x.dtype.itemsize + x.nbytes
+    return moved / min(_times(move, x, 10))
+
+
+@functools.cache
+def arithmetic(kind: str = "half") -> float:
+    """Operations per second of the default device's matrix units, the ceiling where memory is none.
+
+    kind  what is multiplied: "half" (16-bit floating point), "int8", or "planes" (1-bit weights with the bit
+          planes of 8-bit activations)
+    Known devices: as measured, by kind. Others are timed here, the best of five products of 4,096 x 4,096 in
+    float16 on a GPU, of 1,024 x 1,024 in float32 on a CPU, whatever the kind.
+    """
+    if device_name() in MEASURED_ARITHMETIC:
+        return MEASURED_ARITHMETIC[device_name()][kind]
+    n, dtype = (1024, jnp.float32) if jax.default_backend() == "cpu" else (4096, jnp.float16)
+    x = jnp.ones((n, n), dtype)
+    return 2 * n**3 / min(_times(jax.jit(lambda x: x @ x), x, 5))
+
+
+def _times(call: Callable[[jax.Array], jax.Array], x: jax.Array, repetitions: int) -> list[float]:
+    """Seconds of each of `repetitions` calls, behind one that compiles."""
     times = []
-    for _ in range(10):
+    for _ in range(repetitions + 1):
         began = time.perf_counter()
-        jax.block_until_ready(move(x))
+        jax.block_until_ready(call(x))
         times.append(time.perf_counter() - began)
-    return moved / min(times)
+    return times[1:]
+
+
+def gemm_names(params: Params) -> str:
+    """The implementations of products with many rows that these weights were loaded for: "mosaic" and
+    "library" (pallas_kernels/gemm.py), "xla" for the definition."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+    return "+".join(sorted({leaf.gemm for leaf in leaves if isinstance(leaf, QTensor)}))
 
 
 def impl_names(params: Params) -> str:

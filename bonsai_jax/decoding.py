@@ -200,7 +200,7 @@ def read(
     after its last token."""
     B, T = tokens.shape
     positions = _positions(cache, tokens, lengths)
-    size = PREFILL_CHUNK if cache.prefill_impl == "xla" else max(PREFILL_CHUNK, PREFILL_BATCH // B)
+    size = chunk_size(cache, B)
     if size >= T:
         hidden, cache = _forward(params, cache, tokens, positions, config, taps)
         return hidden[jnp.arange(B), lengths - 1], cache
@@ -219,6 +219,11 @@ def read(
     positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
     chunks = (lengths.max() + size - 1) // size
     return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), cache))
+
+
+def chunk_size(cache: KVCache, rows: int) -> int:
+    """Tokens of each row that `read` takes through the layers at a time."""
+    return PREFILL_CHUNK if cache.prefill_impl == "xla" else max(PREFILL_CHUNK, PREFILL_BATCH // rows)
 
 
 def bucket(length: int) -> int:

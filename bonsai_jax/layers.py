@@ -16,6 +16,7 @@ from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
 from pallas_kernels import LayerStack, QTensor, attend, dispatch, gated, matmul
 
+UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 SITES = ("input", "attention", "middle", "mlp", "output")
 
 
@@ -105,12 +106,12 @@ def attention_block(
     qkv = [matmul(x, weight, layer, gamma=w.attn_norm, eps=eps) for weight in w.wqkv]
     qkv = qkv[0] if len(qkv) == 1 else jnp.concatenate(qkv, axis=-1)
     qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
-    out, k_pages, v_pages = attend(
+    out, k_pages, v_pages, *finished = attend(
         qkv, cache.k, cache.v, cache.block_table, positions, layer,
         rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm), eps=eps,
-        num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl,
+        num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl, finished=cache.finished,
     )  # fmt: skip
-    cache = cache.replace(k=k_pages, v=v_pages)
+    cache = cache.replace(k=k_pages, v=v_pages, finished=next(iter(finished), None))
     return _add_product(x, out, w.wo, layer, params, tap), cache
 
 
@@ -184,15 +185,18 @@ def decoder(
     if taps is None and tokens.shape[1] == 1 and decode_schedule(params, config, rows) == "one_launch":
         carry = _one_launch(*carry, params, positions, rotation, config)
     elif tokens.shape[1] == 1 and params.layers.wqkv[0].parts[0].impl != "xla":
+        x, cache = carry
+        carry = x, cache.replace(finished=jnp.zeros(rows * config.num_heads, jnp.int32))
         each = []
         for layer in range(config.num_layers):
             carry, of_layer = layer_step(carry, layer)
             each.append(of_layer)
         kept = jax.tree.map(lambda *x: jnp.stack(x), *each)
     else:
-        carry, kept = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers))
+        unroll = 1 if params.layers.wqkv[0].parts[0].impl == "xla" else UNROLL
+        carry, kept = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers), unroll=unroll)
     x, cache = carry
-    return x, kv.advance(cache, positions), kept
+    return x, kv.advance(cache.replace(finished=None), positions), kept
 
 
 def decode_schedule(params: Params, config: ModelConfig, rows: int) -> str:

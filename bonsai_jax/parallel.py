@@ -203,8 +203,8 @@ class Placement:
         grid = grid.reshape(size(self.mesh, DATA), self.parts)
         if not all(_reach_each_other(tuple(row)) for row in grid):
             raise NotImplementedError(
-                "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that reach "
-                "each other's memory; leave it to 'psum'"
+                "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that "
+                "reach each other's memory; leave it to 'psum'"
             )
         mailboxes = [[_mailbox(device, self.parts) for device in row] for row in grid]
         from pallas_kernels.mosaic import all_reduce  # only GPUs need it

@@ -1,14 +1,15 @@
-"""Where a decode step's time goes: each phase alone, over all layers, beside what memory allows.
+"""Where a step's time goes: each phase alone, over all layers, beside what memory and tensor cores allow.
 
 What it is, and what it is not: a phase is a jitted call of its own, chained from layer to layer so that each
 waits for the one before, and weights of all layers pass through the caches as they do in a step. In a step
 phases meet, and what one leaves behind hides or hurts the next: phases timed apart do not sum to the step,
-which is timed whole in a row of its own. Where a step is one launch, phases are still launched one by one.
+which is timed whole in a row of its own. Where a step is one launch, phases are still launched one by one;
+where layers are a loop (prefill), phases on a GPU are not: its turns, 20 us each, would count in each of
+them.
 """
 
 import dataclasses
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,25 +18,27 @@ import jax.numpy as jnp
 
 from bonsai_jax import bench, card, layers
 from bonsai_jax import cache as kv
+from bonsai_jax import decoding as core
 from bonsai_jax.cache import KVCache
 from bonsai_jax.model import Model
 from bonsai_jax.params import Params
-from pallas_kernels import attend, gated, matmul
-
-WARMUP = 3  # calls: on a GPU the first makes no graph, the second makes it
-CALLS = 10  # dispatched at once on a GPU, so that the host's part of a call does not count
+from pallas_kernels import QTensor, attend, dispatch, gated, matmul
+from pallas_kernels.qtensor import Rows
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """One phase of a decode step of one row, over all layers, as it is kept for the record.
+    """One phase of a step over all layers, as it is kept for the record.
 
-    test        "tg@d2048": one token behind 2,048
+    test        "tg@d2048": one token behind 2,048; "batch8@d256": one for each of 8 rows; "pp512@d0": 512 of
+                one row
     us          median of the repetitions, microseconds
     bytes       of weights and cache that it must move; activations are left out
-    operations  two for each weight, or for each element of keys and values and query of theirs
+    operations  two for each weight and token, or for each element of a query and a key or value that it sees
     tflops      10^12 operations a second
-    ceiling_share  gb_s over the memory's bandwidth
+    ceiling_share  the time that the ceiling allows over the time taken
+    bound       the ceiling that it meets first: "memory" (bytes over card.bandwidth) or "compute" (operations
+                over card.arithmetic: of the tensor cores, by what they multiply)
     """
 
     date: str
@@ -53,147 +56,198 @@ class Phase:
     operations: int
     tflops: float
     ceiling_share: float
+    bound: str
 
 
-def measure(model: Model, depth: int = 0, repetitions: int = 5) -> Iterator[Phase]:
-    """A row for each phase of a decode step behind `depth` tokens, one for their sum, one for the whole
-    step."""
+def measure(
+    model: Model, depth: int = 0, repetitions: int = 5, *, rows: int = 1, tokens: int = 1
+) -> Iterator[Phase]:
+    """A row for each phase of a step behind `depth` tokens, one for their sum, one for the whole step.
+
+    rows    of a decode step, as one of the test batchB
+    tokens  of each row: 1 is a decode step, more a prefill, of which one chunk at most (decoding.chunk_size)
+    """
+    if tokens > 1 and rows > 1:
+        raise NotImplementedError("profile: a prefill of more than one row is not measured; take rows=1")
     config, run, params = model.config, model.run, model.params
     w, L = params.layers, config.num_layers
     H, ffn_width, q_width = config.hidden, config.ffn, config.q_width
     qkv_width = q_width + 2 * config.kv_width
-    cache = kv.empty(config, run, 1, depth + 1)
-    vector = lambda width: jnp.full((1, 1, width), 0.5, jnp.float32)  # noqa: E731
+    cache = kv.empty(config, run, rows, depth + tokens)
+    tokens = min(tokens, core.chunk_size(cache, rows))
+    vectors = lambda width: jnp.full((rows, tokens, width), 0.5, jnp.float32)  # noqa: E731
+    last = jnp.full((rows, 1, H), 0.5, jnp.float32)  # the tokens of which logits are wanted
     head = params.embed if params.head is None else params.head
-    of_depth = depth + 1
-    cache_bytes = of_depth * kv.bytes_per_token(config, run.cache_dtype)
+    cache_bytes = rows * (depth + tokens) * kv.bytes_per_token(config, run.cache_dtype)
+    seen = rows * sum(range(depth + 1, depth + tokens + 1))  # keys, by all queries
     weight_bytes = lambda *stacks: sum(stack.nbytes for stack in stacks)  # noqa: E731
+    each = 2 * L * rows * tokens  # operations for a weight that every layer has
     plan = {  # phase: one layer of it, what it begins with, bytes, operations
-        "qkv": (_qkv, vector(H), weight_bytes(*w.wqkv), 2 * L * qkv_width * H),
-        "attention": (_attention, (vector(qkv_width), cache), cache_bytes, 4 * L * q_width * of_depth),
-        "attention output": (_output, (vector(q_width), vector(H)), weight_bytes(w.wo), 2 * L * H * q_width),
-        "gate and up": (_gate_up, vector(H), weight_bytes(w.w_gate, w.w_up), 4 * L * H * ffn_width),
-        "down": (_down, (vector(ffn_width), vector(H)), weight_bytes(w.w_down), 2 * L * H * ffn_width),
-        "head": (None, vector(H), head.nbytes, 2 * config.vocab_size * H),
+        "qkv": (_qkv, vectors(H), weight_bytes(*w.wqkv), each * qkv_width * H),
+        "attention": (_attention, (vectors(qkv_width), cache), cache_bytes, 4 * L * q_width * seen),
+        "attention output": (_output, (vectors(q_width), vectors(H)), weight_bytes(w.wo), each * H * q_width),
+        "gate and up": (_gate_up, vectors(H), weight_bytes(w.w_gate, w.w_up), 2 * each * H * ffn_width),
+        "down": (_down, (vectors(ffn_width), vectors(H)), weight_bytes(w.w_down), each * H * ffn_width),
+        "head": (_head, last, head.nbytes, 2 * rows * config.vocab_size * H),
     }
+    name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
     shared = {
         "commit": bench.commit(),
         "device": card.device_name(),
         "driver": card.driver(),
         "jax": jax.__version__,
         "model": bench.model_name(model.source),
-        "test": f"tg@d{depth}",
+        "test": f"{name}@d{depth}",
     }
 
-    def row(phase: str, seconds: float, moved: int, operations: int, impl: str) -> Phase:
+    def row(phase: str, seconds: float, moved: int, operations: int, least: tuple, impl: str) -> Phase:
         return Phase(
             date=bench.now(), phase=phase, us=1e6 * seconds, bytes=moved, gb_s=moved / seconds / 1e9,
             operations=operations, tflops=operations / seconds / 1e12, impl=impl,
-            ceiling_share=moved / seconds / card.bandwidth(), **shared,
+            ceiling_share=max(least) / seconds, bound="memory" if least[0] >= least[1] else "compute",
+            **shared,
         )  # fmt: skip
 
-    by_phase = card.impl_names(params.replace(schedule="launches"))
-    total = (0.0, 0, 0)
+    many = tokens > 1
+    attends = cache.prefill_impl if many else cache.impl
+    by_kernels = card.impl_names(params.replace(schedule="launches"))
+    of_products = card.gemm_names(params) if many else by_kernels
+    total, total_least = (0.0, 0, 0), (0.0, 0.0)
     for phase, (one, start, moved, operations) in plan.items():
-        call = _all_layers(one, model, depth) if one else _head(model)
-        seconds = _seconds(lambda state, call=call: call(params, state), start, repetitions)
+        call = _once(one, model) if phase == "head" else _all_layers(one, model, depth, tokens)
+        seconds = _seconds(lambda state, call=call: call(params, state), start, repetitions, tokens)
+        if phase == "attention":
+            impl, rate = attends, card.arithmetic()
+        elif phase == "head":
+            impl, rate = by_kernels, _rate(head, rows)
+        else:
+            impl, rate = of_products, _rate(w.w_down.parts[0], rows * tokens)
+        least = (moved / card.bandwidth(), operations / rate)
         total = (total[0] + seconds, total[1] + moved, total[2] + operations)
-        yield row(phase, seconds, moved, operations, cache.impl if phase == "attention" else by_phase)
-    yield row("sum of these", *total, by_phase)
-    step = bench.Test(model, "tg", 8 if jax.default_backend() == "cpu" else 64, depth)
-    seconds = statistics.median(1 / step.run() for _ in range(repetitions))
-    yield row("whole step", seconds, total[1], total[2], card.impl_names(params))
+        total_least = (total_least[0] + least[0], total_least[1] + least[1])
+        yield row(phase, seconds, moved, operations, least, impl)
+    yield row("sum of these", *total, total_least, of_products)
+    length = tokens if many else 8 if jax.default_backend() == "cpu" else 64
+    step = bench.Test(model, "pp" if many else "tg", length, depth, rows)
+    seconds = statistics.median(rows * tokens / step.run() for _ in range(repetitions))
+    schedule = layers.decode_schedule(params, config, rows)
+    whole = of_products if many else card.impl_names(params.replace(schedule=schedule))
+    yield row("whole step", seconds, total[1], total[2], total_least, whole)
 
 
-def _all_layers(one: Callable, model: Model, depth: int) -> Callable[[Params, Any], Any]:
-    """One phase over all layers, as `layers.decoder` goes over them: unrolled on kernels, else scanned."""
+def _rate(weight: QTensor | Rows, rows: int) -> float:
+    """Operations per second that the device allows for products of so many rows with this weight, by what
+    multiplies them."""
+    piece = weight.pieces[0] if isinstance(weight, Rows) else weight
+    kernel = dispatch.KERNELS.get(piece.format) if piece.impl == "mosaic" else None
+    if kernel is None or rows > dispatch.MOST_ROWS[kernel]:
+        return card.arithmetic()
+    rate = card.arithmetic({"bit_gemv": "planes", "int_gemv": "int8"}[kernel])
+    return rate * 8 / piece.activation_bits
+
+
+def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callable[[Params, Any], Any]:
+    """One phase over all layers: unrolled on kernels, else scanned."""
     L, unrolled = model.config.num_layers, model.params.layers.wqkv[0].parts[0].impl != "xla"
 
+    def step(layer, params: Params, state):
+        if one is not _attention:
+            return handed_on(one(params, state, layer, model.config), state)
+        positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), state[0].shape[:2])
+        return one(params, state, layer, model.config, positions)
+
     def call(params: Params, state):
-        if unrolled:
-            for layer in range(L):
-                state = one(params, state, layer, model.config, depth)
-            return state
-        step = lambda layer, state: one(params, state, layer, model.config, depth)  # noqa: E731
-        return jax.lax.fori_loop(0, L, step, state)
+        if not unrolled:
+            return jax.lax.fori_loop(0, L, lambda layer, state: step(layer, params, state), state)
+        for layer in range(L):
+            state = step(layer, params, state)
+        return state
 
     return jax.jit(call, donate_argnums=1)
 
 
-def _head(model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    return jax.jit(lambda params, x: _as_next(layers.logits(params, x, model.config), x), donate_argnums=1)
+def _once(one: Callable, model: Model) -> Callable[[Params, jax.Array], jax.Array]:
+    """A phase that no layer has."""
+    call = lambda params, x: handed_on(one(params, x, None, model.config), x)  # noqa: E731
+    return jax.jit(call, donate_argnums=1)
 
 
-def _as_next(y: jax.Array, x: jax.Array) -> jax.Array:
-    """What came out as what goes in next, as wide as that: so the next product waits for this one."""
-    return jnp.pad(y[..., : x.shape[-1]], ((0, 0), (0, 0), (0, max(0, x.shape[-1] - y.shape[-1]))))
+def handed_on(y: jax.Array, state: Any) -> Any:
+    """What the next product of a chain begins with, so that it waits for this one's y: y as wide as x, or,
+    where there is a residual, x as it was and y in its place."""
+    if isinstance(state, tuple):
+        return state[0], y
+    width = state.shape[-1]
+    return jnp.pad(y[..., :width], ((0, 0), (0, 0), (0, max(0, width - y.shape[-1]))))
 
 
-def _qkv(params: Params, x, layer, config, depth):
-    w = params.layers
-    y = [matmul(x, weight, layer, gamma=w.attn_norm, eps=config.rms_norm_eps) for weight in w.wqkv]
-    return _as_next(y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1), x)
-
-
-def _attention(params: Params, state: tuple[jax.Array, KVCache], layer, config, depth):
+def _attention(params: Params, state: tuple[jax.Array, KVCache], layer, config, positions):
     qkv, cache = state
-    w, positions = params.layers, jnp.full((1, 1), depth, jnp.int32)
+    w = params.layers
     angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies
     out, k_pages, v_pages = attend(
         qkv, cache.k, cache.v, cache.block_table, positions, layer,
         rotation=(jnp.cos(angle), jnp.sin(angle)), interleaved=config.rope.interleaved,
-        norms=(w.q_norm, w.k_norm), eps=config.rms_norm_eps, num_keys=jnp.int32(depth + 1), impl=cache.impl,
+        norms=(w.q_norm, w.k_norm), eps=config.rms_norm_eps, num_keys=positions.max() + 1, impl=cache.impl,
+        prefill_impl=cache.prefill_impl,
     )  # fmt: skip
     return qkv.at[..., : out.shape[-1]].set(out), cache.replace(k=k_pages, v=v_pages)
 
 
-def _output(params: Params, state: tuple[jax.Array, jax.Array], layer, config, depth):
-    attended, y = state
-    return attended, matmul(attended, params.layers.wo, layer, residual=y)
-
-
-def _gate_up(params: Params, x, layer, config, depth):
+def _qkv(params: Params, x, layer, config):
     w = params.layers
-    return _as_next(gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps), x)
+    y = [matmul(x, weight, layer, gamma=w.attn_norm, eps=config.rms_norm_eps) for weight in w.wqkv]
+    return y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1)
 
 
-def _down(params: Params, state: tuple[jax.Array, jax.Array], layer, config, depth):
+def _output(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
+    attended, y = state
+    return matmul(attended, params.layers.wo, layer, residual=y)
+
+
+def _gate_up(params: Params, x, layer, config):
+    w = params.layers
+    return gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
+
+
+def _down(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
     hidden, y = state
-    return hidden, matmul(hidden, params.layers.w_down, layer, residual=y)
+    return matmul(hidden, params.layers.w_down, layer, residual=y)
 
 
-def _seconds(step: Callable[[Any], Any], state: Any, repetitions: int) -> float:
+def _head(params: Params, x, layer, config):
+    return layers.logits(params, x, config)
+
+
+# Products by phase: (params, state, layer, config) -> y, in the order in which a step has them.
+PRODUCTS = {
+    "qkv": _qkv,
+    "attention output": _output,
+    "gate and up": _gate_up,
+    "down": _down,
+    "head": _head,
+}
+
+
+def _seconds(step: Callable[[Any], Any], state: Any, repetitions: int, tokens: int) -> float:
     """Median seconds of a call of step: state -> state."""
-    calls = 1 if jax.default_backend() == "cpu" else CALLS
-    for _ in range(WARMUP):
-        state = step(state)
-    times = []
-    for _ in range(repetitions):
-        jax.block_until_ready(state)
-        began = time.perf_counter()
-        for _ in range(calls):
-            state = step(state)
-        jax.block_until_ready(state)
-        times.append((time.perf_counter() - began) / calls)
-    return statistics.median(times)
+    # Several at once on a GPU, so that the host's part of a call does not count.
+    calls = 1 if jax.default_backend() == "cpu" else 10 if tokens == 1 else 3
+    return statistics.median(bench.seconds_per_call(step, state, repetitions=repetitions, calls=calls))
 
 
-COLUMNS = ("model", "impl", "test", "phase", "us", "MB", "GB/s", "MFLOP", "TFLOP/s", "ceiling")
+COLUMNS = ("model", "impl", "test", "phase", "us", "MB", "GB/s", "MFLOP", "TFLOP/s", "ceiling", "bound by")
 
 
 def markdown_header() -> str:
-    rule = ["---" if name in COLUMNS[:4] else "---:" for name in COLUMNS]
+    rule = ["---" if name in (*COLUMNS[:4], COLUMNS[-1]) else "---:" for name in COLUMNS]
     return f"| {' | '.join(COLUMNS)} |\n| {' | '.join(rule)} |"
 
 
 def markdown(row: Phase) -> str:
     cells = (
         *(row.model, row.impl, row.test, row.phase, f"{row.us:,.1f}", f"{row.bytes / 1e6:,.1f}"),
-        *(
-            f"{row.gb_s:,.1f}",
-            f"{row.operations / 1e6:,.1f}",
-            f"{row.tflops:.3f}",
-            f"{row.ceiling_share:.0%}",
-        ),
+        *(f"{row.gb_s:,.1f}", f"{row.operations / 1e6:,.1f}", f"{row.tflops:.3f}"),
+        *(f"{row.ceiling_share:.0%}", row.bound),
     )
     return f"| {' | '.join(cells)} |"

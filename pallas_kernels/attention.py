@@ -129,9 +129,8 @@ def attend(
     num_keys: int | Int[Array, ""],
     impl: str = "xla",
     prefill_impl: str = "xla",
-) -> tuple[
-    Float[Array, "B T HD"], Float[Array, "L pages page_size Hkv D"], Float[Array, "L pages page_size Hkv D"]
-]:
+    finished: Int[Array, "counters"] | None = None,
+) -> tuple[Array, ...]:
     """What a layer does between its projections: QK-norm, rope, cache write, attention.
 
     qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
@@ -139,9 +138,11 @@ def attend(
     rotation   cos and sin of the new tokens' angles, for rope
     impl       "mosaic" runs one token a row in one kernel
     prefill_impl  for more tokens a row; "mosaic" is mosaic/prefill_attention.py
-    The rest, and errors, as for `attention`. Returns the output, float32 [B, T, H D], and the cache's pages
-    with k and v stored (in place, where the pages are donated). Under vmap kernels are launched once for each
-    entry: more rows of one cache are the way to have them in one launch.
+    finished   zeros, B H or more, that the kernel of one token a row counts in and leaves zero. Handed from
+               layer to layer, they spare each launch a memset that it would wait for
+    The rest, and errors, as for `attention`. Returns the output, float32 [B, T, H D], the cache's pages with
+    k and v stored (in place, where the pages are donated) and, where it is given, `finished`. Under vmap
+    kernels are launched once for each entry: more rows of one cache are the way to have them in one launch.
     """
     if qkv.ndim != 3:
         raise ValueError(f"attend: qkv is {list(qkv.shape)}; give it as [B, T, (H + 2 Hkv) D]")
@@ -159,10 +160,10 @@ def attend(
         cos, sin = (x[:, 0] for x in rotation)
         gammas = norms if norms[0] is not None else None
         kernel = functools.partial(decode_attention, eps=eps, interleaved=interleaved)
-        out, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(
-            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas
+        out, k_pages, v_pages, counters = jax.custom_batching.sequential_vmap(kernel)(
+            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, finished
         )
-        return out[:, None], k_pages, v_pages
+        return out[:, None], k_pages, v_pages, *(() if finished is None else (counters,))
     q, k, v = jnp.split(
         qkv.reshape(B, T, -1, head_dim), (width // head_dim - 2 * kv_heads, -kv_heads), axis=2
     )
@@ -178,7 +179,7 @@ def attend(
         out = kernel(q, k_pages, v_pages, block_table, positions, layer)
     else:
         out = attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys)
-    return out.reshape(B, T, -1), k_pages, v_pages
+    return out.reshape(B, T, -1), k_pages, v_pages, *(() if finished is None else (finished,))
 
 
 def _check(op: str, x, k_pages, v_pages, block_table, positions) -> None:

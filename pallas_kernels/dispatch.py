@@ -42,13 +42,20 @@ class Verdict:
 
 # Formats with a matrix-vector kernel: format -> module of pallas_kernels.mosaic, which their files serve.
 KERNELS = {
+    "pq2_0": "int_gemv",
+    "ptq1_0": "int_gemv",
     "q1_0": "bit_gemv",
+    "q2_0_g128": "int_gemv",
+    "q2_0_g64": "int_gemv",
     "q4_0": "int_gemv",
     "q4_1": "int_gemv",
     "q4_k": "int_gemv",
     "q5_k": "int_gemv",
     "q6_k": "int_gemv",
     "q8_0": "int_gemv",
+    "tq1_0": "int_gemv",
+    "tq2_0": "int_gemv",
+    "tq2_0_g128": "int_gemv",
 }
 MOST_ROWS = {"bit_gemv": 8, "int_gemv": 16}  # that they take; more go through the definition
 
@@ -81,6 +88,14 @@ def _library(problem: Problem) -> str | None:
     if not problem.platform.startswith("sm_"):
         return "needs an NVIDIA GPU: elsewhere float16 is no faster than the definition"
     return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
+
+
+def _decoded_by(problem: Problem) -> str:
+    """How the library's GEMM gets at the weights of a format."""
+    if problem.format == "f16":
+        return ": float16 weights as they are, multiplied by cuBLAS"
+    by = "a kernel" if KERNELS.get(problem.format) == "int_gemv" else "XLA"
+    return f": {by} decodes a layer's matrix to float16, cuBLAS multiplies"
 
 
 def _no_kernel(problem: Problem) -> str:
@@ -122,7 +137,8 @@ def explain(problem: Problem, impl: str = "auto") -> list[Verdict]:
         reason = refuses(problem)
         if reason is None and not taken and impl in ("auto", name):
             taken = True
-            verdicts.append(Verdict(name, True, "asked for" if impl == name else "the first that can run it"))
+            why = "asked for" if impl == name else "the first that can run it"
+            verdicts.append(Verdict(name, True, why + (_decoded_by(problem) if name == "library" else "")))
         else:
             verdicts.append(
                 Verdict(name, False, reason or (f"{impl} was asked for" if impl != "auto" else "comes later"))
@@ -150,6 +166,11 @@ def platform() -> str:
     if jax.default_backend() != "gpu":
         return jax.default_backend()
     return "sm_" + jax.devices()[0].compute_capability.replace(".", "")
+
+
+def gpu_name() -> str | None:
+    """The default device's: "NVIDIA H200"; None where it is no GPU."""
+    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
 
 
 def multiprocessors() -> int:

@@ -9,49 +9,108 @@ rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it
 that multiply two numbers (Q4_K) to 2^-12 of themselves.
 """
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.qtensor import QTensor, dequantize
+from pallas_kernels.matmul import rms_norm
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
 
 
-def run(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Array:
+def run(
+    x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps: float, residual
+) -> jax.Array:
     """x W.T + residual, or silu(x G.T) * (x U.T), by the candidate chosen for the weights at load.
 
-    x        float32 [*batch, K], normed
-    weights  one matrix, or two; `layer` indexes their stack, if they are one
+    x        floating point [*batch, K]; with gamma, rms_norm(x; gamma[layer], eps) in its place
+    weights  one matrix, or two; `part_layer` indexes their stack, if they are one
     Returns float32 [*batch, N].
     """
     if any(w.gemm != "mosaic" for w in weights):
-        return library(x, weights, layer, residual)
+        return library(x, weights, part_layer, layer, gamma, eps, residual)
     from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
 
     lead, n = x.shape[:-1], weights[0].shape[0]
-    x = x.reshape(-1, x.shape[-1])
-    a, scale = scaled_to_half(x)
-    stacks = [w.fields if layer is not None else jax.tree.map(lambda f: f[None], w.fields) for w in weights]
+    a, scale = rows_to_half(x.reshape(-1, x.shape[-1]), layer, gamma, eps, by_kernel=False)
+    stacks = [
+        w.fields if part_layer is not None else jax.tree.map(lambda f: f[None], w.fields) for w in weights
+    ]
     y = bit_gemm.bit_gemm(
         a,
         scale[:, 0],
         tuple((stack["words"], stack["scales"]) for stack in stacks),
-        jnp.asarray(0 if layer is None else layer, jnp.int32),
+        jnp.asarray(0 if part_layer is None else part_layer, jnp.int32),
         n,
         None if residual is None else residual.reshape(-1, n),
     )
     return y.reshape(*lead, n)
 
 
-def library(x: jax.Array, weights: tuple[QTensor, ...], layer, residual) -> jax.Array:
-    """The candidate "library": decode the matrix to float16, and one GEMM of XLA's choice (cuBLAS).
+def library(
+    x: jax.Array,
+    weights: Sequence[QTensor | Rows | LayerStack],
+    part_layer,
+    layer,
+    gamma,
+    eps: float,
+    residual,
+) -> jax.Array:
+    """The candidate "library": decode the matrices to float16, and one GEMM of XLA's choice (cuBLAS).
 
-    For the time of the call each matrix exists in float16 (2 N K bytes): 200 MB
-    for gate and up of an 8B model. XLA decodes straight from the layout that kernels read.
+    weights   one matrix, or two for SwiGLU: QTensors, or stacks of layers that `part_layer` indexes
+    The rest as for `run`.
+
+    For the time of the call the matrices exist in float16, rows below rows (2 N K bytes): 200 MB for gate and
+    up of an 8B model. mosaic/dense.py decodes what is in its layout, XLA everything else. With such weights
+    what SwiGLU is made of leaves the GEMM as float16, the rows' scales still apart: half the bytes, and
+    rounded as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below 32752.
     """
-    a, scale = scaled_to_half(x)
-    dense = [dequantize(w if layer is None else w[layer]).astype(jnp.float16) for w in weights]
-    y = [jnp.einsum("...k,nk->...n", a, w, preferred_element_type=jnp.float32) * scale for w in dense]
-    out = y[0] if len(y) == 1 else jax.nn.silu(y[0]) * y[1]
-    return out if residual is None else out + residual
+    by_kernel = any(w.impl == "mosaic" for w in leaves(weights))
+    a, scale = rows_to_half(x, layer, gamma, eps, by_kernel)
+    out = jnp.float16 if by_kernel and len(weights) == 2 else jnp.float32
+    y = jnp.einsum("...k,nk->...n", a, decoded(weights, part_layer), preferred_element_type=out)
+    y = y.astype(jnp.float32) * scale
+    if len(weights) == 2:
+        gate, up = jnp.split(y, 2, axis=-1)
+        y = jax.nn.silu(gate) * up
+    return y if residual is None else y + residual
+
+
+def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
+    """float16 [N of all of them, K], the weights of a layer, each rounded to nearest."""
+    if any(w.impl == "mosaic" for w in leaves(weights)):
+        from pallas_kernels.mosaic import dense  # only GPUs need it
+
+        if dense.serves(weights):
+            return dense.run(weights, layer)
+
+    def one(w: QTensor | Rows | LayerStack, i) -> jax.Array:
+        if isinstance(w, LayerStack):
+            return w.at(i, one)
+        if isinstance(w, Rows):
+            return jnp.concatenate([one(piece, i) for piece in w.pieces])
+        return dequantize(w if i is None else w[i]).astype(jnp.float16)
+
+    return jnp.concatenate([one(w, layer) for w in weights])
+
+
+def rows_to_half(x: jax.Array, layer, gamma, eps: float, by_kernel: bool) -> tuple[jax.Array, jax.Array]:
+    """scaled_to_half of x, or of rms_norm(x; gamma[layer], eps). What has no norm is left to XLA, which
+    rounds it while it makes it."""
+    x = x.astype(jnp.float32)
+    if gamma is None or not by_kernel:
+        gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
+        return scaled_to_half(x if gamma is None else rms_norm(x, gamma, eps))
+    from pallas_kernels.mosaic.half_rows import half_rows  # only GPUs need it
+
+    index = layer
+    if gamma.ndim == 1:
+        gamma, index = gamma[None], None
+    elif isinstance(layer, int):
+        gamma, index = gamma[slice(layer, layer + 1 or None)], None  # to XLA an offset
+    a, scale = half_rows(x.reshape(-1, x.shape[-1]), gamma, index, eps)
+    return a.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
 
 
 def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:

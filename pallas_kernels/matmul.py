@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
 
 
 def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
@@ -178,8 +178,7 @@ def _is_zero(tangent) -> bool:
 
 
 def _may_use_kernels(weights: tuple[QTensor | LayerStack, ...]) -> bool:
-    leaves = jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-    return any(w.impl != "xla" or w.gemm != "xla" for w in leaves)
+    return any(w.impl != "xla" or w.gemm != "xla" for w in leaves(weights))
 
 
 def _with_rows_of_vmap(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
@@ -211,6 +210,11 @@ def _with_rows_of_vmap(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 
 def _by_part(run: Run, x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual):
     """`run` on what of the stacks is the layer's; two matrices in one where their formats agree."""
+    if run is _chosen and _all_by_library(weights, x):
+        from pallas_kernels import gemm  # only GPUs need it
+
+        # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
+        return gemm.library(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
         if isinstance(w, QTensor):
@@ -258,13 +262,22 @@ def _chosen(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """By the kernel or the GEMM that was chosen for the weights, as the number of rows has it."""
     if kernel := _kernel(weights, x):
         return _module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)
-    gamma = _of_layer(gamma, layer)
-    if all(w.gemm != "xla" for w in weights) and x.size // x.shape[-1] > min(dispatch.MOST_ROWS.values()):
+    if all(w.gemm != "xla" for w in weights) and _are_many(x):
         from pallas_kernels import gemm  # only GPUs need it
 
-        x = x.astype(jnp.float32)
-        return gemm.run(x if gamma is None else rms_norm(x, gamma, eps), weights, part_layer, residual)
-    return definition(x, weights, part_layer, gamma, eps, residual)
+        return gemm.run(x, weights, part_layer, layer, gamma, eps, residual)
+    return definition(x, weights, part_layer, _of_layer(gamma, layer), eps, residual)
+
+
+def _all_by_library(weights: Sequence[QTensor | LayerStack], x: jax.Array) -> bool:
+    """Whether the GEMM of so many rows is the library's, whatever the layer."""
+    held = leaves(weights)
+    return _are_many(x) and all(w.gemm == "library" and not _kernel((w,), x) for w in held)
+
+
+def _are_many(x: jax.Array) -> bool:
+    """Whether there are more rows than the least that a kernel of matrix-vector products takes."""
+    return x.size // x.shape[-1] > min(dispatch.MOST_ROWS.values())
 
 
 def _of_layer(gamma, layer):

@@ -137,6 +137,11 @@ class LayerStack(struct.PyTreeNode):
         return jax.lax.switch(part[layer], branches, index[layer])
 
 
+def leaves(weights) -> list[QTensor]:
+    """The matrices that a tree of weights is made of."""
+    return jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+
 def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
     """Matrices of the same input as one, rows below rows: one product serves those whose formats agree in a
     layer.

@@ -51,6 +51,20 @@ def nibbles_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
 
 
+def quarter_words(codes: jax.Array) -> jax.Array:
+    """Codes of 2 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 2, 32 lanes,
+    4]: vector v has group 4 v + i in bits 2 i and 2 i + 1 of its bytes."""
+    words = lane_words(codes, 32)
+    first, second, third, fourth = (words[..., i::4, :, :] << 2 * i for i in range(4))
+    return first | second | third | fourth
+
+
+def quarters_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `quarter_words`: uint8 [*lead, N, K]."""
+    words = jnp.stack([words >> 2 * i & 0x03030303 for i in range(4)], axis=-3)
+    return codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+
+
 def lane_scales(values: jax.Array, group: int) -> jax.Array:
     """One value a row and scale group, [*lead, N, K / group] -> [*lead, N / 16, K / 256, 256 / group / 8, 32
     lanes, 2, 2]: of each 8 groups, lane 4 g + t holds rows g and g + 8 (first axis) of groups 2 t and 2 t +
@@ -72,19 +86,25 @@ def scales_of(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return values.reshape(*lead, tiles * ROWS, steps * units * 8)[..., : shape[0], :groups]
 
 
-def lane_rows(values: jax.Array) -> jax.Array:
-    """One value a row and 256 columns, [*lead, N, K / 256] -> [*lead, N / 16, K / 256, 8, 2]: rows g, g +
-    8."""
-    values = _padded(values, 1)
-    *lead, n, steps = values.shape
-    return _transposed(values.reshape(*lead, n // ROWS, 2, 8, steps), len(lead), (0, 3, 2, 1))
+def lane_rows(values: jax.Array, columns: int = COLUMNS) -> jax.Array:
+    """One value a row and `columns` (64, 128 or 256), [*lead, N, K / columns] -> [*lead, N / 16, K / 256, 8
+    c, 2] with c = 256 / columns: of rows g and g + 8, the values of the columns where lane 4 g + t has groups
+    of 32 number 2 t and 2 t + 1 are at (4 g + t) // (4 / c)."""
+    count = COLUMNS // columns
+    values = _padded(values, count)
+    *lead, n, across = values.shape
+    values = values.reshape(*lead, n // ROWS, 2, 8, across // count, count)
+    values = _transposed(values, len(lead), (0, 3, 2, 4, 1))
+    return values.reshape(*values.shape[:-3], 8 * count, 2)
 
 
 def rows_of(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
-    """The inverse of `lane_rows`: [*lead, N, K / 256]."""
-    *lead, tiles, steps, _, _ = values.shape
-    values = _transposed(values, len(lead), (0, 3, 2, 1))
-    return values.reshape(*lead, tiles * ROWS, steps)[..., : shape[0], :]
+    """The inverse of `lane_rows`: [*lead, N, K / columns]."""
+    *lead, tiles, steps, words, _ = values.shape
+    values = values.reshape(*lead, tiles, steps, 8, words // 8, 2)
+    values = _transposed(values, len(lead), (0, 4, 2, 1, 3))
+    across = shape[1] * (words // 8) // COLUMNS
+    return values.reshape(*lead, tiles * ROWS, steps * words // 8)[..., : shape[0], :across]
 
 
 def bits(halves: jax.Array) -> jax.Array:

@@ -42,6 +42,17 @@ def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops):
         assert row["empty_us"] is None  # there is no launch to time
 
 
+def test_gemms_stand_beside_dense_ones():
+    arguments = ["-m", "tiny-qwen3", "--rows", "20", "--layers", "2", "-r", "1", "--calls", "1"]
+    rows = [json.loads(line) for line in script("gemm", *arguments, "-o", "jsonl").splitlines()]
+    assert [row["op"] for row in rows] == ["qkv", "attention output", "feed-forward"]
+    for row in rows:
+        assert (
+            row["tflops"] > 0 and row["share"] == row["tflops"] / row["bf16_tflops"] and row["error"] < 2e-3
+        )
+    assert len(script("gemm", *arguments).splitlines()) == 2 + 3
+
+
 def test_a_table_is_for_people():
     lines = script("matvec", *TINY, "-m", "tiny-llama", "-f", "q4_k").splitlines()
     assert lines[0].startswith("| op | model | shape |") and len(lines) == 2 + 5

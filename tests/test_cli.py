@@ -359,36 +359,51 @@ def test_bench(output):
         assert lines[0] == bench.csv_header() and len(lines) == 7
 
 
+PHASES = ["qkv", "attention", "attention output", "gate and up", "down", "head", "sum of these", "whole step"]
+MIXED = "synth:tiny-qwen3:q4_k_m"
+
+
 @pytest.mark.parametrize("output", ["md", "jsonl", "csv"])
 def test_profile(output):
-    done = run(
-        "bench", "-m", "synth:tiny-qwen3:q4_k_m", "--profile", "-n", 4, "-d", "0,16", "-r", 1, "-o", output
-    )
+    arguments = ("--profile", "-p", 24, "-n", 4, "-d", "0,16", "-r", 1, "-o", output)
+    done = run("bench", "-m", MIXED, *arguments)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    phases = [
-        "qkv",
-        "attention",
-        "attention output",
-        "gate and up",
-        "down",
-        "head",
-        "sum of these",
-        "whole step",
-    ]
     if output == "md":
-        assert [line.split(" | ")[3] for line in lines[2:]] == 2 * phases
+        assert [line.split(" | ")[3] for line in lines[2:]] == 4 * PHASES
+        assert len({line.count("|") for line in lines}) == 1
     elif output == "csv":
-        assert lines[0].startswith("date,commit,") and len(lines) == 17
+        assert lines[0].startswith("date,commit,") and len(lines) == 33
     else:
         rows = [json.loads(line) for line in lines]
-        assert [row["phase"] for row in rows] == 2 * phases
-        assert [row["test"] for row in rows[::8]] == ["tg@d0", "tg@d16"]
-        model = bj.load("synth:tiny-qwen3:q4_k_m", bj.RunConfig(rows=1))
+        assert [row["phase"] for row in rows] == 4 * PHASES
+        assert [row["test"] for row in rows[::8]] == ["pp24@d0", "tg@d0", "pp24@d16", "tg@d16"]
+        model = bj.load(MIXED, bj.RunConfig(rows=1))
         # Everything that a step reads is in some phase, but for norms and biases.
-        held = sum(row["bytes"] for row in rows[8:14] if row["phase"] != "attention")
+        held = sum(row["bytes"] for row in rows[24:30] if row["phase"] != "attention")
         assert 0.98 < held / params.decode_bytes(model.params) <= 1
         assert all(row["us"] > 0 and row["operations"] > 0 for row in rows)
+        assert all(row["bound"] in ("memory", "compute") and row["ceiling_share"] > 0 for row in rows)
+
+
+def test_profile_counts_rows_and_the_tokens_of_a_prefill():
+    """Weights are read once whatever the rows; operations are those of every token, and of every key that a
+    query sees."""
+    counts = {}
+    for arguments in (("-p", 0, "-b", "1,3"), ("-p", 3, "-n", 0)):
+        done = run("bench", "-m", MIXED, "--profile", *arguments, "-d", 5, "-r", 1, "-o", "jsonl")
+        assert done.exit_code == 0, done.output
+        for row in map(json.loads, done.stdout.splitlines()):
+            counts[row["test"], row["phase"]] = row["bytes"], row["operations"]
+    for phase in PHASES[:6]:
+        moved, operations = counts["tg@d5", phase]
+        batch, prefill = counts["batch3@d5", phase], counts["pp3@d5", phase]
+        if phase == "attention":
+            assert batch == (3 * moved, 3 * operations)
+            assert prefill == (moved // 6 * 8, operations // 6 * (6 + 7 + 8))
+        else:
+            assert batch == (moved, 3 * operations)
+            assert prefill == (moved, operations if phase == "head" else 3 * operations)
 
 
 def test_perplexity_and_its_base(tiny, tmp_path):

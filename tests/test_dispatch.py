@@ -33,7 +33,6 @@ FALLS_BACK = {
         for format in (
             *("f32", "f16", "bf16"),
             *("q5_0", "q5_1", "q2_k", "q3_k"),
-            *("tq1_0", "tq2_0", "q2_0_g64", "q2_0_g128", "tq2_0_g128", "pq2_0", "ptq1_0"),
         )
     },
     ("attention", "", ("Phi-3-mini",)): "head_dim is 96; the kernel has 64 and 128",
@@ -114,3 +113,16 @@ def test_the_schedule_is_the_same_before_and_after_loading(name, format, monkeyp
         asked = bj.RunConfig(weights="packed", schedule="launches")
         again = jax.eval_shape(lambda: model.load_params(checkpoint, config, model.resolve(asked, config)))
         assert again.schedule == "launches"
+
+
+@pytest.mark.parametrize(
+    ("format", "how"),
+    [
+        ("q4_k", "a kernel decodes a layer's matrix to float16, cuBLAS multiplies"),
+        ("q2_k", "XLA decodes a layer's matrix to float16, cuBLAS multiplies"),
+        ("f16", "float16 weights as they are, multiplied by cuBLAS"),
+    ],
+)
+def test_it_is_explained_how_prefill_gets_at_the_weights(format, how):
+    (taken,) = (v for v in explain(Problem("gemm", "sm_90", format, (4096, 4096))) if v.taken)
+    assert (taken.impl, taken.reason) == ("library", f"the first that can run it: {how}")

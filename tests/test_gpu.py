@@ -144,24 +144,25 @@ def codes_in(y: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("rows", [1, 8])  # by bit_gemv, by bit_rows
 @pytest.mark.parametrize(("K", "normed"), [(4096, False), (4096, True), (896, True), (9728, False)])
-def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, bits):
+def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
     """q = round(x top / absmax) in float32; at most one in 1e4 may be off, and by one."""
     rng = np.random.default_rng(K + bits)
-    x = rng.standard_normal((8, K)).astype(np.float32)
+    x = rng.standard_normal((rows, K)).astype(np.float32)
     x[:, rng.integers(0, K, 20)] *= 30  # a few outliers, as real activations have
     gamma = rng.uniform(0.5, 2, (1, K)).astype(np.float32)
-    codes = (x * gamma if normed else x).reshape(8, -1, 128)
+    codes = (x * gamma if normed else x).reshape(rows, -1, 128)
     largest, top = np.abs(codes).max(-1, keepdims=True), np.float32(2 ** (bits - 1) - 1)
     want = np.rint(codes * (top / largest))
-    norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + 1e-6) if normed else np.ones(8)
+    norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1) + 1e-6) if normed else np.ones(rows)
     w = tile(single_bits(K)).replace(activation_bits=bits)
     norms = {"gamma": jnp.asarray(gamma[0]), "eps": 1e-6} if normed else {}
     y = np.asarray(jax.jit(lambda x: matmul(x, w, **norms))(x))
     found = codes_in(y, norm[:, None, None] * largest.astype(np.float64) / top)
     assert np.abs(found - np.rint(found)).max() < 0.1  # the difference gives whole numbers
     off = np.abs(np.rint(found) - want)
-    print(f"{K} columns, {bits} bits: {(off > 0).sum()} of {off.size} codes differ")
+    print(f"{rows} rows of {K} columns, {bits} bits: {(off > 0).sum()} of {off.size} codes differ")
     assert off.max() <= 1 and (off > 0).mean() <= 1e-4
 
 

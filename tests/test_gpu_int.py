@@ -51,6 +51,44 @@ def test_the_identity_prints_the_decoded_weights(format):
     np.testing.assert_allclose(got, want, rtol=3e-7, atol=3e-7 * np.abs(want).max())
 
 
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(
+    ("format", "N", "K"),
+    [
+        (format, N, K)
+        for format in INTEGER
+        for N, K in [(96, 512), (1000, 768), (72, 576)]
+        if K % formats.get(format).WEIGHTS == 0
+    ],
+)
+def test_the_identity_of_many_rows_prints_the_weights_as_float16(format, known, N, K):
+    """The GEMM's weights, decoded by the kernel: the definition's bits."""
+    w = stack(format, N, K, 3)
+    held = tile(w).replace(gemm="library")
+    got = jax.jit(lambda i: matmul(jnp.eye(K), held, 2 if known else i))(2)
+    want = np.asarray(dequantized(w[2])).astype(np.float16).T
+    np.testing.assert_array_equal(np.asarray(got), want)
+
+
+def test_many_rows_find_each_layer_in_its_format():
+    """As in a mixed file: queries, keys and values of one format or of two, the layer traced."""
+    K, layers = 512, 3
+    parts = (
+        Rows((stack("q4_k", 96, K, 2, 1), stack("q6_k", 32, K, 2, 2))),
+        stack("q5_k", 128, K, 1, 3),
+    )
+    where = ((0, 1), (1, 0), (0, 0))
+    tiled = jax.tree.map(
+        lambda w: tile(w).replace(gemm="library"), parts, is_leaf=lambda leaf: isinstance(leaf, QTensor)
+    )
+    product = jax.jit(lambda layer: matmul(jnp.eye(K), LayerStack(tiled, where), layer))
+    for layer in range(layers):
+        part, index = where[layer]
+        pieces = parts[0].pieces if part == 0 else (parts[1],)
+        want = np.concatenate([np.asarray(dequantized(w[index])).astype(np.float16) for w in pieces])
+        np.testing.assert_array_equal(np.asarray(product(layer)), want.T)
+
+
 @pytest.mark.parametrize("format", INTEGER)
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize(

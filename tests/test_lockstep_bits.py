@@ -1,4 +1,4 @@
-"""The 1-bit kernel in numpy (lockstep) against float64."""
+"""The 1-bit kernels in numpy (lockstep) against float64: bit_gemv for 1 to 3 rows, bit_rows for more."""
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,11 @@ CASES = [
     (32, 4096, 1, "gated", 16),
     (16, 640, 8, "plain", 16),
     (4112, 256, 1, "added", 8),  # 257 tiles: two of a block, the last block has one
+    (48, 4096, 8, "gated", 8),
+    (32, 3072, 5, "normed", 8),  # 12 warps
+    (12800, 256, 4, "plain", 8),  # 800 tiles: seven of a block, in more than one round
+    (32, 4096, 4, "added", 16),
+    (40, 384, 6, "added", 8),
 ]
 
 

@@ -17,6 +17,8 @@ from pallas_kernels.mosaic import int_gemv, lanes
 from pallas_kernels.qtensor import tile
 
 INTEGER = sorted(name for name, kernel in dispatch.KERNELS.items() if kernel == "int_gemv")
+# Of tiles that are larger than the file's blocks: base 3 becomes 2 bits a weight, and a share of d.
+BITS = {"tq1_0": 2.0625, "ptq1_0": 2.125}
 
 
 def random(format, N, K, layers=2):
@@ -31,20 +33,32 @@ def random(format, N, K, layers=2):
     [
         (format, N, K)
         for format in INTEGER
-        for N, K in [(32, 512), (40, 768), (24, 576)]
+        for N, K in [(32, 512), (40, 768), (24, 576), (16, 640)]
         if K % formats.get(format).WEIGHTS == 0
     ],
 )
 def test_tile_and_untile_keep_every_bit(format, N, K):
-    w = random(format, N, K)
+    module, w = formats.get(format), random(format, N, K)
     tiled = tile(w)
-    for name, field in formats.get(format).untile(tiled.fields, (N, K)).items():
+    for name, field in module.untile(tiled.fields, (N, K)).items():
         got, want = np.asarray(field), np.asarray(w.fields[name])
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
     np.testing.assert_array_equal(dequantize(tiled), dequantize(w))
     if K % 256 == N % 16 == 0:
-        assert tiled.nbytes == w.nbytes
+        bits = BITS.get(format, 8 * module.BLOCK.itemsize / module.WEIGHTS)
+        assert 8 * tiled.nbytes == 2 * N * K * bits
+
+
+@pytest.mark.parametrize("format", ["pq2_0", "q2_0_g128", "q2_0_g64", "tq2_0", "tq2_0_g128"])
+def test_a_code_that_is_no_ternary_weight_is_kept(format):
+    w = random(format, 32, 512)
+    qs = jax.random.bits(jax.random.key(1), w.fields["qs"].shape, jnp.uint8)
+    w = w.replace(fields={**w.fields, "qs": qs})
+    untiled = formats.get(format).untile(tile(w).fields, (32, 512))
+    np.testing.assert_array_equal(untiled["qs"], qs)
+    d = w.fields["d"].astype(jnp.float32)
+    np.testing.assert_array_equal(dequantize(tile(w)).reshape(*d.shape, -1).max(-1), 2 * d)
 
 
 @pytest.mark.parametrize("format", INTEGER)
@@ -77,8 +91,10 @@ NUMPY = {
     "times": lambda *factors: np.prod([np.broadcast_to(f, 32) for f in factors], axis=0, dtype=np.float32),
     "small_integer": lambda w, at, bits: (w >> word(at) & word(2**bits - 1)).astype(np.float32),
     "signed_byte": lambda w, i: (w >> word(8 * i)).astype(np.uint8).view(np.int8).astype(np.float32),
+    "from_lane": lambda w, there: w[there],
     "from_quad": lambda w, lane, i: w[np.arange(32) // 4 * 4 + i],
     "negative": lambda x: -x,
+    "by_parity": lambda lane, even, odd: np.where(lane % 2 == 0, np.float32(even), np.float32(odd)),
 }
 
 
@@ -99,9 +115,11 @@ def test_fragments_are_the_weights(format):
                 elif field.ndim == 2:
                     words[name] = list(np.ascontiguousarray(field.T))
                 else:
-                    words[name] = [field[lane // 4]]
+                    words[name] = [np.repeat(field, 32 // len(field))]
             with mock.patch.multiple(lanes, **NUMPY):
                 units = module.fragments(words, lane)
+                for unit in units:
+                    check_of_lane(unit, lane)
             for u, unit in enumerate(units):
                 for i, a in enumerate(unit.a):
                     codes = np.zeros((16, 4, len(a) // 2, 4), np.int64)  # row, t, half, byte
@@ -120,6 +138,14 @@ def test_fragments_are_the_weights(format):
                     np.testing.assert_array_equal(got, want[16 * n : 16 * n + 16, first : first + group])
 
 
+def check_of_lane(unit, lane):
+    """The scales and minima of other lanes, where a format fetches them in its own way."""
+    for t in range(4 if unit.of_lane is not None else 0):
+        there = lane // 4 * 4 + t
+        for mine, fetched in zip((unit.scale, unit.minimum), unit.of_lane(there, t), strict=True):
+            np.testing.assert_array_equal(np.array(fetched), np.array(mine)[..., there])
+
+
 @pytest.mark.parametrize("rows", [1, 8, 16])
 @pytest.mark.parametrize(
     "parts",
@@ -131,7 +157,7 @@ def test_a_plan_gives_every_tile_to_one_block(parts, rows):
     assert found is not None and sum(part.blocks for part in found.parts) <= int_gemv.BLOCKS
     tiles, blocks = [], []
     for part in found.parts:
-        assert part.depth >= 2
+        assert 2 <= part.depth <= max(2, part.tiles * -(-16 // found.warps))
         for block in range(part.blocks):
             blocks.append(part.first_block + block)
             tiles += range(

@@ -37,7 +37,14 @@ def command(
         Literal["md", "jsonl", "csv"], typer.Option("-o", "--output", help="Form of the table.")
     ] = "md",
     profile: Annotated[
-        bool, typer.Option("--profile", help="Phases of a decode step at each depth, timed apart, instead.")
+        bool,
+        typer.Option("--profile", help="Phases of a prefill and of a decode step, timed apart, instead."),
+    ] = False,
+    tune: Annotated[
+        bool,
+        typer.Option(
+            "--tune", help="Find the fastest tile sizes for this model here, and keep them, instead."
+        ),
     ] = False,
     impl: options.Impl = "auto",
     schedule: options.Schedule = "auto",
@@ -56,15 +63,20 @@ def command(
     """Measure prompt processing (pp) and token generation (tg): tok/s, GB/s, share of the memory ceiling.
 
     Sizes may be lists: -p 512,2048. There is no tokenization and no sampling. With --profile: what of a
-    decode step takes how long, and how near that is to what memory allows. Its phases are timed apart, so
-    they do not sum to the step, which has a row of its own. With --data-parallel every device does the whole
-    test, and the tokens of all count.
+    prefill (-p) and of a decode step (-n; of each of -b's numbers of rows, else of one) takes how long, and
+    how near that is to what memory or tensor cores allow. Phases are timed apart, so they do not sum to the
+    step, which has a row of its own.
+
+    With --data-parallel every device does the whole test, and the tokens of all count.
+
+    With --tune: tile sizes of the kernels of a decode step (of each of -b's numbers of rows, else of one) are
+    measured, and what wins is written to the user's cache folder, from where it is used from then on.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
     if not any(sizes[0] + sizes[1] + rows):
         raise typer.BadParameter("nothing to measure: -p, -n and -b are all 0")
-    if profile and data_parallel * tensor_parallel > 1:
-        raise typer.BadParameter("--profile times the phases of one device")
+    if (profile or tune) and data_parallel * tensor_parallel > 1:
+        raise typer.BadParameter("--profile and --tune are of one device")
     options.use_compile_cache(no_compile_cache)
     options.join_processes(coordinator, num_processes, process_id)
 
@@ -87,6 +99,9 @@ def command(
     mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)
     with options.progress("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)
+    if tune:
+        _tune(loaded, [n for n in rows if n] or [1], repetitions)
+        return
     if profile:
         header = {"md": phases.markdown_header(), "csv": bench.csv_header(phases.Phase), "jsonl": None}[
             output
@@ -94,9 +109,12 @@ def command(
         if header:
             print(header)
         form = {"md": phases.markdown, "csv": bench.csv_line, "jsonl": bench.json_line}[output]
+        steps = [{"tokens": n} for n in sizes[0] if n]
+        steps += [{"rows": n} for n in rows if n] or [{"rows": 1} for _ in filter(None, sizes[1][:1])]
         for depth in sizes[2]:
-            for row in phases.measure(loaded, depth, repetitions):
-                print(form(row), flush=True)
+            for step in steps:
+                for row in phases.measure(loaded, depth, repetitions, **step):
+                    print(form(row), flush=True)
         return
     size_bytes = sum(t.nbytes for t in checkpoint.tensors.values())
     parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
@@ -108,3 +126,21 @@ def command(
                 print(bench.markdown(row, size_bytes, parameters), flush=True)
             else:
                 print({"jsonl": bench.json_line, "csv": bench.csv_line}[output](row), flush=True)
+
+
+def _tune(model, rows: list[int], repetitions: int) -> None:
+    """Print what is found, as it is found, and write what wins."""
+    from bonsai_jax import card, tune
+    from pallas_kernels import tuned
+
+    new = {}
+    print(tune.markdown_header())
+    for result in tune.tune(model, rows, repetitions):
+        print(tune.markdown(result), flush=True)
+        if result.new != result.old:
+            new[str(result.problem)] = result.entry
+    device = card.device_name()
+    path = tuned.user_file(device)
+    if new:
+        tuned.write(path, device, new)
+    print(f"\n{len(new)} written to {path}" if new else f"\nnothing wins; {path} is as it was")

@@ -46,6 +46,7 @@ def command(
     tensors = _by_format(checkpoint)
     figures = _figures(checkpoint, config, run)
     choices = _choices(checkpoint, config, run)
+    sizes = _tuned(checkpoint)
     if as_json:
         out = {
             "source": checkpoint.source,
@@ -53,6 +54,7 @@ def command(
             "tensors": tensors,
             "figures": figures,
             "choices": choices,
+            "tuned": sizes,
         }
         print(json.dumps(out))
         return
@@ -64,6 +66,10 @@ def command(
         print(f"{choice['problem']} ({choice['times']} of them)")
         for candidate in choice["candidates"]:
             print(f"  {'->' if candidate['taken'] else '  '} {candidate['impl']}: {candidate['reason']}")
+    for entry in sizes:
+        says = ", ".join(f"{name} {value}" for name, value in entry["settings"].items()) or "its own plan"
+        says = says if entry["refused"] is None else f"not used: {entry['refused']}"
+        print(f"tuned {entry['problem']}\n  -> {says}: {entry['file']}")
 
 
 def _short(value: Any) -> str:
@@ -162,3 +168,19 @@ def _choices(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") 
         }
         for problem, asked, count in chosen
     ]
+
+
+def _tuned(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
+    """Tuned tile sizes that products with this model's formats and widths have on this device."""
+    from pallas_kernels import tuned
+    from pallas_kernels.tiles import COLUMNS
+
+    padded = lambda columns: columns + -columns % COLUMNS  # noqa: E731
+    kinds = {(t.format, padded(t.shape[1])) for t in checkpoint.tensors.values() if len(t.shape) == 2}
+    found = []
+    for name, (settings, path) in tuned.entries().items():
+        problem = tuned.named(name)
+        if problem and all((format, problem.columns) in kinds for format, _ in problem.parts):
+            why = tuned.refused(problem.kernel, settings)
+            found.append({"problem": name, "settings": settings, "refused": why, "file": str(path)})
+    return found

@@ -5,6 +5,20 @@
 Q2_0 with groups of 128, under an id of its own.
 """
 
-from pallas_kernels.formats.q2_0_g128 import BLOCK, RANDOM, WEIGHTS, dequantize, random_codes
+from pallas_kernels.formats.q2_0_g128 import (
+    BLOCK,
+    GROUP,
+    RANDOM,
+    SIGNED,
+    WEIGHTS,
+    dequantize,
+    fragments,
+    random_codes,
+    tile,
+    untile,
+)
 
-__all__ = ["BLOCK", "RANDOM", "WEIGHTS", "dequantize", "random_codes"]
+__all__ = [
+    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
+    "dequantize", "fragments", "random_codes", "tile", "untile",
+]  # fmt: skip

@@ -13,20 +13,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.tq1_0 import RANDOM, digits, ternary_bytes
+from pallas_kernels.formats.q2_0_g128 import GROUP, SIGNED, fragments, tile_codes, untile_codes
+from pallas_kernels.formats.tq1_0 import RANDOM, digits, packed, ternary_bytes
 
-__all__ = ["BLOCK", "RANDOM", "WEIGHTS", "dequantize", "random_codes"]
+__all__ = [
+    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
+    "dequantize", "fragments", "random_codes", "tile", "untile",
+]  # fmt: skip
 
 WEIGHTS = 128
 BLOCK = np.dtype([("qs", "u1", 24), ("qh", "u1", 2), ("d", "<f2")])
 
 
 def dequantize(block):
+    return block["d"].astype(jnp.float32)[..., None] * (_codes(block).astype(jnp.float32) - 1)
+
+
+def _codes(block):
+    """[..., 128]."""
     qs, qh = block["qs"], block["qh"]
-    q = jnp.concatenate([digits(qs[..., :16], 5), digits(qs[..., 16:], 5), digits(qh, 4)], axis=-1)
-    return block["d"].astype(jnp.float32)[..., None] * (q.astype(jnp.float32) - 1)
+    return jnp.concatenate([digits(qs[..., :16], 5), digits(qs[..., 16:], 5), digits(qh, 4)], axis=-1)
 
 
 def random_codes(key, lead):
     key_qs, key_qh = jax.random.split(key)
     return {"qs": ternary_bytes(key_qs, (*lead, 24), 5), "qh": ternary_bytes(key_qh, (*lead, 2), 4)}
+
+
+# mosaic/int_gemv.py
+
+
+def tile(block):
+    """Blocks -> the tiles of Q2_0 (q2_0_g128.tile), 2.125 bits a weight, as for TQ1_0."""
+    return tile_codes(_codes(block).astype(jnp.uint8), block["d"])
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    q, d = untile_codes(tiled, shape)
+    qs = jnp.concatenate([packed(q[..., :80], 5), packed(q[..., 80:120], 5)], axis=-1)
+    return {"qs": qs, "qh": packed(q[..., 120:], 4), "d": d}

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import tiles
+
 WEIGHTS = 128
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
 RANDOM = {"d": 1 / 0.816}  # -1, 0, +1 have standard deviation 0.816
@@ -16,9 +18,13 @@ SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
 def dequantize(block):
+    return block["d"].astype(jnp.float32)[..., None] * (_codes(block).astype(jnp.float32) - 1)
+
+
+def _codes(block):
+    """uint8 [..., WEIGHTS]."""
     q = (block["qs"][..., None] >> SHIFTS) & 3  # [..., bytes, 4]
-    q = q.reshape(*block["d"].shape, -1).astype(jnp.float32)
-    return block["d"].astype(jnp.float32)[..., None] * (q - 1)
+    return q.reshape(*block["d"].shape, -1)
 
 
 def random_codes(key, lead):
@@ -30,3 +36,54 @@ def ternary_bytes(key, shape):
     v = jax.random.randint(key, (*shape, 1), 0, 81, jnp.uint8)
     q = v // np.array([1, 3, 9, 27], np.uint8) % 3
     return (q << SHIFTS).sum(axis=-1, dtype=jnp.uint8)
+
+
+# mosaic/int_gemv.py: groups of 32, of which 2, 4 or 8 have the same d; 1 is subtracted from every code as a
+# minimum of d. All ternary formats have this layout.
+GROUP, SIGNED = 32, False
+
+
+def tile(block):
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 2, 32, 4], "d": uint32 [*lead, N / 16, K / 256,
+    2048 / WEIGHTS]}: four groups in a 16-byte vector, and d of rows g and g + 8 (pallas_kernels/tiles.py);
+    2 bits and its share of d a weight."""
+    return tile_codes(_codes(block), block["d"])
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    q, d = untile_codes(tiled, shape)
+    q = q.reshape(*d.shape, -1, 4) << SHIFTS
+    return {"d": d, "qs": q.sum(axis=-1, dtype=jnp.uint8)}
+
+
+def fragments(words, lane):
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    from pallas_kernels.mosaic import lanes
+    from pallas_kernels.mosaic.int_gemv import Unit
+
+    def scales(word, factors):
+        d = lanes.halves(word)
+        return [[[lanes.times(v, f) for f in factors] for v in d], [[v, v] for v in d]]
+
+    def of_lane(there, t):
+        return scales(lanes.from_lane(words["d"][0], there), [lanes.real(f) for f in factors[t % 2]])
+
+    # Groups 2 t and 2 t + 1 are the first two of a vector for even t, and the last two for odd t.
+    factors = (1, 1 / 4), (1 / 16, 1 / 64)
+    mine = [lanes.by_parity(lane, even, odd) for even, odd in zip(*factors, strict=True)]
+    return [Unit(lanes.quarters(words["words"]), *scales(words["d"][0], mine), of_lane)]
+
+
+def tile_codes(codes, d):
+    """Codes uint8 [*lead, N, blocks, WEIGHTS] and d float16 [*lead, N, blocks] of any ternary format -> as
+    `tile`."""
+    columns = codes.shape[-1]
+    words = tiles.quarter_words(codes.reshape(*d.shape[:-1], -1))
+    return {"words": words, "d": tiles.bits(tiles.lane_rows(d, columns))}
+
+
+def untile_codes(tiled, shape):
+    """The inverse of `tile_codes`: (codes [*lead, N, blocks, WEIGHTS], d)."""
+    d = tiles.rows_of(tiles.halves(tiled["d"]), shape)
+    return tiles.quarters_of(tiled["words"], shape).reshape(*d.shape, -1), d

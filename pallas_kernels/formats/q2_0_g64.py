@@ -5,9 +5,21 @@ d f16 | qs 16 bytes: bits 2(j % 4) of byte j / 4 are weight j
 
 import numpy as np
 
-from pallas_kernels.formats.q2_0_g128 import RANDOM, dequantize, ternary_bytes
+from pallas_kernels.formats.q2_0_g128 import (
+    GROUP,
+    RANDOM,
+    SIGNED,
+    dequantize,
+    fragments,
+    ternary_bytes,
+    tile,
+    untile,
+)
 
-__all__ = ["BLOCK", "RANDOM", "WEIGHTS", "dequantize", "random_codes"]
+__all__ = [
+    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
+    "dequantize", "fragments", "random_codes", "tile", "untile",
+]  # fmt: skip
 
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])

@@ -14,6 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.formats.q2_0_g128 import GROUP, SIGNED, fragments, tile_codes, untile_codes
+
+__all__ = [
+    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
+    "dequantize", "fragments", "random_codes", "tile", "untile",
+]  # fmt: skip
+
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
 RANDOM = {"d": 1 / 0.816}  # -1, 0, +1 have standard deviation 0.816
@@ -28,9 +35,13 @@ def digits(packed, count):
 
 
 def dequantize(block):
+    return block["d"].astype(jnp.float32)[..., None] * (_codes(block).astype(jnp.float32) - 1)
+
+
+def _codes(block):
+    """[..., 256]."""
     qs, qh = block["qs"], block["qh"]
-    q = jnp.concatenate([digits(qs[..., :32], 5), digits(qs[..., 32:], 5), digits(qh, 4)], axis=-1)
-    return block["d"].astype(jnp.float32)[..., None] * (q.astype(jnp.float32) - 1)
+    return jnp.concatenate([digits(qs[..., :32], 5), digits(qs[..., 32:], 5), digits(qh, 4)], axis=-1)
 
 
 def random_codes(key, lead):
@@ -40,5 +51,34 @@ def random_codes(key, lead):
 
 def ternary_bytes(key, shape, count):
     """Random bytes of `count` base-3 digits (the digits after them are 0)."""
-    v = jax.random.randint(key, shape, 0, 3**count, jnp.uint16) * 3 ** (5 - count)
+    return _byte(jax.random.randint(key, shape, 0, 3**count, jnp.uint16) * 3 ** (5 - count))
+
+
+def packed(codes, count):
+    """The inverse of `digits` for bytes that an encoder makes: `count` digits of each of B bytes, digit by
+    digit, [..., count * B] -> uint8 [..., B]. (13 of the 256 bytes are rounded up from no five digits. What
+    `digits` reads in them is the digits of a smaller byte, and that is what comes back.)"""
+    powers = np.array([81, 27, 9, 3, 1], np.uint16)[:count, None]
+    v = codes.reshape(*codes.shape[:-1], count, -1).astype(jnp.uint16) * powers
+    return _byte(v.sum(axis=-2, dtype=jnp.uint16))
+
+
+def _byte(v):
+    """Five digits as a number, uint16 below 243 -> their byte."""
     return ((v * 256 + 242) // 243).astype(jnp.uint8)
+
+
+# mosaic/int_gemv.py
+
+
+def tile(block):
+    """Blocks -> the tiles of Q2_0 (q2_0_g128.tile): 2.0625 bits a weight for the file's 1.6875, since base 3
+    takes more instructions to read than there is time for."""
+    return tile_codes(_codes(block).astype(jnp.uint8), block["d"])
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    q, d = untile_codes(tiled, shape)
+    qs = jnp.concatenate([packed(q[..., :160], 5), packed(q[..., 160:240], 5)], axis=-1)
+    return {"qs": qs, "qh": packed(q[..., 240:], 4), "d": d}

@@ -8,20 +8,51 @@ The code 3 is no ternary weight; should a file hold it, it decodes to 2d, as in 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.formats.q2_0_g128 import RANDOM, SHIFTS, ternary_bytes
+from pallas_kernels.formats.q2_0_g128 import (
+    GROUP,
+    RANDOM,
+    SHIFTS,
+    SIGNED,
+    fragments,
+    ternary_bytes,
+    tile_codes,
+    untile_codes,
+)
 
-__all__ = ["BLOCK", "RANDOM", "WEIGHTS", "dequantize", "random_codes"]
+__all__ = [
+    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
+    "dequantize", "fragments", "random_codes", "tile", "untile",
+]  # fmt: skip
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 64), ("d", "<f2")])
 
 
 def dequantize(block):
+    return block["d"].astype(jnp.float32)[..., None] * (_codes(block).astype(jnp.float32) - 1)
+
+
+def _codes(block):
+    """uint8 [..., 256]."""
     lead = block["d"].shape
     q = (block["qs"].reshape(*lead, 2, 1, 32) >> SHIFTS[:, None]) & 3  # [..., 2, 4, 32]
-    q = q.reshape(*lead, 256).astype(jnp.float32)
-    return block["d"].astype(jnp.float32)[..., None] * (q - 1)
+    return q.reshape(*lead, 256)
 
 
 def random_codes(key, lead):
     return {"qs": ternary_bytes(key, (*lead, 64))}
+
+
+# mosaic/int_gemv.py
+
+
+def tile(block):
+    """Blocks -> the tiles of Q2_0 (q2_0_g128.tile), one d for their 256 columns."""
+    return tile_codes(_codes(block), block["d"])
+
+
+def untile(tiled, shape):
+    """The inverse of `tile` for matrices of this shape, (N, K)."""
+    q, d = untile_codes(tiled, shape)
+    q = q.reshape(*d.shape, 2, 4, 32) << SHIFTS[:, None]
+    return {"qs": q.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64), "d": d}

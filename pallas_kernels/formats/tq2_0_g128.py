@@ -7,8 +7,21 @@ The codes of Q2_0 with groups of 128 and, in files, its id; but d comes last.
 
 import numpy as np
 
-from pallas_kernels.formats.q2_0_g128 import RANDOM, WEIGHTS, dequantize, random_codes
+from pallas_kernels.formats.q2_0_g128 import (
+    GROUP,
+    RANDOM,
+    SIGNED,
+    WEIGHTS,
+    dequantize,
+    fragments,
+    random_codes,
+    tile,
+    untile,
+)
 
-__all__ = ["BLOCK", "RANDOM", "WEIGHTS", "dequantize", "random_codes"]
+__all__ = [
+    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
+    "dequantize", "fragments", "random_codes", "tile", "untile",
+]  # fmt: skip
 
 BLOCK = np.dtype([("qs", "u1", 32), ("d", "<f2")])

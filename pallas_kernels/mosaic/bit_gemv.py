@@ -13,7 +13,8 @@ of 16 rows; its warps share the columns in pairs of groups:
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
     popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
 
-`bit_gemv` is one such phase as a kernel of its own; decode_layers.py has the same pieces in one launch.
+`bit_gemv` is one such phase as a kernel of its own; decode_layers.py has the same pieces in one launch. More
+rows go through bit_rows.py where its codes have room in shared memory.
 
 Layout (`tile`): words [L, N / 16, K / 256, 32 lanes, 4], for lane 4 g + t and a pair of groups (h = 0, 1)
 word t of rows g and g + 8: one 16-byte load; scales [L, N / 16, K / 128, 8], the float16 scales of rows g and
@@ -31,41 +32,61 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.mosaic import lanes, memory, tensor_cores
+from pallas_kernels import tuned
+from pallas_kernels.mosaic import bit_rows, lanes, memory, tensor_cores
+from pallas_kernels.mosaic.int_gemv import shared_bytes
 
 GROUP = 128
+FROM_ROWS = 4  # bit_rows is as fast from here on (LOG.md)
 LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """matmul's candidate: any leading axes of up to 8 rows, QTensors with or without a layer axis."""
     lead, n = x.shape[:-1], weights[0].shape[0]
+    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    bits, gamma = weights[0].activation_bits, gamma if gamma is None or gamma.ndim == 2 else gamma[None]
     stacks = [w.fields if layer is not None else jax.tree.map(lambda a: a[None], w.fields) for w in weights]
-    norm_layer = layer if gamma is not None and gamma.ndim == 2 else 0
+    stacks = tuple((stack["words"], stack["scales"]) for stack in stacks)
+    norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
-    y = bit_gemv(
-        x.astype(jnp.float32).reshape(-1, x.shape[-1]),
-        tuple((stack["words"], stack["scales"]) for stack in stacks),
+    n_tiles, pairs = stacks[0][0].shape[1:3]
+    name, kernel, sizes = "bit_gemv", bit_gemv, functools.partial(plan, n_tiles, pairs, len(stacks))
+    if x.shape[0] >= FROM_ROWS:
+        of_rows = functools.partial(bit_rows.plan, n_tiles, pairs, len(stacks), bits, shared_bytes())
+        if of_rows() is not None:
+            name, kernel, sizes = "bit_rows", bit_rows.bit_rows, of_rows
+    part = (weights[0].format, 16 * n_tiles)
+    problem = tuned.Problem(name, (part,), 2 * GROUP * pairs, len(stacks), x.shape[0], bits)
+    y = kernel(
+        x,
+        stacks,
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         jnp.stack([jnp.asarray(0 if i is None else i, jnp.int32) for i in (part_layer, norm_layer, -1)]),
-        gamma=gamma if gamma is None or gamma.ndim == 2 else gamma[None],
+        gamma=gamma,
         eps=eps,
         residual=residual,
-        activation_bits=weights[0].activation_bits,
+        activation_bits=bits,
+        **tuned.settings(problem, sizes),
     )
     return y[:, :n].reshape(*lead, n)
 
 
-def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
+def plan(
+    n_tiles: int, pairs: int, matrices: int = 1, warps: int | None = None, tiles: int | None = None
+) -> tuple[int, int] | None:
     """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132
-    blocks."""
-    warps = min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
+    blocks; with measured ones None where a lane has no registers for so many weights."""
+    warps = warps or min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
     per_warp = -(-pairs // warps)
-    return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
+    if tiles is None:
+        return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
+    fits = tiles <= n_tiles and matrices * tiles * per_warp <= 2 * LOADS_PER_LANE
+    return (warps, tiles) if fits else None
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
+@functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "warps", "tiles"))
 def bit_gemv(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -75,6 +96,8 @@ def bit_gemv(
     eps: float = 0.0,
     residual: jax.Array | None = None,
     activation_bits: int = 8,
+    warps: int | None = None,
+    tiles: int | None = None,
 ) -> jax.Array:
     """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
 
@@ -83,11 +106,15 @@ def bit_gemv(
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
+    warps, tiles     of a block (tuned.py)
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
-    warps, tiles = plan(n_tiles, pairs)
+    planned = plan(n_tiles, pairs, len(weights), warps, tiles)
+    if planned is None:
+        raise NotImplementedError(f"{tiles} tiles of {pairs} pairs of groups are too many for {warps} warps")
+    warps, tiles = planned
     operands = [a for pair in weights for a in pair] + [x, layers]
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
@@ -390,7 +417,7 @@ def _quantize(x, lane, bits: int):
     largest = arith.bitcast(lanes.f32(), lanes.warp_max(arith.bitcast(lanes.i32(), largest)))
     largest = arith.maximumf(largest, lanes.real(1e-20))
     top = 2 ** (bits - 1) - 1
-    inverse = arith.mulf(lanes.real(top), lanes.reciprocal(largest))
+    inverse = lanes.ratio(top, largest)
     q = [lanes.round_to_integer(arith.mulf(v, inverse)) for v in x]
     total = functools.reduce(arith.addi, q)
     # Word t of plane p is bit p of the lanes' q[t]. Transposed, lane 8 t + p holds it; lane 4 p + t wants it.

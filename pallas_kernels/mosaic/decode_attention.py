@@ -45,10 +45,9 @@ BLOCKS = 128  # about as many as an H200 has multiprocessors
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved"))
 def decode_attention(
-    qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, eps, interleaved
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The kernel behind pallas_kernels.attention.decode_attention; arguments and results are described
-    there."""
+    qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, finished, eps, interleaved
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The kernel behind pallas_kernels.attention.attend; arguments and results are described there."""
     page_size, kv_heads, head_dim = k_pages.shape[2:]
     batch, width = qkv.shape[0], qkv.shape[1] - 2 * kv_heads * head_dim
     phase = Attention(
@@ -57,7 +56,7 @@ def decode_attention(
         normed=norms is not None, eps=eps, interleaved=interleaved,
     )  # fmt: skip
     keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    finished = jax.new_ref(jnp.zeros(phase.owners, jnp.int32))
+    finished = jax.new_ref(jnp.zeros(phase.owners, jnp.int32) if finished is None else finished)
     kernel = plgpu.kernel(
         functools.partial(_body, phase=phase),
         out_type=(
@@ -73,7 +72,7 @@ def decode_attention(
     )
     operands = [qkv, cos, sin, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
     out, _ = kernel(*operands, *(norms or ()), keys, values, finished)
-    return out, jax.freeze(keys), jax.freeze(values)
+    return out, jax.freeze(keys), jax.freeze(values), jax.freeze(finished)
 
 
 def _body(*refs, phase: "Attention"):
@@ -153,7 +152,7 @@ class LastBlock:
     """Splits exchange by global memory, and the last of a row's blocks to finish combines them all."""
 
     partial: Any
-    finished: Any  # int32 [owners], zero before the launch
+    finished: Any  # int32 [owners or more], zero before the launch and after it
     smem: Any
     flag: int
 
@@ -171,6 +170,8 @@ class LastBlock:
             is_last = lanes.is_equal(last, share.splits)
             value = arith.select(is_last, lanes.real(1), lanes.real(0))
             memory.store(value, self.smem, self.flag)
+            with lanes.when(is_last):
+                memory.store(lanes.integer(0), self.finished, share.owner)
         lanes.block_barrier()
         with lanes.when(lanes.is_above_zero(memory.load(self.smem, self.flag))):
             use(

@@ -1,4 +1,4 @@
-"""Matrix-vector products with weights of 4 to 8 bits, on the integer tensor cores. No branch on the format:
+"""Matrix-vector products with weights of 2 to 8 bits, on the integer tensor cores. No branch on the format:
 its file brings the layout (`tile`) and how a lane's words become what the tensor core multiplies
 (`fragments`).
 
@@ -30,6 +30,7 @@ across tiles.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -38,7 +39,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch, formats, tuned
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -51,11 +52,14 @@ class Unit(NamedTuple):
     a        per group, i32 words for lanes.multiply_bytes
     scale    float32, [rows g, g + 8][groups 2 t, 2 t + 1]: what a byte of `a` times it is a weight
     minimum  the same, what is subtracted from every weight; None where that is 0
+    of_lane  (lane, its number in a quad, or one of the same parity) -> [scale, minimum] as that lane of the
+             same quad has them; None: each is fetched from there
     """
 
     a: list
     scale: list
     minimum: list | None = None
+    of_lane: Callable | None = None
 
 
 class Part(NamedTuple):
@@ -140,11 +144,21 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
             eps=eps,
             residual=None if residual is None else residual[first : first + at_once],
             **settings,
+            **_tuned(parts, min(at_once, x.shape[0] - first), settings),
         )
         for first in range(0, x.shape[0], at_once)
     ]
     y = y[0] if len(y) == 1 else jnp.concatenate(y)
     return y.reshape(*lead, -1)
+
+
+def _tuned(parts, rows: int, settings: dict) -> tuned.Settings:
+    """warps, blocks and depth of a plan, where they were measured for this product."""
+    words = [fields[0]["words"].shape for fields in parts]
+    of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
+    columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
+    problem = tuned.Problem("int_gemv", of_parts, columns, len(parts[0]), rows, bits)
+    return tuned.settings(problem, functools.partial(plan, parts, rows, **settings))
 
 
 def shared_bytes() -> int:
@@ -159,13 +173,13 @@ def columns_of_rows(rows: int) -> tuple[int, int]:
 
 
 def plan(
-    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None
+    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None
 ) -> Plan | None:
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
     Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
-    leave two items or more to each, the one with the fewest idle over the columns and 96 KiB on their way, if
-    there is one; of equals the largest.
+    leave room for two items or more to each, the one with the fewest idle over the columns and room for 96
+    KiB on their way, if there is one; of equals the largest.
     """
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
@@ -198,11 +212,16 @@ def plan(
         stats = max(_stats_bytes(part.format, steps, padded) for part in placed)
         q = activation_bits // 8 * padded * _row_bytes(steps)
         left = shared - q - stats - sums - 4096  # Mosaic's own, and alignment
-        depths = [min(24, left // (w * size)) for size in sizes]
-        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
+        depths = [min(depth or 24, left // (w * size)) for size in sizes]
+        in_flight = min(w * items * size for items, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
-            parts_of = tuple(part._replace(depth=depth) for part, depth in zip(placed, depths, strict=True))
+            # No more slots than a warp has items: before its first product it visits all of them.
+            items = [part.tiles * -(-steps // w) for part in placed]
+            parts_of = tuple(
+                part._replace(depth=max(2, min(slots, most)))
+                for part, slots, most in zip(placed, depths, items, strict=True)
+            )
             best = cost, Plan(w, together, parts_of)
     return best and best[1]
 
@@ -217,7 +236,7 @@ def _row_bytes(steps: int) -> int:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks")
+    jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks", "depth")
 )
 def int_gemv(
     x: jax.Array,
@@ -232,6 +251,7 @@ def int_gemv(
     shared: int = 96 * 1024,
     warps: int | None = None,
     blocks: int | None = None,
+    depth: int | None = None,
 ) -> jax.Array:
     """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below
     rows.
@@ -243,7 +263,7 @@ def int_gemv(
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
-    warps, blocks    of a block, of the grid at most (to measure with)
+    warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
     Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
     here, symmetric per scale group.
     """
@@ -253,7 +273,7 @@ def int_gemv(
         padding = ((0, 0), (0, steps * COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = plan(weights, rows, formats_of, activation_bits, shared, warps, blocks)
+    planned = plan(weights, rows, formats_of, activation_bits, shared, warps, blocks, depth)
     if planned is None:
         raise NotImplementedError(
             f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
@@ -297,7 +317,7 @@ def int_gemv(
 
 def _lane_bytes(shape: tuple[int, ...]) -> int:
     """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a
-    lane, [8] a word that four lanes share."""
+    lane, [8 c] a word that 4 / c neighbouring lanes share."""
     return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]
 
 
@@ -419,7 +439,7 @@ def _phase(
         with lanes.when(wanted):
             item = plus(first_item, scaled(tile, steps), step)
             for (m, name), (offset, size, vectors, shape) in places.items():
-                shares = g if len(shape) == 1 else lane
+                shares = lanes.quotient(lane, 32 // shape[0]) if len(shape) == 1 else lane
                 source = memory.at_byte(starts[m, name], item, 4 * math.prod(shape), scaled(shares, size))
                 target = plus(ring, scaled(slot, slot_bytes), offset, scaled(lane, size))
                 for v in range(vectors):
@@ -509,21 +529,18 @@ def _phase(
     ]
     quad = [plus(lanes.masked(lane, 0xFFFFFFFC), n) for n in quad]
 
+    def fetched_from(unit: Unit):
+        values = [unit.scale] + ([unit.minimum] if unit.minimum is not None else [])
+        there = lambda v, lane: lanes.as_real(lanes.from_lane(lanes.as_word(v), lane))  # noqa: E731
+        return lambda lane, _: [[[there(v, lane) for v in row] for row in rows] for rows in values]
+
     def multiplied(unit: Unit, u: int, at_q, at_stats, y):
         """y += a unit's products; y[chunk][rows g, g + 8][columns 2 t, 2 t + 1]."""
         scales = [unit.scale] + ([unit.minimum] if unit.minimum is not None else [])
-        if neighbours > 1:
-            gathered = [  # [n][scale or minimum][row][h]
-                [
-                    [[lanes.as_real(lanes.from_lane(lanes.as_word(v), n)) for v in row] for row in values]
-                    for values in scales
-                ]
-                for n in quad
-            ]
-        else:
-            gathered = [scales]
-        for chunk in range(chunks):
-            for j in range(width):
+        for j in range(width):
+            if neighbours > 1 and j % 2 == 0:  # here, and not for all j before: fewer registers
+                scales = (unit.of_lane or fetched_from(unit))(quad[j // 2], j // 2)
+            for chunk in range(chunks):
                 totals = None
                 for digit in range(digits):
                     at = (u * 8 + j) * group + (digit * padded + chunk * width) * row_bytes
@@ -542,15 +559,14 @@ def _phase(
                 assert totals is not None
                 at = (chunk * groups * width + (u * 8 + j) * width) * 8
                 loaded = [lanes.as_real(v) for v in memory.load_shared(4, at_stats, at)]
-                from_quad = gathered[j // 2 if neighbours > 1 else 0]
                 for r in (0, 1):
                     for c in (0, 1):
                         h = c if width == 1 else j % 2
                         step, total = loaded[2 * c], loaded[2 * c + 1]
-                        product = arith.mulf(from_quad[0][r][h], arith.sitofp(lanes.f32(), totals[2 * r + c]))
+                        product = arith.mulf(scales[0][r][h], arith.sitofp(lanes.f32(), totals[2 * r + c]))
                         value = mlir_math.fma(product, step, y[chunk][r][c])
                         if unit.minimum is not None:
-                            value = mlir_math.fma(arith.negf(from_quad[1][r][h]), total, value)
+                            value = mlir_math.fma(arith.negf(scales[1][r][h]), total, value)
                         y[chunk][r][c] = value
         return y
 
@@ -672,7 +688,7 @@ def _quantize(x, lanes_of_group: int, bits: int):
     largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for v in x])
     largest = arith.maximumf(lanes.largest_of_warp(largest, lanes_of_group), lanes.real(1e-20))
     top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
-    inverse = arith.mulf(lanes.reciprocal(largest), lanes.real(top))
+    inverse = lanes.ratio(top, largest)
     # 1.5 * 2^23 + q has q as its last bits, rounded to nearest.
     q = [lanes.as_word(mlir_math.fma(v, inverse, lanes.real(12582912.0))) for v in x]
     words, total = [], None

@@ -6,6 +6,7 @@ warp is 32 lanes; u32 and s32 are both i32 here.
 
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf, vector
+from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.mosaic.gpu import utils as mosaic
 
 
@@ -214,6 +215,12 @@ def narrow_vector(words):
     return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.BF16Type.get()), packed)
 
 
+def half_vector(words):
+    """Pairs of float16 as one vector of float16."""
+    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
+    return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.F16Type.get()), packed)
+
+
 def vector_from_lane(x, lane):
     """The vector of float32 or bfloat16 of another lane; `lane` is an index."""
     kind = ir.VectorType(x.type)
@@ -360,6 +367,21 @@ def nibbles(vectors):
     ]
 
 
+def quarters(vectors):
+    """Vectors of four words (tiles.quarter_words) -> the fragments of eight groups: 1, 4, 16 and 64 times the
+    codes in each four, which saves the shifts."""
+    return [
+        [masked(word, mask) for word in vector]
+        for vector in vectors
+        for mask in (0x03030303, 0x0C0C0C0C, 0x30303030, 0xC0C0C0C0)
+    ]
+
+
+def by_parity(lane, even: float, odd: float):
+    """float32: one number in even lanes, another in odd ones."""
+    return arith.select(is_equal(masked(lane, 1), integer(0)), real(even), real(odd))
+
+
 def times(first, *factors):
     """Product of float32 values, from left to right."""
     for factor in factors:
@@ -373,6 +395,10 @@ def masked(word, mask: int):
 
 def shifted(word, left: int):
     return arith.shli(word, integer(left))
+
+
+def shifted_right(word, right: int):
+    return arith.shrui(word, integer(right)) if right else word
 
 
 def negative(x):
@@ -409,6 +435,20 @@ def signed_byte(word, i: int):
     return arith.sitofp(f32(), byte)
 
 
+def bytes_as_reals(word, signed: bool) -> list:
+    """The four bytes of a word as float32, lowest first, without a conversion (as `small_integer`): signed
+    ones have 128 added for the time."""
+    if signed:
+        word = arith.xori(word, integer(0x80808080))
+    base, one = real(2.0**23 + 128 * signed), integer(0x4B000000)  # 2^23, whose last byte is the number
+    return [arith.subf(as_real(bytes_of(word, one, 0x7440 + i)), base) for i in range(4)]
+
+
+def half_pair(low, high):
+    """Two float32 as a pair of float16, to nearest."""
+    return ptx(i32(), [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
+
+
 def from_quad(word, lane, i: int):
     """The word of lane i of this lane's four neighbours 4 g .. 4 g + 3."""
     return from_lane(word, plus(masked(lane, 0xFFFFFFFC), i))
@@ -417,6 +457,14 @@ def from_quad(word, lane, i: int):
 def reciprocal(x):
     """1 / x, to an ulp."""
     return ptx(f32(), [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")
+
+
+def ratio(numerator: float, x):
+    """numerator / x, to nearest: what `reciprocal` gives, and once what is left (Markstein 1990)."""
+    inverse = reciprocal(x)
+    first = arith.mulf(real(numerator), inverse)
+    left = mlir_math.fma(arith.negf(x), first, real(numerator))
+    return mlir_math.fma(left, inverse, first)
 
 
 def sum_of_bytes(word, total):

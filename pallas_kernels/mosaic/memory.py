@@ -21,6 +21,12 @@ def load_vector(count: int, ref, indices):
     return vector.load(ir.VectorType.get((count,), lanes.i32()), ref, indices)
 
 
+def load_words(count: int, ref, indices) -> list:
+    """`count` neighbouring 32-bit words of a ref of i32."""
+    loaded = load_vector(count, ref, indices)
+    return [lanes.element(loaded, i) for i in range(count)]
+
+
 def load_stored(count: int, ref, indices):
     """`count` neighbouring float32 or bfloat16 of a ref, as a vector of what they are."""
     return vector.load(ir.VectorType.get((count,), ref.type.element_type), ref, indices)
@@ -55,6 +61,11 @@ def store_stored(x, ref, indices):
 def store_reals(values, ref, indices):
     """A list of float32 into neighbouring float32 or bfloat16 of a ref."""
     store_stored(lanes.stored(values, ref), ref, indices)
+
+
+def store_halves(pairs, ref, indices):
+    """Pairs of float16, each a word, into neighbouring elements of a ref of float16."""
+    store_stored(lanes.half_vector(pairs), ref, indices)
 
 
 def load_shared(count: int, address, at: int = 0):

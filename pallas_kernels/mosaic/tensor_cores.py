@@ -41,13 +41,13 @@ def add_product(c, a, b):
     return [llvm.extractvalue(lanes.f32(), result, [i]) for i in range(4)]
 
 
-def multiply_bytes(a, b, c, signed: bool):
-    """Integer tensor cores: c + a b.T, 16 rows of `a` and 8 columns of signed `b`.
+def multiply_bytes(a, b, c, signed: bool, b_signed: bool = True):
+    """Integer tensor cores: c + a b.T, 16 rows of `a` and 8 columns of `b`.
 
     mma.m16n8k32 for four words of `a` and two of `b`, m16n8k16 for two and one. With lane = 4 g + t and
     columns k of A and B: words 0 and 1 of `a` hold k = 4 t .. 4 t + 3 of rows g and g + 8, words 2 and 3 k =
     16 + 4 t ..; `b` the same k of column g. c and the result: [row g, column 2 t], [g, 2 t + 1], [g + 8, 2
-    t], [g + 8, 2 t + 1]. `signed`: whether the bytes of `a` are.
+    t], [g + 8, 2 t + 1]. `signed` and `b_signed`: whether the bytes of `a` and `b` are.
     """
     operands = [*a, *b, *c]
     names = [f"${4 + i}" for i in range(len(operands))]
@@ -55,7 +55,7 @@ def multiply_bytes(a, b, c, signed: bool):
     text = ",".join(
         braces(part) for part in (["$0", "$1", "$2", "$3"], names[: len(a)], names[len(a) : -4], names[-4:])
     )
-    kind = f"m16n8k{8 * len(a)}.row.col.s32.{'s8' if signed else 'u8'}.s8.s32"
+    kind = f"m16n8k{8 * len(a)}.row.col.s32.{'s8' if signed else 'u8'}.{'s8' if b_signed else 'u8'}.s32"
     result = llvm.inline_asm(
         llvm.StructType.get_literal([lanes.i32()] * 4),
         operands,

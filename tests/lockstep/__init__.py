@@ -18,8 +18,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import (
     bit_gemv,
+    bit_rows,
     decode_attention,
     decode_layers,
+    dense,
+    half_rows,
     int_gemv,
     lanes,
     memory,
@@ -103,16 +106,18 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
 def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
-    modules = (lanes, memory, tensor_cores, bit_gemv, int_gemv, decode_attention, decode_layers)
+    kernels = (bit_gemv, bit_rows, int_gemv, dense, half_rows, decode_attention, decode_layers)
+    modules = (lanes, memory, tensor_cores, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
             for module in modules:
                 if hasattr(module, name):
                     stack.enter_context(mock.patch.object(module, name, fake))
-        for module in (bit_gemv, int_gemv, decode_attention, decode_layers):
+        for module in kernels:
             name = module.__name__.split(".")[-1]  # a module's kernel has its name
             not_jitted = getattr(module, name).__wrapped__
             stack.enter_context(mock.patch.object(module, name, not_jitted))
+        stack.enter_context(mock.patch.object(bit_rows, "bit_codes", bit_rows.bit_codes.__wrapped__))
         # What vmap would make of a kernel is no matter here, and would trace it.
         stack.enter_context(mock.patch.object(jax.custom_batching, "sequential_vmap", lambda f: f))
         stack.enter_context(np.errstate(all="ignore"))

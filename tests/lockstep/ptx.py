@@ -92,11 +92,10 @@ def _round(machine, match, x):
     return i32(np.rint(np.nan_to_num(x.a)))
 
 
-@instruction(r"cvt\.rn\.bf16x2\.f32 \$0, \$1, \$2")
+@instruction(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$1, \$2")
 def _narrow(machine, match, high, low):
-    high, low = (
-        np.asarray(v.a.astype(ml_dtypes.bfloat16)).view(np.uint16).astype(np.int64) for v in (high, low)
-    )
+    kind = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[match[1]]
+    high, low = (np.asarray(v.a.astype(kind)).view(np.uint16).astype(np.int64) for v in (high, low))
     return i32(high << 16 | low)
 
 
@@ -238,12 +237,12 @@ def _add_product(machine, match, *operands):
     return [f32(v + c.a) for v, c in zip(_results(a @ b), operands[6:], strict=True)]
 
 
-@instruction(r"mma\.sync\.aligned\.m16n8k(16|32)\.row\.col\.s32\.(s8|u8)\.s8\.s32")
+@instruction(r"mma\.sync\.aligned\.m16n8k(16|32)\.row\.col\.s32\.(s8|u8)\.(s8|u8)\.s32")
 def _multiply_bytes(machine, match, *operands):
     machine.whole_warps()
     halves = int(match[1]) // 16
     a = _fragment(machine, operands[: 2 * halves], np.int8 if match[2] == "s8" else np.uint8)
-    b = _fragment(machine, operands[2 * halves : 3 * halves], np.int8)
+    b = _fragment(machine, operands[2 * halves : 3 * halves], np.int8 if match[3] == "s8" else np.uint8)
     a = a.reshape(-1, 8, 4, halves, 2, 4).transpose(0, 4, 1, 3, 2, 5).reshape(-1, 16, 16 * halves)
     b = b.transpose(0, 3, 2, 4, 1).reshape(-1, 16 * halves, 8)
     product = a.astype(np.float64) @ b.astype(np.float64)

@@ -1,0 +1,215 @@
+"""Weights of 4 to 8 bits from int_gemv's layout to float16, for a GEMM of many rows to read.
+
+    w = q d - m in float32, rounded to float16
+
+A warp takes 16 rows x 256 columns at a time: of a row of a group, a lane has 8 neighbouring columns (4 where
+groups have 16), four neighbouring lanes have the group, and one of the four has its d and m. The codes become
+float32 by their place in 2^23 + q, without a conversion. Products are exact (at most 23 bits) wherever
+something is subtracted from them, so the values are those of the format's `dequantize`, bit for bit.
+
+Memory bounds it: it writes 2 bytes a weight and reads 0.5 to 1. No branch on the format: as in int_gemv its
+file brings `fragments`. The kernel indexes stacks of layers itself, and also picks the one, of several
+formats, that a layer's weights are in: an XLA branch would wait for the host.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax._src.lib.mlir.dialects import arith
+from jax._src.lib.mlir.dialects import math as mlir_math
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import dispatch, formats
+from pallas_kernels.mosaic import lanes, memory
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
+from pallas_kernels.tiles import COLUMNS, ROWS
+
+WARPS = 4  # of a block, each with one item: 16 rows x 256 columns
+
+
+class Piece(NamedTuple):
+    """Rows of the output that are of one format.
+
+    format, names   of the weight: its fields by name
+    rows, at        rows that it has, and the output's row that is its first
+    tile, tiles     its first tile of 16 rows, of the weight's, and how many it has
+    """
+
+    format: str
+    names: tuple[str, ...]
+    rows: int
+    at: int
+    tile: int
+    tiles: int
+
+
+def serves(weights: Sequence[QTensor | Rows | LayerStack]) -> bool:
+    """Whether all of the weights are in the layout that this kernel reads."""
+    return all(w.impl == "mosaic" and dispatch.KERNELS[w.format] == "int_gemv" for w in leaves(weights))
+
+
+def run(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
+    """float16 [N of all the weights, K]: matrices of the same K, rows below rows, in the kernel's layout.
+
+    layer   index into their stacks, which may be traced; None for matrices without a layer axis
+    """
+    choices, places = [], []
+    for w in weights:
+        stacked = isinstance(w, LayerStack)
+        parts = w.parts if stacked else (w,)
+        if layer is None:
+            parts = (jax.tree.map(lambda field: field[None], w),)
+        elif isinstance(layer, int):
+            # A known slice is an offset to XLA: no copy, and no kernel waits to read where its weights are.
+            part, index = w.where[layer] if stacked else (0, layer)
+            at = slice(index, index + 1 or None)
+            parts = (jax.tree.map(lambda field, at=at: field[at], parts[part]),)
+        elif stacked:
+            places.append(jnp.array(w.where, jnp.int32)[layer])
+        else:
+            places.append(jnp.stack([jnp.int32(0), jnp.int32(layer)]))
+        choices.append([part.pieces if isinstance(part, Rows) else (part,) for part in parts])
+    return dense(
+        tuple(tuple(tuple(piece.fields for piece in pieces) for pieces in choice) for choice in choices),
+        jnp.stack(places) if places else None,
+        kinds=tuple(
+            tuple(tuple((piece.format, piece.shape[0]) for piece in pieces) for pieces in choice)
+            for choice in choices
+        ),
+        columns=weights[0].shape[1],
+    )
+
+
+@functools.partial(jax.jit, static_argnames=("kinds", "columns"))
+def dense(
+    weights: tuple[tuple[tuple[dict[str, jax.Array], ...], ...], ...],
+    places: jax.Array | None,
+    *,
+    kinds: tuple[tuple[tuple[tuple[str, int], ...], ...], ...],
+    columns: int,
+) -> jax.Array:
+    """float16 [N, K], the weights' rows below each other.
+
+    weights  of each weight, of each choice that a layer has for it, of each piece (rows below rows), the
+             fields that its format's `tile` makes, stacked by layer
+    places   int32 [weights, 2]: the choice and the index into its stack; None for the first of one choice
+    kinds    the same nest of (format, rows)
+    columns  K
+    """
+    steps = weights[0][0][0]["words"].shape[2]
+    plans, operands, row, first_block = [], [], 0, 0
+    for choice_fields, choice_kinds in zip(weights, kinds, strict=True):
+        choices, most = [], 0
+        for fields_of, kinds_of in zip(choice_fields, choice_kinds, strict=True):
+            pieces, at, tile = [], row, 0
+            for fields, (format, rows) in zip(fields_of, kinds_of, strict=True):
+                names = tuple(sorted(fields))
+                operands += [fields[name] for name in names]
+                tiles = -(-rows // ROWS)
+                pieces.append(Piece(format, names, rows, at, tile, tiles))
+                at, tile = at + rows, tile + tiles
+            choices.append(tuple(pieces))
+            most = max(most, tile)
+        blocks = -(-most * steps // WARPS)
+        plans.append((tuple(choices), first_block, most * steps))
+        row, first_block = row + sum(rows for _, rows in choice_kinds[0]), first_block + blocks
+    kernel = plgpu.kernel(
+        functools.partial(
+            _body, plans=tuple(plans), steps=steps, columns=columns, indexed=places is not None
+        ),
+        out_type=jax.ShapeDtypeStruct((row, columns), jnp.float16),
+        grid=(first_block,),
+        grid_names=("items",),
+        num_threads=WARPS // 4,
+        thread_name="warpgroup",
+        scratch_types=[],
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )  # fmt: skip
+    return kernel(*operands, *([] if places is None else [places]))
+
+
+def _body(*refs, plans, steps, columns, indexed):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
+    def kernel(ctx, *refs):
+        refs = list(refs)
+        weights = [
+            [[{name: refs.pop(0) for name in piece.names} for piece in pieces] for pieces in choices]
+            for choices, *_ in plans
+        ]
+        places_gmem = refs.pop(0) if indexed else None
+        (out_gmem,) = refs
+        lane = lanes.remainder(lanes.to_integer(lanes.thread()), 32)
+        warp = lanes.quotient(lanes.to_integer(lanes.thread()), 32)
+        for w, ((choices, first_block, items), fields_of) in enumerate(zip(plans, weights, strict=True)):
+            block = lanes.plus(lanes.to_integer(lanes.block()), -first_block)
+            item = lanes.plus(lanes.scaled(block, WARPS), warp)
+            # Items of the weights before are below 0, which is large here, those of others behind the last.
+            with lanes.when(lanes.is_below(item, lanes.integer(items))):
+                which = index = lanes.integer(0)
+                if places_gmem is not None:
+                    which, index = (memory.load(places_gmem, w, i) for i in range(2))
+                tile, step = lanes.quotient(item, steps), lanes.remainder(item, steps)
+                for c, (pieces, refs_of) in enumerate(zip(choices, fields_of, strict=True)):
+                    for piece, piece_gmem in zip(pieces, refs_of, strict=True):
+                        own = lanes.plus(tile, -piece.tile)
+                        wanted = lanes.is_below(own, lanes.integer(piece.tiles))
+                        with lanes.when(arith.andi(wanted, lanes.is_equal(which, lanes.integer(c)))):
+                            _decode(piece, piece_gmem, index, own, step, lane, out_gmem, columns)
+
+    kernel(*refs)
+
+
+def _decode(piece: Piece, fields, index, tile, step, lane, out_gmem, columns: int):
+    """One item: 16 rows x 256 columns of a piece."""
+    module = formats.get(piece.format)
+    group = module.GROUP
+    g, t = lanes.quotient(lane, 4), lanes.remainder(lane, 4)
+    at = [lanes.to_index(i) for i in (index, tile, step)]
+    by_lane, zero = lanes.to_index(lane), lanes.index(0)
+    words = {}
+    for name, ref in fields.items():
+        shape = ref.type.shape[3:]
+        if len(shape) == 1:
+            words[name] = [memory.load(ref, *at, lanes.to_index(g))]
+        elif len(shape) == 2:
+            words[name] = memory.load_words(shape[-1], ref, [*at, by_lane, zero])
+        else:
+            words[name] = [
+                memory.load_words(4, ref, [*at, lanes.index(v), by_lane, zero]) for v in range(shape[0])
+            ]
+    rows = [lanes.plus(lanes.scaled(tile, ROWS), g, 8 * r) for r in (0, 1)]
+    column = lanes.plus(lanes.scaled(step, COLUMNS), lanes.scaled(t, group // 4))
+    for u, unit in enumerate(module.fragments(words, lane)):
+        for j in range(8):
+            behind = (8 * u + j) * group  # columns of the item before this group
+            scale = _of_group(unit.scale, j, lane)
+            less = None if unit.minimum is None else _of_group(unit.minimum, j, lane)
+            for r in (0, 1):
+                packed = []
+                for word in unit.a[j][r::2]:
+                    q = lanes.bytes_as_reals(word, module.SIGNED)
+                    if less is None:
+                        w = [arith.mulf(v, scale[r]) for v in q]
+                    else:
+                        w = [mlir_math.fma(v, scale[r], arith.negf(less[r])) for v in q]
+                    packed += [lanes.half_pair(*w[i : i + 2]) for i in (0, 2)]
+                there = []  # what of the last tiles the matrix has
+                if piece.rows % ROWS:
+                    there.append(lanes.is_below(rows[r], lanes.integer(piece.rows)))
+                if columns % COLUMNS:
+                    there.append(lanes.is_below(lanes.plus(column, behind), lanes.integer(columns)))
+                where = [lanes.plus(rows[r], piece.at), lanes.plus(column, behind)]
+                where = [lanes.to_index(i) for i in where]
+                if there:
+                    with lanes.when(functools.reduce(arith.andi, there)):
+                        memory.store_halves(packed, out_gmem, where)
+                else:
+                    memory.store_halves(packed, out_gmem, where)
+
+
+def _of_group(values: list, j: int, lane) -> list:
+    """Of rows g and g + 8 the value of group j of a unit, from the lane of the quad that has it."""
+    return [lanes.as_real(lanes.from_quad(lanes.as_word(row[j % 2]), lane, j // 2)) for row in values]
