@@ -5,6 +5,9 @@ ppN      N prompt tokens at once, and the logits of the last
 tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
 ...@dD   the same behind D tokens that are in the cache already
 batchB   B rows of 128 tokens that produce 128 more, one step for all of them; tokens of all rows a second
+
+Over a mesh with data parallelism every device does the whole test: B rows each, tokens of all devices a
+second.
 """
 
 import csv
@@ -25,8 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import cache as kv
-from bonsai_jax import card, layers
+from bonsai_jax import card, layers, parallel
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
 from bonsai_jax.cache import KVCache
@@ -44,9 +46,10 @@ class Row:
     """One test's result, as it is kept for the record.
 
     tok_s, tok_s_std  mean and standard deviation over the repetitions
-    gb_s              10^9 bytes a second: for tg the weights and the cache (at its mean depth) at each
-                      step, for pp the weights once
-    ceiling_share     gb_s over the memory's bandwidth; None for pp, which memory does not bound
+    gb_s              10^9 bytes a second, of all devices: for tg the weights and the cache (at its mean
+                      depth) at each step, for pp the weights once
+    ceiling_share     gb_s over the bandwidth of all devices' memory; None for pp, which memory does not bound
+    data_parallel, tensor_parallel  devices along the axes of the mesh
     """
 
     date: str
@@ -61,6 +64,8 @@ class Row:
     tok_s_std: float
     gb_s: float
     ceiling_share: float | None
+    data_parallel: int = 1
+    tensor_parallel: int = 1
 
 
 def last_logits(
@@ -72,33 +77,32 @@ def last_logits(
     return layers.logits(params, hidden, config), cache
 
 
-read_prompt = functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")(last_logits)
-
-
-@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def read_one_by_one(
     params: Params,
     cache: KVCache,
     tokens: Int[Array, "B N"],
     steps: int | Int[Array, ""],
     config: ModelConfig,
-) -> tuple[Float[Array, ""], KVCache]:
+) -> tuple[Float[Array, "B"], KVCache]:
     """The first `steps` tokens of every row, one decode step each, in a loop on the device.
 
-    Returns the sum of every step's largest logit: it needs all logits, so none can be optimized away.
+    Returns each row's sum of every step's largest logit: it needs all logits, so none can be optimized away.
     """
 
     def step(i, carry):
         total, cache = carry
         logits, cache = last_logits(params, cache, tokens[:, i][:, None], config)
-        return total + logits.max(), cache
+        return total + logits.max(axis=-1), cache
 
-    return jax.lax.fori_loop(0, steps, step, (jnp.float32(0), cache))
+    return jax.lax.fori_loop(0, steps, step, (jnp.zeros(tokens.shape[0]), cache))
 
 
 @dataclasses.dataclass
 class Test:
-    """One test of one model, made ready once, then run as often as wanted: run() is one timed repetition."""
+    """One test of one model, made ready once, then run as often as wanted: run() is one timed repetition.
+
+    rows   of each device that the mesh gives rows to
+    """
 
     model: Model
     kind: str  # "pp" or "tg"
@@ -107,17 +111,25 @@ class Test:
     rows: int = 1
 
     def __post_init__(self):
-        config, run = self.model.config, self.model.run
-        shape = (self.rows, self.depth + self.tokens)
-        ids = np.random.default_rng(0).integers(0, config.vocab_size, shape).astype(np.int32)
-        self.ids = jnp.asarray(ids[:, self.depth :])
-        self.cache = kv.empty(config, run, *shape)
+        model = self.model
+        self.data, self.parts = (parallel.size(model.mesh, axis) for axis in (parallel.DATA, parallel.MODEL))
+        shape = (self.rows * self.data, self.depth + self.tokens)
+        ids = np.random.default_rng(0).integers(0, model.config.vocab_size, shape).astype(np.int32)
+        self.ids = parallel.place_rows(ids[:, self.depth :], model.mesh)
+        self.cache = parallel.empty_cache(model.config, model.run, *shape, model.mesh)
         if self.depth:
-            prompt = jnp.asarray(ids[:, : self.depth])
-            _, self.cache = read_prompt(self.model.params, self.cache, prompt, config)
+            self._call(last_logits, parallel.place_rows(ids[:, : self.depth], model.mesh))
         on_gpu = jax.default_backend() != "cpu"
         for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
             self.run(warm=True)
+
+    def _call(self, function, *arrays) -> jax.Array:
+        """Run it on the cache, and return what else it returns."""
+        model, returns = self.model, ("rows", "held")
+        out, self.cache = parallel.run(
+            function, model.params, self.cache, *arrays, config=model.config, mesh=model.mesh, returns=returns
+        )
+        return out
 
     @property
     def name(self) -> str:
@@ -127,29 +139,31 @@ class Test:
 
     def run(self, warm: bool = False) -> float:
         """Tokens per second of one repetition."""
-        params, config = self.model.params, self.model.config
-        cache = self.cache.replace(lengths=jnp.full(self.rows, self.depth, jnp.int32))
-        steps = jnp.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens)
-        jax.block_until_ready((cache, steps))
+        rows = self.rows * self.data
+        lengths = parallel.place_rows(np.full(rows, self.depth, np.int32), self.model.mesh)
+        self.cache = self.cache.replace(lengths=lengths)
+        steps = np.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens)
+        jax.block_until_ready(self.cache)
         began = time.perf_counter()
         if self.kind == "pp":
-            out, self.cache = read_prompt(params, cache, self.ids, config)
+            out = self._call(last_logits, self.ids)
         else:
-            out, self.cache = read_one_by_one(params, cache, self.ids, steps, config)
+            out = self._call(read_one_by_one, self.ids, steps)
         jax.block_until_ready(out)
-        return self.rows * self.tokens / (time.perf_counter() - began)
+        return rows * self.tokens / (time.perf_counter() - began)
 
     def bytes_moved(self) -> int:
-        """Per run for pp, per step for tg: see Row."""
-        held = weights.decode_bytes(self.model.params)
+        """By all devices, per run for pp, per step for tg: see Row."""
+        held = weights.decode_bytes(self.model.params) * self.data
         if self.kind == "pp":
             return held
-        lengths = [self.depth + self.tokens // 2] * self.rows
+        lengths = [self.depth + self.tokens // 2] * self.rows * self.data
         return card.decode_bytes(held, self.model.config, self.model.run, lengths)
 
     def row(self, speeds: Sequence[float]) -> Row:
         params, config, mean = self.model.params, self.model.config, statistics.fmean(speeds)
-        moved = self.bytes_moved() * mean / (self.tokens if self.kind == "pp" else self.rows)
+        tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else 1)
+        moved = self.bytes_moved() * mean / tokens
         return Row(
             date=now(),
             commit=commit(),
@@ -162,7 +176,9 @@ class Test:
             tok_s=mean,
             tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
             gb_s=moved / 1e9,
-            ceiling_share=moved / card.bandwidth() if self.kind == "tg" else None,
+            ceiling_share=moved / card.bandwidth() / (self.data * self.parts) if self.kind == "tg" else None,
+            data_parallel=self.data,
+            tensor_parallel=self.parts,
         )
 
 

@@ -68,7 +68,7 @@ def device_name() -> str:
 
 def device_memory() -> int:
     """Bytes the default device can hold: what XLA may allocate on a GPU, physical memory on CPU."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -76,7 +76,7 @@ def device_memory() -> int:
 
 def peak_memory() -> int:
     """Most bytes held so far: by XLA on the device, or on CPU by this process (its largest resident set)."""
-    stats = jax.devices()[0].memory_stats()
+    stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -112,7 +112,7 @@ def attention_block(
         num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl, finished=cache.finished,
     )  # fmt: skip
     cache = cache.replace(k=k_pages, v=v_pages, finished=next(iter(finished), None))
-    return _add_product(x, out, w.wo, layer, params.axis, tap), cache
+    return _add_product(x, out, w.wo, layer, params, tap), cache
 
 
 def gated_mlp(
@@ -128,7 +128,7 @@ def gated_mlp(
     """
     w = params.layers
     hidden = gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
-    return _add_product(x, hidden, w.w_down, layer, params.axis, tap)
+    return _add_product(x, hidden, w.w_down, layer, params, tap)
 
 
 def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
@@ -253,13 +253,21 @@ def _add_product(
     h: jax.Array,
     weight: LayerStack,
     layer,
-    axis: str | None,
+    params: Params,
     tap: Callable[[jax.Array], jax.Array] | None,
 ) -> jax.Array:
-    """x + tap(h W.T). Where inputs of W are split over devices (`axis`), each has a part of the product, and
-    x is added to their sum once."""
-    if axis is None and tap is None:
+    """x + tap(h W.T). Where inputs of W are split over devices (params.axis), each has a part of the product,
+    and x is added to their sum once."""
+    if params.axis is None and tap is None:
         return matmul(h, weight, layer, residual=x)
     y = matmul(h, weight, layer)
-    y = y if axis is None else jax.lax.psum(y, axis)
-    return x + (y if tap is None else tap(y))
+    if params.axis is None:
+        return x + (y if tap is None else tap(y))
+    if params.peers is not None and tap is None and x.shape[-2] == 1:  # a decode step: latency is all
+        from pallas_kernels.mosaic import all_reduce  # only GPUs need it
+
+        if all_reduce.refuses(x.size) is None:
+            return all_reduce.all_reduce_add(x, y, params.peers[0, 0])
+    y = jax.lax.psum(y, params.axis)
+    # Without the barrier, XLA adds all layers' sums anew in every layer.
+    return jax.lax.optimization_barrier(x + (y if tap is None else tap(y)))

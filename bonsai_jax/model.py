@@ -127,7 +127,7 @@ def load_params(
         decoded=run.weights == "decoded",
         activation_bits=run.activation_bits,
         schedule=run.schedule,
-        placement=None if mesh is None else parallel.Placement(mesh, config),
+        placement=None if mesh is None else parallel.Placement(mesh, config, run.all_reduce),
         progress=progress,
     )
 
@@ -246,30 +246,36 @@ def continue_stream(
     tokens ahead of the piece (`cache.rewind`).
     """
     tokens, lengths = pad([list(ids)] * state.tokens.shape[0])
-    state = parallel.prefill(model.params, state, tokens, lengths, model.config, mesh=model.mesh)
-    decode = functools.partial(
-        parallel.decode, model.params, config=model.config, size=STREAM_SIZE, mesh=model.mesh
-    )
+    run = functools.partial(parallel.run, config=model.config, mesh=model.mesh)
+    state = run(core.prefill, model.params, state, tokens, lengths, returns=("held",))
+
+    def decode(state: core.State, limit: int):
+        limits = np.int32(limit)
+        return run(_decode, model.params, state, limits, size=STREAM_SIZE, returns=("held", "rows"))
+
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
-    piece = reader.read(np.asarray(state.tokens)[:1], ended=int(state.remaining[0]) == 0)
+    fetch = parallel.fetch
+    piece = reader.read(fetch(state.tokens)[:1], ended=fetch(state.remaining)[0] == 0)
     yield state, piece  # before the steps are compiled: the first token is there at once
     if piece.finish_reason is not None:
         return
     steps, began = 1, time.perf_counter()
-    state, drawn = decode(state, limit=1)
+    state, drawn = decode(state, 1)
     remaining = jnp.copy(state.remaining)  # the next dispatch donates the state's own
     while True:
         # Dispatched before the tokens of the one before are waited for: the device never waits for the host.
-        state, next_drawn = decode(state, limit=steps)
+        state, next_drawn = decode(state, steps)
         next_remaining = jnp.copy(state.remaining)
-        piece = reader.read(np.asarray(drawn)[0], ended=int(remaining[0]) == 0)
+        piece = reader.read(fetch(drawn)[0], ended=fetch(remaining)[0] == 0)
         yield state, piece
         if piece.finish_reason is not None:
             return
         drawn, remaining = next_drawn, next_remaining
         # As many steps a dispatch as take a twentieth of a second, so that text flows and dispatches are few.
         elapsed, began = time.perf_counter() - began, time.perf_counter()
-        steps = max(1, min(int(steps * 0.05 / elapsed), 2 * steps, STREAM_SIZE))
+        # Processes must take the same number, and their clocks differ.
+        most = STREAM_SIZE // 8 if jax.process_count() > 1 else int(steps * 0.05 / elapsed)
+        steps = max(1, min(most, 2 * steps, STREAM_SIZE))
 
 
 def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
@@ -289,10 +295,11 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     for first in range(0, len(ids), core.PREFILL_CHUNK):
         chunk = ids[first : first + core.PREFILL_CHUNK]
         tokens, lengths = pad([chunk] * rows)
-        scores, cache = parallel.teacher_forced_logits(
-            model.params, cache, tokens, lengths, model.config, mesh=model.mesh
-        )
-        yield np.asarray(scores[0, : len(chunk)])
+        scores, cache = parallel.run(
+            core.teacher_forced_logits, model.params, cache, tokens, lengths,
+            config=model.config, mesh=model.mesh, returns=("rows", "held"),
+        )  # fmt: skip
+        yield parallel.fetch(scores)[0, : len(chunk)]
 
 
 class _Reader:
@@ -345,18 +352,23 @@ def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eo
     new = [max_new_tokens] * len(ids) + [1] * padding
     state = new_state(model, rows, context, sampling_params, new, ignore_eos=ignore_eos)
     end_tokens = _end_tokens(state)
-    _, drawn = parallel.generate_tokens(
-        model.params, state, tokens, lengths, model.config, size=size, mesh=model.mesh
-    )
+    _, drawn = parallel.run(
+        core.generate_tokens, model.params, state, tokens, lengths,
+        config=model.config, size=size, mesh=model.mesh, returns=("held", "rows"),
+    )  # fmt: skip
     outputs = []
-    for prompt, row in zip(ids, np.asarray(drawn)[: len(ids)], strict=True):
+    for prompt, row in zip(ids, parallel.fetch(drawn)[: len(ids)], strict=True):
         piece = _Reader(model.tokenizer, end_tokens, stop).read(row, ended=True)
         outputs.append(Output(piece.text, piece.tokens, piece.finish_reason or "length", len(prompt)))
     return outputs
 
 
+def _decode(params: Params, state: core.State, limit, config: ModelConfig, size: int):
+    return core.decode(params, state, config, limit=limit, size=size)
+
+
 def _end_tokens(state: core.State) -> frozenset[int]:
-    return frozenset(np.asarray(state.stop_ids)[0].tolist()) - {core.NO_TOKEN}
+    return frozenset(parallel.fetch(state.stop_ids)[0].tolist()) - {core.NO_TOKEN}
 
 
 def _spread(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:

@@ -11,27 +11,29 @@ draws the same tokens. `AXES` and `RULES` say all of this; what a device does wi
 layers.py.
 """
 
+import ctypes
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import cache as kv
-from bonsai_jax import decoding as core
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import State
 from bonsai_jax.params import Params
-from pallas_kernels import LayerStack, QTensor, dispatch, formats
-from pallas_kernels.qtensor import Rows
+from checkpoints import Tensor
+from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
 
 DATA, MODEL = "data", "model"
 
@@ -40,7 +42,7 @@ DATA, MODEL = "data", "model"
 AXES: dict[str, tuple[str | None, ...]] = {
     "embed": ("vocab", None),
     "head": ("vocab", None),
-    "wqkv": ("layers", "heads", None),
+    **dict.fromkeys(("wq", "wk", "wv", "wqkv"), ("layers", "heads", None)),
     "bqkv": ("layers", "heads"),
     "wo": ("layers", None, "heads"),
     "w_gate": ("layers", "ffn", None),
@@ -48,9 +50,10 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "w_down": ("layers", None, "ffn"),
     "k": ("layers", "rows", None, "heads", None),  # a row's pages lie with the row
     "v": ("layers", "rows", None, "heads", None),
+    "peers": ("rows", "devices", None, None),
 }
 # Logical axis -> mesh axis.
-RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "layers": None}
+RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "devices": MODEL, "layers": None}
 
 TILE_ROWS, TILE_COLUMNS = 16, 256  # borders of the layouts that kernels read (pallas_kernels/tiles.py)
 
@@ -90,10 +93,12 @@ class Placement:
     """Where the weights of a model go: `params.load` asks it.
 
     config   of the whole model
+    all_reduce  RunConfig's
     """
 
     mesh: Mesh
     config: ModelConfig
+    all_reduce: str = "psum"
 
     @property
     def parts(self) -> int:
@@ -116,72 +121,166 @@ class Placement:
             able = ", ".join(str(d) for d in range(1, config.num_heads + 1) if not reasons[d])
             raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
 
-    def put(self, field: str, value: Any) -> Any:
-        """A field of Params (or of its layers) over the mesh. Static shapes become those of one device."""
-        if value is None:
+    def share(self, field: str, shape: tuple[int, int], impl: str) -> "Share | None":
+        """What each device has of a matrix of this shape (outputs, inputs); None: all of it. The vocabulary
+        is padded to whole shares, with what is never read."""
+        outputs, inputs = AXES[field][-2:]
+        c, parts = self.config, self.parts
+        if parts == 1 or not (outputs or inputs):
             return None
-        if self.parts > 1:
-            if field == "wqkv":
-                value = self._qkv(value)
-            elif field == "bqkv":
-                value = value[:, self._qkv_rows(0, value.shape[1])]
-            elif field in AXES:
-                value = jax.tree.map(
-                    lambda w: self._share(field, w), value, is_leaf=lambda leaf: isinstance(leaf, QTensor)
-                )
-        names = tuple(RULES[axis] if axis else None for axis in AXES.get(field, ()))
-        sharding = NamedSharding(self.mesh, _present(names, self.mesh))
-        return jax.tree.map(lambda array: jax.device_put(array, sharding), value)
+        if inputs:
+            return _even_share(1, shape[1] // parts, parts)
+        if field in ("wk", "wv"):  # with fewer KV heads than devices, several have the same one
+            starts = tuple(d * c.num_kv_heads // parts * c.head_dim for d in range(parts))
+            return Share(0, starts, max(1, c.num_kv_heads // parts) * c.head_dim)
+        unit = TILE_ROWS if outputs == "vocab" and impl == "mosaic" else 1
+        return _even_share(0, -(-shape[0] // (unit * parts)) * unit, parts)
 
-    def _share(self, field: str, w: QTensor) -> QTensor:
-        """Static shape of a device's share; the vocabulary is padded with rows of zeros (which are bytes:
-        what they decode to is never read) to whole shares."""
-        *_, outputs, inputs = AXES[field]
-        (n, k), parts = w.shape, self.parts
-        if outputs == "vocab":
-            unit = TILE_ROWS if w.impl == "mosaic" else 1
-            units = -(-n // (unit * parts)) * parts
-            n = units * unit
-            w = w.replace(fields={name: _pad_rows(f, units) for name, f in w.fields.items()})
-        shape = (n // parts if outputs else n, k // parts if inputs else k)
-        return _rechosen(w.replace(shape=shape))
+    def blocks(self, t: Tensor, share: "Share | None") -> jax.Array:
+        """A matrix's blocks over the mesh, uint8: the share of each device, which is all that is read of the
+        file, side by side."""
+        data = t.data
 
-    def _qkv(self, stacks: tuple[LayerStack, ...]) -> tuple[LayerStack, ...]:
-        """Joined queries, keys and values with each device's rows together: its q, its k, its v."""
-        placed, first = [], 0
-        for stack in stacks:
-            parts = []
-            for part in stack.parts:
-                at, pieces = first, []
-                for piece in part.pieces if isinstance(part, Rows) else (part,):
-                    pieces.append(self._ordered(piece, self._qkv_rows(at, piece.shape[0])))
-                    at += piece.shape[0]
-                parts.append(Rows(tuple(pieces)) if isinstance(part, Rows) else pieces[0])
-            first += stack.shape[0]
-            placed.append(LayerStack(tuple(parts), stack.where))
-        return tuple(placed)
+        def read(index) -> np.ndarray:
+            if share is None or share.axis == 1:
+                return np.ascontiguousarray(data[index])
+            start = share.starts[(index[0].start or 0) // share.count]
+            rows = data[start : start + share.count]
+            return np.pad(rows, ((0, share.count - len(rows)), (0, 0)))
 
-    def _ordered(self, w: QTensor, rows: np.ndarray) -> QTensor:
-        unit = TILE_ROWS if w.impl == "mosaic" else 1
-        units = rows.reshape(-1, unit)[:, 0] // unit
-        fields = {name: field[:, units] for name, field in w.fields.items()}
-        return _rechosen(w.replace(fields=fields, shape=(len(rows) // self.parts, w.shape[1])))
+        rows = data.shape[0] if share is None or share.axis == 1 else share.count * self.parts
+        sharding = NamedSharding(self.mesh, self._spec(share))
+        return jax.make_array_from_callback((rows, data.shape[1]), sharding, read)
 
-    def _qkv_rows(self, first: int, count: int) -> np.ndarray:
-        """Of rows first .. first + count - 1 of the joined matrix (q, k, v), those of each device in turn,
-        counted from `first`. Where there are fewer KV heads than devices, several have the same one."""
-        c, rows = self.config, []
-        heads, kv_heads = c.num_heads // self.parts, max(1, c.num_kv_heads // self.parts)
+    def made(self, make: Callable[[Any], QTensor], share: "Share | None", whole: bool):
+        """`make` on each device: of its share of the blocks, or if `whole` of what every device has."""
+        spec = self._spec(share)
+        return _mapped(make, self.mesh, (P() if whole else spec,), spec)
+
+    def placed(self, make: Callable[[Any], QTensor], share: "Share | None", whole: bool):
+        """The same, into a layer's place: (stack, what to make it of, layer) -> stack."""
+        spec = self._spec(share)
+        stack = P(None, *spec)
+
+        def place(stack, source, layer):
+            return jax.tree.map(lambda field, new: field.at[layer].set(new), stack, make(source))
+
+        return _mapped(place, self.mesh, (stack, P() if whole else spec, P()), stack)
+
+    def zeros(self, shape: QTensor, layers: int, share: "Share | None") -> QTensor:
+        """A stack of such matrices; never whole on one device."""
+        sharding = NamedSharding(self.mesh, P(None, *self._spec(share)))
+        return jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype, device=sharding), shape)
+
+    def joined(self, stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
+        """Queries, keys and values as one (qtensor.joined): on each device its own."""
+        spec = _present((None, self.axis), self.mesh)
+        join = jax.jit(_mapped(qtensor.joined, self.mesh, (spec,), spec))
+        return jax.tree.map(_rechosen, join(tuple(stacks)), is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+    def biases(self, biases: Sequence[Float[np.ndarray, "L N"]]) -> jax.Array:
+        """Those of queries, keys and values as one: the part of each device, side by side."""
+        of_device = []
         for device in range(self.parts):
-            kv_first = device * c.num_kv_heads // self.parts
-            for start, head, number in (
-                (0, device * heads, heads),
-                (c.q_width, kv_first, kv_heads),
-                (c.q_width + c.kv_width, kv_first, kv_heads),
-            ):
-                rows.append(start + np.arange(head * c.head_dim, (head + number) * c.head_dim))
-        ids = np.concatenate(rows) - first
-        return ids[(ids >= 0) & (ids < count)]
+            for field, bias in zip(("wq", "wk", "wv"), biases, strict=True):
+                share = self.share(field, (bias.shape[1], 0), "xla")
+                of_device.append(bias if share is None else share.rows(bias.T, device).T)
+        return self.vectors("bqkv", np.concatenate(of_device, axis=1))
+
+    def vectors(self, field: str, value: np.ndarray) -> jax.Array:
+        """A small array that every process has whole, over the mesh by `AXES`."""
+        names = tuple(RULES[axis] if axis else None for axis in AXES.get(field, ()))
+        return _spread(value, NamedSharding(self.mesh, _present(names, self.mesh)))
+
+    def peers(self) -> Int[Array, "data model devices+2 2"] | None:
+        """Where the mailboxes are for the sums of a decode step; None where it has none. Raises
+        NotImplementedError where mailboxes were asked for and devices cannot write into each other's
+        memory."""
+        if self.parts == 1 or self.all_reduce == "psum":
+            return None
+        names, grid = self.mesh.axis_names, self.mesh.devices
+        grid = grid.transpose([names.index(axis) for axis in (DATA, MODEL) if axis in names])
+        grid = grid.reshape(size(self.mesh, DATA), self.parts)
+        if not all(_reach_each_other(tuple(row)) for row in grid):
+            raise NotImplementedError(
+                "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that "
+                "reach each other's memory; leave it to 'psum'"
+            )
+        mailboxes = [[_mailbox(device, self.parts) for device in row] for row in grid]
+        from pallas_kernels.mosaic import all_reduce  # only GPUs need it
+
+        pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
+        value = np.array([[all_reduce.addresses(row, me) for me in range(self.parts)] for row in pointers])
+        return self.vectors("peers", value)
+
+    def _spec(self, share: "Share | None") -> P:
+        return P() if share is None else P(*[None] * share.axis, self.axis)
+
+
+@functools.cache  # for good: what knows its address may live as long as the process
+def _mailbox(device: Any, devices: int) -> jax.Array:
+    """Memory of a device that others write into (pallas_kernels/mosaic/all_reduce.py)."""
+    from pallas_kernels.mosaic import all_reduce  # only GPUs need it
+
+    zeros = np.zeros(all_reduce.mailbox_words(devices), np.int32)
+    return jax.block_until_ready(jax.device_put(zeros, device))
+
+
+def _reach_each_other(devices: tuple[Any, ...]) -> bool:
+    """Whether these are GPUs of this process that read and write each other's memory."""
+    if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
+        return False
+    if int(dispatch.platform().removeprefix("sm_")) < 80:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    able = ctypes.c_int()
+    for a, b in itertools.permutations(devices, 2):
+        if driver.cuDeviceCanAccessPeer(ctypes.byref(able), a.local_hardware_id, b.local_hardware_id):
+            return False
+        if not able.value:
+            return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What each device along the mesh axis "model" has of a matrix: rows (axis 0) or columns (axis 1)
+    starts[device] .. starts[device] + count - 1."""
+
+    axis: int
+    starts: tuple[int, ...]
+    count: int
+
+    def shape(self, whole: tuple[int, int]) -> tuple[int, int]:
+        return (self.count, whole[1]) if self.axis == 0 else (whole[0], self.count)
+
+    def whole_blocks(self, format: str) -> bool:
+        """Whether it is cut at borders of the format's blocks, which run along the columns."""
+        return self.axis == 0 or self.count % formats.get(format).WEIGHTS == 0
+
+    def rows(self, whole: np.ndarray, device: int) -> np.ndarray:
+        return whole[self.starts[device] : self.starts[device] + self.count]
+
+    def of(self, whole: QTensor) -> QTensor:
+        """This device's share of a matrix in blocks, inside shard_map. Rows beyond the matrix are zeros."""
+        start = jnp.array(self.starts)[jax.lax.axis_index(MODEL)]
+
+        def cut(field: jax.Array) -> jax.Array:
+            weights = whole.shape[self.axis] // field.shape[self.axis]  # of a block, along this axis
+            count = self.count // weights
+            beyond = max(0, self.starts[-1] // weights + count - field.shape[self.axis])
+            padding = [(0, beyond if axis == self.axis else 0) for axis in range(field.ndim)]
+            return jax.lax.dynamic_slice_in_dim(jnp.pad(field, padding), start // weights, count, self.axis)
+
+        fields = {name: cut(field) for name, field in whole.fields.items()}
+        return whole.replace(fields=fields, shape=self.shape(whole.shape))
+
+
+def _even_share(axis: int, count: int, parts: int) -> Share:
+    return Share(axis, tuple(device * count for device in range(parts)), count)
 
 
 def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, mesh: Mesh | None) -> KVCache:
@@ -204,7 +303,7 @@ def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, me
     return shape.replace(
         k=jnp.zeros(shape.k.shape, shape.k.dtype, device=sharding.k),  # never whole on one device
         v=jnp.zeros(shape.v.shape, shape.v.dtype, device=sharding.v),
-        block_table=jax.device_put(table, sharding.block_table),
+        block_table=_spread(table, sharding.block_table),
         lengths=jnp.zeros(rows, jnp.int32, device=sharding.lengths),
     )
 
@@ -231,122 +330,77 @@ def shardings(tree, mesh: Mesh):
 
 def place_state(state: State, mesh: Mesh | None) -> State:
     """A state whose cache is `empty_cache`'s, with everything else beside its rows."""
-    return state if mesh is None else jax.device_put(state, shardings(state, mesh))
+    return state if mesh is None else jax.tree.map(_spread, state, shardings(state, mesh))
 
 
-def prefill(
+def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
+    """An array with rows first that every process has whole, over the mesh."""
+    return (
+        jnp.asarray(array) if mesh is None else _spread(array, NamedSharding(mesh, _present((DATA,), mesh)))
+    )
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """An array on the host: all of it, whichever processes' devices hold it. Every process must ask."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has whole, over a mesh: each puts its devices' parts there. Arrays that are
+    there already stay."""
+    if isinstance(array, jax.Array):
+        if array.sharding == sharding:
+            return array
+        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+            return jax.random.wrap_key_data(_spread(jax.random.key_data(array), sharding))
+    value = np.asarray(array)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def run(
+    function: Callable,
     params: Params,
-    state: State,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    config: ModelConfig,
-    *,
+    held: State | KVCache,
+    *arrays: Any,
     mesh: Mesh | None,
-) -> State:
-    """decoding.prefill over a mesh (None: on one device), jitted; the state is donated."""
+    returns: tuple[str, ...],
+    **static: Any,
+):
+    """function(params, held, *arrays, **static) on each device's share (None: on one device), jitted.
+
+    held     donated
+    arrays   with rows first, or scalars
+    returns  what the function returns: "held", or anything else for an array with rows first
+    static   hashable; config is among them
+    """
+    if mesh is not None:
+        arrays = tuple(place_rows(a, mesh) if np.ndim(a) else a for a in arrays)
+    return _run(function, params, held, arrays, mesh, returns, tuple(sorted(static.items())))
+
+
+@functools.partial(jax.jit, static_argnames=("function", "mesh", "returns", "static"), donate_argnames="held")
+def _run(function, params, held, arrays, mesh, returns, static):
     if mesh is None:
-        return core.prefill_jit(params, state, tokens, lengths, config)
-    return _prefill(params, state, tokens, lengths, config, mesh)
+        return function(params, held, *arrays, **dict(static))
+    rows, spec = _present((DATA,), mesh), specs(held, mesh)
 
+    def on_device(params, held, arrays):
+        out = function(params, _own_pages(held, mesh), *arrays, **dict(static))
+        out = out if isinstance(out, tuple) else (out,)
+        return tuple(
+            _own_pages(o, mesh, back=True) if name == "held" else o
+            for name, o in zip(returns, out, strict=True)
+        )
 
-def decode(
-    params: Params,
-    state: State,
-    config: ModelConfig,
-    *,
-    limit: int | Int[Array, ""],
-    size: int,
-    mesh: Mesh | None,
-) -> tuple[State, Int[Array, "B size"]]:
-    """decoding.decode over a mesh (None: on one device), jitted; the state is donated."""
-    if mesh is None:
-        return core.decode_jit(params, state, config, limit=limit, size=size)
-    return _decode(params, state, jnp.asarray(limit, jnp.int32), config, size, mesh)
-
-
-def generate_tokens(
-    params: Params,
-    state: State,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    config: ModelConfig,
-    *,
-    size: int,
-    mesh: Mesh | None,
-) -> tuple[State, Int[Array, "B size"]]:
-    """decoding.generate_tokens over a mesh (None: on one device), jitted; the state is donated."""
-    if mesh is None:
-        return core.generate_tokens(params, state, tokens, lengths, config, size=size)
-    return _generate_tokens(params, state, tokens, lengths, config, size, mesh)
-
-
-def teacher_forced_logits(
-    params: Params,
-    cache: KVCache,
-    tokens: Int[Array, "B T"],
-    lengths: Int[Array, "B"],
-    config: ModelConfig,
-    *,
-    mesh: Mesh | None,
-) -> tuple[Float[Array, "B T V"], KVCache]:
-    """decoding.teacher_forced_logits over a mesh (None: on one device); the cache is donated."""
-    if mesh is None:
-        return core.teacher_forced_logits(params, cache, tokens, lengths, config)
-    return _teacher_forced_logits(params, cache, tokens, lengths, config, mesh)
-
-
-# Each row's tokens depend on its own row only, so devices along "data" run loops of different lengths; those
-# along "model" draw the same tokens and stay in step. check_vma is off because gathered logits are the same
-# on every device, but JAX's types do not know it.
-
-
-@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="state")
-def _prefill(params, state, tokens, lengths, config, mesh):
-    rows, held = _present((DATA,), mesh), specs(state, mesh)
-
-    def run(params, state, tokens, lengths):
-        state = core.prefill(params, _own_pages(state, mesh), tokens, lengths, config)
-        return _own_pages(state, mesh, back=True)
-
-    in_specs = (specs(params, mesh), held, rows, rows)
-    return _mapped(run, mesh, in_specs, held)(params, state, tokens, lengths)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "size", "mesh"), donate_argnames="state")
-def _decode(params, state, limit, config, size, mesh):
-    rows, held = _present((DATA,), mesh), specs(state, mesh)
-
-    def run(params, state, limit):
-        state, drawn = core.decode(params, _own_pages(state, mesh), config, limit=limit, size=size)
-        return _own_pages(state, mesh, back=True), drawn
-
-    return _mapped(run, mesh, (specs(params, mesh), held, P()), (held, rows))(params, state, limit)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "size", "mesh"), donate_argnames="state")
-def _generate_tokens(params, state, tokens, lengths, config, size, mesh):
-    rows, held = _present((DATA,), mesh), specs(state, mesh)
-
-    def run(params, state, tokens, lengths):
-        state = _own_pages(state, mesh)
-        state, drawn = core.generate_tokens(params, state, tokens, lengths, config, size=size)
-        return _own_pages(state, mesh, back=True), drawn
-
-    in_specs = (specs(params, mesh), held, rows, rows)
-    return _mapped(run, mesh, in_specs, (held, rows))(params, state, tokens, lengths)
-
-
-@functools.partial(jax.jit, static_argnames=("config", "mesh"), donate_argnames="cache")
-def _teacher_forced_logits(params, cache, tokens, lengths, config, mesh):
-    rows, held = _present((DATA,), mesh), specs(cache, mesh)
-
-    def run(params, cache, tokens, lengths):
-        cache = _own_pages(cache, mesh)
-        logits, cache = core.teacher_forced_logits(params, cache, tokens, lengths, config)
-        return logits, _own_pages(cache, mesh, back=True)
-
-    in_specs = (specs(params, mesh), held, rows, rows)
-    return _mapped(run, mesh, in_specs, (rows, held))(params, cache, tokens, lengths)
+    # Each row's tokens depend on its own row only, so devices along "data" run loops of different lengths;
+    # those along "model" draw the same tokens and stay in step. check_vma is off because gathered logits are
+    # the same on every device, but JAX's types do not know it.
+    in_specs = (specs(params, mesh), spec, tuple(rows if jnp.ndim(a) else P() for a in arrays))
+    out_specs = tuple(spec if name == "held" else rows for name in returns)
+    out = _mapped(on_device, mesh, in_specs, out_specs)(params, held, arrays)
+    return out if len(out) > 1 else out[0]
 
 
 def _own_pages(tree, mesh: Mesh, back: bool = False):
@@ -377,8 +431,7 @@ def _refuses(config: ModelConfig, matrices, parts: int) -> str | None:
     if heads % parts or (kv_heads % parts and parts % kv_heads):
         return f"{heads} query heads and {kv_heads} KV heads do not split evenly"
     for field, (n, k), format, impl in matrices:
-        axes = AXES["wqkv" if field in ("wq", "wk", "wv") else field]
-        outputs, inputs = axes[-2:]
+        outputs, inputs = AXES[field][-2:]
         tiled = impl == "mosaic"
         rows = TILE_ROWS if tiled else 1
         columns = math.lcm(formats.get(format).WEIGHTS, TILE_COLUMNS if tiled else 1)
@@ -392,11 +445,7 @@ def _refuses(config: ModelConfig, matrices, parts: int) -> str | None:
 
 
 def _rechosen(w: QTensor) -> QTensor:
-    """The choice for many rows depends on the shape, which is now a device's."""
+    """The choice for many rows depends on the shape, which is now that of joined rows."""
     if w.gemm == "xla":
         return w
     return w.replace(gemm=dispatch.choose(dispatch.Problem("gemm", dispatch.platform(), w.format, w.shape)))
-
-
-def _pad_rows(field: jax.Array, rows: int) -> jax.Array:
-    return jnp.pad(field, [(0, rows - field.shape[0])] + [(0, 0)] * (field.ndim - 1))

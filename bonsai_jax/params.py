@@ -9,14 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
 from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
 
 if TYPE_CHECKING:
-    from bonsai_jax.parallel import Placement
+    from bonsai_jax.parallel import Placement, Share
 
 JOINED = ("wq", "wk", "wv", "bq", "bk", "bv")  # fields of Spec that are not of Layers
 
@@ -45,6 +45,8 @@ class Params(struct.PyTreeNode):
     schedule  how a decode step's kernels are launched (dispatch.choose)
     axis      the mesh axis over which matrices are split (parallel.py); None where a device has them whole.
               Split ones exist inside shard_map, and their static shapes are those of one device
+    peers     where devices write into each other's memory for the sums of a decode step
+              (pallas_kernels/mosaic/all_reduce.py); None where they are jax.lax.psum
     """
 
     embed: QTensor
@@ -52,6 +54,7 @@ class Params(struct.PyTreeNode):
     final_norm: Float[Array, "H"]
     head: QTensor | None
     rope_frequencies: Float[Array, "D/2"]
+    peers: Int[Array, "data model devices+2 2"] | None = None
     schedule: str = struct.field(pytree_node=False, default="launches")
     axis: str | None = struct.field(pytree_node=False, default=None)
 
@@ -99,8 +102,8 @@ def load(
     decoded    hold weights as float32, decoded here once, instead of packed
     activation_bits  8 or 16, to which kernels may round activations
     schedule   how a decode step's kernels are launched (dispatch.choose)
-    placement  how weights lie over many devices (parallel.Placement). Each weight, of all layers, exists on
-               the default device before it is split
+    placement  how weights lie over many devices (parallel.Placement); each makes its share from its share of
+               the blocks
     progress   called with bytes read so far and in all
     Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats, and for an implementation or a
@@ -122,7 +125,7 @@ def load(
             (spec.field, t) for spec, tensors in plan.items() for t in tensors if len(spec.shape) == 2
         ]
         placement.check([(field, t.shape, hold.format(t), hold.choose(t)) for field, t in matrices])
-    put = placement.put if placement else lambda field, value: value
+    peers = placement.peers() if placement else None
     total, done = sum(t.nbytes for tensors in plan.values() for t in tensors), 0
     fields: dict[str, Any] = {}
     for spec, tensors in plan.items():
@@ -131,20 +134,27 @@ def load(
             fields[spec.field] = None
         elif len(spec.shape) == 1:
             vectors = _vectors(tensors)
-            fields[spec.field] = vectors if stacked else vectors[0]
+            vectors = vectors if stacked else vectors[0]
+            if placement and spec.field not in (*JOINED, "rope_divisors"):
+                vectors = placement.vectors(spec.field, np.asarray(vectors))
+            fields[spec.field] = vectors
         else:
-            fields[spec.field] = _stack(tensors, hold) if stacked else _matrix(tensors[0], hold)
+            fields[spec.field] = (_stack if stacked else _matrix)(spec.field, tensors, hold, placement)
         if spec.field == "wv":  # at once, while little else is loaded: for a moment they exist twice
-            fields["wqkv"] = put("wqkv", qtensor.joined([fields.pop(name) for name in ("wq", "wk", "wv")]))
-        elif spec.field not in JOINED and spec.field != "rope_divisors":
-            fields[spec.field] = put(spec.field, fields[spec.field])
+            join = placement.joined if placement else qtensor.joined
+            fields["wqkv"] = join([fields.pop(name) for name in ("wq", "wk", "wv")])
         done += sum(t.nbytes for t in tensors)
         progress(done, total)
     if biases := [fields.pop(name) for name in ("bq", "bk", "bv") if name in fields]:
-        fields["bqkv"] = put("bqkv", jnp.concatenate(biases, axis=1))
+        fields["bqkv"] = (
+            placement.biases([np.asarray(b) for b in biases])
+            if placement
+            else jnp.concatenate(biases, axis=1)
+        )
     # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
     if (divisors := fields.pop("rope_divisors", None)) is not None:
         rope_frequencies = rope_frequencies / divisors
+    frequencies = jnp.asarray(rope_frequencies, jnp.float32)
     layer_fields = {f.name for f in dataclasses.fields(Layers)}
     layers = Layers(**{name: value for name, value in fields.items() if name in layer_fields})
     return Params(
@@ -154,7 +164,10 @@ def load(
             layers_problem(layers, config, rows=1), "launches" if placement and placement.axis else schedule
         ),
         axis=placement.axis if placement else None,
-        rope_frequencies=put("rope_frequencies", jnp.asarray(rope_frequencies, jnp.float32)),
+        peers=peers,
+        rope_frequencies=placement.vectors("rope_frequencies", np.asarray(frequencies))
+        if placement
+        else frequencies,
         **{name: value for name, value in fields.items() if name not in layer_fields},
     )
 
@@ -280,7 +293,62 @@ def _vectors(tensors: Sequence[Tensor | RandomTensor]) -> jax.Array:
     return jnp.stack([qtensor.dequantize(qtensor.from_blocks(blocks(t)[None], t.format))[0] for t in tensors])
 
 
-def _stack(tensors: Sequence[Tensor | RandomTensor], hold: _Hold) -> LayerStack:
+@dataclasses.dataclass(frozen=True)
+class _Recipe:
+    """How a matrix becomes a QTensor, static for jit; called with its blocks, or if `drawn` with (seed, mean,
+    std). With `share`, on one of many devices: the blocks are its own already, or if `whole` the matrix is
+    cut here."""
+
+    format: str
+    shape: tuple[int, int]
+    held: str
+    impl: str
+    gemm: str
+    activation_bits: int
+    drawn: bool
+    share: "Share | None"
+    whole: bool
+
+    def __call__(self, source) -> QTensor:
+        if self.drawn:
+            seed, mean, std = source
+            lead = (self.shape[0], self.shape[1] // formats.get(self.format).WEIGHTS)
+            fields = formats.random_fields(self.format, jax.random.key(seed), lead, mean, std)
+            w = QTensor(fields, self.format, self.shape)
+        else:
+            w = qtensor.from_blocks(source, self.format)
+        cut = self.share if self.whole else None
+        early = cut and cut.whole_blocks(self.format)
+        w = cut.of(w) if cut and early else w
+        w = w if w.format == self.held else qtensor.quantize(qtensor.dequantize(w), self.held)
+        w = cut.of(w) if cut and not early else w
+        w = qtensor.tile(w) if self.impl == "mosaic" else w
+        return w.replace(impl=self.impl, gemm=self.gemm, activation_bits=self.activation_bits)
+
+
+def _recipe(field: str, t: Tensor | RandomTensor, hold: _Hold, placement: "Placement | None") -> _Recipe:
+    shape, impl = (t.shape[0], t.shape[1]), hold.choose(t)
+    share = placement.share(field, shape, impl) if placement else None
+    # The choice for many rows depends on the shape that a device has. Naming a kernel names the one of a
+    # decode step; only "xla" asks for the definition everywhere.
+    own = share.shape(shape) if share else shape
+    problem = dispatch.Problem("gemm", dispatch.platform(), hold.format(t), own)
+    gemm = dispatch.choose(problem, "xla" if hold.impl == "xla" else "auto")
+    drawn = isinstance(t, RandomTensor)
+    whole = drawn or share is None or not share.whole_blocks(t.format)
+    return _Recipe(t.format, shape, hold.format(t), impl, gemm, hold.activation_bits, drawn, share, whole)
+
+
+def _source(t: Tensor | RandomTensor, recipe: _Recipe, placement: "Placement | None"):
+    """What a recipe is called with."""
+    if isinstance(t, RandomTensor):
+        return np.uint32(t.seed), np.float32(t.mean), np.float32(t.std)
+    return placement.blocks(t, None if recipe.whole else recipe.share) if placement else jnp.asarray(t.data)
+
+
+def _stack(
+    field: str, tensors: Sequence[Tensor | RandomTensor], hold: _Hold, placement: "Placement | None"
+) -> LayerStack:
     """One matrix of every layer, in a stack per format. Each layer is written into its place in a donated
     stack, so that no more than one layer exists twice."""
     held = [hold.format(t) for t in tensors]
@@ -290,35 +358,40 @@ def _stack(tensors: Sequence[Tensor | RandomTensor], hold: _Hold) -> LayerStack:
     )
     parts: list[QTensor | None] = [None] * len(formats_held)
     for t, (part, index) in zip(tensors, where, strict=True):
-        one = _matrix(t, hold)
-        stack = parts[part] or _zeros(one, held.count(one.format))
-        parts[part] = _place(stack, one, index)
+        recipe = _recipe(field, t, hold, placement)
+        source = _source(t, recipe, placement)
+        stack = parts[part]
+        if stack is None:
+            one = jax.eval_shape(functools.partial(_make, recipe=recipe, placement=placement), source)
+            layers = held.count(recipe.held)
+            stack = placement.zeros(one, layers, recipe.share) if placement else _zeros(one, layers)
+        parts[part] = _place(stack, source, index, recipe, placement)
     return LayerStack(tuple(part for part in parts if part), where)
 
 
-def _matrix(t: Tensor | RandomTensor, hold: _Hold) -> QTensor:
-    """One matrix in the format and layout in which it will be held."""
-    problem = dispatch.Problem("matmul", dispatch.platform(), hold.format(t), t.shape)
-    impl = hold.choose(t)
-    # Naming a kernel names the one of a decode step; only "xla" asks for the definition everywhere.
-    gemm = dispatch.choose(dataclasses.replace(problem, op="gemm"), "xla" if hold.impl == "xla" else "auto")
-    if isinstance(t, Tensor):
-        w = _from_blocks(jnp.asarray(t.data), t.format, problem.format, impl)
-    else:
-        w = QTensor(_draw(t), t.format, (t.shape[0], t.shape[1]))
-        w = _convert(w, problem.format, impl)
-    return w.replace(impl=impl, gemm=gemm, activation_bits=hold.activation_bits)
+def _matrix(
+    field: str, tensors: Sequence[Tensor | RandomTensor], hold: _Hold, placement: "Placement | None"
+) -> QTensor:
+    """The only one of its kind."""
+    (t,) = tensors
+    recipe = _recipe(field, t, hold, placement)
+    return _make(_source(t, recipe, placement), recipe, placement)
 
 
-@functools.partial(jax.jit, static_argnames=("format", "held", "impl"))
-def _from_blocks(raw: jax.Array, format: str, held: str, impl: str) -> QTensor:
-    return _convert(qtensor.from_blocks(raw, format), held, impl)
+@functools.partial(jax.jit, static_argnames=("recipe", "placement"))
+def _make(source, recipe: _Recipe, placement: "Placement | None") -> QTensor:
+    return placement.made(recipe, recipe.share, recipe.whole)(source) if placement else recipe(source)
 
 
-@functools.partial(jax.jit, static_argnames=("held", "impl"))
-def _convert(w: QTensor, held: str, impl: str) -> QTensor:
-    w = w if w.format == held else qtensor.quantize(qtensor.dequantize(w), held)
-    return qtensor.tile(w) if impl == "mosaic" else w
+@functools.partial(jax.jit, static_argnames=("recipe", "placement"), donate_argnums=0)
+def _place(stack: QTensor, source, index, recipe: _Recipe, placement: "Placement | None") -> QTensor:
+    if placement:
+        return placement.placed(recipe, recipe.share, recipe.whole)(stack, source, index)
+    return jax.tree.map(lambda field, new: field.at[index].set(new), stack, recipe(source))
+
+
+def _zeros(one: QTensor, layers: int) -> QTensor:
+    return jax.tree.map(lambda field: jnp.zeros((layers, *field.shape), field.dtype), one)
 
 
 def _draw(t: RandomTensor) -> dict[str, jax.Array]:
@@ -329,12 +402,3 @@ def _draw(t: RandomTensor) -> dict[str, jax.Array]:
 def _random_fields(format: str, shape: tuple[int, ...], seed, mean, std) -> dict[str, jax.Array]:
     lead = (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)
     return formats.random_fields(format, jax.random.key(seed), lead, mean, std)
-
-
-def _zeros(one: QTensor, layers: int) -> QTensor:
-    return jax.tree.map(lambda field: jnp.zeros((layers, *field.shape), field.dtype), one)
-
-
-@functools.partial(jax.jit, donate_argnums=0)
-def _place(stack: QTensor, one: QTensor, index) -> QTensor:
-    return jax.tree.map(lambda field, new: field.at[index].set(new), stack, one)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bonsai_jax.config import SamplingParams
@@ -45,7 +46,7 @@ def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_
     Raises ValueError when their number is not `rows` or a logit bias names a token beyond the vocabulary.
     """
     if isinstance(params, SamplingParams):
-        seed = secrets.randbits(31) if params.seed is None else params.seed
+        seed = _any_seed() if params.seed is None else params.seed
         per_row, seeds = [params] * rows, [seed + row for row in range(rows)]
     else:
         per_row = list(params)
@@ -53,7 +54,7 @@ def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_
             raise ValueError(
                 f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
             )
-        seeds = [secrets.randbits(31) if p.seed is None else p.seed for p in per_row]
+        seeds = [_any_seed() if p.seed is None else p.seed for p in per_row]
     for p in per_row:
         for token in p.logit_bias:
             if not 0 <= token < vocab_size:
@@ -87,6 +88,12 @@ def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_
         seen=jnp.zeros((rows, vocab_size), bool),
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
     )
+
+
+def _any_seed() -> int:
+    """A seed that nobody chose, the same in all processes."""
+    seed = secrets.randbits(31)
+    return seed if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.uint32(seed)))
 
 
 def read_prompt(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Sampler:

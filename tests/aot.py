@@ -10,9 +10,10 @@ import re
 from pathlib import Path
 
 import jax
+import numpy as np
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
-from jax.sharding import SingleDeviceSharding, use_abstract_mesh
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, use_abstract_mesh
 
 
 def compile_for_gpu(f, *shapes, compute_capability=(9, 0), **jit_options):
@@ -30,3 +31,19 @@ def compile_for_gpu(f, *shapes, compute_capability=(9, 0), **jit_options):
     arguments = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), shapes)
     with use_abstract_mesh(mesh.abstract_mesh):
         return jax.jit(f, **jit_options).lower(*arguments).compile()
+
+
+def gpu_mesh(devices: int) -> Mesh:
+    """A mesh of H200s that share weights, as parallel.make_mesh makes it, to compile for."""
+    text = (Path(__file__).parent / "data" / "nvidia_h200.txtpb").read_text()
+    topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{devices}")
+    grid = np.array(topology.devices).reshape(1, devices)
+    return Mesh(grid, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def compile_for_mesh(f, mesh: Mesh, *arguments):
+    """jit(f) compiled for (shape, dtype, PartitionSpec) each."""
+    shapes = [jax.ShapeDtypeStruct(s, d, sharding=NamedSharding(mesh, spec)) for s, d, spec in arguments]
+    mosaic_utils._infer_arch = lambda: (9, 0)
+    with use_abstract_mesh(mesh.abstract_mesh):
+        return jax.jit(f).lower(*shapes).compile()

@@ -1,5 +1,6 @@
 """Run by test_parallel.py in a process of its own, whose CPU is eight devices to JAX."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,11 +9,10 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax import architectures, parallel, params
 from bonsai_jax import decoding as core
-from bonsai_jax import parallel
-from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, QTensor, dequantize
-from pallas_kernels.qtensor import Rows, tile
+from checkpoints import RandomTensor, Tensor, open_checkpoint
+from pallas_kernels import LayerStack, QTensor, dequantize, from_blocks
 
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (5, 18, 30, 7, 9, 11)]
 # Greedy and seeded rows in one batch.
@@ -78,45 +78,54 @@ def shard(array, device):
     return next(s.data for s in array.addressable_shards if s.device == device)
 
 
-@pytest.mark.parametrize("source", ["tiny-qwen3:q4_k_m", "tiny-qwen3:q1_0"])
-def test_tiles_are_split_at_their_borders(source):
-    """The layouts of kernels, which a CPU cannot run: each device's tiles decode to its share."""
-    mesh = bj.make_mesh(1, 2)
-    whole = load(source, "packed")
-    placement, layers, c = parallel.Placement(mesh, whole.config), whole.params.layers, whole.config
+@pytest.mark.parametrize("format", ["q4_k", "q1_0"])
+def test_tiles_are_split_at_their_borders(format):
+    """The layouts of kernels, which a CPU cannot run: each device's tiles decode to its share, of a file's
+    blocks and of drawn ones alike."""
+    mesh, checkpoint = bj.make_mesh(1, 2), open_checkpoint(f"synth:tiny-qwen3:{format}")
+    c = architectures.config_of(checkpoint)
+    placement, decode = parallel.Placement(mesh, c), jax.jit(dequantize)
 
-    def tiled(tree):
-        return jax.tree.map(jax.jit(tile), tree, is_leaf=lambda leaf: isinstance(leaf, QTensor))
-
-    def decoded(stack: LayerStack, device=None) -> list[np.ndarray]:
-        """The first matrix of each part, of one device's shards or whole."""
-        matrices = []
-        for held in stack.parts:
-            if device is not None:
-                held = jax.tree.map(functools.partial(shard, device=device), held)
-            pieces = held.pieces if isinstance(held, Rows) else (held,)
-            matrices.append(np.concatenate([jax.jit(dequantize)(piece[0]) for piece in pieces]))
-        return matrices
-
-    (wqkv,) = placement.put("wqkv", tiled(layers.wqkv))
-    wo, up = placement.put("wo", tiled(layers.wo)), placement.put("w_up", tiled(layers.w_up))
-    for i, device in enumerate(mesh.devices.flat):
-        for got, want in zip(decoded(wqkv, device), decoded(layers.wqkv[0]), strict=True):
-            heads = np.split(
-                want.reshape(-1, c.head_dim, c.hidden), [c.num_heads, c.num_heads + c.num_kv_heads]
+    def made(field: str, name: str, rows: int | None = None) -> tuple[np.ndarray, list[QTensor]]:
+        """The whole matrix, and its tiles over the mesh: drawn there, and made of blocks."""
+        t = checkpoint.tensors[name]
+        assert isinstance(t, RandomTensor)
+        data = np.asarray(params.blocks(t))[:rows]
+        file = Tensor(name, t.format, (len(data), t.shape[1]), data)
+        tiles = []
+        for tensor in [file] if rows else [file, t]:
+            recipe = params._recipe(field, tensor, params._Hold("xla", False, 8), placement)
+            recipe = dataclasses.replace(
+                recipe, impl="mosaic", share=placement.share(field, tensor.shape, "mosaic")
             )
-            mine = np.concatenate([np.split(of, 2)[i] for of in heads])
-            np.testing.assert_array_equal(got, mine.reshape(-1, c.hidden))
-        for got, want in zip(decoded(wo, device), decoded(layers.wo), strict=True):
-            np.testing.assert_array_equal(got, np.split(want, 2, axis=1)[i])
-        for got, want in zip(decoded(up, device), decoded(layers.w_up), strict=True):
-            np.testing.assert_array_equal(got, np.split(want, 2)[i])
-    embed = tile(jax.tree.map(lambda a: a[:501], whole.params.embed).replace(shape=(501, c.hidden)))
-    placed = placement.put("embed", embed)
-    assert placed.shape == (256, c.hidden)
-    shares = [jax.tree.map(functools.partial(shard, device=device), placed) for device in mesh.devices.flat]
-    got = [dequantize(share) for share in shares]
-    np.testing.assert_array_equal(np.concatenate(got)[:501], dequantize(embed))
+            tiles.append(params._make(params._source(tensor, recipe, placement), recipe, placement))
+        return np.asarray(dequantize(from_blocks(jnp.asarray(data), t.format))), tiles
+
+    def shares(w: QTensor) -> list[np.ndarray]:
+        of_device = [
+            jax.tree.map(lambda field, d=d: np.asarray(shard(field, d)), w) for d in mesh.devices.flat
+        ]
+        return [np.asarray(decode(one)) for one in of_device]  # compiled once, for the default device
+
+    joint, stacks = [], []
+    for letter in "qkv":
+        want, tiles = made(f"w{letter}", f"blk.0.attn_{letter}.weight")
+        joint.append(np.split(want, 2))  # by head: each device's are neighbours
+        for w in tiles:
+            np.testing.assert_array_equal(shares(w), joint[-1])
+        stacks.append(LayerStack((jax.tree.map(lambda f: f[None], tiles[0]),), ((0, 0),)))
+    (wqkv,) = placement.joined(stacks)
+    for got, want in zip(shares(wqkv.parts[0]), zip(*joint, strict=True), strict=True):
+        np.testing.assert_array_equal(got[0], np.concatenate(want))
+    want, tiles = made("wo", "blk.0.attn_output.weight")
+    for w in tiles:
+        np.testing.assert_array_equal(shares(w), np.split(want, 2, axis=1))
+    want, tiles = made("w_up", "blk.0.ffn_up.weight")
+    for w in tiles:
+        np.testing.assert_array_equal(shares(w), np.split(want, 2))
+    want, (embed,) = made("embed", "token_embd.weight", rows=501)
+    assert embed.shape == (256, c.hidden)
+    np.testing.assert_array_equal(np.concatenate(shares(embed))[:501], want)
 
 
 def test_stream_and_logits_over_a_mesh_whose_axes_are_explicit():
@@ -210,8 +219,6 @@ def test_what_does_not_split_is_refused_with_what_would():
 
 def test_bonsai_and_llama_70b_split_as_they_are_shaped():
     """Shapes only: 151,669 tokens and 8 KV heads over 8 devices; K-quants of 28,672 columns over 8."""
-    from bonsai_jax import architectures
-
     for source, parts in (("synth:bonsai-8b:q1_0", 8), ("synth:llama-70b:q4_k_m", 8)):
         checkpoint = open_checkpoint(source)
         config = architectures.config_of(checkpoint)

@@ -93,3 +93,21 @@ def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_ke
     exact = [line for line in again if line.startswith("| F32 | ")]
     assert len(exact) == 2  # all at once, and step by step
     assert all(float(line.split(" | ")[2]) < 1e-7 for line in exact)
+
+
+def test_the_plot_of_several_devices_takes_what_was_measured_on_one_too():
+    path = ROOT / "benchmarks" / "plot_devices.py"
+    spec = importlib.util.spec_from_file_location("plot_devices", path)
+    plot_devices = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plot_devices)
+    rows = [
+        {"model": model, "test": "tg64", "tok_s": tok_s, "data_parallel": data, "tensor_parallel": tensor}
+        for model, tok_s, data, tensor in (
+            *(("a", 10.0, 1, 1), ("a", 12.0, 1, 1), ("a", 30.0, 1, 4), ("a", 20.0, 1, 2), ("a", 24.0, 2, 1)),
+            ("b", 5.0, 4, 1),  # not measured on one
+        )
+    ]
+    assert plot_devices.series(rows) == {
+        ("a", "tg64", "data parallel"): {1: 12.0, 2: 24.0},
+        ("a", "tg64", "tensor parallel"): {1: 12.0, 2: 20.0, 4: 30.0},
+    }

@@ -51,6 +51,12 @@ def command(
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
+    data_parallel: options.DataParallel = 1,
+    tensor_parallel: options.TensorParallel = 1,
+    all_reduce: options.AllReduce = "psum",
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -61,13 +67,18 @@ def command(
     how near that is to what memory or tensor cores allow. Phases are timed apart, so they do not sum to the
     step, which has a row of its own.
 
+    With --data-parallel every device does the whole test, and the tokens of all count.
+
     With --tune: tile sizes of the kernels of a decode step (of each of -b's numbers of rows, else of one) are
     measured, and what wins is written to the user's cache folder, from where it is used from then on.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
     if not any(sizes[0] + sizes[1] + rows):
         raise typer.BadParameter("nothing to measure: -p, -n and -b are all 0")
+    if (profile or tune) and data_parallel * tensor_parallel > 1:
+        raise typer.BadParameter("--profile and --tune are of one device")
     options.use_compile_cache(no_compile_cache)
+    options.join_processes(coordinator, num_processes, process_id)
 
     import bonsai_jax as bj
     from bonsai_jax import bench
@@ -82,10 +93,12 @@ def command(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
+        all_reduce=all_reduce,
     )
     checkpoint = open_checkpoint(model or options.demo_model(), offline=offline)
+    mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)
     with options.progress("loading") as update:
-        loaded = bj.from_checkpoint(checkpoint, run, progress=update)
+        loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)
     if tune:
         _tune(loaded, [n for n in rows if n] or [1], repetitions)
         return

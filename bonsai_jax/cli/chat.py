@@ -88,13 +88,13 @@ class Conversation:
 
         from bonsai_jax import cache as kv
         from bonsai_jax import model as m
-        from bonsai_jax import sampling
+        from bonsai_jax import parallel, sampling
 
         run = self.model.run
         if (
             self.cache is None or self.cache.k.is_deleted()
         ):  # the latter after an interrupt between two states
-            self.cache = kv.empty(self.model.config, run, 1, run.context)
+            self.cache = parallel.empty_cache(self.model.config, run, 1, run.context, self.model.mesh)
         # The cache may lack the newest token, and may be ahead of those that were shown.
         most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
         shared = next((i for i in range(most) if self.held[i] != ids[i]), most)
@@ -211,6 +211,8 @@ def command(
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
+    tensor_parallel: options.TensorParallel = 1,
+    all_reduce: options.AllReduce = "psum",
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -232,8 +234,10 @@ def command(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
+        all_reduce=all_reduce,
     )
-    loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
+    mesh = options.mesh(tensor=tensor_parallel)
+    loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")
     conversation = Conversation(

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
     from bonsai_jax import Model, RunConfig, SamplingParams
 
 Impls = Literal["auto", "xla", "mosaic", "triton"]
@@ -51,6 +53,23 @@ ActivationBits = Annotated[
     Bits,
     typer.Option("--activation-bits", help="To which kernels may round activations; 16 is nearly exact."),
 ]
+DataParallel = Annotated[
+    int,
+    typer.Option("--data-parallel", "-dp", min=1, help="Devices with all weights and rows of their own."),
+]
+TensorParallel = Annotated[
+    int, typer.Option("--tensor-parallel", "-tp", min=1, help="Devices that share one copy of the weights.")
+]
+AllReduce = Annotated[
+    Literal["psum", "mailbox"],
+    typer.Option(help="How devices that share weights sum in a decode step: NCCL, or each other's memory."),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option(help="host:port of process 0, where one command on each of several hosts makes one model."),
+]
+NumProcesses = Annotated[int | None, typer.Option("--num-processes", min=1, help="Processes in all.")]
+ProcessId = Annotated[int | None, typer.Option("--process-id", min=0, help="Of this process, from 0.")]
 Offline = Annotated[bool, typer.Option("--offline", help="Never ask the network for user/repo.")]
 NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs in the user's cache folder.")
@@ -125,6 +144,7 @@ def run_config(
     cache_dtype: CacheTypes,
     schedule: Schedules,
     activation_bits: Bits = "8",
+    all_reduce: Literal["psum", "mailbox"] = "psum",
 ) -> "RunConfig":
     """How the command line runs a model: one row."""
     from bonsai_jax import RunConfig
@@ -136,19 +156,54 @@ def run_config(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=16 if activation_bits == "16" else 8,
+        all_reduce=all_reduce,
         rows=1,
     )
 
 
+def join_processes(coordinator: str | None, num_processes: int | None, process_id: int | None) -> None:
+    """Make one machine of several processes (jax.distributed.initialize): before jax is asked for devices.
+    All but process 0 are silent from then on."""
+    if coordinator is None:
+        if num_processes is not None or process_id is not None:
+            raise typer.BadParameter("--num-processes and --process-id need --coordinator host:port")
+        return
+    import jax
+
+    # What is left out is found where a cluster's manager (Slurm, MPI) started the processes.
+    jax.distributed.initialize(coordinator, num_processes, process_id)
+    if jax.process_index():
+        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115 - until the end
+
+
+def mesh(*, data: int = 1, tensor: int = 1) -> "Mesh | None":
+    """The devices to run on; None for the default one. With several processes, all of their devices."""
+    import jax
+
+    import bonsai_jax as bj
+
+    if jax.process_count() > 1 and data * tensor != jax.device_count():
+        raise typer.BadParameter(
+            f"--data-parallel {data} x --tensor-parallel {tensor} leaves processes without work: "
+            f"they have {jax.device_count()} devices"
+        )
+    return None if data == tensor == 1 else bj.make_mesh(data, tensor)
+
+
 def load(
-    source: str | None, run: "RunConfig", *, offline: bool = False, no_compile_cache: bool = False
+    source: str | None,
+    run: "RunConfig",
+    *,
+    on: "Mesh | None" = None,
+    offline: bool = False,
+    no_compile_cache: bool = False,
 ) -> "Model":
     """The model, loaded with a progress bar; the demo model where none is named."""
     use_compile_cache(no_compile_cache)
     import bonsai_jax as bj
 
     with progress("loading") as update:
-        return bj.load(source or demo_model(), run, offline=offline, progress=update)
+        return bj.load(source or demo_model(), run, mesh=on, offline=offline, progress=update)
 
 
 def demo_model() -> str:

@@ -28,6 +28,11 @@ def command(
     weights: options.Weights = "auto",
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
+    tensor_parallel: options.TensorParallel = 1,
+    all_reduce: options.AllReduce = "psum",
+    coordinator: options.Coordinator = None,
+    num_processes: options.NumProcesses = None,
+    process_id: options.ProcessId = None,
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
@@ -44,8 +49,11 @@ def command(
         weights=weights,
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
+        all_reduce=all_reduce,
     )
-    loaded = options.load(model, run, offline=offline, no_compile_cache=no_compile_cache)
+    options.join_processes(coordinator, num_processes, process_id)
+    mesh = options.mesh(tensor=tensor_parallel)
+    loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)
 
     from bonsai_jax import evaluate
 

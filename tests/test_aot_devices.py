@@ -1,0 +1,58 @@
+"""What several GPUs run compiles for them, and a device makes no more than its share of a weight."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from bonsai_jax import architectures, parallel, params
+from checkpoints import open_checkpoint
+from pallas_kernels import dispatch
+from pallas_kernels.mosaic.all_reduce import all_reduce_add
+from tests.aot import compile_for_mesh, gpu_mesh
+
+pytestmark = pytest.mark.aot
+
+
+def test_a_device_makes_its_share_of_a_weight_only():
+    mesh, checkpoint = gpu_mesh(4), open_checkpoint("synth:llama-70b:q4_k_m")
+    placement = parallel.Placement(mesh, architectures.config_of(checkpoint))
+    with mock.patch.object(dispatch, "platform", lambda: "sm_90"):
+        for field, name in (("w_gate", "ffn_gate"), ("w_down", "ffn_down")):
+            t = checkpoint.tensors[f"blk.0.{name}.weight"]
+            recipe = params._recipe(field, t, params._Hold("auto", False, 8), placement)
+            assert recipe.impl == "mosaic" and recipe.share
+
+            def make(seed, mean, std, recipe=recipe):
+                return params._make((seed, mean, std), recipe, placement)
+
+            scalars = [((), jnp.uint32, P()), ((), jnp.float32, P()), ((), jnp.float32, P())]
+            compiled = compile_for_mesh(make, mesh, *scalars)
+            memory = compiled.memory_analysis()
+            assert memory.output_size_in_bytes == pytest.approx(t.nbytes / 4, rel=0.01)
+            assert memory.temp_size_in_bytes < t.nbytes  # of each device's part: codes of 8 bits
+            assert "all-" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_a_sum_through_mailboxes_is_one_launch(rows):
+    mesh = gpu_mesh(4)
+
+    def total(x, y, peers):
+        on_device = lambda x, y, peers: all_reduce_add(x, y[0], peers[0, 0])  # noqa: E731
+        specs = (P(), P("model"), P("data", "model"))
+        return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(
+            x, y, peers
+        )
+
+    compiled = compile_for_mesh(
+        total,
+        mesh,
+        ((rows, 1, 8192), jnp.float32, P()),
+        ((4, rows, 1, 8192), jnp.float32, P("model")),
+        ((1, 4, 6, 2), jnp.uint32, P("data", "model")),
+    )
+    text = compiled.as_text()
+    assert text.count("mosaic_gpu_v2") == 1 and "all-reduce" not in text

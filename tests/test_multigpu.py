@@ -1,0 +1,56 @@
+"""Several GPUs of one host: `pytest -m multigpu`. NCCL_NVLS_ENABLE=0 where NVLink multicast is missing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import bonsai_jax as bj
+from bonsai_jax import architectures, parallel
+from checkpoints import open_checkpoint
+
+pytestmark = pytest.mark.multigpu
+
+PROMPTS = [[5, 6, 7], list(range(40))]
+SAMPLING = [bj.SamplingParams(temperature=0.0), bj.SamplingParams(temperature=1.0, seed=3)]
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return bj.make_mesh(model=2)
+
+
+@pytest.mark.parametrize("words", [64, 8192, 65536])
+def test_sums_through_mailboxes_are_those_of_psum(mesh, words):
+    """1,000 sums of changing data: the same bits, on every device."""
+    from pallas_kernels.mosaic.all_reduce import all_reduce_add
+
+    config = architectures.config_of(open_checkpoint("synth:tiny-llama:q8_0"))
+    peers = parallel.Placement(mesh, config, "mailbox").peers()
+
+    def on_device(peers):
+        me = jax.lax.axis_index("model").astype(jnp.float32)
+        steps = jnp.arange(words, dtype=jnp.float32)
+
+        def body(i, wrong):
+            x, y = jnp.cos(0.11 * i + steps), jnp.sin(0.37 * i + 0.01 * steps * (me + 1))
+            got = all_reduce_add(x, y, peers[0, 0])
+            apart = jax.lax.pmax(got, "model") != got
+            return wrong + ((got != x + jax.lax.psum(y, "model")) | apart).sum()
+
+        return jax.lax.psum(jax.lax.fori_loop(0, 1000, body, 0), "model")
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data", "model"), out_specs=P(), check_vma=False)
+    assert jax.jit(run)(peers) == 0
+
+
+@pytest.mark.parametrize("source", ["synth:tiny-llama:q8_0", "synth:tiny-llama:q1_0"])
+def test_tokens_by_mailbox_are_those_by_nccl(mesh, source):
+    load = functools.partial(bj.load, source, mesh=mesh)
+    answers = [
+        [output.tokens for output in bj.generate(model, PROMPTS, max_new_tokens=24, sampling=SAMPLING)]
+        for model in (load(bj.RunConfig(all_reduce=how)) for how in ("psum", "mailbox"))
+    ]
+    assert answers[0] == answers[1]
