@@ -228,7 +228,7 @@ if not kept:
 if plt:
     curves = [("data, here", data), ("tensor, here", tensor)]
     curves += [(f"kept, {key[0]}: {' '.join(key[1:])}", speeds) for key, speeds in kept.items()]
-    figure, axis = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    figure, axis = plt.subplots(figsize=(11, 4), layout="constrained")
     for label, speeds in curves:
         at = sorted(speeds)
         axis.plot(at, [speeds[count] / speeds[1] for count in at], marker="o", label=label)
@@ -240,5 +240,5 @@ if plt:
     axis.set_xticks(powers, [str(n) for n in powers])
     axis.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
     axis.minorticks_off()
-    axis.legend(fontsize=8)
+    figure.legend(loc="outside right center", fontsize=8)
     plt.show()

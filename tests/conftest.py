@@ -10,10 +10,10 @@ def pytest_ignore_collect(collection_path, config):
     return None
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def unoptimized():
-    """XLA without its optimizations, for modules that compile much and compute little, and that compare what
-    we build with itself. What is held against another implementation is compiled as users have it."""
+    """XLA without its optimizations, for tests that compile much and compute little, and that compare what we
+    build with itself. What is held against another implementation is compiled as users have it."""
     import jax  # here: some tests need none
 
     before = jax.config.values["jax_disable_most_optimizations"]

@@ -324,6 +324,7 @@ def test_round_trip(name):
 
 
 @every_format
+@pytest.mark.usefixtures("unoptimized")
 def test_random_fields(name):
     module = formats.get(name)
     lead = (64, 2**19 // 64 // module.WEIGHTS)

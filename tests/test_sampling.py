@@ -94,6 +94,9 @@ def test_a_shared_seed_counts_up_from_row_to_row():
     assert both[1] == second[0] and both[0] != both[1]
 
 
+draw = jax.jit(sample)
+
+
 def penalized(params, logits, prompt, answer):
     """What a greedy row picks after this prompt and answer."""
     s = read_prompt(
@@ -103,8 +106,8 @@ def penalized(params, logits, prompt, answer):
     )
     for token in answer:
         forced = jnp.where(jnp.arange(V) == token, 1e9, 0.0)[None]
-        _, s = sample(s.replace(temperature=jnp.zeros(1)), forced, jnp.array([0]))
-    return int(sample(s, jnp.asarray(logits, jnp.float32)[None], jnp.array([0]))[0][0])
+        _, s = draw(s.replace(temperature=jnp.zeros(1)), forced, jnp.array([0]))
+    return int(draw(s, jnp.asarray(logits, jnp.float32)[None], jnp.array([0]))[0][0])
 
 
 def test_penalties_and_bias_change_what_is_picked():
