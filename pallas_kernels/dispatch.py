@@ -176,3 +176,8 @@ def gpu_name() -> str | None:
 def multiprocessors() -> int:
     """Of the default GPU; an H200's where there is none, for compiling without one."""
     return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
+
+
+def shared_bytes() -> int:
+    """Shared memory that one block may take on the device that is being traced for."""
+    return {"sm_80": 160, "sm_90": 220, "sm_100": 220}.get(platform(), 96) * 1024

@@ -23,7 +23,7 @@ from pallas_kernels.mosaic.decode_attention import decode_attention
 from pallas_kernels.mosaic.decode_layers import Shapes, decode_layers
 from pallas_kernels.mosaic.dense import dense
 from pallas_kernels.mosaic.half_rows import half_rows
-from pallas_kernels.mosaic.int_gemv import int_gemv, shared_bytes
+from pallas_kernels.mosaic.int_gemv import int_gemv
 from pallas_kernels.mosaic.prefill_attention import prefill_attention
 from pallas_kernels.qtensor import tile
 from tests.aot import compile_for_gpu
@@ -255,7 +255,7 @@ def _integers(format, n, k, matrices, rows, bits=8):
     def f(x, weights, gamma, residual):
         return int_gemv(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
-            activation_bits=bits, shared=shared_bytes(),
+            activation_bits=bits, shared=dispatch.shared_bytes(),
         )  # fmt: skip
 
     return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual)
@@ -359,7 +359,7 @@ import jax, jax.numpy as jnp
 from pallas_kernels.mosaic.bit_gemv import bit_gemv
 from pallas_kernels.mosaic.decode_attention import decode_attention
 from pallas_kernels.mosaic.decode_layers import Shapes, decode_layers
-from pallas_kernels.mosaic.int_gemv import int_gemv, shared_bytes
+from pallas_kernels.mosaic.int_gemv import int_gemv
 from pallas_kernels.qtensor import tile
 from tests.aot import compile_for_gpu
 from tests.test_aot import HOT, HOT_ON_HOPPER, as_on_a_gpu

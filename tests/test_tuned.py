@@ -15,7 +15,7 @@ import bonsai_jax as bj
 from bonsai_jax import profile, tune
 from bonsai_jax.cli import app, options
 from pallas_kernels import QTensor, dequantize, dispatch, formats, tuned
-from pallas_kernels.mosaic import bit_gemv, int_gemv
+from pallas_kernels.mosaic import bit_gemv, int_gemv, int_plan
 from pallas_kernels.qtensor import tile
 from tests.lockstep import lockstep
 
@@ -326,5 +326,5 @@ def test_sizes_that_do_not_fit_have_no_plan():
     words = {"words": jax.ShapeDtypeStruct((1, 256, 48, 4, 32, 4), jnp.int32)}
     fields = words | {"scales": jax.ShapeDtypeStruct((1, 256, 48, 32, 2), jnp.int32)}
     at_8_rows = {"formats_of": ("q4_k",), "activation_bits": 8, "shared": 220 * 1024}
-    assert int_gemv.plan(((fields,),), 8, **at_8_rows, warps=8) is not None
-    assert int_gemv.plan(((fields,),), 16, **at_8_rows, warps=16) is None
+    assert int_plan.plan(((fields,),), 8, **at_8_rows, warps=8) is not None
+    assert int_plan.plan(((fields,),), 16, **at_8_rows, warps=16) is None

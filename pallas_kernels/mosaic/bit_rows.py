@@ -28,11 +28,10 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
-from pallas_kernels.mosaic.int_gemv import shared_bytes
 
 GROUP = 128
-BLOCKS = 132  # as many as an H200 has multiprocessors: one each
 ITEMS = 8  # tiles times pairs of a warp in one round: as many 16-byte loads a lane has in flight
 ROWS = 8  # columns of the tensor core
 
@@ -44,7 +43,7 @@ def plan(
     """(warps of a block, tiles of a block, tiles of a round), for the least idle warps; None where codes and
     sums are more than so many bytes of shared memory, or measured sizes do not go together."""
     warps = warps or min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
-    tiles, per_warp = tiles or -(-n_tiles // BLOCKS), -(-pairs // warps)
+    tiles, per_warp = tiles or -(-n_tiles // dispatch.multiprocessors()), -(-pairs // warps)
     if together is None:
         together = max(1, min(tiles, ITEMS // (matrices * per_warp)))
         together = -(-tiles // -(-tiles // together))
@@ -176,10 +175,12 @@ def bit_rows(
         padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = plan(n_tiles, pairs, len(weights), activation_bits, shared_bytes(), warps, tiles, together)
+    planned = plan(
+        n_tiles, pairs, len(weights), activation_bits, dispatch.shared_bytes(), warps, tiles, together
+    )
     if planned is None:
         raise NotImplementedError(
-            f"{rows} rows of {columns} activations do not fit {shared_bytes()} bytes of "
+            f"{rows} rows of {columns} activations do not fit {dispatch.shared_bytes()} bytes of "
             "shared memory with these sizes; split the rows, or leave the sizes out"
         )
     warps, tiles, together = planned

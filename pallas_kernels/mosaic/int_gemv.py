@@ -40,10 +40,8 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, formats, tuned
-from pallas_kernels.mosaic import lanes, memory, tensor_cores
+from pallas_kernels.mosaic import int_plan, lanes, memory, tensor_cores
 from pallas_kernels.tiles import COLUMNS, ROWS
-
-BLOCKS = 132  # as many as an H200 has multiprocessors: one each
 
 
 class Unit(NamedTuple):
@@ -60,39 +58,6 @@ class Unit(NamedTuple):
     scale: list
     minimum: list | None = None
     of_lane: Callable | None = None
-
-
-class Part(NamedTuple):
-    """One weight of a product: rows of the output that are of one format, and the blocks that have them.
-
-    format, names, shapes   of the weight: its fields by name, what each has for a tile of 16 rows x 256
-                            columns
-    n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
-    first_block, blocks     blocks of threads that share it
-    tiles                   of each of them
-    depth                   items (a tile's 256 columns, of each matrix) that a warp has in its ring
-    """
-
-    format: str
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    n_tiles: int
-    above: int
-    first_block: int
-    blocks: int
-    tiles: int
-    depth: int
-
-    def item_bytes(self, matrices: int) -> int:
-        return 32 * matrices * sum(map(_lane_bytes, self.shapes))
-
-
-class Plan(NamedTuple):
-    """How the blocks of a product work: warps of each, tiles between two barriers, and the parts."""
-
-    warps: int
-    together: int
-    parts: tuple[Part, ...]
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
@@ -131,10 +96,10 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     settings = {
         "formats_of": tuple(part[0].format for part in weights),
         "activation_bits": any_weight.activation_bits,
-        "shared": shared_bytes(),
+        "shared": dispatch.shared_bytes(),
     }
     parts = tuple(map(tuple, stacks))
-    at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or plan(parts, rows, **settings))
+    at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or int_plan.plan(parts, rows, **settings))
     y = [
         int_gemv(
             x[first : first + at_once],
@@ -158,83 +123,7 @@ def _tuned(parts, rows: int, settings: dict) -> tuned.Settings:
     of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
     columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
     problem = tuned.Problem("int_gemv", of_parts, columns, len(parts[0]), rows, bits)
-    return tuned.settings(problem, functools.partial(plan, parts, rows, **settings))
-
-
-def shared_bytes() -> int:
-    """Shared memory that one block may take on the device that is being traced for."""
-    return {"sm_80": 160, "sm_90": 220, "sm_100": 220}.get(dispatch.platform(), 96) * 1024
-
-
-def columns_of_rows(rows: int) -> tuple[int, int]:
-    """(rows a set of columns holds: 1, 2, 4 or 8; rows in all, padded to that)."""
-    width = min(8, 2 ** math.ceil(math.log2(rows)))
-    return width, -(-rows // width) * width
-
-
-def plan(
-    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None
-) -> Plan | None:
-    """The Plan for a product, or None where activations of so many rows leave no room for the weights.
-
-    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given.
-
-    Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
-    leave room for two items or more to each, the one with the fewest idle over the columns and room for 96
-    KiB on their way, if there is one; of equals the largest.
-    """
-    matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
-    padded = columns_of_rows(rows)[1]
-    drafts, above = [], 0
-    for format, (fields, *_) in zip(formats_of, parts, strict=True):
-        names = tuple(sorted(fields))
-        n_tiles = fields["words"].shape[1]
-        drafts.append(
-            Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0)
-        )
-        above += n_tiles
-    sizes = [draft.item_bytes(matrices) for draft in drafts]
-    blocks, most_items = blocks or BLOCKS, depth or 24
-    largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
-    for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
-        tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
-        wanted = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
-        if min(tiles) and sum(wanted) <= blocks:
-            break
-    else:
-        raise AssertionError("no share of the blocks fits")
-    first, placed = 0, []
-    for draft, t, count in zip(drafts, tiles, wanted, strict=True):
-        placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
-        first += count
-    together = max(1, min(max(tiles), 16 // padded))
-    best = None
-    for w in (16, 12, 8, 4) if warps is None else (warps,):
-        sums = (together * matrices * 16 + 1) * padded * w * 4
-        stats = max(_stats_bytes(part.format, steps, padded) for part in placed)
-        q = activation_bits // 8 * padded * _row_bytes(steps)
-        left = shared - q - stats - sums - 4096  # Mosaic's own, and alignment
-        depths = [min(most_items, left // (w * size)) for size in sizes]
-        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
-        cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
-        if min(depths) >= 2 and (best is None or cost < best[0]):
-            # No more slots than a warp has items: before its first product it visits all of them.
-            items = [part.tiles * -(-steps // w) for part in placed]
-            parts_of = tuple(
-                part._replace(depth=max(2, min(slots, most)))
-                for part, slots, most in zip(placed, depths, items, strict=True)
-            )
-            best = cost, Plan(w, together, parts_of)
-    return best and best[1]
-
-
-def _stats_bytes(format: str, steps: int, padded: int) -> int:
-    """Shared memory for a scale and a sum of each group of each row of activations."""
-    return steps * COLUMNS // formats.get(format).GROUP * padded * 8
-
-
-def _row_bytes(steps: int) -> int:
-    return steps * COLUMNS + 32  # 32: neighbouring rows lie in other banks
+    return tuned.settings(problem, functools.partial(int_plan.plan, parts, rows, **settings))
 
 
 @functools.partial(
@@ -275,19 +164,19 @@ def int_gemv(
         padding = ((0, 0), (0, steps * COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = plan(weights, rows, formats_of, activation_bits, shared, warps, blocks, depth)
+    planned = int_plan.plan(weights, rows, formats_of, activation_bits, shared, warps, blocks, depth)
     if planned is None:
         raise NotImplementedError(
             f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
             f"{shared} bytes of shared memory; split the rows"
         )
-    width, padded = columns_of_rows(rows)
+    width, padded = int_plan.columns_of_rows(rows)
     n_tiles = sum(part.n_tiles for part in planned.parts)
     body = functools.partial(
         _body,
         plan=planned, rows=rows, width=width, padded=padded, columns=columns, n_tiles=n_tiles, steps=steps,
         matrices=matrices, normed=gamma is not None, added=residual is not None, eps=eps,
-        bits=activation_bits, row_bytes=_row_bytes(steps), indexed=layers is not None,
+        bits=activation_bits, row_bytes=int_plan.row_bytes(steps), indexed=layers is not None,
     )  # fmt: skip
     operands = [
         w[name] for of, part in zip(weights, planned.parts, strict=True) for w in of for name in part.names
@@ -297,7 +186,7 @@ def int_gemv(
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
     ring = max(planned.warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
-    stats = max(_stats_bytes(part.format, steps, padded) for part in planned.parts)
+    stats = max(int_plan.stats_bytes(part.format, steps, padded) for part in planned.parts)
     kernel = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((rows, n_tiles * ROWS), jnp.float32),
@@ -307,7 +196,7 @@ def int_gemv(
         thread_name="warpgroup",
         scratch_types=[
             plgpu.SMEM((ring // 4,), jnp.int32),
-            plgpu.SMEM((activation_bits // 8 * padded * _row_bytes(steps) // 4,), jnp.int32),
+            plgpu.SMEM((activation_bits // 8 * padded * int_plan.row_bytes(steps) // 4,), jnp.int32),
             plgpu.SMEM((stats // 4,), jnp.float32),
             plgpu.SMEM((planned.together * matrices, padded, planned.warps, 16), jnp.float32),
             plgpu.SMEM((padded, planned.warps), jnp.float32),
@@ -315,12 +204,6 @@ def int_gemv(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return kernel(*operands)
-
-
-def _lane_bytes(shape: tuple[int, ...]) -> int:
-    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a
-    lane, [8 c] a word that 4 / c neighbouring lanes share."""
-    return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]
 
 
 def _body(*refs, plan, matrices, normed, added, indexed, **shapes):
@@ -422,7 +305,7 @@ def _phase(
     first_pass = load_activations(i(0))
 
     # The ring. Item k of a warp is tile k / mine, step k % mine of it.
-    item_bytes = [_lane_bytes(shape) for shape in shapes]
+    item_bytes = [int_plan.lane_bytes(shape) for shape in shapes]
     slot_bytes = 32 * matrices * sum(item_bytes)
     ring = plus(memory.shared_address(ring_smem), scaled(warp, depth * slot_bytes))
     places, offset = {}, 0  # of a field in a slot: (byte, bytes a lane, vectors)
