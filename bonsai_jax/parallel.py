@@ -377,30 +377,36 @@ def run(
     """
     if mesh is not None:
         arrays = tuple(place_rows(a, mesh) if np.ndim(a) else a for a in arrays)
-    return _run(function, params, held, arrays, mesh, returns, tuple(sorted(static.items())))
+    return _jitted(function)(params, held, arrays, mesh, returns, tuple(sorted(static.items())))
 
 
-@functools.partial(jax.jit, static_argnames=("function", "mesh", "returns", "static"), donate_argnames="held")
-def _run(function, params, held, arrays, mesh, returns, static):
-    if mesh is None:
-        return function(params, held, *arrays, **dict(static))
-    rows, spec = _present((DATA,), mesh), specs(held, mesh)
+@functools.cache
+def _jitted(function: Callable) -> Callable:
+    """`run` of a function, under its name: profiles and the compile cache name programs."""
 
-    def on_device(params, held, arrays):
-        out = function(params, _own_pages(held, mesh), *arrays, **dict(static))
-        out = out if isinstance(out, tuple) else (out,)
-        return tuple(
-            _own_pages(o, mesh, back=True) if name == "held" else o
-            for name, o in zip(returns, out, strict=True)
-        )
+    def on_mesh(params, held, arrays, mesh, returns, static):
+        if mesh is None:
+            return function(params, held, *arrays, **dict(static))
+        rows, spec = _present((DATA,), mesh), specs(held, mesh)
 
-    # Each row's tokens depend on its own row only, so devices along "data" run loops of different lengths;
-    # those along "model" draw the same tokens and stay in step. check_vma is off because gathered logits are
-    # the same on every device, but JAX's types do not know it.
-    in_specs = (specs(params, mesh), spec, tuple(rows if jnp.ndim(a) else P() for a in arrays))
-    out_specs = tuple(spec if name == "held" else rows for name in returns)
-    out = _mapped(on_device, mesh, in_specs, out_specs)(params, held, arrays)
-    return out if len(out) > 1 else out[0]
+        def on_device(params, held, arrays):
+            out = function(params, _own_pages(held, mesh), *arrays, **dict(static))
+            out = out if isinstance(out, tuple) else (out,)
+            return tuple(
+                _own_pages(o, mesh, back=True) if name == "held" else o
+                for name, o in zip(returns, out, strict=True)
+            )
+
+        # Each row's tokens depend on its own row only, so devices along "data" run loops of different
+        # lengths; those along "model" draw the same tokens and stay in step. check_vma is off because
+        # gathered logits are the same on every device, but JAX's types do not know it.
+        in_specs = (specs(params, mesh), spec, tuple(rows if jnp.ndim(a) else P() for a in arrays))
+        out_specs = tuple(spec if name == "held" else rows for name in returns)
+        out = _mapped(on_device, mesh, in_specs, out_specs)(params, held, arrays)
+        return out if len(out) > 1 else out[0]
+
+    on_mesh.__name__ = on_mesh.__qualname__ = function.__name__
+    return jax.jit(on_mesh, static_argnames=("mesh", "returns", "static"), donate_argnames="held")
 
 
 def _own_pages(tree, mesh: Mesh, back: bool = False):
