@@ -142,8 +142,10 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
     kernel = dispatch.KERNELS.get(piece.format) if piece.impl == "mosaic" else None
     if kernel is None or rows > dispatch.MOST_ROWS[kernel]:
         return card.arithmetic()
-    rate = card.arithmetic({"bit_gemv": "planes", "int_gemv": "int8"}[kernel])
-    return rate * 8 / piece.activation_bits
+    from pallas_kernels.mosaic.bit_gemv import FROM_ROWS  # only GPUs need it
+
+    planes = kernel == "bit_gemv" and rows < FROM_ROWS
+    return card.arithmetic("planes" if planes else "int8") * 8 / piece.activation_bits
 
 
 def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callable[[Params, Any], Any]:
