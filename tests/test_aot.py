@@ -97,6 +97,13 @@ def test_decode_compiles_for_older_gpus(capability):
     )
 
 
+def bytes_of(step: str, memory) -> str:
+    return (
+        f"{step}: a decode step has {memory.temp_size_in_bytes:,} bytes of temporaries and updates "
+        f"{memory.alias_size_in_bytes:,} in place"
+    )
+
+
 def test_the_8b_step_reads_its_weights_in_place():
     """Through kernels no weight is copied or decoded to memory: the temporaries are a few vectors."""
     with as_on_a_gpu((9, 0)):
@@ -105,6 +112,7 @@ def test_the_8b_step_reads_its_weights_in_place():
         lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
     )
     memory = compiled.memory_analysis()
+    print(bytes_of("8B, Q1_0", memory))
     assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
     assert memory.temp_size_in_bytes < 8e6  # the logits and what sampling makes of them
 
@@ -117,6 +125,7 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
         lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
     )
     memory = compiled.memory_analysis()
+    print(bytes_of("8B, Q4_K_M, 2 rows", memory))
     assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
     assert memory.temp_size_in_bytes < 16e6
 
@@ -370,7 +379,7 @@ with as_on_a_gpu({capability}):
     printed = in_a_process(code, MOSAIC_GPU_DUMP_PTXAS="1")
     registers = re.findall(r"Used (\d+) registers", printed)
     assert registers, "no ptxas on the PATH, or it printed nothing"
-    print(f"{kernel}, {capability}: {registers} registers")
     stores = [int(count) for count in re.findall(r"(\d+) bytes spill stores", printed)]
+    print(f"{kernel}, {capability}: {registers} registers, {stores} bytes spilled")
     assert max(stores, default=0) <= SPILLED.get(kernel, 0)
     assert "Registers are spilled" not in printed or kernel in SPILLED
