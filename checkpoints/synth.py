@@ -55,7 +55,7 @@ _MODELS = {
     "tiny-qwen3": _Model("qwen3", 3, 256, 512, 4, 2, 128, 512, 2048, 1e6, True, 306, yarn=(4.0, 512)),
     "tiny-qwen2": _Model("qwen2", 3, 256, 512, 4, 2, 64, 512, 2048, 1e6, True, 306),
     "tiny-llama": _Model(
-        "llama", 3, 256, 512, 4, 2, 64, 512, 2048, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
+        "llama", 3, 256, 512, 4, 2, 64, 512, 8192, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
     ),
 }
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
