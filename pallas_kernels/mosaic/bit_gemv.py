@@ -50,7 +50,7 @@ def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     norm_layer = layer if gamma is not None and gamma.shape[0] > 1 else 0
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % 16)))
-    kernel, sizes = _kernel_of(stacks, x.shape[0], bits)
+    kernel, sizes = kernel_of(stacks, x.shape[0], bits)
     y = kernel(
         x,
         stacks,
@@ -78,7 +78,7 @@ def plan(
     return (warps, tiles) if fits else None
 
 
-def _kernel_of(weights, rows: int, bits: int) -> tuple[Callable, tuned.Settings]:
+def kernel_of(weights, rows: int, bits: int) -> tuple[Callable, tuned.Settings]:
     """What multiplies so many rows: the kernel, and sizes of its tiles where they were measured."""
     n_tiles, pairs = weights[0][0].shape[1:3]
     name, kernel, planned = "bit_gemv", bit_gemv, functools.partial(plan, n_tiles, pairs, len(weights))
