@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 import matvec
 import numpy as np
-import one_op
 
 from bonsai_jax import ModelConfig, architectures, bench, card
 from checkpoints import open_checkpoint
@@ -85,7 +84,7 @@ def dense_us(shapes: list[tuple[int, int]], rows: int, layers: int, dtype, **cou
             for of_layer in weights
         ]
 
-    times = one_op.seconds_per_call(lambda _: products(x, weights), None, **counts)
+    times = bench.seconds_per_call(lambda _: products(x, weights), None, **counts)
     return 1e6 * statistics.median(times) / layers
 
 
@@ -114,7 +113,7 @@ def product(arguments: argparse.Namespace, model: str, config: ModelConfig, rows
     ours, theirs = ([pair[i] for pair in weights] for i in (0, 1))
     got, want = all_layers(x[:64], start[:64], ours), all_layers(x[:64], start[:64], theirs)
     counts = {"repetitions": arguments.repetitions, "calls": arguments.calls}
-    times = one_op.seconds_per_call(lambda _: all_layers(x, start, ours), None, **counts)
+    times = bench.seconds_per_call(lambda _: all_layers(x, start, ours), None, **counts)
     us = [1e6 * t / layers for t in times]
     del weights, ours, theirs
     joined = [shapes[0]] if len(shapes) == 1 else [(2 * config.ffn, hidden), shapes[-1]]
