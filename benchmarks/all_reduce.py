@@ -25,7 +25,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, bench, card, parallel
+from bonsai_jax import architectures, bench, card
+from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
 
 CHAIN = 64
@@ -65,7 +66,7 @@ def main() -> None:
     config = architectures.config_of(open_checkpoint("synth:llama-70b:q4_k_m"))
     on_gpu = jax.default_backend() == "gpu"
     if on_gpu:
-        peers = parallel.Placement(mesh, config, "mailbox").peers()
+        peers = Placement(mesh, config, "mailbox").peers()
     else:
         peers = jnp.zeros((1, arguments.devices, 1, 1), jnp.uint32)
     variants: dict[str, tuple[Callable, dict]] = {"alone": (lambda y, peers: y, {}), "nccl": (psum, {})}

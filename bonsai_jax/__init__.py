@@ -41,7 +41,7 @@ if TYPE_CHECKING:
         new_state,
         stream,
     )
-    from bonsai_jax.parallel import make_mesh
+    from bonsai_jax.placement import make_mesh
     from bonsai_jax.tokenizer import Tokenizer
     from checkpoints import CheckpointError
 
@@ -54,7 +54,7 @@ _HOMES = {
         *("Model", "Output", "Piece", "from_checkpoint", "generate", "iter_logits", "load", "logits"),
         *("new_state", "stream"),
     ),
-    "bonsai_jax.parallel": ("make_mesh",),
+    "bonsai_jax.placement": ("make_mesh",),
     "bonsai_jax.tokenizer": ("Tokenizer",),
     "checkpoints": ("CheckpointError",),
 }

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import card, layers, parallel
+from bonsai_jax import card, layers, parallel, placement
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
 from bonsai_jax.cache import KVCache
@@ -112,7 +112,9 @@ class Test:
 
     def __post_init__(self):
         model = self.model
-        self.data, self.parts = (parallel.size(model.mesh, axis) for axis in (parallel.DATA, parallel.MODEL))
+        self.data, self.parts = (
+            placement.size(model.mesh, axis) for axis in (placement.DATA, placement.MODEL)
+        )
         shape = (self.rows * self.data, self.depth + self.tokens)
         ids = np.random.default_rng(0).integers(0, model.config.vocab_size, shape).astype(np.int32)
         self.ids = parallel.place_rows(ids[:, self.depth :], model.mesh)

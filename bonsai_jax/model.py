@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from bonsai_jax import architectures, card, layers, parallel
+from bonsai_jax import architectures, card, layers, parallel, placement
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
@@ -34,7 +34,7 @@ class Model:
     run        how this process runs it, with every default resolved
     tokenizer  .encode(text) -> list[int], .decode(ids) -> str
     source     what was asked for
-    mesh       the devices that it lies on (parallel.make_mesh); None: the default device
+    mesh       the devices that it lies on (placement.make_mesh); None: the default device
     """
 
     params: Params
@@ -103,8 +103,8 @@ def from_checkpoint(
     """`load` for a checkpoint that is open already."""
     config = architectures.config_of(checkpoint)
     run = resolve(run, config)
-    mesh = mesh if mesh is None else parallel.usable(mesh)
-    card.check_memory(checkpoint, config, run, parts=parallel.size(mesh, parallel.MODEL))
+    mesh = mesh if mesh is None else placement.usable(mesh)
+    card.check_memory(checkpoint, config, run, parts=placement.size(mesh, placement.MODEL))
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     params = load_params(checkpoint, config, run, progress, mesh)
     return Model(params, config, run, tokenizer, checkpoint.source, mesh)
@@ -127,7 +127,7 @@ def load_params(
         decoded=run.weights == "decoded",
         activation_bits=run.activation_bits,
         schedule=run.schedule,
-        placement=None if mesh is None else parallel.Placement(mesh, config, run.all_reduce),
+        placement=None if mesh is None else placement.Placement(mesh, config, run.all_reduce),
         progress=progress,
     )
 
@@ -205,7 +205,7 @@ def generate(
         _check_room(model, len(prompt), max_new_tokens)
     per_row = _spread(sampling, len(ids))
     outputs: list[Output] = []
-    at_once = model.run.rows * parallel.size(model.mesh, parallel.DATA)
+    at_once = model.run.rows * placement.size(model.mesh, placement.DATA)
     for first in range(0, len(ids), at_once):
         group = slice(first, first + at_once)
         outputs += _generate_group(model, ids[group], max_new_tokens, per_row[group], stop, ignore_eos)
@@ -230,7 +230,7 @@ def stream(
     _check_new(max_new_tokens)
     _check_room(model, len(ids), max_new_tokens)
     context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.run.context)
-    rows = parallel.padded_rows(1, model.mesh)  # each device with rows answers the same prompt
+    rows = placement.padded_rows(1, model.mesh)  # each device with rows answers the same prompt
     state = new_state(model, rows, context, [sampling] * rows, max_new_tokens, ignore_eos=ignore_eos)
     for _, piece in continue_stream(model, state, ids, stop=stop):
         yield piece
@@ -290,7 +290,7 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     """`logits` in chunks of at most 512 tokens, for texts whose logits do not fit in memory at once."""
     ids = _encode(model, token_ids)
     _check_room(model, len(ids), 0)
-    rows = parallel.padded_rows(1, model.mesh)
+    rows = placement.padded_rows(1, model.mesh)
     cache = parallel.empty_cache(model.config, model.run, rows, len(ids), model.mesh)
     for first in range(0, len(ids), core.PREFILL_CHUNK):
         chunk = ids[first : first + core.PREFILL_CHUNK]
@@ -343,7 +343,7 @@ def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
 
 
 def _generate_group(model, ids, max_new_tokens, sampling_params, stop, ignore_eos) -> list[Output]:
-    rows = parallel.padded_rows(len(ids), model.mesh)
+    rows = placement.padded_rows(len(ids), model.mesh)
     padding = rows - len(ids)  # prompts of one token and answers of one, of which nobody hears
     tokens, lengths = pad([*ids, *[[0]] * padding])
     size = core.bucket(max_new_tokens)

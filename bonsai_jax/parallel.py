@@ -1,286 +1,24 @@
-"""Many devices: rows over the mesh axis "data", matrices and KV heads over the mesh axis "model".
+"""Functions of decoding.py over many devices: each device runs them on its share (placement.py), inside
+`jax.shard_map`."""
 
-Every device runs the functions of decoding.py on its share, inside `jax.shard_map`. A layer's matrices are
-split so that two sums over devices are all that it needs (Shoeybi et al. 2019):
-
-        x          each device: its heads            sum          its ffn columns            sum
-    [B, T, H] --> q k v --> attention --> its part of W_o --> x --> gate, up --> its part of W_down --> x
-
-Embedding and head are split by vocabulary: the look-up is summed, the logits are gathered, and each device
-draws the same tokens. `AXES` and `RULES` say all of this; what a device does with it is `Params.axis` in
-layers.py.
-"""
-
-import ctypes
 import dataclasses
 import functools
-import itertools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
 
 from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import State
 from bonsai_jax.params import Params
-from checkpoints import Tensor
-from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
-
-DATA, MODEL = "data", "model"
-
-# Logical axes of the arrays of Params and KVCache; what is not here is on every device. Of a quantized
-# matrix, outputs and inputs are the first two axes of each of its fields behind the layers.
-AXES: dict[str, tuple[str | None, ...]] = {
-    "embed": ("vocab", None),
-    "head": ("vocab", None),
-    **dict.fromkeys(("wq", "wk", "wv", "wqkv"), ("layers", "heads", None)),
-    "bqkv": ("layers", "heads"),
-    "wo": ("layers", None, "heads"),
-    "w_gate": ("layers", "ffn", None),
-    "w_up": ("layers", "ffn", None),
-    "w_down": ("layers", None, "ffn"),
-    "k": ("layers", "rows", None, "heads", None),  # a row's pages lie with the row
-    "v": ("layers", "rows", None, "heads", None),
-    "peers": ("rows", "devices", None, None),
-}
-# Logical axis -> mesh axis.
-RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "devices": MODEL, "layers": None}
-
-TILE_ROWS, TILE_COLUMNS = 16, 256  # borders of the layouts that kernels read (pallas_kernels/tiles.py)
-
-
-def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of data x model devices for `load`: rows are split over `data`, weights over `model`.
-
-    devices   the first data x model of jax.devices(), unless given
-    Raises ValueError when there are fewer.
-    """
-    devices = jax.devices() if devices is None else list(devices)
-    if min(data, model) < 1 or data * model > len(devices):
-        raise ValueError(f"a mesh of data={data} x model={model} devices; there are {len(devices)}")
-    return usable(Mesh(np.array(devices[: data * model]).reshape(data, model), (DATA, MODEL)))
-
-
-def usable(mesh: Mesh) -> Mesh:
-    """The same mesh with Auto axes: on the Explicit ones that jax.make_mesh makes, Pallas calls fail outside
-    shard_map. Raises ValueError for axes other than "data" and "model"."""
-    if unknown := sorted(set(mesh.axis_names) - {DATA, MODEL}):
-        raise ValueError(f'mesh: axes are {mesh.axis_names}, {unknown[0]!r} among them; use "data", "model"')
-    return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-
-
-def size(mesh: Mesh | None, axis: str) -> int:
-    """Devices along a mesh axis; 1 where there is none."""
-    return 1 if mesh is None else dict(mesh.shape).get(axis, 1)
-
-
-def padded_rows(rows: int, mesh: Mesh | None) -> int:
-    """The next number of rows that splits over the devices."""
-    return -(-rows // size(mesh, DATA)) * size(mesh, DATA)
-
-
-@dataclasses.dataclass(frozen=True)
-class Placement:
-    """Where the weights of a model go: `params.load` asks it.
-
-    config   of the whole model
-    all_reduce  RunConfig's
-    """
-
-    mesh: Mesh
-    config: ModelConfig
-    all_reduce: str = "psum"
-
-    @property
-    def parts(self) -> int:
-        return size(self.mesh, MODEL)
-
-    @property
-    def axis(self) -> str | None:
-        """Params.axis."""
-        return MODEL if self.parts > 1 else None
-
-    def check(self, matrices: Sequence[tuple[str, tuple[int, ...], str, str]]) -> None:
-        """Raise ValueError, with the sizes of the mesh's "model" axis that would do, where a matrix does not
-        split.
-
-        matrices   field of Params (wq, wk, wv apart), shape (outputs, inputs), format and impl of each
-        """
-        config = self.config
-        reasons = {d: _refuses(config, matrices, d) for d in (self.parts, *range(1, config.num_heads + 1))}
-        if reason := reasons[self.parts]:
-            able = ", ".join(str(d) for d in range(1, config.num_heads + 1) if not reasons[d])
-            raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
-
-    def share(self, field: str, shape: tuple[int, int], impl: str) -> "Share | None":
-        """What each device has of a matrix of this shape (outputs, inputs); None: all of it. The vocabulary
-        is padded to whole shares, with what is never read."""
-        outputs, inputs = AXES[field][-2:]
-        c, parts = self.config, self.parts
-        if parts == 1 or not (outputs or inputs):
-            return None
-        if inputs:
-            return _even_share(1, shape[1] // parts, parts)
-        if field in ("wk", "wv"):  # with fewer KV heads than devices, several have the same one
-            starts = tuple(d * c.num_kv_heads // parts * c.head_dim for d in range(parts))
-            return Share(0, starts, max(1, c.num_kv_heads // parts) * c.head_dim)
-        unit = TILE_ROWS if outputs == "vocab" and impl == "mosaic" else 1
-        return _even_share(0, -(-shape[0] // (unit * parts)) * unit, parts)
-
-    def blocks(self, t: Tensor, share: "Share | None") -> jax.Array:
-        """A matrix's blocks over the mesh, uint8: the share of each device, which is all that is read of the
-        file, side by side."""
-        data = t.data
-
-        def read(index) -> np.ndarray:
-            if share is None or share.axis == 1:
-                return np.ascontiguousarray(data[index])
-            start = share.starts[(index[0].start or 0) // share.count]
-            rows = data[start : start + share.count]
-            return np.pad(rows, ((0, share.count - len(rows)), (0, 0)))
-
-        rows = data.shape[0] if share is None or share.axis == 1 else share.count * self.parts
-        sharding = NamedSharding(self.mesh, self._spec(share))
-        return jax.make_array_from_callback((rows, data.shape[1]), sharding, read)
-
-    def made(self, make: Callable[[Any], QTensor], share: "Share | None", whole: bool):
-        """`make` on each device: of its share of the blocks, or if `whole` of what every device has."""
-        spec = self._spec(share)
-        return _mapped(make, self.mesh, (P() if whole else spec,), spec)
-
-    def placed(self, make: Callable[[Any], QTensor], share: "Share | None", whole: bool):
-        """The same, into a layer's place: (stack, what to make it of, layer) -> stack."""
-        spec = self._spec(share)
-        stack = P(None, *spec)
-
-        def place(stack, source, layer):
-            return jax.tree.map(lambda field, new: field.at[layer].set(new), stack, make(source))
-
-        return _mapped(place, self.mesh, (stack, P() if whole else spec, P()), stack)
-
-    def zeros(self, shape: QTensor, layers: int, share: "Share | None") -> QTensor:
-        """A stack of such matrices; never whole on one device."""
-        sharding = NamedSharding(self.mesh, P(None, *self._spec(share)))
-        return jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype, device=sharding), shape)
-
-    def joined(self, stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
-        """Queries, keys and values as one (qtensor.joined): on each device its own."""
-        spec = _present((None, self.axis), self.mesh)
-        join = jax.jit(_mapped(qtensor.joined, self.mesh, (spec,), spec))
-        return jax.tree.map(_rechosen, join(tuple(stacks)), is_leaf=lambda leaf: isinstance(leaf, QTensor))
-
-    def biases(self, biases: Sequence[Float[np.ndarray, "L N"]]) -> jax.Array:
-        """Those of queries, keys and values as one: the part of each device, side by side."""
-        of_device = []
-        for device in range(self.parts):
-            for field, bias in zip(("wq", "wk", "wv"), biases, strict=True):
-                share = self.share(field, (bias.shape[1], 0), "xla")
-                of_device.append(bias if share is None else share.rows(bias.T, device).T)
-        return self.vectors("bqkv", np.concatenate(of_device, axis=1))
-
-    def vectors(self, field: str, value: np.ndarray) -> jax.Array:
-        """A small array that every process has whole, over the mesh by `AXES`."""
-        names = tuple(RULES[axis] if axis else None for axis in AXES.get(field, ()))
-        return _spread(value, NamedSharding(self.mesh, _present(names, self.mesh)))
-
-    def peers(self) -> Int[Array, "data model devices+2 2"] | None:
-        """Where the mailboxes are for the sums of a decode step; None where it has none. Raises
-        NotImplementedError where mailboxes were asked for and devices cannot write into each other's
-        memory."""
-        if self.parts == 1 or self.all_reduce == "psum":
-            return None
-        names, grid = self.mesh.axis_names, self.mesh.devices
-        grid = grid.transpose([names.index(axis) for axis in (DATA, MODEL) if axis in names])
-        grid = grid.reshape(size(self.mesh, DATA), self.parts)
-        if not all(_reach_each_other(tuple(row)) for row in grid):
-            raise NotImplementedError(
-                "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that "
-                "reach each other's memory; leave it to 'psum'"
-            )
-        mailboxes = [[_mailbox(device, self.parts) for device in row] for row in grid]
-        from pallas_kernels.mosaic import all_reduce  # only GPUs need it
-
-        pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
-        value = np.array([[all_reduce.addresses(row, me) for me in range(self.parts)] for row in pointers])
-        return self.vectors("peers", value)
-
-    def _spec(self, share: "Share | None") -> P:
-        return P() if share is None else P(*[None] * share.axis, self.axis)
-
-
-@functools.cache  # for good: what knows its address may live as long as the process
-def _mailbox(device: Any, devices: int) -> jax.Array:
-    """Memory of a device that others write into (pallas_kernels/mosaic/all_reduce.py)."""
-    from pallas_kernels.mosaic import all_reduce  # only GPUs need it
-
-    zeros = np.zeros(all_reduce.mailbox_words(devices), np.int32)
-    return jax.block_until_ready(jax.device_put(zeros, device))
-
-
-def _reach_each_other(devices: tuple[Any, ...]) -> bool:
-    """Whether these are GPUs of this process that read and write each other's memory."""
-    if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
-        return False
-    if int(dispatch.platform().removeprefix("sm_")) < 80:
-        return False
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    able = ctypes.c_int()
-    for a, b in itertools.permutations(devices, 2):
-        if driver.cuDeviceCanAccessPeer(ctypes.byref(able), a.local_hardware_id, b.local_hardware_id):
-            return False
-        if not able.value:
-            return False
-    return True
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What each device along the mesh axis "model" has of a matrix: rows (axis 0) or columns (axis 1)
-    starts[device] .. starts[device] + count - 1."""
-
-    axis: int
-    starts: tuple[int, ...]
-    count: int
-
-    def shape(self, whole: tuple[int, int]) -> tuple[int, int]:
-        return (self.count, whole[1]) if self.axis == 0 else (whole[0], self.count)
-
-    def whole_blocks(self, format: str) -> bool:
-        """Whether it is cut at borders of the format's blocks, which run along the columns."""
-        return self.axis == 0 or self.count % formats.get(format).WEIGHTS == 0
-
-    def rows(self, whole: np.ndarray, device: int) -> np.ndarray:
-        return whole[self.starts[device] : self.starts[device] + self.count]
-
-    def of(self, whole: QTensor) -> QTensor:
-        """This device's share of a matrix in blocks, inside shard_map. Rows beyond the matrix are zeros."""
-        start = jnp.array(self.starts)[jax.lax.axis_index(MODEL)]
-
-        def cut(field: jax.Array) -> jax.Array:
-            weights = whole.shape[self.axis] // field.shape[self.axis]  # of a block, along this axis
-            count = self.count // weights
-            beyond = max(0, self.starts[-1] // weights + count - field.shape[self.axis])
-            padding = [(0, beyond if axis == self.axis else 0) for axis in range(field.ndim)]
-            return jax.lax.dynamic_slice_in_dim(jnp.pad(field, padding), start // weights, count, self.axis)
-
-        fields = {name: cut(field) for name, field in whole.fields.items()}
-        return whole.replace(fields=fields, shape=self.shape(whole.shape))
-
-
-def _even_share(axis: int, count: int, parts: int) -> Share:
-    return Share(axis, tuple(device * count for device in range(parts)), count)
+from bonsai_jax.placement import AXES, DATA, MODEL, RULES, mapped, present, size, spread
 
 
 def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, mesh: Mesh | None) -> KVCache:
@@ -303,7 +41,7 @@ def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, me
     return shape.replace(
         k=jnp.zeros(shape.k.shape, shape.k.dtype, device=sharding.k),  # never whole on one device
         v=jnp.zeros(shape.v.shape, shape.v.dtype, device=sharding.v),
-        block_table=_spread(table, sharding.block_table),
+        block_table=spread(table, sharding.block_table),
         lengths=jnp.zeros(rows, jnp.int32, device=sharding.lengths),
     )
 
@@ -316,7 +54,7 @@ def specs(tree, mesh: Mesh):
     def spec(path, _):
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
         axes = next((AXES[name] for name in names if name in AXES), default)
-        return _present(tuple(RULES[axis] if axis else None for axis in axes), mesh)
+        return present(tuple(RULES[axis] if axis else None for axis in axes), mesh)
 
     return jax.tree_util.tree_map_with_path(spec, tree)
 
@@ -330,14 +68,12 @@ def shardings(tree, mesh: Mesh):
 
 def place_state(state: State, mesh: Mesh | None) -> State:
     """A state whose cache is `empty_cache`'s, with everything else beside its rows."""
-    return state if mesh is None else jax.tree.map(_spread, state, shardings(state, mesh))
+    return state if mesh is None else jax.tree.map(spread, state, shardings(state, mesh))
 
 
 def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
     """An array with rows first that every process has whole, over the mesh."""
-    return (
-        jnp.asarray(array) if mesh is None else _spread(array, NamedSharding(mesh, _present((DATA,), mesh)))
-    )
+    return jnp.asarray(array) if mesh is None else spread(array, NamedSharding(mesh, present((DATA,), mesh)))
 
 
 def fetch(array: jax.Array) -> np.ndarray:
@@ -345,18 +81,6 @@ def fetch(array: jax.Array) -> np.ndarray:
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
-
-
-def _spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has whole, over a mesh: each puts its devices' parts there. Arrays that are
-    there already stay."""
-    if isinstance(array, jax.Array):
-        if array.sharding == sharding:
-            return array
-        if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
-            return jax.random.wrap_key_data(_spread(jax.random.key_data(array), sharding))
-    value = np.asarray(array)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
 
 
 def run(
@@ -387,7 +111,7 @@ def _jitted(function: Callable) -> Callable:
     def on_mesh(params, held, arrays, mesh, returns, static):
         if mesh is None:
             return function(params, held, *arrays, **dict(static))
-        rows, spec = _present((DATA,), mesh), specs(held, mesh)
+        rows, spec = present((DATA,), mesh), specs(held, mesh)
 
         def on_device(params, held, arrays):
             out = function(params, _own_pages(held, mesh), *arrays, **dict(static))
@@ -402,7 +126,7 @@ def _jitted(function: Callable) -> Callable:
         # gathered logits are the same on every device, but JAX's types do not know it.
         in_specs = (specs(params, mesh), spec, tuple(rows if jnp.ndim(a) else P() for a in arrays))
         out_specs = tuple(spec if name == "held" else rows for name in returns)
-        out = _mapped(on_device, mesh, in_specs, out_specs)(params, held, arrays)
+        out = mapped(on_device, mesh, in_specs, out_specs)(params, held, arrays)
         return out if len(out) > 1 else out[0]
 
     on_mesh.__name__ = on_mesh.__qualname__ = function.__name__
@@ -418,40 +142,3 @@ def _own_pages(tree, mesh: Mesh, back: bool = False):
         return tree.replace(cache=_own_pages(tree.cache, mesh, back))
     first = jax.lax.axis_index(DATA) * tree.k.shape[1]
     return tree.replace(block_table=tree.block_table + (first if back else -first))
-
-
-def _mapped(function, mesh: Mesh, in_specs, out_specs):
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
-
-
-def _present(names: tuple[str | None, ...], mesh: Mesh) -> P:
-    """A PartitionSpec of the names that are axes of this mesh."""
-    return P(*(name if name in mesh.axis_names else None for name in names))
-
-
-def _refuses(config: ModelConfig, matrices, parts: int) -> str | None:
-    """Why these matrices do not split over so many devices, or None."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if parts == 1:
-        return None
-    if heads % parts or (kv_heads % parts and parts % kv_heads):
-        return f"{heads} query heads and {kv_heads} KV heads do not split evenly"
-    for field, (n, k), format, impl in matrices:
-        outputs, inputs = AXES[field][-2:]
-        tiled = impl == "mosaic"
-        rows = TILE_ROWS if tiled else 1
-        columns = math.lcm(formats.get(format).WEIGHTS, TILE_COLUMNS if tiled else 1)
-        if outputs == "heads" and config.head_dim % rows:
-            return f"{field}: heads of {config.head_dim} rows are no whole tiles of {rows}"
-        if outputs == "ffn" and n % (parts * rows):
-            return f"{field}: {n} rows do not split at {rows}"
-        if inputs and k % (parts * columns):
-            return f"{field}: {k} columns of {format} do not split at {columns}"
-    return None
-
-
-def _rechosen(w: QTensor) -> QTensor:
-    """The choice for many rows depends on the shape, which is now that of joined rows."""
-    if w.gemm == "xla":
-        return w
-    return w.replace(gemm=dispatch.choose(dispatch.Problem("gemm", dispatch.platform(), w.format, w.shape)))

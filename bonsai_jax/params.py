@@ -16,7 +16,7 @@ from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
 from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
 
 if TYPE_CHECKING:
-    from bonsai_jax.parallel import Placement, Share
+    from bonsai_jax.placement import Placement, Share
 
 JOINED = ("wq", "wk", "wv", "bq", "bk", "bv")  # fields of Spec that are not of Layers
 
@@ -43,7 +43,7 @@ class Params(struct.PyTreeNode):
 
     head      None where the embedding is the output matrix too (tied)
     schedule  how a decode step's kernels are launched (dispatch.choose)
-    axis      the mesh axis over which matrices are split (parallel.py); None where a device has them whole.
+    axis      the mesh axis over which matrices are split (placement.py); None where a device has them whole.
               Split ones exist inside shard_map, and their static shapes are those of one device
     peers     where devices write into each other's memory for the sums of a decode step
               (pallas_kernels/mosaic/all_reduce.py); None where they are jax.lax.psum
@@ -102,7 +102,7 @@ def load(
     decoded    hold weights as float32, decoded here once, instead of packed
     activation_bits  8 or 16, to which kernels may round activations
     schedule   how a decode step's kernels are launched (dispatch.choose)
-    placement  how weights lie over many devices (parallel.Placement); each makes its share from its share of
+    placement  how weights lie over many devices (placement.Placement); each makes its share from its share of
                the blocks
     progress   called with bytes read so far and in all
     Raises CheckpointError naming the tensor that is missing, extra or of the wrong shape, and

@@ -34,7 +34,7 @@ def compile_for_gpu(f, *shapes, compute_capability=(9, 0), **jit_options):
 
 
 def gpu_mesh(devices: int) -> Mesh:
-    """A mesh of H200s that share weights, as parallel.make_mesh makes it, to compile for."""
+    """A mesh of H200s that share weights, as placement.make_mesh makes it, to compile for."""
     text = (Path(__file__).parent / "data" / "nvidia_h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{devices}")
     grid = np.array(topology.devices).reshape(1, devices)

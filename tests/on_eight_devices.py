@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, parallel, params
+from bonsai_jax import architectures, params
 from bonsai_jax import decoding as core
+from bonsai_jax.placement import Placement
 from checkpoints import RandomTensor, Tensor, open_checkpoint
 from pallas_kernels import LayerStack, QTensor, dequantize, from_blocks
 
@@ -84,7 +85,7 @@ def test_tiles_are_split_at_their_borders(format):
     blocks and of drawn ones alike."""
     mesh, checkpoint = bj.make_mesh(1, 2), open_checkpoint(f"synth:tiny-qwen3:{format}")
     c = architectures.config_of(checkpoint)
-    placement, decode = parallel.Placement(mesh, c), jax.jit(dequantize)
+    placement, decode = Placement(mesh, c), jax.jit(dequantize)
 
     def made(field: str, name: str, rows: int | None = None) -> tuple[np.ndarray, list[QTensor]]:
         """The whole matrix, and its tiles over the mesh: drawn there, and made of blocks."""
@@ -222,7 +223,7 @@ def test_bonsai_and_llama_70b_split_as_they_are_shaped():
     for source, parts in (("synth:bonsai-8b:q1_0", 8), ("synth:llama-70b:q4_k_m", 8)):
         checkpoint = open_checkpoint(source)
         config = architectures.config_of(checkpoint)
-        placement = parallel.Placement(bj.make_mesh(1, parts), config)
+        placement = Placement(bj.make_mesh(1, parts), config)
         specs = {s.gguf: s.field for s in architectures.get(config.architecture).TENSORS}
         tensors = [(specs[name.replace("blk.0", "blk.{}")], t) for name, t in checkpoint.tensors.items()
                    if name.replace("blk.0", "blk.{}") in specs and len(t.shape) == 2]  # fmt: skip

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from bonsai_jax import architectures, parallel, params
+from bonsai_jax import architectures, params
+from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
 from pallas_kernels import dispatch
 from pallas_kernels.mosaic.all_reduce import all_reduce_add
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.aot
 
 def test_a_device_makes_its_share_of_a_weight_only():
     mesh, checkpoint = gpu_mesh(4), open_checkpoint("synth:llama-70b:q4_k_m")
-    placement = parallel.Placement(mesh, architectures.config_of(checkpoint))
+    placement = Placement(mesh, architectures.config_of(checkpoint))
     with mock.patch.object(dispatch, "platform", lambda: "sm_90"):
         for field, name in (("w_gate", "ffn_gate"), ("w_down", "ffn_down")):
             t = checkpoint.tensors[f"blk.0.{name}.weight"]

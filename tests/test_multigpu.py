@@ -8,7 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, parallel
+from bonsai_jax import architectures
+from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
 
 pytestmark = pytest.mark.multigpu
@@ -28,7 +29,7 @@ def test_sums_through_mailboxes_are_those_of_psum(mesh, words):
     from pallas_kernels.mosaic.all_reduce import all_reduce_add
 
     config = architectures.config_of(open_checkpoint("synth:tiny-llama:q8_0"))
-    peers = parallel.Placement(mesh, config, "mailbox").peers()
+    peers = Placement(mesh, config, "mailbox").peers()
 
     def on_device(peers):
         me = jax.lax.axis_index("model").astype(jnp.float32)
