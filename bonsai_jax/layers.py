@@ -106,12 +106,12 @@ def attention_block(
     qkv = [matmul(x, weight, layer, gamma=w.attn_norm, eps=eps) for weight in w.wqkv]
     qkv = qkv[0] if len(qkv) == 1 else jnp.concatenate(qkv, axis=-1)
     qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
-    out, k_pages, v_pages, *finished = attend(
+    out, k_pages, v_pages, mail = attend(
         qkv, cache.k, cache.v, cache.block_table, positions, layer,
         rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm), eps=eps,
-        num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl, finished=cache.finished,
+        num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl, mail=cache.mail,
     )  # fmt: skip
-    cache = cache.replace(k=k_pages, v=v_pages, finished=next(iter(finished), None))
+    cache = cache.replace(k=k_pages, v=v_pages, mail=mail)
     return _add_product(x, out, w.wo, layer, params, tap), cache
 
 
@@ -186,7 +186,7 @@ def decoder(
         carry = _one_launch(*carry, params, positions, rotation, config)
     elif tokens.shape[1] == 1 and params.layers.wqkv[0].parts[0].impl != "xla":
         x, cache = carry
-        carry = x, cache.replace(finished=jnp.zeros(rows * config.num_heads, jnp.int32))
+        carry = x, kv.with_mail(cache, config.num_heads)
         each = []
         for layer in range(config.num_layers):
             carry, of_layer = layer_step(carry, layer)
@@ -196,7 +196,7 @@ def decoder(
         unroll = 1 if params.layers.wqkv[0].parts[0].impl == "xla" else UNROLL
         carry, kept = jax.lax.scan(layer_step, carry, jnp.arange(config.num_layers), unroll=unroll)
     x, cache = carry
-    return x, kv.advance(cache.replace(finished=None), positions), kept
+    return x, kv.advance(cache.replace(mail=None), positions), kept
 
 
 def decode_schedule(params: Params, config: ModelConfig, rows: int) -> str:

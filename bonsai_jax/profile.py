@@ -161,9 +161,11 @@ def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callabl
     def call(params: Params, state):
         if not unrolled:
             return jax.lax.fori_loop(0, L, lambda layer, state: step(layer, params, state), state)
+        if one is _attention:
+            state = state[0], kv.with_mail(state[1], model.config.num_heads)
         for layer in range(L):
             state = step(layer, params, state)
-        return state
+        return (state[0], state[1].replace(mail=None)) if one is _attention else state
 
     return jax.jit(call, donate_argnums=1)
 
@@ -187,13 +189,13 @@ def _attention(params: Params, state: tuple[jax.Array, KVCache], layer, config, 
     qkv, cache = state
     w = params.layers
     angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies
-    out, k_pages, v_pages = attend(
+    out, k_pages, v_pages, mail = attend(
         qkv, cache.k, cache.v, cache.block_table, positions, layer,
         rotation=(jnp.cos(angle), jnp.sin(angle)), interleaved=config.rope.interleaved,
         norms=(w.q_norm, w.k_norm), eps=config.rms_norm_eps, num_keys=positions.max() + 1, impl=cache.impl,
-        prefill_impl=cache.prefill_impl,
+        prefill_impl=cache.prefill_impl, mail=cache.mail,
     )  # fmt: skip
-    return qkv.at[..., : out.shape[-1]].set(out), cache.replace(k=k_pages, v=v_pages)
+    return qkv.at[..., : out.shape[-1]].set(out), cache.replace(k=k_pages, v=v_pages, mail=mail)
 
 
 def _qkv(params: Params, x, layer, config):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels import dispatch
 from pallas_kernels.matmul import rms_norm
 
 KEYS_PER_BLOCK = 256  # keys visited at a time, in whole pages: bounds what is gathered out of the pages
@@ -129,8 +130,8 @@ def attend(
     num_keys: int | Int[Array, ""],
     impl: str = "xla",
     prefill_impl: str = "xla",
-    finished: Int[Array, "counters"] | None = None,
-) -> tuple[Array, ...]:
+    mail: Int[Array, "words"] | None = None,
+) -> tuple[Array, Array, Array, Array | None]:
     """What a layer does between its projections: QK-norm, rope, cache write, attention.
 
     qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
@@ -138,10 +139,10 @@ def attend(
     rotation   cos and sin of the new tokens' angles, for rope
     impl       "mosaic" runs one token a row in one kernel
     prefill_impl  for more tokens a row; "mosaic" is mosaic/prefill_attention.py
-    finished   zeros, B H or more, that the kernel of one token a row counts in and leaves zero. Handed from
-               layer to layer, they spare each launch a memset that it would wait for
+    mail       where the blocks of the kernel of one token a row meet (`empty_mail`). Handed from layer to
+               layer, each once, it spares each launch a memset that it would wait for
     The rest, and errors, as for `attention`. Returns the output, float32 [B, T, H D], the cache's pages with
-    k and v stored (in place, where the pages are donated) and, where it is given, `finished`. Under vmap
+    k and v stored (in place, where the pages are donated) and `mail` as it is left. Under vmap
     kernels are launched once for each entry: more rows of one cache are the way to have them in one launch.
     """
     if qkv.ndim != 3:
@@ -160,10 +161,10 @@ def attend(
         cos, sin = (x[:, 0] for x in rotation)
         gammas = norms if norms[0] is not None else None
         kernel = functools.partial(decode_attention, eps=eps, interleaved=interleaved)
-        out, k_pages, v_pages, counters = jax.custom_batching.sequential_vmap(kernel)(
-            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, finished
+        out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(kernel)(
+            qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, mail
         )
-        return out[:, None], k_pages, v_pages, *(() if finished is None else (counters,))
+        return out[:, None], k_pages, v_pages, None if mail is None else used
     q, k, v = jnp.split(
         qkv.reshape(B, T, -1, head_dim), (width // head_dim - 2 * kv_heads, -kv_heads), axis=2
     )
@@ -179,7 +180,13 @@ def attend(
         out = kernel(q, k_pages, v_pages, block_table, positions, layer)
     else:
         out = attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys)
-    return out.reshape(B, T, -1), k_pages, v_pages, *(() if finished is None else (finished,))
+    return out.reshape(B, T, -1), k_pages, v_pages, mail
+
+
+def empty_mail(rows: int, heads: int, kv_heads: int, head_dim: int) -> Int[Array, "words"]:
+    """Zeros in which the kernel of one token a row exchanges partial results, for one step of all layers."""
+    heads_at_work = max(rows * heads, dispatch.multiprocessors() * heads // kv_heads)
+    return jnp.zeros(heads_at_work * (head_dim + 2), jnp.int32)
 
 
 def _check(op: str, x, k_pages, v_pages, block_table, positions) -> None:

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attend
-from pallas_kernels.mosaic import decode_attention
+from pallas_kernels import attend, dispatch
+from pallas_kernels.attention import empty_mail
 from tests.lockstep import lockstep
 
 
@@ -65,13 +65,13 @@ def test_attention_in_lockstep_is_its_definition(
 ):
     args, rest = problem(H, Hkv, D, lengths, page_size, dtype, interleaved, normed)
     want = jax.jit(attend, static_argnames=("interleaved", "eps"))(*args, **rest)
-    with lockstep(), mock.patch.object(decode_attention, "BLOCKS", most):
+    with lockstep(), mock.patch.object(dispatch, "multiprocessors", lambda: most):
         got = attend(*args, **rest, impl="mosaic")
     # Products of operands of 16 bits of mantissa. A key in bfloat16 may be the neighbour of the definition's
     # where it is near the middle of two.
     narrow, table = dtype == "bfloat16", np.asarray(args[3])
     np.testing.assert_allclose(got[0], want[0], atol=5e-3 if narrow else 3e-5, rtol=1e-5)
-    for pages_got, pages_want in zip(got[1:], want[1:], strict=True):
+    for pages_got, pages_want in zip(got[1:3], want[1:3], strict=True):
         a, b = (np.array(pages, np.float32) for pages in (pages_got, pages_want))
         for row, j in enumerate(lengths):
             if j >= 0:
@@ -79,3 +79,19 @@ def test_attention_in_lockstep_is_its_definition(
                 np.testing.assert_allclose(a[new], b[new], rtol=2**-7 if narrow else 1e-5, atol=1e-6)
                 a[new] = b[new]
         np.testing.assert_array_equal(a, b)
+
+
+def test_layers_of_a_step_share_one_mail():
+    """What the layer before sent is still there, and is not taken for this layer's."""
+    args, rest = problem(4, 2, 64, [300, 5], 64, "float32", True, False)
+    qkv, *pages, table, positions, _ = args
+    want = pages
+    with lockstep(), mock.patch.object(dispatch, "multiprocessors", lambda: 12):
+        mail = empty_mail(2, 4, 2, 64)
+        for layer in (0, 1):
+            out, *pages, mail = attend(
+                qkv * (1 + layer), *pages, table, positions, layer, **rest, impl="mosaic", mail=mail
+            )
+            assert set(np.unique(mail & 3)) == {0, layer + 1}  # 0: of splits that no row has
+            wanted, *want, _ = attend(qkv * (1 + layer), *want, table, positions, layer, **rest)
+            np.testing.assert_allclose(out, wanted, atol=3e-5, rtol=1e-5)

@@ -42,7 +42,7 @@ def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, ep
 
         (qkv,) = normed(x, norms[0], rounded(x), [w["qkv"]])
         qkv = qkv if bias is None else qkv + bias[layer]
-        out, k_pages, v_pages = attend_jit(
+        out, k_pages, v_pages, _ = attend_jit(
             jnp.asarray(rounded(qkv)[:, None], jnp.float32), k_pages, v_pages, table, positions[:, None],
             layer, rotation=rotation, interleaved=interleaved, eps=eps, norms=head_norms,
             num_keys=int(positions.max()) + 1,

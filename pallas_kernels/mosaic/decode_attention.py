@@ -15,15 +15,16 @@ parts of the heads are rows 0 to 7 of a tensor core's 16, the low parts rows 8 t
 the same way. Which of a head's dimensions a lane has is free, as long as q and k agree: with lane = 4 g + t,
 dimensions 32 c + 8 t + 0..7 of key g, which are 16-byte loads, and 64 c + 8 g + 0..7 of values.
 
-Splits depend on a row's own length only, and are combined in order: a row's bits do not depend on other rows,
-nor on which block finishes last. `decode_attention` is this phase as a kernel of its own; decode_layers.py
-has it in one launch with the products.
+Splits depend on a row's own length only, and are combined in order: a row's bits do not depend on other rows.
+They meet without a barrier: each sends its (m, l, o) as tagged words (memory.store_tagged), and makes its
+part of the outputs when it has those of all. So all blocks of a launch must run at once, which one on each
+multiprocessor do. `decode_attention` is this phase as a kernel of its own; decode_layers.py has it in one
+launch with the products.
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -32,6 +33,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import dispatch
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
 
 THREADS, WARPS = 256, 8
@@ -40,29 +42,25 @@ MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
 KEYS_PER_SPLIT = KEYS * WARPS  # that much is on its way before q is there
 KEYS_ALONE = 2 * KEYS_PER_SPLIT  # so few are not worth combining
-BLOCKS = 128  # about as many as an H200 has multiprocessors
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved"))
 def decode_attention(
-    qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, finished, eps, interleaved
+    qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, mail, eps, interleaved
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """The kernel behind pallas_kernels.attention.attend; arguments and results are described there."""
     page_size, kv_heads, head_dim = k_pages.shape[2:]
     batch, width = qkv.shape[0], qkv.shape[1] - 2 * kv_heads * head_dim
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
-        page_size=page_size, pages=block_table.shape[1], most_blocks=BLOCKS,
+        page_size=page_size, pages=block_table.shape[1], most_blocks=dispatch.multiprocessors(),
         normed=norms is not None, eps=eps, interleaved=interleaved,
     )  # fmt: skip
     keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
-    finished = jax.new_ref(jnp.zeros(phase.owners, jnp.int32) if finished is None else finished)
+    mail = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if mail is None else mail)
     kernel = plgpu.kernel(
         functools.partial(_body, phase=phase),
-        out_type=(
-            jax.ShapeDtypeStruct((batch, width), jnp.float32),
-            jax.ShapeDtypeStruct((phase.partials,), jnp.float32),
-        ),
+        out_type=jax.ShapeDtypeStruct((batch, width), jnp.float32),
         grid=(phase.blocks,),
         grid_names=("block",),
         num_threads=THREADS // 128,
@@ -71,8 +69,8 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     operands = [qkv, cos, sin, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
-    out, _ = kernel(*operands, *(norms or ()), keys, values, finished)
-    return out, jax.freeze(keys), jax.freeze(values), jax.freeze(finished)
+    out = kernel(*operands, *(norms or ()), keys, values, mail)
+    return out, jax.freeze(keys), jax.freeze(values), jax.freeze(mail)
 
 
 def _body(*refs, phase: "Attention"):
@@ -80,17 +78,18 @@ def _body(*refs, phase: "Attention"):
     def kernel(ctx, *refs):
         qkv, cos, sin, positions, table, layer_gmem, *refs = refs
         q_gamma, k_gamma, *refs = refs if phase.normed else (None, None, *refs)
-        keys, values, finished, out, partial, scratch_smem = refs
+        keys, values, mail, out, scratch_smem = refs
 
         def load_qkv(row, columns):
             return [v for n in columns for v in memory.load_reals(4, qkv, [row, lanes.behind(*n)])]
 
         store_out = lambda value, row, n: memory.store(value, out, row, n)  # noqa: E731
         cache = Cache(keys, values, table, positions, cos, sin, q_gamma, k_gamma)
-        flag = phase.scratch - 1
-        splits = LastBlock(partial, finished, scratch_smem, flag)
         layer = lanes.to_index(memory.load(layer_gmem, 0))
-        phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, splits)
+        # The layer before had another tag, and before the first there are zeros.
+        tag = lanes.to_integer(lanes.behind(arith.remui(layer, lanes.index(3)), 1))
+        exchange = Exchange(mail, 0, tag)
+        phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange)
 
     kernel(*refs)
 
@@ -148,38 +147,25 @@ class Share:
 
 
 @dataclasses.dataclass(frozen=True)
-class LastBlock:
-    """Splits exchange by global memory, and the last of a row's blocks to finish combines them all."""
+class Exchange:
+    """Where the splits of a row's attention meet: words of `mail` from `begin` on, with this layer's tag.
+    Each split makes its part of the outputs."""
 
-    partial: Any
-    finished: Any  # int32 [owners or more], zero before the launch and after it
-    smem: Any
-    flag: int
+    mail: Any
+    begin: int
+    tag: Any
 
     def send(self, at, value):
-        memory.store(value, self.partial, at)
+        memory.store_tagged(value, self.mail, lanes.behind(at, self.begin), self.tag)
 
-    def collect(self, share: Share, use: Callable):
-        """use(mine, load) where this block has something to combine: mine(i) is whether it has the i-th 32
-        outputs, load(places) what was sent to them."""
-        first = lanes.is_equal(lanes.thread(), lanes.index(0))
-        lanes.block_barrier()
-        with lanes.when(first):
-            old = memory.add_to_counter(self.finished, share.owner)
-            last = arith.addi(lanes.to_index(old), lanes.index(1))
-            is_last = lanes.is_equal(last, share.splits)
-            value = arith.select(is_last, lanes.real(1), lanes.real(0))
-            memory.store(value, self.smem, self.flag)
-            with lanes.when(is_last):
-                memory.store(lanes.integer(0), self.finished, share.owner)
-        lanes.block_barrier()
-        with lanes.when(lanes.is_above_zero(memory.load(self.smem, self.flag))):
-            use(
-                lambda i: lanes.true(),
-                lambda places: [
-                    memory.load_written_by_others(self.partial, lanes.behind(*at)) for at in places
-                ],
-            )
+    def makes(self, share: Share, i):
+        """Whether this block makes the i-th 32 outputs."""
+        return lanes.is_equal(arith.remui(i, share.splits), share.split)
+
+    def receive(self, places) -> list:
+        """What was sent to (element, constant) places."""
+        wanted = [((at, constant + self.begin), 1) for at, constant in places]
+        return memory.load_tagged(self.mail, wanted, self.tag)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +206,8 @@ class Attention:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory: sums [warps, heads, head_dim], maxima and totals [heads, warps], a
-        flag."""
-        return WARPS * self.heads * self.head_dim + 2 * self.heads * WARPS + 4
+        """float32 of shared memory: sums [warps, heads, head_dim], maxima and totals [heads, warps]."""
+        return WARPS * self.heads * self.head_dim + 2 * self.heads * WARPS
 
     @property
     def partial(self) -> int:
@@ -278,7 +263,7 @@ class Attention:
 
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
         store_out   (value, row, column)
-        exchange    how splits meet: LastBlock, or one with its methods
+        exchange    where splits meet (Exchange)
         next_layer  its keys and values are asked for in the end, into the L2 cache
         """
         share = self._share(kept)
@@ -581,12 +566,12 @@ class Attention:
             block = at(s, (share.owner, self.splits))
             return arith.muli(block, lanes.index(self.partial))
 
-        def combine(element, g, load):
+        def combine(element, g):
             there = [lanes.is_below(lanes.index(s), share.splits) for s in range(self.splits)]
             begins = [of_split(arith.select(ok, lanes.index(s), share.split)) for s, ok in enumerate(there)]
             two = at(lanes.index(0), (g, 2))
             behind = heads * head_dim
-            loaded = load(
+            loaded = exchange.receive(
                 [
                     place
                     for begin in begins
@@ -613,7 +598,4 @@ class Attention:
                 two = at(begin, (lanes.index(1), heads * head_dim), (g, 2))
                 exchange.send(two, largest)
                 exchange.send(lanes.behind(two, 1), total_of(g))
-            exchange.collect(
-                share,
-                lambda mine, load: outputs(lambda element, g: combine(element, g, load), mine),
-            )
+            outputs(lambda element, g: combine(element, g), lambda i: exchange.makes(share, i))

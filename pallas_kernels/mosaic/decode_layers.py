@@ -22,8 +22,6 @@ later one, of which each part was made by somebody who had read all of that vect
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +30,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
 from pallas_kernels.mosaic.bit_gemv import GROUP, Place, Product
-from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Attention, Cache, Share
+from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Attention, Cache, Exchange
 
 PHASES = 5  # qkv, attention, o, gate and up, down
 X, QKV, OUT, HIDDEN = range(4)  # the vectors of a layer
@@ -365,7 +363,7 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
                 cache, kept, layer, scratch_smem,
                 load_qkv=lambda row, columns: receive(1, layer, row, columns, 4),
                 store_out=lambda y, row, n: send(1, layer, y, row, n),
-                exchange=BetweenSplits(mail, shapes.rows * sum(widths), tag(layer, OUT, 1)),
+                exchange=Exchange(mail, shapes.rows * sum(widths), tag(layer, OUT, 1)),
                 next_layer=arith.minui(arith.addi(layer, lanes.index(1)), lanes.index(layers - 1)),
             )  # fmt: skip
             lanes.block_barrier()
@@ -393,23 +391,3 @@ def _body(*refs, shapes: Shapes, attention: Attention, layers: int, biased: bool
         lanes.loop(lanes.index(0), lanes.index(layers), lanes.index(1), [], one_layer)
 
     kernel(*refs)
-
-
-@dataclasses.dataclass(frozen=True)
-class BetweenSplits:
-    """Splits of a row's attention exchange by `mail`, and each of them combines its part of the outputs."""
-
-    mail: Any
-    begin: int
-    tag: Any
-
-    def send(self, at, value):
-        memory.store_tagged(value, self.mail, lanes.behind(at, self.begin), self.tag)
-
-    def collect(self, share: Share, use: Callable):
-        use(
-            lambda i: lanes.is_equal(arith.remui(i, share.splits), share.split),
-            lambda places: memory.load_tagged(
-                self.mail, [((at, constant + self.begin), 1) for at, constant in places], self.tag
-            ),
-        )

@@ -186,18 +186,6 @@ def copy_to_shared(destination, ref, at, byte_count, mbarrier):
     )
 
 
-def add_to_counter(ref, at):
-    """Atomically add 1 to an i32 of global memory, ordered with all that the block wrote before a barrier;
-    the old value."""
-    return llvm.inline_asm(
-        lanes.i32(),
-        [_pointer(ref, at)],
-        "atom.acq_rel.gpu.global.add.u32 $0, [$1], 1;",
-        "=r,l,~{memory}",
-        has_side_effects=True,
-    )
-
-
 def load_written_by_others(ref, at):
     """A float32 of global memory that another block of the same launch wrote; `at` counts elements. Past the
     multiprocessor's own cache, which may hold what was there before."""

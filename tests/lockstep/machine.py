@@ -10,7 +10,7 @@ import contextlib
 import numpy as np
 
 from tests.lockstep.races import Clocks, Words
-from tests.lockstep.values import NUMPY, Type, Value, i32
+from tests.lockstep.values import NUMPY, Type, Value
 
 FAR = 40  # an address in global memory: the number of its buffer above so many bits, bytes below
 ELEMENTS = {"uint32": "i32", "int32": "i32", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
@@ -55,7 +55,6 @@ class Machine:
             at += size
         self.globals: list[Ref] = []
         self.turns: dict[int, Turns] = {}
-        self.counters: dict = {}
         self.messages: list[np.ndarray] = []
         self.message_of: dict = {}
         self.group, self.groups = [], []
@@ -239,19 +238,6 @@ class Machine:
         for m in np.unique(message):
             of = message == m
             self.clocks.learn(warps[of], self.messages[m][senders[of]])
-
-    def add_one(self, pointer: Value) -> Value:
-        """An atomic counter: each learns what those before it knew."""
-        out = np.zeros(len(self.all), np.int32)
-        for mask, ref, at in self.pointed(pointer):
-            for thread, where in zip(np.flatnonzero(mask), at, strict=True):
-                out[thread] = ref.cells[0, where]
-                ref.cells[0, where] += 1
-                before = self.counters.get((id(ref), where), 0)
-                self.clocks.learn([self.warp[thread]], before)
-                self.counters[id(ref), where] = np.maximum(self.clocks.told(self.warp[thread]), before)
-                self.clocks.now += 1
-        return i32(out)
 
     # Shared memory by address
 

@@ -161,11 +161,6 @@ def _store_relaxed(machine, match, pointer, word):
     machine.send(pointer, word)
 
 
-@instruction(r"atom\.acq_rel\.gpu\.global\.add\.u32 \$0, \[\$1\], 1")
-def _add_one(machine, match, pointer):
-    return machine.add_one(pointer)
-
-
 @instruction(r"prefetch\.global\.L2 \[\$0\]")
 def _prefetch(machine, match, pointer):
     for _, ref, at in machine.pointed(pointer):
