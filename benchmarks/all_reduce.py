@@ -35,9 +35,9 @@ ONE_SHOT = {"xla_gpu_experimental_use_collective_kernels": "COLLECTIVE_KERNEL_AL
 
 
 def mailbox(y: jax.Array, peers: jax.Array) -> jax.Array:
-    from pallas_kernels.mosaic.all_reduce import all_reduce_add
+    from pallas_kernels.mosaic import all_reduce
 
-    return all_reduce_add(jnp.zeros_like(y), y, peers)
+    return all_reduce.receive(jnp.zeros_like(y), [all_reduce.send(y, peers)], peers)
 
 
 def chain(total: Callable[[jax.Array, jax.Array], jax.Array], mesh, x: jax.Array, peers) -> jax.Array:

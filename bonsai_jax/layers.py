@@ -15,6 +15,7 @@ from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
 from pallas_kernels import LayerStack, QTensor, attend, dispatch, gated, matmul
+from pallas_kernels.matmul import sent_product
 
 UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 SITES = ("input", "attention", "middle", "mlp", "output")
@@ -260,14 +261,15 @@ def _add_product(
     and x is added to their sum once."""
     if params.axis is None and tap is None:
         return matmul(h, weight, layer, residual=x)
-    y = matmul(h, weight, layer)
-    if params.axis is None:
-        return x + (y if tap is None else tap(y))
     if params.peers is not None and tap is None and x.shape[-2] == 1:  # a decode step: latency is all
         from pallas_kernels.mosaic import all_reduce  # only GPUs need it
 
         if all_reduce.refuses(x.size) is None:
-            return all_reduce.all_reduce_add(x, y, params.peers[0, 0])
+            peers = params.peers[0, 0]
+            return all_reduce.receive(x, sent_product(h, weight, layer, peers), peers)
+    y = matmul(h, weight, layer)
+    if params.axis is None:
+        return x + (y if tap is None else tap(y))
     y = jax.lax.psum(y, params.axis)
     # Without the barrier, XLA adds all layers' sums anew in every layer.
     return jax.lax.optimization_barrier(x + (y if tap is None else tap(y)))

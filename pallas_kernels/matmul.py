@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import dispatch, formats
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
+from pallas_kernels.tiles import ROWS
 
 
 def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
@@ -127,6 +128,24 @@ def definition(x: jax.Array, weights: tuple[QTensor, ...], layer, gamma, eps, re
     y = [jnp.einsum("...k,nk->...n", x, w, precision=jax.lax.Precision.HIGHEST) for w in dense]
     out = y[0] if len(y) == 1 else jax.nn.silu(y[0]) * y[1]
     return out if residual is None else out + residual
+
+
+def sent_product(
+    x: Float[Array, "*batch K"],
+    w: LayerStack,
+    layer: int | Int[Array, ""],
+    peers: Int[Array, "devices+2 2"],
+) -> list[Int[Array, "1"]]:
+    """The product with a matrix of which other devices have other columns, on its way to all their mailboxes
+    (mosaic/all_reduce.py): what `all_reduce.receive` wants. By the kernel that makes it, where it can."""
+    from pallas_kernels.mosaic import all_reduce  # only GPUs need it
+
+    if isinstance(layer, int):
+        part, i = w.where[layer]
+        piece = w.parts[part]
+        if isinstance(piece, QTensor) and piece.shape[0] % ROWS == 0 and _kernel((piece,), x) == "int_gemv":
+            return _module("int_gemv").run_and_send(x, piece, i, peers)
+    return [all_reduce.send(matmul(x, w, layer), peers)]
 
 
 class Run(Protocol):

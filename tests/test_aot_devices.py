@@ -10,8 +10,10 @@ from jax.sharding import PartitionSpec as P
 from bonsai_jax import architectures, params
 from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
-from pallas_kernels import dispatch
-from pallas_kernels.mosaic.all_reduce import all_reduce_add
+from pallas_kernels import LayerStack, QTensor, dispatch, formats
+from pallas_kernels.matmul import sent_product
+from pallas_kernels.mosaic import all_reduce
+from pallas_kernels.qtensor import tile
 from tests.aot import compile_for_mesh, gpu_mesh
 
 pytestmark = pytest.mark.aot
@@ -38,11 +40,13 @@ def test_a_device_makes_its_share_of_a_weight_only():
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-def test_a_sum_through_mailboxes_is_one_launch(rows):
+def test_a_sum_through_mailboxes_is_two_launches(rows):
     mesh = gpu_mesh(4)
 
     def total(x, y, peers):
-        on_device = lambda x, y, peers: all_reduce_add(x, y[0], peers[0, 0])  # noqa: E731
+        def on_device(x, y, peers):
+            return all_reduce.receive(x, [all_reduce.send(y[0], peers[0, 0])], peers[0, 0])
+
         specs = (P(), P("model"), P("data", "model"))
         return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(
             x, y, peers
@@ -56,4 +60,40 @@ def test_a_sum_through_mailboxes_is_one_launch(rows):
         ((1, 4, 6, 2), jnp.uint32, P("data", "model")),
     )
     text = compiled.as_text()
-    assert text.count("mosaic_gpu_v2") == 1 and "all-reduce" not in text
+    assert text.count("mosaic_gpu_v2") == 2 and "all-reduce" not in text
+
+
+@pytest.mark.parametrize(
+    ("format", "columns", "rows"), [("q4_k", 2048, 1), ("q4_k", 7168, 16), ("q6_k", 7168, 1)]
+)
+def test_a_product_sends_what_it_makes_itself(format, columns, rows):
+    """o and down of the 70B model, of which each of four devices has a quarter of the columns."""
+    mesh, n = gpu_mesh(4), 8192
+    blocks = jax.eval_shape(
+        lambda: formats.random_fields(format, jax.random.key(0), (1, n, columns // 256), 0.0, 0.02)
+    )
+    whole = jax.eval_shape(lambda fields: tile(QTensor(fields, format, (n, columns))), blocks)
+    names = sorted(whole.fields)
+
+    def total(x, h, peers, *fields):
+        def on_device(x, h, peers, *fields):
+            weight = whole.replace(fields=dict(zip(names, fields, strict=True)), impl="mosaic")
+            sent = sent_product(h, LayerStack((weight,), ((0, 0),)), 0, peers[0, 0])
+            return all_reduce.receive(x, sent, peers[0, 0])
+
+        specs = (P(), P(), P("data", "model"), *[P()] * len(names))
+        return jax.shard_map(on_device, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)(
+            x, h, peers, *fields
+        )
+
+    with mock.patch.object(dispatch, "platform", lambda: "sm_90"):
+        compiled = compile_for_mesh(
+            total,
+            mesh,
+            ((rows, 1, n), jnp.float32, P()),
+            ((rows, 1, columns), jnp.float32, P()),
+            ((1, 4, 6, 2), jnp.uint32, P("data", "model")),
+            *((whole.fields[name].shape, whole.fields[name].dtype, P()) for name in names),
+        )
+    text = compiled.as_text()
+    assert text.count("mosaic_gpu_v2") == 2 and "all-reduce" not in text

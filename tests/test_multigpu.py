@@ -11,6 +11,9 @@ import bonsai_jax as bj
 from bonsai_jax import architectures
 from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
+from pallas_kernels import LayerStack, QTensor, formats, matmul
+from pallas_kernels.matmul import sent_product
+from pallas_kernels.qtensor import tile
 
 pytestmark = pytest.mark.multigpu
 
@@ -26,7 +29,7 @@ def mesh():
 @pytest.mark.parametrize("words", [64, 8192, 65536])
 def test_sums_through_mailboxes_are_those_of_psum(mesh, words):
     """1,000 sums of changing data: the same bits, on every device."""
-    from pallas_kernels.mosaic.all_reduce import all_reduce_add
+    from pallas_kernels.mosaic import all_reduce
 
     config = architectures.config_of(open_checkpoint("synth:tiny-llama:q8_0"))
     peers = Placement(mesh, config, "mailbox").peers()
@@ -37,11 +40,40 @@ def test_sums_through_mailboxes_are_those_of_psum(mesh, words):
 
         def body(i, wrong):
             x, y = jnp.cos(0.11 * i + steps), jnp.sin(0.37 * i + 0.01 * steps * (me + 1))
-            got = all_reduce_add(x, y, peers[0, 0])
+            got = all_reduce.receive(x, [all_reduce.send(y, peers[0, 0])], peers[0, 0])
             apart = jax.lax.pmax(got, "model") != got
             return wrong + ((got != x + jax.lax.psum(y, "model")) | apart).sum()
 
         return jax.lax.psum(jax.lax.fori_loop(0, 1000, body, 0), "model")
+
+    run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data", "model"), out_specs=P(), check_vma=False)
+    assert jax.jit(run)(peers) == 0
+
+
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_a_product_that_sends_is_the_product_and_a_sum(mesh, rows):
+    """The same bits as by psum, in 100 steps that hand on what they got."""
+    from pallas_kernels.mosaic import all_reduce
+
+    N, K = 512, 1024
+    config = architectures.config_of(open_checkpoint("synth:tiny-llama:q8_0"))
+    peers = Placement(mesh, config, "mailbox").peers()
+
+    def on_device(peers):
+        seed = jax.random.fold_in(jax.random.key(0), jax.lax.axis_index("model"))
+        fields = formats.random_fields("q4_k", seed, (2, N, K // 256), 0.0, K**-0.5)
+        w = LayerStack((tile(QTensor(fields, "q4_k", (N, K))),), ((0, 0), (0, 1)))
+        peers = peers[0, 0]
+
+        def body(i, carry):
+            x, wrong = carry
+            h = jnp.cos(x[:, :1] + jnp.arange(K) * (1 + i) / 7)
+            got = all_reduce.receive(x, sent_product(h, w, 1, peers), peers)
+            want = x + jax.lax.psum(matmul(h, w, 1), "model")
+            return got / 2, wrong + (got != want).sum()
+
+        _, wrong = jax.lax.fori_loop(0, 100, body, (jnp.ones((rows, N)), 0))
+        return jax.lax.psum(wrong, "model")
 
     run = jax.shard_map(on_device, mesh=mesh, in_specs=P("data", "model"), out_specs=P(), check_vma=False)
     assert jax.jit(run)(peers) == 0

@@ -40,7 +40,7 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, formats, tuned
-from pallas_kernels.mosaic import int_plan, lanes, memory, tensor_cores
+from pallas_kernels.mosaic import all_reduce, int_plan, lanes, memory, tensor_cores
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 
@@ -72,9 +72,21 @@ def run_below(x, pieces, part_layer, layer, gamma, eps) -> jax.Array:
     return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None)
 
 
+def run_and_send(x, weight, part_layer, peers) -> list[jax.Array]:
+    """The product into mailboxes (all_reduce.py), a launch for at most 16 rows; what `receive` wants."""
+    return _launches(x, [(weight,)], part_layer, part_layer, None, 0.0, None, peers)
+
+
 def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """Products with parts, rows below rows; each part is one matrix or, for SwiGLU, two."""
-    lead, any_weight = x.shape[:-1], weights[0][0]
+    y = _launches(x, weights, part_layer, layer, gamma, eps, residual, None)
+    y = y[0] if len(y) == 1 else jnp.concatenate(y)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> list[jax.Array]:
+    """Of each launch, with as many rows as there is room for, its result."""
+    any_weight = weights[0][0]
     stacks = jax.tree.map(
         lambda a: a[None] if layer is None else a, [[w.fields for w in part] for part in weights]
     )
@@ -100,7 +112,7 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     }
     parts = tuple(map(tuple, stacks))
     at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or int_plan.plan(parts, rows, **settings))
-    y = [
+    return [
         int_gemv(
             x[first : first + at_once],
             parts,
@@ -108,13 +120,13 @@ def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
             gamma=gamma,
             eps=eps,
             residual=None if residual is None else residual[first : first + at_once],
+            peers=peers,
+            sent_before=first * any_weight.shape[0],
             **settings,
             **_tuned(parts, min(at_once, x.shape[0] - first), settings),
         )
         for first in range(0, x.shape[0], at_once)
     ]
-    y = y[0] if len(y) == 1 else jnp.concatenate(y)
-    return y.reshape(*lead, -1)
 
 
 def _tuned(parts, rows: int, settings: dict) -> tuned.Settings:
@@ -127,8 +139,11 @@ def _tuned(parts, rows: int, settings: dict) -> tuned.Settings:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("formats_of", "eps", "activation_bits", "shared", "warps", "blocks", "depth")
-)
+    jax.jit,
+    static_argnames=(
+        "formats_of", "eps", "activation_bits", "shared", "sent_before", "warps", "blocks", "depth",
+    ),
+)  # fmt: skip
 def int_gemv(
     x: jax.Array,
     weights: tuple[tuple[dict[str, jax.Array], ...], ...],
@@ -138,6 +153,8 @@ def int_gemv(
     gamma: jax.Array | None = None,
     eps: float = 0.0,
     residual: jax.Array | None = None,
+    peers: jax.Array | None = None,
+    sent_before: int = 0,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
     warps: int | None = None,
@@ -152,6 +169,8 @@ def int_gemv(
     layers    int32 [2], the index into the weights' stacks and the one into gamma's; None for stacks of one
     formats_of  of each part
     residual  float32 [rows, N], added to y
+    peers     all_reduce.addresses: y is sent to mailboxes, behind so many words of the same call, and the
+              number of the call is returned
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
     warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
@@ -172,11 +191,15 @@ def int_gemv(
         )
     width, padded = int_plan.columns_of_rows(rows)
     n_tiles = sum(part.n_tiles for part in planned.parts)
+    devices, out = 0, jax.ShapeDtypeStruct((rows, n_tiles * ROWS), jnp.float32)
+    if peers is not None:
+        devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
     body = functools.partial(
         _body,
         plan=planned, rows=rows, width=width, padded=padded, columns=columns, n_tiles=n_tiles, steps=steps,
-        matrices=matrices, normed=gamma is not None, added=residual is not None, eps=eps,
-        bits=activation_bits, row_bytes=int_plan.row_bytes(steps), indexed=layers is not None,
+        matrices=matrices, normed=gamma is not None, added=residual is not None, eps=eps, devices=devices,
+        sent_before=sent_before, bits=activation_bits, row_bytes=int_plan.row_bytes(steps),
+        indexed=layers is not None,
     )  # fmt: skip
     operands = [
         w[name] for of, part in zip(weights, planned.parts, strict=True) for w in of for name in part.names
@@ -185,11 +208,12 @@ def int_gemv(
     operands += [layers] if layers is not None else []
     operands += [gamma] if gamma is not None else []
     operands += [residual] if residual is not None else []
+    operands += [all_reduce.as_operand(peers)] if peers is not None else []
     ring = max(planned.warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
     stats = max(int_plan.stats_bytes(part.format, steps, padded) for part in planned.parts)
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((rows, n_tiles * ROWS), jnp.float32),
+        out_type=out,
         grid=(sum(part.blocks for part in planned.parts),),
         grid_names=("tiles",),
         num_threads=planned.warps // 4,
@@ -200,13 +224,14 @@ def int_gemv(
             plgpu.SMEM((stats // 4,), jnp.float32),
             plgpu.SMEM((planned.together * matrices, padded, planned.warps, 16), jnp.float32),
             plgpu.SMEM((padded, planned.warps), jnp.float32),
+            *([plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)] if devices else []),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     return kernel(*operands)
 
 
-def _body(*refs, plan, matrices, normed, added, indexed, **shapes):
+def _body(*refs, plan, matrices, normed, added, indexed, devices, sent_before, **shapes):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         refs = list(refs)
@@ -217,14 +242,28 @@ def _body(*refs, plan, matrices, normed, added, indexed, **shapes):
         layers_gmem = refs.pop(0) if indexed else None
         gamma_gmem = refs.pop(0) if normed else None
         residual_gmem = refs.pop(0) if added else None
+        peers_gmem = refs.pop(0) if devices else None
+        out_gmem = refs.pop(0)
+        if devices:
+            sender = all_reduce.Sender(refs.pop(), devices)
+            sender.prepare(peers_gmem, out_gmem)
+            width = ROWS * shapes["n_tiles"]
+
+            def store(y, row, n):
+                sender.send(y, lanes.sum_of(lanes.behind(n, sent_before), (row, width)))
+        else:
+
+            def store(y, row, n):
+                memory.store(y, out_gmem, row, n)
+
         block = lanes.to_integer(lanes.block())
         for part, weight_gmem in zip(plan.parts, weights, strict=True):
             from_part = arith.subi(block, lanes.integer(part.first_block))
             # Blocks of other parts are below 0, which is large here, or behind the last.
             with lanes.when(lanes.is_below(from_part, lanes.integer(part.blocks))):
                 _phase(
-                    part, weight_gmem, from_part, x_gmem, layers_gmem, gamma_gmem, residual_gmem, *refs,
-                    warps=plan.warps, together=plan.together, matrices=matrices, **shapes,
+                    part, weight_gmem, from_part, x_gmem, layers_gmem, gamma_gmem, residual_gmem, store,
+                    *refs, warps=plan.warps, together=plan.together, matrices=matrices, **shapes,
                 )  # fmt: skip
 
     kernel(*refs)
@@ -232,10 +271,11 @@ def _body(*refs, plan, matrices, normed, added, indexed, **shapes):
 
 def _phase(
     part, weight_gmem, block, x_gmem, layers_gmem, gamma_gmem, residual_gmem,
-    out_gmem, ring_smem, q_smem, stats_smem, sums_smem, squares_smem,
+    store, ring_smem, q_smem, stats_smem, sums_smem, squares_smem,
     *, warps, together, matrices, rows, width, padded, columns, n_tiles, steps, eps, bits, row_bytes,
 ):  # fmt: skip
-    """What one block does: its tiles of one part. `block` is its number among the part's."""
+    """What one block does: its tiles of one part. `block` is its number among the part's; store(y, row, n) is
+    where its outputs go."""
     module, names, shapes, tiles, depth = (
         formats.get(part.format),
         part.names,
@@ -537,7 +577,7 @@ def _phase(
                 y = [arith.mulf(arith.divf(y[0], denominator), y[1])]
             if added:
                 y = [arith.addf(y[0], residual_at(at, first) if residual is None else residual)]
-            memory.store(y[0], out_gmem, row, n)
+            store(y[0], row, n)
             return carry
 
         outputs = lanes.to_index(scaled(arith.subi(last, first), rows * 16))
