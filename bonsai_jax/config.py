@@ -95,8 +95,9 @@ class RunConfig:
                  (benchmarks/LOG.md), packed elsewhere
     activation_bits  8 or 16, to which kernels may round activations, per group of 128; 16 is nearly exact.
                  The definitions round nothing
-    all_reduce   how devices that share weights sum in a decode step: "psum", which is NCCL's on GPUs, or
-                 "mailbox", by writing into each other's memory (pallas_kernels/mosaic/all_reduce.py)
+    all_reduce   how devices that share weights sum in a decode step: "mailbox", by writing into each
+                 other's memory (pallas_kernels/mosaic/all_reduce.py), or "psum", which is NCCL's on GPUs;
+                 "auto": by mailbox where all devices reach each other's memory
     cache_dtype  of keys and values; None: float32 on CPU, bfloat16 elsewhere
     page_size    tokens in a page of the cache
     context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
@@ -107,7 +108,7 @@ class RunConfig:
     schedule: Literal["auto", "one_launch", "launches"] = "auto"
     weights: Literal["auto", "packed", "decoded"] = "auto"
     activation_bits: Literal[8, 16] = 8
-    all_reduce: Literal["psum", "mailbox"] = "psum"
+    all_reduce: Literal["auto", "psum", "mailbox"] = "auto"
     cache_dtype: Literal["float32", "bfloat16"] | None = None
     page_size: int = 64
     context: int = 0
@@ -118,7 +119,7 @@ class RunConfig:
         _one_of(self, "schedule", ("auto", "one_launch", "launches"))
         _one_of(self, "weights", ("auto", "packed", "decoded"))
         _one_of(self, "activation_bits", (8, 16))
-        _one_of(self, "all_reduce", ("psum", "mailbox"))
+        _one_of(self, "all_reduce", ("auto", "psum", "mailbox"))
         _one_of(self, "cache_dtype", ("float32", "bfloat16", None))
         _within(self, "page_size", 1, 2**20)
         _within(self, "context", 0, 2**31 - 1)

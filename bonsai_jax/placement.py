@@ -92,7 +92,7 @@ class Placement:
 
     mesh: Mesh
     config: ModelConfig
-    all_reduce: str = "psum"
+    all_reduce: str = "auto"
 
     @property
     def parts(self) -> int:
@@ -187,15 +187,16 @@ class Placement:
         return spread(value, NamedSharding(self.mesh, present(names, self.mesh)))
 
     def peers(self) -> Int[Array, "data model devices+2 2"] | None:
-        """Where the mailboxes are for the sums of a decode step; None where it has none. Raises
-        NotImplementedError where mailboxes were asked for and devices cannot write into each other's
-        memory."""
+        """Where the mailboxes are for the sums of a decode step; None where it has none, as with "auto" where
+        devices cannot write into each other's memory. There "mailbox" raises NotImplementedError."""
         if self.parts == 1 or self.all_reduce == "psum":
             return None
         names, grid = self.mesh.axis_names, self.mesh.devices
         grid = grid.transpose([names.index(axis) for axis in (DATA, MODEL) if axis in names])
         grid = grid.reshape(size(self.mesh, DATA), self.parts)
         if not all(_reach_each_other(tuple(row)) for row in grid):
+            if self.all_reduce == "auto":
+                return None
             raise NotImplementedError(
                 "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that "
                 "reach each other's memory; leave it to 'psum'"

@@ -79,7 +79,7 @@ def test_a_product_that_sends_is_the_product_and_a_sum(mesh, rows):
     assert jax.jit(run)(peers) == 0
 
 
-@pytest.mark.parametrize("source", ["synth:tiny-llama:q8_0", "synth:tiny-llama:q1_0"])
+@pytest.mark.parametrize("source", ["synth:bonsai-1.7b:q4_k_m", "synth:bonsai-1.7b:q1_0"])
 def test_tokens_by_mailbox_are_those_by_nccl(mesh, source):
     load = functools.partial(bj.load, source, mesh=mesh)
     answers = [

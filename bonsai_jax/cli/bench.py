@@ -53,7 +53,7 @@ def command(
     activation_bits: options.ActivationBits = "8",
     data_parallel: options.DataParallel = 1,
     tensor_parallel: options.TensorParallel = 1,
-    all_reduce: options.AllReduce = "psum",
+    all_reduce: options.AllReduce = "auto",
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,

@@ -212,7 +212,7 @@ def command(
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
     tensor_parallel: options.TensorParallel = 1,
-    all_reduce: options.AllReduce = "psum",
+    all_reduce: options.AllReduce = "auto",
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:

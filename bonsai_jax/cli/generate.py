@@ -46,7 +46,7 @@ def command(
     cache_dtype: options.CacheType = None,
     activation_bits: options.ActivationBits = "8",
     tensor_parallel: options.TensorParallel = 1,
-    all_reduce: options.AllReduce = "psum",
+    all_reduce: options.AllReduce = "auto",
     coordinator: options.Coordinator = None,
     num_processes: options.NumProcesses = None,
     process_id: options.ProcessId = None,

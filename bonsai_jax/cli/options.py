@@ -61,8 +61,10 @@ TensorParallel = Annotated[
     int, typer.Option("--tensor-parallel", "-tp", min=1, help="Devices that share one copy of the weights.")
 ]
 AllReduce = Annotated[
-    Literal["psum", "mailbox"],
-    typer.Option(help="How devices that share weights sum in a decode step: NCCL, or each other's memory."),
+    Literal["auto", "psum", "mailbox"],
+    typer.Option(
+        help="How devices that share weights sum in a decode step: psum (NCCL) or by each other's memory."
+    ),
 ]
 Coordinator = Annotated[
     str | None,
@@ -144,7 +146,7 @@ def run_config(
     cache_dtype: CacheTypes,
     schedule: Schedules,
     activation_bits: Bits = "8",
-    all_reduce: Literal["psum", "mailbox"] = "psum",
+    all_reduce: Literal["auto", "psum", "mailbox"] = "auto",
 ) -> "RunConfig":
     """How the command line runs a model: one row."""
     from bonsai_jax import RunConfig
