@@ -16,7 +16,9 @@ from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
 from pallas_kernels import LayerStack, QTensor, attend, dispatch, gated, matmul
 from pallas_kernels.matmul import sent_product
+from pallas_kernels.qtensor import leaves
 
+PREFILL_SUMS = jnp.bfloat16  # over devices, of products of 16 bits: half of what goes between them
 UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 SITES = ("input", "attention", "middle", "mlp", "output")
 
@@ -270,6 +272,7 @@ def _add_product(
     y = matmul(h, weight, layer)
     if params.axis is None:
         return x + (y if tap is None else tap(y))
-    y = jax.lax.psum(y, params.axis)
+    many = x.shape[-2] > 1 and all(w.gemm != "xla" for w in leaves([weight]))
+    y = jax.lax.psum(y.astype(PREFILL_SUMS) if many else y, params.axis).astype(jnp.float32)
     # Without the barrier, XLA adds all layers' sums anew in every layer.
     return jax.lax.optimization_barrier(x + (y if tap is None else tap(y)))
