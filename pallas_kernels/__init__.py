@@ -2,7 +2,8 @@
 
 from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.dispatch import Problem, Verdict, choose, explain
-from pallas_kernels.matmul import ffn, gated, matmul, rms_norm
+from pallas_kernels.matmul import ffn, gated, matmul
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, dequantize, from_blocks, quantize
 
 __all__ = [

@@ -10,17 +10,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import dispatch, formats, gemm
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
 from pallas_kernels.tiles import ROWS
-
-
-def rms_norm(x: Float[Array, "*batch H"], gamma: Float[Array, "H"], eps: float) -> Float[Array, "*batch H"]:
-    """Root-mean-square norm (Zhang and Sennrich 2019).
-
-    y = gamma * x / sqrt(mean(x^2) + eps)
-    """
-    return gamma * (x * jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + eps))
 
 
 def matmul(
@@ -230,8 +223,6 @@ def _with_rows_of_vmap(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
 def _by_part(run: Run, x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual):
     """`run` on what of the stacks is the layer's; two matrices in one where their formats agree."""
     if run is _chosen and _all_by_library(weights, x):
-        from pallas_kernels import gemm  # only GPUs need it
-
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
         return gemm.library(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
@@ -282,8 +273,6 @@ def _chosen(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
     if kernel := _kernel(weights, x):
         return _module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)
     if all(w.gemm != "xla" for w in weights) and _are_many(x):
-        from pallas_kernels import gemm  # only GPUs need it
-
         return gemm.run(x, weights, part_layer, layer, gamma, eps, residual)
     return definition(x, weights, part_layer, _of_layer(gamma, layer), eps, residual)
 

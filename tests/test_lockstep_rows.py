@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels import gemm
-from pallas_kernels.matmul import rms_norm
 from pallas_kernels.mosaic import half_rows
+from pallas_kernels.norm import rms_norm
 from tests.lockstep import lockstep
 
 
