@@ -17,7 +17,7 @@ import one_op
 
 from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
-from pallas_kernels import attend, dispatch
+from pallas_kernels import attend, device, dispatch
 from pallas_kernels.attention import empty_mail
 
 EPS = 1e-6
@@ -28,7 +28,7 @@ def measure_one(
     arguments: argparse.Namespace, model: str, config: ModelConfig, rows: int, keys: int
 ) -> one_op.Row:
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    impl = dispatch.choose(dispatch.Problem("attention", dispatch.platform(), shape=heads))
+    impl = dispatch.choose(dispatch.Problem("attention", device.platform(), shape=heads))
     page_size, dtype = arguments.page_size, jnp.dtype(arguments.cache_dtype)
     if keys % page_size:
         raise SystemExit(f"--keys {keys} is no multiple of the page size of {page_size}")

@@ -22,7 +22,7 @@ import numpy as np
 
 from bonsai_jax import ModelConfig, architectures, bench, card
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, dispatch, ffn, formats, matmul
+from pallas_kernels import LayerStack, device, dispatch, ffn, formats, matmul
 
 LIMIT = 2e-3  # activations and some formats' weights are rounded to float16
 
@@ -63,7 +63,7 @@ class Row:
 def held(format: str, shape: tuple[int, int], layers: int, seed: int) -> tuple[LayerStack, LayerStack]:
     """Random weights as prefill wants them, and as their format's blocks."""
     stack, blocks = matvec.stack(format, shape, layers, seed, 8)
-    gemm = dispatch.choose(dispatch.Problem("gemm", dispatch.platform(), format, shape))
+    gemm = dispatch.choose(dispatch.Problem("gemm", device.platform(), format, shape))
     tiled = stack.parts[0].replace(gemm=gemm)
     return LayerStack((tiled,), stack.where), LayerStack((blocks,), stack.where)
 
@@ -120,7 +120,7 @@ def product(arguments: argparse.Namespace, model: str, config: ModelConfig, rows
     dense = [dense_us(joined, rows, layers, dtype, **counts) for dtype in (jnp.bfloat16, jnp.int8)]
     operations = 2 * rows * sum(math.prod(shape) for shape in shapes)
     tflops = [operations / t / 1e6 for t in (statistics.median(us), *dense)]
-    problem = dispatch.Problem("gemm", dispatch.platform(), format, shapes[0])
+    problem = dispatch.Problem("gemm", device.platform(), format, shapes[0])
     return Row(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         commit=arguments.commit or bench.commit(),

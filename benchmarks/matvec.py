@@ -24,7 +24,7 @@ import one_op
 
 from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, QTensor, dispatch, formats, gated, matmul
+from pallas_kernels import LayerStack, QTensor, device, dispatch, formats, gated, matmul
 from pallas_kernels.qtensor import dequantize, tile
 
 EPS = 1e-6
@@ -35,7 +35,7 @@ def stack(
     format: str, shape: tuple[int, int], layers: int, seed: int, bits: int
 ) -> tuple[LayerStack, LayerStack]:
     """Random weights of each layer, as the device's kernels want them and as the format's blocks."""
-    impl = dispatch.choose(dispatch.Problem("matmul", dispatch.platform(), format, shape))
+    impl = dispatch.choose(dispatch.Problem("matmul", device.platform(), format, shape))
     lead = (layers, shape[0], shape[1] // formats.get(format).WEIGHTS)
     fields = formats.random_fields(format, jax.random.key(seed), lead, 0.0, shape[1] ** -0.5)
     blocks = QTensor(fields, format, shape, activation_bits=bits)

@@ -5,7 +5,7 @@ from flax import struct
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig, RunConfig
-from pallas_kernels import dispatch
+from pallas_kernels import device, dispatch
 from pallas_kernels.attention import empty_mail
 
 
@@ -68,7 +68,7 @@ def empty(config: ModelConfig, run: RunConfig, rows: int, context: int) -> KVCac
 def attention_problems(config: ModelConfig, run: RunConfig) -> tuple[dispatch.Problem, dispatch.Problem]:
     """What the choice of attention depends on: for one token a row, and for many. `run` must be resolved."""
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    platform, held_as = dispatch.platform(), str(jnp.dtype(run.cache_dtype))
+    platform, held_as = device.platform(), str(jnp.dtype(run.cache_dtype))
     return (
         dispatch.Problem("attention", platform, shape=heads),
         dispatch.Problem("prefill attention", platform, held_as, (*heads, run.page_size)),

@@ -14,7 +14,7 @@ from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.params import Params, layers_problem
-from pallas_kernels import LayerStack, QTensor, attend, dispatch, gated, matmul
+from pallas_kernels import LayerStack, QTensor, attend, device, dispatch, gated, matmul
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.qtensor import leaves
 
@@ -221,7 +221,7 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
     kernel = functools.partial(
         decode_layers,
         shapes=Shapes(
-            *shape, blocks=dispatch.multiprocessors(), bits=stacks[0].activation_bits, eps=config.rms_norm_eps
+            *shape, blocks=device.multiprocessors(), bits=stacks[0].activation_bits, eps=config.rms_norm_eps
         ),
         interleaved=config.rope.interleaved,
     )

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
-from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
+from pallas_kernels import LayerStack, QTensor, device, dispatch, formats, qtensor
 
 if TYPE_CHECKING:
     from bonsai_jax.placement import Placement, Share
@@ -205,7 +205,7 @@ def planned_layers_problem(
     for t in tensors:
         if t is not None:
             format = "f32" if decoded else t.format
-            problem = dispatch.Problem("matmul", dispatch.platform(), format, t.shape)
+            problem = dispatch.Problem("matmul", device.platform(), format, t.shape)
             taken = [verdict.impl for verdict in dispatch.explain(problem, impl) if verdict.taken]
             held.update((format, name) for name in taken or ["none"])
     joined = config.q_width % 16 == config.kv_width % 16 == 0  # or q, k and v stay apart: qtensor.joined
@@ -216,7 +216,7 @@ def _layers_problem(held: set[tuple[str, str]], config: ModelConfig, rows: int) 
     """`held`: formats and implementations of five matrices a layer; empty where there are more."""
     format = next(iter(held))[0] if len(held) == 1 and next(iter(held))[1] == "mosaic" else ""
     shape = (rows, config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim)
-    return dispatch.Problem("layers", dispatch.platform(), format, shape)
+    return dispatch.Problem("layers", device.platform(), format, shape)
 
 
 def decode_bytes(params: Params) -> int:
@@ -284,7 +284,7 @@ class _Hold:
 
     def choose(self, t: Tensor | RandomTensor) -> str:
         return dispatch.choose(
-            dispatch.Problem("matmul", dispatch.platform(), self.format(t), t.shape), self.impl
+            dispatch.Problem("matmul", device.platform(), self.format(t), t.shape), self.impl
         )
 
 
@@ -332,7 +332,7 @@ def _recipe(field: str, t: Tensor | RandomTensor, hold: _Hold, placement: "Place
     # The choice for many rows depends on the shape that a device has. Naming a kernel names the one of a
     # decode step; only "xla" asks for the definition everywhere.
     own = share.shape(shape) if share else shape
-    problem = dispatch.Problem("gemm", dispatch.platform(), hold.format(t), own)
+    problem = dispatch.Problem("gemm", device.platform(), hold.format(t), own)
     gemm = dispatch.choose(problem, "xla" if hold.impl == "xla" else "auto")
     drawn = isinstance(t, RandomTensor)
     whole = drawn or share is None or not share.whole_blocks(t.format)

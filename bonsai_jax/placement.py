@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from checkpoints import Tensor
-from pallas_kernels import LayerStack, QTensor, dispatch, formats, qtensor
+from pallas_kernels import LayerStack, QTensor, device, dispatch, formats, qtensor
 
 DATA, MODEL = "data", "model"
 
@@ -175,10 +175,10 @@ class Placement:
     def biases(self, biases: Sequence[Float[np.ndarray, "L N"]]) -> jax.Array:
         """Those of queries, keys and values as one: the part of each device, side by side."""
         of_device = []
-        for device in range(self.parts):
+        for index in range(self.parts):
             for field, bias in zip(("wq", "wk", "wv"), biases, strict=True):
                 share = self.share(field, (bias.shape[1], 0), "xla")
-                of_device.append(bias if share is None else share.rows(bias.T, device).T)
+                of_device.append(bias if share is None else share.rows(bias.T, index).T)
         return self.vectors("bqkv", np.concatenate(of_device, axis=1))
 
     def vectors(self, field: str, value: np.ndarray) -> jax.Array:
@@ -201,7 +201,7 @@ class Placement:
                 "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that "
                 "reach each other's memory; leave it to 'psum'"
             )
-        mailboxes = [[_mailbox(device, self.parts) for device in row] for row in grid]
+        mailboxes = [[_mailbox(owner, self.parts) for owner in row] for row in grid]
         from pallas_kernels.mosaic import all_reduce  # only GPUs need it
 
         pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
@@ -213,19 +213,19 @@ class Placement:
 
 
 @functools.cache  # for good: what knows its address may live as long as the process
-def _mailbox(device: Any, devices: int) -> jax.Array:
+def _mailbox(owner: Any, devices: int) -> jax.Array:
     """Memory of a device that others write into (pallas_kernels/mosaic/all_reduce.py)."""
     from pallas_kernels.mosaic import all_reduce  # only GPUs need it
 
     zeros = np.zeros(all_reduce.mailbox_words(devices), np.int32)
-    return jax.block_until_ready(jax.device_put(zeros, device))
+    return jax.block_until_ready(jax.device_put(zeros, owner))
 
 
 def _reach_each_other(devices: tuple[Any, ...]) -> bool:
     """Whether these are GPUs of this process that read and write each other's memory."""
     if any(d.platform != "gpu" or d.process_index != jax.process_index() for d in devices):
         return False
-    if int(dispatch.platform().removeprefix("sm_")) < 80:
+    if int(device.platform().removeprefix("sm_")) < 80:
         return False
     try:
         driver = ctypes.CDLL("libcuda.so.1")
@@ -243,7 +243,7 @@ def _reach_each_other(devices: tuple[Any, ...]) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Share:
     """What each device along the mesh axis "model" has of a matrix: rows (axis 0) or columns (axis 1)
-    starts[device] .. starts[device] + count - 1."""
+    starts[index] .. starts[index] + count - 1, index being its own."""
 
     axis: int
     starts: tuple[int, ...]
@@ -256,8 +256,8 @@ class Share:
         """Whether it is cut at borders of the format's blocks, which run along the columns."""
         return self.axis == 0 or self.count % formats.get(format).WEIGHTS == 0
 
-    def rows(self, whole: np.ndarray, device: int) -> np.ndarray:
-        return whole[self.starts[device] : self.starts[device] + self.count]
+    def rows(self, whole: np.ndarray, index: int) -> np.ndarray:
+        return whole[self.starts[index] : self.starts[index] + self.count]
 
     def of(self, whole: QTensor) -> QTensor:
         """This device's share of a matrix in blocks, inside shard_map. Rows beyond the matrix are zeros."""
@@ -275,7 +275,7 @@ class Share:
 
 
 def _even_share(axis: int, count: int, parts: int) -> Share:
-    return Share(axis, tuple(device * count for device in range(parts)), count)
+    return Share(axis, tuple(index * count for index in range(parts)), count)
 
 
 def spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -324,4 +324,4 @@ def _rechosen(w: QTensor) -> QTensor:
     """The choice for many rows depends on the shape, which is now that of joined rows."""
     if w.gemm == "xla":
         return w
-    return w.replace(gemm=dispatch.choose(dispatch.Problem("gemm", dispatch.platform(), w.format, w.shape)))
+    return w.replace(gemm=dispatch.choose(dispatch.Problem("gemm", device.platform(), w.format, w.shape)))

@@ -21,7 +21,7 @@ import numpy as np
 
 from bonsai_jax import bench, profile
 from bonsai_jax.model import Model
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import device, tuned
 from pallas_kernels.tuned import Problem, Settings
 
 LEAST_GAIN = 0.02
@@ -80,7 +80,7 @@ def tune(model: Model, rows: Sequence[int] = (1,), repetitions: int = 7) -> Iter
                         yield search(phase, problem, of_it, chain.measure, chain.launches)
     if not found:
         raise NotImplementedError(
-            f"{model.source}: nothing to tune on {dispatch.platform()}: no product of a decode step is run "
+            f"{model.source}: nothing to tune on {device.platform()}: no product of a decode step is run "
             f"by a kernel with sizes to tune ({', '.join(tuned.ALLOWED)})"
         )
 
@@ -126,7 +126,7 @@ def _int_gemv_blocks(best: Settings, planned) -> Iterator[Settings]:
     for warps in (4, 8, 12, 16):
         yield {"warps": warps}
     for warps, depth in itertools.product((4, 8), (3, 6)):  # two blocks on each multiprocessor
-        yield {"warps": warps, "depth": depth, "blocks": 2 * dispatch.multiprocessors()}
+        yield {"warps": warps, "depth": depth, "blocks": 2 * device.multiprocessors()}
 
 
 def _int_gemv_depth(best: Settings, planned) -> Iterator[Settings]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bonsai_jax import card
-from pallas_kernels import LayerStack, QTensor, dispatch, formats, matmul, quantize
+from pallas_kernels import LayerStack, QTensor, device, dispatch, formats, matmul, quantize
 from pallas_kernels.qtensor import tile
 
 try:
@@ -171,14 +171,14 @@ if plt:
 # every product: it says what is right, not what is fast, and shows why kernels exist.
 
 # %%
-ON_GPU = dispatch.platform().startswith("sm_")
+ON_GPU = device.platform().startswith("sm_")
 
 
 def chain_of(n, k, layers):
     """Random Q1_0 matrices [layers, n, k], as this device wants them."""
     fields = formats.random_fields("q1_0", jax.random.key(0), (layers, n, k // GROUP), 0.0, k**-0.5)
     stack = QTensor(fields, "q1_0", (n, k))
-    impl = dispatch.choose(dispatch.Problem("matmul", dispatch.platform(), "q1_0", (n, k)))
+    impl = dispatch.choose(dispatch.Problem("matmul", device.platform(), "q1_0", (n, k)))
     return LayerStack(
         (stack if impl == "xla" else jax.jit(tile)(stack),), tuple((0, i) for i in range(layers))
     )

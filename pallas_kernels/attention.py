@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import dispatch
+from pallas_kernels import device
 from pallas_kernels.norm import rms_norm
 
 KEYS_PER_BLOCK = 256  # keys visited at a time, in whole pages: bounds what is gathered out of the pages
@@ -185,7 +185,7 @@ def attend(
 
 def empty_mail(rows: int, heads: int, kv_heads: int, head_dim: int) -> Int[Array, "words"]:
     """Zeros in which the kernel of one token a row exchanges partial results, for one step of all layers."""
-    heads_at_work = max(rows * heads, dispatch.multiprocessors() * heads // kv_heads)
+    heads_at_work = max(rows * heads, device.multiprocessors() * heads // kv_heads)
     return jnp.zeros(heads_at_work * (head_dim + 2), jnp.int32)
 
 

@@ -1,10 +1,9 @@
-"""Which implementation runs an op: chosen once, at load, and explained. The only place that looks at the
-device."""
+"""Which implementation runs an op: chosen once, at load, and explained."""
 
 import dataclasses
 from collections.abc import Callable
 
-import jax
+from pallas_kernels import device
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +111,7 @@ def _one_launch(problem: Problem) -> str | None:
         return reason
     from pallas_kernels.mosaic.decode_layers import Shapes  # only GPUs need it
 
-    return Shapes(*problem.shape, blocks=multiprocessors()).refuses()
+    return Shapes(*problem.shape, blocks=device.multiprocessors()).refuses()
 
 
 # In order of preference. A candidate answers None when it can run the problem, else the reason why not.
@@ -159,25 +158,3 @@ def choose(problem: Problem, impl: str = "auto") -> str:
     raise NotImplementedError(
         f"{asked}={impl!r} cannot run {problem}: {reasons[impl]}; what can: {', '.join(able)}"
     )
-
-
-def platform() -> str:
-    """Where jax puts arrays by default: "sm_90" for a GPU of compute capability 9.0, else "cpu" or "tpu"."""
-    if jax.default_backend() != "gpu":
-        return jax.default_backend()
-    return "sm_" + jax.devices()[0].compute_capability.replace(".", "")
-
-
-def gpu_name() -> str | None:
-    """The default device's: "NVIDIA H200"; None where it is no GPU."""
-    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None
-
-
-def multiprocessors() -> int:
-    """Of the default GPU; an H200's where there is none, for compiling without one."""
-    return jax.devices()[0].core_count if jax.default_backend() == "gpu" else 132
-
-
-def shared_bytes() -> int:
-    """Shared memory that one block may take on the device that is being traced for."""
-    return {"sm_80": 160, "sm_90": 220, "sm_100": 220}.get(platform(), 96) * 1024

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pallas_kernels import dispatch
+from pallas_kernels import device
 
 Settings = dict[str, int]
 
@@ -143,21 +143,19 @@ def entries() -> dict[str, tuple[Settings, Path]]:
 
     Raises ValueError, naming file and remedy, for a file that is broken or another device's.
     """
-    device = dispatch.gpu_name()
-    if device is None:
-        return {}
-    return _entries(device, package_file(device), user_file(device))
+    gpu = device.gpu_name()
+    return {} if gpu is None else _entries(gpu, package_file(gpu), user_file(gpu))
 
 
 @functools.cache
-def _entries(device: str, *files: Path) -> dict[str, tuple[Settings, Path]]:
+def _entries(gpu: str, *files: Path) -> dict[str, tuple[Settings, Path]]:
     found = {}
     for path in files:
-        found |= {problem: (settings, path) for problem, settings in read(path, device).items()}
+        found |= {problem: (settings, path) for problem, settings in read(path, gpu).items()}
     return found
 
 
-def read(path: Path, device: str) -> dict[str, Settings]:
+def read(path: Path, gpu: str) -> dict[str, Settings]:
     """Entries of a file, {} without one; errors as for `entries`."""
     remedy = "delete it, or tune again: bonsai-jax bench --tune"
     try:
@@ -168,8 +166,8 @@ def read(path: Path, device: str) -> dict[str, Settings]:
         raise ValueError(f"{path}: no readable JSON ({error}); {remedy}") from None
     if not isinstance(content, dict) or not isinstance(content.get("entries"), dict):
         raise ValueError(f'{path}: has no object "entries" of tuned sizes; {remedy}')
-    if content.get("device") != device:
-        raise ValueError(f"{path}: is of {content.get('device')!r}, but this is {device!r}; {remedy}")
+    if content.get("device") != gpu:
+        raise ValueError(f"{path}: is of {content.get('device')!r}, but this is {gpu!r}; {remedy}")
     found = {}
     for problem, entry in content["entries"].items():
         of_it = entry.get("settings") if isinstance(entry, dict) else None
@@ -179,26 +177,26 @@ def read(path: Path, device: str) -> dict[str, Settings]:
     return found
 
 
-def write(path: Path, device: str, new: Mapping[str, Mapping]) -> None:
+def write(path: Path, gpu: str, new: Mapping[str, Mapping]) -> None:
     """Put entries into a file: {problem: {"settings": ..., ...}}; others that it has stay."""
-    read(path, device)  # a broken file is an error, and not overwritten
+    read(path, gpu)  # a broken file is an error, and not overwritten
     old = json.loads(path.read_text(encoding="utf-8"))["entries"] if path.exists() else {}
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"device": device, "entries": dict(sorted((old | dict(new)).items()))}
+    content = {"device": gpu, "entries": dict(sorted((old | dict(new)).items()))}
     partial = path.with_suffix(f".{os.getpid()}")
     partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
     partial.replace(path)
     _entries.cache_clear()
 
 
-def package_file(device: str) -> Path:
-    return Path(__file__).parent / "tuned" / f"{_slug(device)}.json"
+def package_file(gpu: str) -> Path:
+    return Path(__file__).parent / "tuned" / f"{_slug(gpu)}.json"
 
 
-def user_file(device: str) -> Path:
+def user_file(gpu: str) -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
-    return folder / "bonsai-jax" / "tuned" / f"{_slug(device)}.json"
+    return folder / "bonsai-jax" / "tuned" / f"{_slug(gpu)}.json"
 
 
-def _slug(device: str) -> str:
-    return "-".join("".join(c if c.isalnum() else " " for c in device.lower()).split())
+def _slug(gpu: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in gpu.lower()).split())

@@ -16,7 +16,7 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint
-from pallas_kernels import QTensor, dispatch, ffn, formats
+from pallas_kernels import QTensor, device, dispatch, ffn, formats
 from pallas_kernels.mosaic import bit_gemv
 from pallas_kernels.mosaic.bit_gemm import bit_gemm
 from pallas_kernels.mosaic.decode_attention import decode_attention
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.aot
 
 def as_on_a_gpu(capability):
     """Choose implementations as a GPU of this compute capability would."""
-    return mock.patch.object(dispatch, "platform", lambda: f"sm_{capability[0]}{capability[1]}")
+    return mock.patch.object(device, "platform", lambda: f"sm_{capability[0]}{capability[1]}")
 
 
 def shapes(source, rows=1, context=2048):
@@ -186,7 +186,7 @@ def test_a_feed_forward_compiles_under_vmap_and_grad(format, transform):
     draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
     blocks = (3, 256, 256 // formats.get(format).WEIGHTS)
     with as_on_a_gpu((9, 0)):
-        problem = dispatch.Problem("gemm", dispatch.platform(), format, (256, 256))
+        problem = dispatch.Problem("gemm", device.platform(), format, (256, 256))
         gemm = dispatch.choose(problem)
         w = jax.eval_shape(lambda: tile(QTensor(draw(), format, (256, 256), gemm=gemm)))
         change, shape = PRODUCTS[transform]
@@ -270,7 +270,7 @@ def _integers(format, n, k, matrices, rows, bits=8):
     def f(x, weights, gamma, residual):
         return int_gemv(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
-            activation_bits=bits, shared=dispatch.shared_bytes(),
+            activation_bits=bits, shared=device.shared_bytes(),
         )  # fmt: skip
 
     return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual)

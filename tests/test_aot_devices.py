@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec as P
 from bonsai_jax import architectures, params
 from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, QTensor, dispatch, formats
+from pallas_kernels import LayerStack, QTensor, device, formats
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.mosaic import all_reduce
 from pallas_kernels.qtensor import tile
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.aot
 def test_a_device_makes_its_share_of_a_weight_only():
     mesh, checkpoint = gpu_mesh(4), open_checkpoint("synth:llama-70b:q4_k_m")
     placement = Placement(mesh, architectures.config_of(checkpoint))
-    with mock.patch.object(dispatch, "platform", lambda: "sm_90"):
+    with mock.patch.object(device, "platform", lambda: "sm_90"):
         for field, name in (("w_gate", "ffn_gate"), ("w_down", "ffn_down")):
             t = checkpoint.tensors[f"blk.0.{name}.weight"]
             recipe = params._recipe(field, t, params._Hold("auto", False, 8), placement)
@@ -86,7 +86,7 @@ def test_a_product_sends_what_it_makes_itself(format, columns, rows):
             x, h, peers, *fields
         )
 
-    with mock.patch.object(dispatch, "platform", lambda: "sm_90"):
+    with mock.patch.object(device, "platform", lambda: "sm_90"):
         compiled = compile_for_mesh(
             total,
             mesh,

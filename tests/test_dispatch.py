@@ -9,7 +9,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, model, params
 from checkpoints import open_checkpoint
-from pallas_kernels import Problem, dispatch, explain, formats
+from pallas_kernels import Problem, device, dispatch, explain, formats
 
 PLATFORMS = ("sm_80", "sm_90")
 MODELS = ("bonsai-8b", "bonsai-4b", "bonsai-1.7b", "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama")
@@ -84,7 +84,7 @@ def test_elsewhere_everything_falls_back(platform):
 
 @pytest.mark.parametrize("format", formats.names())
 def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
-    monkeypatch.setattr(dispatch, "platform", lambda: "sm_90")
+    monkeypatch.setattr(device, "platform", lambda: "sm_90")
     checkpoint = open_checkpoint(f"synth:tiny-qwen3:{format}")
     config = architectures.config_of(checkpoint)
     run = model.resolve(bj.RunConfig(weights="packed"), config)
@@ -99,7 +99,7 @@ def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
 @pytest.mark.parametrize("name", ["bonsai-1.7b", "tiny-qwen2", "tiny-llama"])
 def test_the_schedule_is_the_same_before_and_after_loading(name, format, monkeypatch):
     """`inspect` and the refusal of a named schedule know it from the file's table of tensors alone."""
-    monkeypatch.setattr(dispatch, "platform", lambda: "sm_90")
+    monkeypatch.setattr(device, "platform", lambda: "sm_90")
     checkpoint = open_checkpoint(f"synth:{name}:{format}")
     config = architectures.config_of(checkpoint)
     run = model.resolve(bj.RunConfig(weights="packed"), config)

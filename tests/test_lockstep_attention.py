@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, dispatch
+from pallas_kernels import attend, device
 from pallas_kernels.attention import empty_mail
 from tests.lockstep import lockstep
 
@@ -65,7 +65,7 @@ def test_attention_in_lockstep_is_its_definition(
 ):
     args, rest = problem(H, Hkv, D, lengths, page_size, dtype, interleaved, normed)
     want = jax.jit(attend, static_argnames=("interleaved", "eps"))(*args, **rest)
-    with lockstep(), mock.patch.object(dispatch, "multiprocessors", lambda: most):
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
         got = attend(*args, **rest, impl="mosaic")
     # Products of operands of 16 bits of mantissa. A key in bfloat16 may be the neighbour of the definition's
     # where it is near the middle of two.
@@ -86,7 +86,7 @@ def test_layers_of_a_step_share_one_mail():
     args, rest = problem(4, 2, 64, [300, 5], 64, "float32", True, False)
     qkv, *pages, table, positions, _ = args
     want = pages
-    with lockstep(), mock.patch.object(dispatch, "multiprocessors", lambda: 12):
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 12):
         mail = empty_mail(2, 4, 2, 64)
         for layer in (0, 1):
             out, *pages, mail = attend(

@@ -35,10 +35,10 @@ def test_the_arrows_point_one_way(package):
         assert not imports(path) & FORBIDDEN[package], path
 
 
-def test_only_dispatch_looks_at_the_device():
+def test_only_one_file_looks_at_the_device():
     for path in (ROOT / "pallas_kernels").rglob("*.py"):
         looks = any(word in path.read_text() for word in ("default_backend", "jax.devices", "device_kind"))
-        assert looks == (path.name == "dispatch.py"), path
+        assert looks == (path.name == "device.py"), path
 
 
 def test_importing_needs_no_more_than_numpy_jax_flax_and_jaxtyping():

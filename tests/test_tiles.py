@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, dequantize, dispatch, formats
+from pallas_kernels import QTensor, dequantize, device, dispatch, formats
 from pallas_kernels.mosaic import int_plan, lanes
 from pallas_kernels.qtensor import tile
 
@@ -155,7 +155,7 @@ def check_of_lane(unit, lane):
 def test_a_plan_gives_every_tile_to_one_block(parts, rows):
     fields = [(jax.eval_shape(lambda f=f, n=n: tile(random(f, n, 4096, layers=1)).fields),) for f, n in parts]
     found = int_plan.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
-    assert found is not None and sum(part.blocks for part in found.parts) <= dispatch.multiprocessors()
+    assert found is not None and sum(part.blocks for part in found.parts) <= device.multiprocessors()
     tiles, blocks = [], []
     for part in found.parts:
         assert 2 <= part.depth <= max(2, part.tiles * -(-16 // found.warps))

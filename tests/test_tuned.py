@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import bonsai_jax as bj
 from bonsai_jax import profile, tune
 from bonsai_jax.cli import app, options
-from pallas_kernels import QTensor, dequantize, dispatch, formats, tuned
+from pallas_kernels import QTensor, dequantize, device, formats, tuned
 from pallas_kernels.mosaic import bit_gemv, int_gemv, int_plan
 from pallas_kernels.qtensor import tile
 from tests.lockstep import lockstep
@@ -37,8 +37,8 @@ def files(monkeypatch, tmp_path):
     """A GPU that nobody has, with a file in the package and one of the user's: (write the one, write the
     other)."""
     package = tmp_path / "package.json"
-    monkeypatch.setattr(dispatch, "gpu_name", lambda: GPU)
-    monkeypatch.setattr(tuned, "package_file", lambda device: package)
+    monkeypatch.setattr(device, "gpu_name", lambda: GPU)
+    monkeypatch.setattr(tuned, "package_file", lambda gpu: package)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     user = tuned.user_file(GPU)
     user.parent.mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_inspect_shows_what_was_tuned_for_a_models_products(files):
 def test_where_there_is_no_gpu_no_file_is_read(files, monkeypatch):
     _, user = files
     user(text="broken")
-    monkeypatch.setattr(dispatch, "gpu_name", lambda: None)
+    monkeypatch.setattr(device, "gpu_name", lambda: None)
     assert tuned.settings(PROBLEM, ANY) == {}
 
 
@@ -150,9 +150,9 @@ def test_writing_keeps_what_a_file_has(files):
 
 def test_the_packages_files_name_sizes_that_kernels_have():
     for path in tuned.package_file("").parent.glob("*.json"):
-        device = json.loads(path.read_text())["device"]
-        assert tuned.package_file(device) == path
-        for name, settings in tuned.read(path, device).items():
+        gpu = json.loads(path.read_text())["device"]
+        assert tuned.package_file(gpu) == path
+        for name, settings in tuned.read(path, gpu).items():
             problem = tuned.named(name)
             assert problem is not None and str(problem) == name
             assert tuned.refused(problem.kernel, settings) is None

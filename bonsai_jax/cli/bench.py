@@ -131,7 +131,7 @@ def command(
 def _tune(model, rows: list[int], repetitions: int) -> None:
     """Print what is found, as it is found, and write what wins."""
     from bonsai_jax import tune
-    from pallas_kernels import dispatch, tuned
+    from pallas_kernels import device, tuned
 
     new, header = {}, tune.markdown_header()
     for result in tune.tune(model, rows, repetitions):
@@ -141,9 +141,9 @@ def _tune(model, rows: list[int], repetitions: int) -> None:
         print(tune.markdown(result), flush=True)
         if result.wins:
             new[str(result.problem)] = result.entry
-    device = dispatch.gpu_name()
-    assert device is not None  # or there would have been nothing to tune
-    path = tuned.user_file(device)
+    gpu = device.gpu_name()
+    assert gpu is not None  # or there would have been nothing to tune
+    path = tuned.user_file(gpu)
     if new:
-        tuned.write(path, device, new)
+        tuned.write(path, gpu, new)
     print(f"\n{len(new)} written to {path}" if new else f"\nnothing wins; nothing is written to {path}")

@@ -144,11 +144,11 @@ def _choices(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") 
 
     from bonsai_jax import architectures, params
     from bonsai_jax import cache as kv
-    from pallas_kernels import dispatch
+    from pallas_kernels import device, dispatch
 
     decoded = run.weights == "decoded"
     products = Counter(
-        dispatch.Problem("matmul", dispatch.platform(), "f32" if decoded else t.format, t.shape)
+        dispatch.Problem("matmul", device.platform(), "f32" if decoded else t.format, t.shape)
         for t in checkpoint.tensors.values()
         if len(t.shape) == 2
     )

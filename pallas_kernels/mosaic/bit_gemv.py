@@ -32,7 +32,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, tuned
+from pallas_kernels import device, tuned
 from pallas_kernels.mosaic import bit_rows, lanes, memory, tensor_cores
 
 GROUP = 128
@@ -83,9 +83,7 @@ def kernel_of(weights, rows: int, bits: int) -> tuple[Callable, tuned.Settings]:
     n_tiles, pairs = weights[0][0].shape[1:3]
     name, kernel, planned = "bit_gemv", bit_gemv, functools.partial(plan, n_tiles, pairs, len(weights))
     if rows >= FROM_ROWS:
-        of_rows = functools.partial(
-            bit_rows.plan, n_tiles, pairs, len(weights), bits, dispatch.shared_bytes()
-        )
+        of_rows = functools.partial(bit_rows.plan, n_tiles, pairs, len(weights), bits, device.shared_bytes())
         if of_rows() is not None:
             name, kernel, planned = "bit_rows", bit_rows.bit_rows, of_rows
     problem = tuned.Problem(name, (("q1_0", 16 * n_tiles),), 2 * GROUP * pairs, len(weights), rows, bits)

@@ -28,7 +28,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import device
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
 
 GROUP = 128
@@ -43,7 +43,7 @@ def plan(
     """(warps of a block, tiles of a block, tiles of a round), for the least idle warps; None where codes and
     sums are more than so many bytes of shared memory, or measured sizes do not go together."""
     warps = warps or min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
-    tiles, per_warp = tiles or -(-n_tiles // dispatch.multiprocessors()), -(-pairs // warps)
+    tiles, per_warp = tiles or -(-n_tiles // device.multiprocessors()), -(-pairs // warps)
     if together is None:
         together = max(1, min(tiles, ITEMS // (matrices * per_warp)))
         together = -(-tiles // -(-tiles // together))
@@ -176,11 +176,11 @@ def bit_rows(
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
     planned = plan(
-        n_tiles, pairs, len(weights), activation_bits, dispatch.shared_bytes(), warps, tiles, together
+        n_tiles, pairs, len(weights), activation_bits, device.shared_bytes(), warps, tiles, together
     )
     if planned is None:
         raise NotImplementedError(
-            f"{rows} rows of {columns} activations do not fit {dispatch.shared_bytes()} bytes of "
+            f"{rows} rows of {columns} activations do not fit {device.shared_bytes()} bytes of "
             "shared memory with these sizes; split the rows, or leave the sizes out"
         )
     warps, tiles, together = planned

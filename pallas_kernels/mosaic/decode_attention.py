@@ -33,7 +33,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch
+from pallas_kernels import device
 from pallas_kernels.mosaic import lanes, memory, tensor_cores
 
 THREADS, WARPS = 256, 8
@@ -53,7 +53,7 @@ def decode_attention(
     batch, width = qkv.shape[0], qkv.shape[1] - 2 * kv_heads * head_dim
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
-        page_size=page_size, pages=block_table.shape[1], most_blocks=dispatch.multiprocessors(),
+        page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
         normed=norms is not None, eps=eps, interleaved=interleaved,
     )  # fmt: skip
     keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)

@@ -39,7 +39,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import dispatch, formats, tuned
+from pallas_kernels import device, formats, tuned
 from pallas_kernels.mosaic import all_reduce, int_plan, lanes, memory, tensor_cores
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -108,7 +108,7 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
     settings = {
         "formats_of": tuple(part[0].format for part in weights),
         "activation_bits": any_weight.activation_bits,
-        "shared": dispatch.shared_bytes(),
+        "shared": device.shared_bytes(),
     }
     parts = tuple(map(tuple, stacks))
     at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or int_plan.plan(parts, rows, **settings))

@@ -4,7 +4,7 @@ memory."""
 import math
 from typing import NamedTuple
 
-from pallas_kernels import dispatch, formats
+from pallas_kernels import device, formats
 from pallas_kernels.tiles import COLUMNS
 
 
@@ -69,7 +69,7 @@ def plan(
         )
         above += n_tiles
     sizes = [draft.item_bytes(matrices) for draft in drafts]
-    blocks, most_items = blocks or dispatch.multiprocessors(), depth or 24
+    blocks, most_items = blocks or device.multiprocessors(), depth or 24
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
