@@ -5,60 +5,19 @@ Text comes back byte-exact: a token stands for bytes, and only a whole sequence 
 """
 
 import codecs
-import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bonsai_jax import chat_template
-
-# What a token is, numbered as GGUF's tokenizer.ggml.token_type. Control and unknown tokens are not shown.
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-
-SPACE = "\u2581"  # how SentencePiece writes a space
-BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+from bonsai_jax import chat_template, tokenizer_gguf, tokenizer_huggingface
+from bonsai_jax.vocabulary import BYTE, BYTE_ALPHABET, CONTROL, NORMAL, SPACE, UNKNOWN, UNUSED, Vocabulary
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way to write bytes as printable characters: {character: byte}."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-
-
-BYTE_ALPHABET = _byte_alphabet()
-
-
-@dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Tokenizer:
-    """A model's tokenizer. Make one with `from_checkpoint`, `from_gguf` or `from_folder`.
-
-    texts          the file's own text of each token, by id
-    kinds          what each token is, by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
-    byte_level     whether normal tokens are written in GPT-2's byte alphabet; else a space is written U+2581
-    space_prefix   whether encoding puts a space before a text, which decoding takes away again
-    bos_id         beginning of sequence, or None
-    eos_ids        every id that ends a generation: end of sequence, of turn, of message, of file
-    pad_id         padding, or None
-    add_bos        whether encode(add_special=True) starts with bos_id; add_eos: whether it ends with eos_id
-    chat_template  jinja2 source, or None
-    encoder        (text, parse_special) -> ids, without BOS and EOS
-    """
-
-    texts: Sequence[str]
-    kinds: bytes
-    byte_level: bool
-    space_prefix: bool
-    bos_id: int | None
-    eos_id: int | None
-    eos_ids: frozenset[int]
-    pad_id: int | None
-    add_bos: bool
-    add_eos: bool
-    chat_template: str | None
-    encoder: Callable[[str, bool], list[int]]
+class Tokenizer(Vocabulary):
+    """A model's tokenizer: a Vocabulary, and what is done with one. Make it with `from_checkpoint`,
+    `from_gguf` or `from_folder`."""
 
     @staticmethod
     def from_checkpoint(checkpoint: Any) -> "Tokenizer":
@@ -82,17 +41,13 @@ class Tokenizer:
         merged from its characters), a normal token named like an end-of-generation token is just text, and
         equal scores in a "llama" vocabulary may merge in another order.
         """
-        from bonsai_jax import tokenizer_gguf  # which needs this class
-
-        return tokenizer_gguf.build(metadata)
+        return Tokenizer(**vars(tokenizer_gguf.build(metadata)))
 
     @staticmethod
     def from_folder(folder: str | Path) -> "Tokenizer":
         """From a Hugging Face folder: tokenizer.json, and what tokenizer_config.json, generation_config.json,
         config.json and chat_template.jinja add to it. ValueError names the file that is missing or broken."""
-        from bonsai_jax import tokenizer_huggingface
-
-        return tokenizer_huggingface.build(Path(folder))
+        return Tokenizer(**vars(tokenizer_huggingface.build(Path(folder))))
 
     @property
     def vocab_size(self) -> int:
@@ -243,6 +198,3 @@ class Detokenizer:
     def flush(self) -> str:
         """What is left at the end: U+FFFD for half a character, else ""."""
         return self._decoder.decode(b"", final=True)
-
-
-# ---- GGUF ----

@@ -6,27 +6,23 @@ from typing import Any
 
 import numpy as np
 
-from bonsai_jax.tokenizer import (
+from bonsai_jax.vocabulary import (
     BYTE,
     BYTE_ALPHABET,
     BYTE_TOKEN,
     CONTROL,
+    END_TEXTS,
     NORMAL,
     SPACE,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    Tokenizer,
+    Vocabulary,
 )
 
 _LONGEST_PIECE = 1024  # characters; the longest in real vocabularies have a few hundred
 
-# A user-defined token of one of these names is a control token, as in llama.cpp. The first end a generation.
-END_TEXTS = (  # noqa: SIM905 - a list would fill a page
-    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> </s> <|eom_id|> <EOT> "
-    "_<EOT> [EOT] [EOS] <|end_of_text|> <end_of_utterance> <eos> <\uff5cend▁of▁sentence\uff5c> <|fim_pad|> "
-    "<fim-pad> <fim_pad> <PAD> [PAD] <|file_sep|> <|fim_repo|> <|repo_name|> <fim-repo> <REPO> <reponame>"
-).split()
+# A user-defined token of one of these names, or of END_TEXTS, is a control token, as in llama.cpp.
 _FILL_TEXTS = (  # noqa: SIM905
     "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
     "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
@@ -63,14 +59,14 @@ _ALIASES = {
 }
 
 
-def build(metadata: Mapping[str, Any]) -> Tokenizer:
+def build(metadata: Mapping[str, Any]) -> Vocabulary:
     """See Tokenizer.from_gguf."""
-    vocabulary = _GgufVocabulary.read(metadata)
+    tokens = _Tokens.read(metadata)
     kind = _value(metadata, "tokenizer.ggml.model", str)
     if kind == "gpt2":
-        return _byte_level_bpe(metadata, vocabulary)
+        return _byte_level_bpe(metadata, tokens)
     if kind == "llama":
-        return _sentencepiece_bpe(metadata, vocabulary)
+        return _sentencepiece_bpe(metadata, tokens)
     raise NotImplementedError(f"tokenizer.ggml.model = {kind!r} is not supported; supported: 'gpt2', 'llama'")
 
 
@@ -110,7 +106,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float |
 
 
 @dataclasses.dataclass(frozen=True)
-class _GgufVocabulary:
+class _Tokens:
     """What both kinds of GGUF tokenizer share.
 
     ids is {text: id}; bpe_ids leaves control tokens out, so that BPE cannot make one from plain text.
@@ -122,7 +118,7 @@ class _GgufVocabulary:
     bpe_ids: dict[str, int]
 
     @staticmethod
-    def read(metadata: Mapping[str, Any]) -> "_GgufVocabulary":
+    def read(metadata: Mapping[str, Any]) -> "_Tokens":
         texts = _strings(metadata, "tokenizer.ggml.tokens")
         if not texts:
             raise ValueError("tokenizer.ggml.tokens is empty")
@@ -144,7 +140,7 @@ class _GgufVocabulary:
         bpe_ids = dict(ids)
         for id in np.flatnonzero(np.frombuffer(kinds, np.uint8) == CONTROL):
             del bpe_ids[texts[id]]
-        return _GgufVocabulary(texts, bytes(kinds), ids, bpe_ids)
+        return _Tokens(texts, bytes(kinds), ids, bpe_ids)
 
     def special_id(self, metadata: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
         key = f"tokenizer.ggml.{name}_token_id"
@@ -155,7 +151,7 @@ class _GgufVocabulary:
             raise ValueError(f"{key} = {id}, but there are {len(self.texts)} tokens")
         return id
 
-    def tokenizer(
+    def vocabulary(
         self,
         metadata: Mapping[str, Any],
         *,
@@ -164,8 +160,8 @@ class _GgufVocabulary:
         eos_id: int | None,
         add_bos: bool,
         **fields: Any,
-    ) -> Tokenizer:
-        """The Tokenizer, given how it encodes text without special tokens: (text, follows special) -> ids."""
+    ) -> Vocabulary:
+        """All of it, given how it encodes text without special tokens: (text, follows special) -> ids."""
         add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
         add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, False)
         for name, add, id in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
@@ -178,7 +174,7 @@ class _GgufVocabulary:
             self.ids[text] for text in END_TEXTS if text in self.ids and self.kinds[self.ids[text]] == CONTROL
         }
         template = _value(metadata, "tokenizer.chat_template", str, None)
-        return Tokenizer(
+        return Vocabulary(
             texts=self.texts,
             kinds=self.kinds,
             bos_id=bos_id,
@@ -233,7 +229,7 @@ def _bpe(key: str, vocabulary: dict[str, int], merges: Any, **options: Any) -> A
         raise ValueError(f"{key}: {error}") from None
 
 
-def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) -> Tokenizer:
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
     from tokenizers import Regex, pre_tokenizers
 
     name = _value(metadata, "tokenizer.ggml.pre", str, "default")
@@ -247,9 +243,9 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) ->
     if bad := next((left for left, right in merges if not left or not right or " " in right), None):
         raise ValueError(f"tokenizer.ggml.merges: {bad[:80]!r} is not two tokens with a space between")
     # Bytes without a token are dropped, but only after merging: until then they keep their neighbours apart.
-    count = len(vocabulary.texts)
-    missing = [character for character in BYTE_ALPHABET if character not in vocabulary.bpe_ids]
-    ids = vocabulary.bpe_ids | {character: count + i for i, character in enumerate(missing)}
+    count = len(tokens.texts)
+    missing = [character for character in BYTE_ALPHABET if character not in tokens.bpe_ids]
+    ids = tokens.bpe_ids | {character: count + i for i, character in enumerate(missing)}
     backend = _bpe("tokenizer.ggml.merges", ids, merges, ignore_merges=pre.ignore_merges)
     backend.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
@@ -260,19 +256,19 @@ def _byte_level_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) ->
         ids = backend.encode(text, add_special_tokens=False).ids
         return [id for id in ids if id < count] if missing else ids
 
-    return vocabulary.tokenizer(
+    return tokens.vocabulary(
         metadata,
         encode_plain=encode_plain,
-        bos_id=vocabulary.special_id(metadata, "bos"),
-        eos_id=vocabulary.special_id(metadata, "eos"),
+        bos_id=tokens.special_id(metadata, "bos"),
+        eos_id=tokens.special_id(metadata, "eos"),
         add_bos=pre.add_bos,
         byte_level=True,
         space_prefix=False,
     )
 
 
-def _sentencepiece_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary) -> Tokenizer:
-    texts, kinds = vocabulary.texts, vocabulary.kinds
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
+    texts, kinds = tokens.texts, tokens.kinds
     scores = _numbers(metadata, "tokenizer.ggml.scores", len(texts), default=0.0 if not texts else None)
     if np.isnan(scores).any():
         raise ValueError(f"tokenizer.ggml.scores[{np.flatnonzero(np.isnan(scores))[0]}] is not a number")
@@ -295,13 +291,11 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary)
         if (text := texts[id]) in mergeable:
             pairs = [(text[:k], text[k:]) for k in range(1, len(text))]
             merges += [pair for pair in pairs if pair[0] in mergeable and pair[1] in mergeable]
-    unknown_id = vocabulary.special_id(metadata, "unknown", 0)
-    unknown = (
-        texts[unknown_id] if unknown_id is not None and texts[unknown_id] in vocabulary.bpe_ids else None
-    )
+    unknown_id = tokens.special_id(metadata, "unknown", 0)
+    unknown = texts[unknown_id] if unknown_id is not None and texts[unknown_id] in tokens.bpe_ids else None
     backend = _bpe(
         "tokenizer.ggml.tokens",
-        vocabulary.bpe_ids,
+        tokens.bpe_ids,
         merges,
         unk_token=unknown,
         fuse_unk=True,
@@ -313,15 +307,12 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], vocabulary: _GgufVocabulary)
         text = " " + text if space_prefix and follows_special else text
         return backend.encode(text.replace(" ", SPACE), add_special_tokens=False).ids
 
-    return vocabulary.tokenizer(
+    return tokens.vocabulary(
         metadata,
         encode_plain=encode_plain,
-        bos_id=vocabulary.special_id(metadata, "bos", 1),
-        eos_id=vocabulary.special_id(metadata, "eos", 2),
+        bos_id=tokens.special_id(metadata, "bos", 1),
+        eos_id=tokens.special_id(metadata, "eos", 2),
         add_bos=True,
         byte_level=False,
         space_prefix=space_prefix,
     )
-
-
-# ---- Hugging Face ----

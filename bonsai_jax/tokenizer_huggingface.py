@@ -5,17 +5,17 @@ import json
 from pathlib import Path
 from typing import Any
 
-from bonsai_jax.tokenizer import (
+from bonsai_jax.vocabulary import (
     BYTE,
     BYTE_TOKEN,
     CONTROL,
+    END_TEXTS,
     NORMAL,
     UNKNOWN,
     UNUSED,
     USER_DEFINED,
-    Tokenizer,
+    Vocabulary,
 )
-from bonsai_jax.tokenizer_gguf import END_TEXTS
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -31,7 +31,8 @@ def _json(path: Path) -> dict[str, Any]:
     return content
 
 
-def build(folder: Path) -> Tokenizer:
+def build(folder: Path) -> Vocabulary:
+    """See Tokenizer.from_folder."""
     from tokenizers import Tokenizer as Backend
 
     path = folder / "tokenizer.json"
@@ -75,7 +76,7 @@ def build(folder: Path) -> Tokenizer:
     def encode(text: str, parse_special: bool) -> list[int]:
         return (backend if parse_special else without_special()).encode(text, add_special_tokens=False).ids
 
-    return Tokenizer(
+    return Vocabulary(
         texts=texts,
         kinds=kinds,
         byte_level=byte_level,

@@ -24,7 +24,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bonsai_jax.chat_template import ChatTemplateError
-from bonsai_jax.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED, Tokenizer
+from bonsai_jax.tokenizer import Tokenizer
+from bonsai_jax.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, USER_DEFINED
 from checkpoints import open_checkpoint
 
 TEXTS = [
