@@ -1,0 +1,145 @@
+"""The commands that print figures: inspect, bench and its profile, perplexity."""
+
+import json
+
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import bench, card, decoding, params, profile
+from pallas_kernels import QTensor
+from tests.command_line import TINY, run, tiny
+
+
+def test_rows_say_when_a_step_is_one_launch():
+    assert card.impl_names(tiny().params) == "xla"
+    assert card.impl_names(tiny().params.replace(schedule="one_launch")) == "xla, one launch"
+
+
+def test_rows_say_when_kernels_had_16_bits():
+    w = QTensor({}, "q1_0", (16, 256), impl="mosaic")
+    assert card.impl_names([w, w.replace(impl="xla")]) == "mosaic+xla"
+    wide = [w.replace(activation_bits=16), w.replace(impl="xla", activation_bits=16)]
+    assert card.impl_names(wide) == "mosaic:16+xla"
+
+
+def test_inspect_reads_no_weights(monkeypatch):
+    monkeypatch.setattr("bonsai_jax.params.load", None)
+    done = run("inspect", "synth:bonsai-8b:q1_0", "--weights", "packed")
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["all", "399", "8188548096", "1152704128", "1.126"] in lines  # FACTS: tensor bytes of the 8B
+    assert ["KV", "bytes", "per", "token", "294,912"] in lines  # float32: twice FACTS' bfloat16
+    assert ["qwen3.block_count", "36"] in lines
+    assert "-> xla: the first that can run it" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) < 140
+
+
+def test_inspect_json_has_the_same_figures():
+    out = json.loads(run("inspect", "-m", "synth:bonsai-8b:q1_0", "--weights", "packed", "--json").stdout)
+    assert out["figures"]["weight bytes"] == 1_152_704_128
+    assert out["figures"]["bytes per decoded token"] == pytest.approx(1.065e9, rel=2e-3)  # FACTS section 3
+    assert {c["impl"] for c in out["choices"][0]["candidates"]} == {"mosaic", "triton", "xla"}
+    taken = {
+        c["problem"].split(" on ")[0]: [v["impl"] for v in c["candidates"] if v["taken"]]
+        for c in out["choices"]
+    }
+    assert taken["gemm q1_0 12288 x 4096"] == taken["attention 32 x 8 x 128"] == ["xla"]
+    assert taken["prefill attention float32 32 x 8 x 128 x 64"] == ["xla"]
+    assert taken["layers 1 x 4096 x 12288 x 32 x 8 x 128"] == ["launches"]
+
+
+@pytest.mark.parametrize("output", ["md", "jsonl", "csv"])
+def test_bench(output):
+    done = run("bench", "-m", TINY, "-p", 16, "-n", "4,8", "-d", "0,16", "-r", 1, "-o", output)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    tests = ["pp16", "tg4", "tg8", "pp16@d16", "tg4@d16", "tg8@d16"]
+    if output == "md":
+        assert "\n".join(lines[:2]) == bench.markdown_header()
+        assert [line.split(" | ")[5] for line in lines[2:]] == tests
+    elif output == "jsonl":
+        assert [json.loads(line)["test"] for line in lines] == tests
+    else:
+        assert lines[0] == bench.csv_header() and len(lines) == 7
+
+
+PHASES = ["qkv", "attention", "attention output", "gate and up", "down", "head", "sum of these", "whole step"]
+MIXED = "synth:tiny-qwen3:q4_k_m"
+
+
+@pytest.mark.parametrize("output", ["md", "jsonl", "csv"])
+def test_profile(output):
+    arguments = ("--profile", "-p", 24, "-n", 4, "-d", "0,16", "-r", 1, "-o", output)
+    done = run("bench", "-m", MIXED, *arguments)
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    if output == "md":
+        assert [line.split(" | ")[3] for line in lines[2:]] == 4 * PHASES
+        assert len({line.count("|") for line in lines}) == 1
+    elif output == "csv":
+        assert lines[0].startswith("date,commit,") and len(lines) == 33
+    else:
+        rows = [json.loads(line) for line in lines]
+        assert [row["phase"] for row in rows] == 4 * PHASES
+        assert [row["test"] for row in rows[::8]] == ["pp24@d0", "tg@d0", "pp24@d16", "tg@d16"]
+        model = bj.load(MIXED, bj.RunConfig(rows=1))
+        # Everything that a step reads is in some phase, but for norms and biases.
+        held = sum(row["bytes"] for row in rows[24:30] if row["phase"] != "attention")
+        assert 0.98 < held / params.decode_bytes(model.params) <= 1
+        assert all(row["us"] > 0 and row["operations"] > 0 for row in rows)
+        assert all(row["bound"] in ("memory", "compute") and row["ceiling_share"] > 0 for row in rows)
+
+
+def test_profile_counts_rows_and_the_tokens_of_a_prefill():
+    """Weights are read once whatever the rows; operations are those of every token, and of every key that a
+    query sees."""
+    counts = {}
+    for arguments in (("-p", 0, "-b", "1,3"), ("-p", 3, "-n", 0)):
+        done = run("bench", "-m", MIXED, "--profile", *arguments, "-d", 5, "-r", 1, "-o", "jsonl")
+        assert done.exit_code == 0, done.output
+        for row in map(json.loads, done.stdout.splitlines()):
+            counts[row["test"], row["phase"]] = row["bytes"], row["operations"]
+    for phase in PHASES[:6]:
+        moved, operations = counts["tg@d5", phase]
+        batch, prefill = counts["batch3@d5", phase], counts["pp3@d5", phase]
+        if phase == "attention":
+            assert batch == (3 * moved, 3 * operations)
+            assert prefill == (moved // 6 * 8, operations // 6 * (6 + 7 + 8))
+        else:
+            assert batch == (moved, 3 * operations)
+            assert prefill == (moved, operations if phase == "head" else 3 * operations)
+
+
+def test_profile_of_a_long_prompt_is_of_one_chunk():
+    model = bj.load(MIXED, bj.RunConfig(context=1024))
+    first = next(profile.measure(model, 0, 1, tokens=700))
+    assert first.test == f"pp{decoding.PREFILL_CHUNK}@d0"
+    with pytest.raises(NotImplementedError, match="more than one row"):
+        next(profile.measure(model, 0, 1, tokens=16, rows=2))
+
+
+def test_perplexity_and_its_base(tmp_path):
+    text = bytes(np.random.default_rng(0).integers(97, 122, 400).tolist()).decode()
+    (tmp_path / "text.txt").write_text(text)
+    arguments = (
+        "perplexity",
+        "-m",
+        TINY,
+        "-f",
+        tmp_path / "text.txt",
+        "-c",
+        64,
+        "--kl-base",
+        tmp_path / "base.npz",
+    )
+    first = run(*arguments)
+    assert first.exit_code == 0, first.output
+    (line,) = first.stdout.splitlines()
+    assert line.startswith("PPL = ") and " +/- " in line
+    second = run(*arguments).stdout.splitlines()
+    assert second == [
+        "KL = 0.000e+00 +/- 0.0e+00, largest 0.000e+00",
+        "same top token = 100.00 +/- 0.00 %",
+        line,
+    ]
