@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, bench, card
+from bonsai_jax import architectures, bench
 from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
 
@@ -92,8 +92,7 @@ def main() -> None:
             error = 0.0 if name == "alone" else float(np.abs(got - 1).max())
             us = [1e6 * t / CHAIN for t in times]
             row = {
-                "date": bench.now(), "commit": arguments.commit or bench.commit(),
-                "device": card.device_name(), "driver": card.driver(), "jax": jax.__version__,
+                **bench.origin(arguments.commit),
                 "op": "all-reduce", "impl": name, "devices": arguments.devices, "rows": rows,
                 "width": arguments.width, "us": statistics.median(us), "us_min": min(us), "us_max": max(us),
                 "error": error,

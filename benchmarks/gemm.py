@@ -10,7 +10,6 @@ with nothing before and nothing behind them.
 
 import argparse
 import dataclasses
-import datetime
 import math
 import statistics
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ import jax.numpy as jnp
 import matvec
 import numpy as np
 
-from bonsai_jax import ModelConfig, architectures, bench, card
+from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
 from pallas_kernels import LayerStack, device, dispatch, ffn, formats, matmul
 
@@ -28,7 +27,7 @@ LIMIT = 2e-3  # activations and some formats' weights are rounded to float16
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(bench.Origin):
     """One product at one shape, as it is kept for the record.
 
     rows        of activations
@@ -39,11 +38,6 @@ class Row:
     error       norm of the difference to the definition over the definition's norm, in this run
     """
 
-    date: str
-    commit: str | None
-    device: str
-    driver: str | None
-    jax: str
     impl: str
     op: str
     model: str
@@ -122,11 +116,7 @@ def product(arguments: argparse.Namespace, model: str, config: ModelConfig, rows
     tflops = [operations / t / 1e6 for t in (statistics.median(us), *dense)]
     problem = dispatch.Problem("gemm", device.platform(), format, shapes[0])
     return Row(
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        commit=arguments.commit or bench.commit(),
-        device=card.device_name(),
-        driver=card.driver(),
-        jax=jax.__version__,
+        **bench.origin(arguments.commit),
         impl=dispatch.choose(problem),
         op=op,
         model=model,

@@ -8,7 +8,6 @@ a GPU, whatever is in it: LOG.md.)
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import json
 import statistics
@@ -25,7 +24,7 @@ PASSES = 4  # so that the host's part of a call does not count
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Row(bench.Origin):
     """One op at one shape, as it is kept for the record.
 
     layers      matrices or caches of the chain, each read once a call
@@ -38,11 +37,6 @@ class Row:
     error       norm of the difference to the definition over the definition's norm, in this run
     """
 
-    date: str
-    commit: str | None
-    device: str
-    driver: str | None
-    jax: str
     impl: str
     op: str
     model: str
@@ -103,11 +97,7 @@ def row(
     us = [1e6 * t / launches for t in times]
     gb_s = moved / statistics.median(us) / 1e3
     return Row(
-        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        commit=arguments.commit or bench.commit(),
-        device=card.device_name(),
-        driver=card.driver(),
-        jax=jax.__version__,
+        **bench.origin(arguments.commit),
         bytes=moved,
         us=statistics.median(us),
         us_min=min(us),

@@ -42,7 +42,18 @@ WARMUP_CALLS = 4  # on a GPU the first makes no graph, the second makes it
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class Origin:
+    """Where a row for the record comes from: what all of them begin with."""
+
+    date: str
+    commit: str | None
+    device: str
+    driver: str | None
+    jax: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(Origin):
     """One test's result, as it is kept for the record.
 
     tok_s, tok_s_std  mean and standard deviation over the repetitions
@@ -52,11 +63,6 @@ class Row:
     data_parallel, tensor_parallel  devices along the axes of the mesh
     """
 
-    date: str
-    commit: str | None
-    device: str
-    driver: str | None
-    jax: str
     impl: str
     model: str
     test: str
@@ -167,11 +173,7 @@ class Test:
         tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else 1)
         moved = self.bytes_moved() * mean / tokens
         return Row(
-            date=now(),
-            commit=commit(),
-            device=card.device_name(),
-            driver=card.driver(),
-            jax=jax.__version__,
+            **origin(),
             impl=card.impl_names(params.replace(schedule=layers.decode_schedule(params, config, self.rows))),
             model=model_name(self.model.source),
             test=self.name,
@@ -226,6 +228,17 @@ def seconds_per_call(step: Callable[[Any], Any], state: Any, *, repetitions: int
 def model_name(source: str) -> str:
     """What a row calls the model: a file by its name, anything else as it was asked for."""
     return Path(source).stem if source.endswith(".gguf") else source
+
+
+def origin(named: str | None = None) -> dict[str, Any]:
+    """Fields of an Origin, now and here. `named` is the commit of a checkout without history."""
+    return {
+        "date": now(),
+        "commit": named or commit(),
+        "device": card.device_name(),
+        "driver": card.driver(),
+        "jax": jax.__version__,
+    }
 
 
 def now() -> str:

@@ -83,6 +83,7 @@ def peak_memory() -> int:
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
+@functools.cache
 def driver() -> str | None:
     """Version of the NVIDIA driver; None without one."""
     try:

@@ -27,7 +27,7 @@ from pallas_kernels.qtensor import Rows
 
 
 @dataclasses.dataclass(frozen=True)
-class Phase:
+class Phase(bench.Origin):
     """One phase of a step over all layers, as it is kept for the record.
 
     test        "tg@d2048": one token behind 2,048; "batch8@d256": one for each of 8 rows; "pp512@d0": 512 of
@@ -41,11 +41,6 @@ class Phase:
                 over card.arithmetic: of the tensor cores, by what they multiply)
     """
 
-    date: str
-    commit: str | None
-    device: str
-    driver: str | None
-    jax: str
     impl: str
     model: str
     test: str
@@ -91,21 +86,13 @@ def measure(
         "head": (_head, last, head.nbytes, 2 * rows * config.vocab_size * H),
     }
     name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
-    shared = {
-        "commit": bench.commit(),
-        "device": card.device_name(),
-        "driver": card.driver(),
-        "jax": jax.__version__,
-        "model": bench.model_name(model.source),
-        "test": f"{name}@d{depth}",
-    }
+    of_what = {"model": bench.model_name(model.source), "test": f"{name}@d{depth}"}
 
     def row(phase: str, seconds: float, moved: int, operations: int, least: tuple, impl: str) -> Phase:
         return Phase(
-            date=bench.now(), phase=phase, us=1e6 * seconds, bytes=moved, gb_s=moved / seconds / 1e9,
-            operations=operations, tflops=operations / seconds / 1e12, impl=impl,
+            **bench.origin(), **of_what, phase=phase, us=1e6 * seconds, bytes=moved,
+            gb_s=moved / seconds / 1e9, operations=operations, tflops=operations / seconds / 1e12, impl=impl,
             ceiling_share=max(least) / seconds, bound="memory" if least[0] >= least[1] else "compute",
-            **shared,
         )  # fmt: skip
 
     many = tokens > 1
