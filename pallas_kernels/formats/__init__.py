@@ -21,6 +21,8 @@ and, for a matrix-vector kernel (dispatch.KERNELS names it),
     fragments    for int_gemv: a lane's words of 16 rows x 256 columns -> int_gemv.Unit; called while a kernel
                  is traced
 
+What one format has as another has it, it imports.
+
 A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of
 arrays, which is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new
 file is a new format.

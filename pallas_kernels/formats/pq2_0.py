@@ -17,8 +17,3 @@ from pallas_kernels.formats.q2_0_g128 import (
     tile,
     untile,
 )
-
-__all__ = [
-    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
-    "dequantize", "fragments", "random_codes", "tile", "untile",
-]  # fmt: skip

@@ -16,11 +16,6 @@ import numpy as np
 from pallas_kernels.formats.q2_0_g128 import GROUP, SIGNED, fragments, tile_codes, untile_codes
 from pallas_kernels.formats.tq1_0 import RANDOM, digits, packed, ternary_bytes
 
-__all__ = [
-    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
-    "dequantize", "fragments", "random_codes", "tile", "untile",
-]  # fmt: skip
-
 WEIGHTS = 128
 BLOCK = np.dtype([("qs", "u1", 24), ("qh", "u1", 2), ("d", "<f2")])
 

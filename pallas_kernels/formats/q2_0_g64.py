@@ -16,11 +16,6 @@ from pallas_kernels.formats.q2_0_g128 import (
     untile,
 )
 
-__all__ = [
-    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
-    "dequantize", "fragments", "random_codes", "tile", "untile",
-]  # fmt: skip
-
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 

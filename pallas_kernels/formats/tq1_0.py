@@ -16,11 +16,6 @@ import numpy as np
 
 from pallas_kernels.formats.q2_0_g128 import GROUP, SIGNED, fragments, tile_codes, untile_codes
 
-__all__ = [
-    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
-    "dequantize", "fragments", "random_codes", "tile", "untile",
-]  # fmt: skip
-
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
 RANDOM = {"d": 1 / 0.816}  # -1, 0, +1 have standard deviation 0.816

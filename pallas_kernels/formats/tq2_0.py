@@ -19,11 +19,6 @@ from pallas_kernels.formats.q2_0_g128 import (
     untile_codes,
 )
 
-__all__ = [
-    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
-    "dequantize", "fragments", "random_codes", "tile", "untile",
-]  # fmt: skip
-
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 64), ("d", "<f2")])
 

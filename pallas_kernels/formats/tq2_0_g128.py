@@ -19,9 +19,4 @@ from pallas_kernels.formats.q2_0_g128 import (
     untile,
 )
 
-__all__ = [
-    "BLOCK", "GROUP", "RANDOM", "SIGNED", "WEIGHTS",
-    "dequantize", "fragments", "random_codes", "tile", "untile",
-]  # fmt: skip
-
 BLOCK = np.dtype([("qs", "u1", 32), ("d", "<f2")])
