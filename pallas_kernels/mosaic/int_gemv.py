@@ -40,7 +40,7 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, formats, tuned
-from pallas_kernels.mosaic import all_reduce, int_plan, lanes, memory, tensor_cores
+from pallas_kernels.mosaic import all_reduce, int_codes, int_plan, lanes, memory, tensor_cores
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 
@@ -299,50 +299,12 @@ def _phase(
     first_step = scaled(warp, per_warp)
     mine = arith.maxsi(i(0), arith.minsi(i(per_warp), arith.subi(i(steps), first_step)))
 
-    # The activations that this warp multiplies, a pass for each 256 columns and row; the first are on their
-    # way before the layer's number is known. Passes behind the last step are done again, and count nothing.
-    at_once = -(-per_warp // -(-per_warp // max(1, 4 // rows)))
-
-    def steps_at(s):
-        return [arith.minui(plus(first_step, s, u), i(steps - 1)) for u in range(at_once)]
-
-    def flat_pass(loaded):
-        _, x, gammas = loaded
-        return [v for values in [*x.values(), *gammas] for v in values]
-
-    def as_pass(s, values):
-        values = [values[k : k + 8] for k in range(0, len(values), 8)]
-        x = dict(zip([(u, row) for u in range(at_once) for row in range(rows)], values, strict=False))
-        return steps_at(s), x, values[len(x) :]
-
-    def load_activations(s):
-        step = steps_at(s)
-        column = [lanes.to_index(plus(scaled(v, COLUMNS), scaled(lane, 8))) for v in step]
-        x = {
-            (u, row): [
-                v
-                for half in (0, 4)
-                for v in memory.load_reals(
-                    4, x_gmem, [lanes.index(row), arith.addi(column[u], lanes.index(half))]
-                )
-            ]
-            for u in range(at_once)
-            for row in range(rows)
-        }
-        gammas = [
-            [
-                v
-                for half in (0, 4)
-                for v in memory.load_reals(
-                    4, gamma_gmem, [lanes.to_index(norm_layer), arith.addi(c, lanes.index(half))]
-                )
-            ]
-            for c in column
-            if normed
-        ]
-        return step, x, gammas
-
-    first_pass = load_activations(i(0))
+    activations = int_codes.Share(
+        x_gmem=x_gmem, gamma_gmem=gamma_gmem, norm_layer=norm_layer, lane=lane, first_step=first_step,
+        mine=mine, per_warp=per_warp, steps=steps, group=group, bits=bits, rows=rows, width=width,
+        padded=padded, row_bytes=row_bytes,
+    )  # fmt: skip
+    first_pass = activations.load(i(0))  # on its way before the layer's number is known
 
     # The ring. Item k of a warp is tile k / mine, step k % mine of it.
     item_bytes = [int_plan.lane_bytes(shape) for shape in shapes]
@@ -383,42 +345,7 @@ def _phase(
 
     q = memory.shared_address(q_smem)
     stats = memory.shared_address(stats_smem)
-
-    def quantize(squares, s, passes):
-        step, x, gammas = passes
-        for u in range(at_once):
-            for row in range(rows):
-                v = x[u, row]
-                if normed:
-                    counts = lanes.is_below(plus(s, u), mine)
-                    total = functools.reduce(lambda a, b: mlir_math.fma(b, b, a), v, lanes.real(0))
-                    total = arith.select(counts, total, lanes.real(0))
-                    squares[row] = arith.addf(squares[row], total)
-                    v = [arith.mulf(a, b) for a, b in zip(v, gammas[u], strict=True)]
-                words, scale, total = _quantize(v, group // 8, bits)
-                at = plus(q, scaled(step[u], COLUMNS), scaled(lane, 8), row * row_bytes)
-                for digit, pair in enumerate(words):
-                    memory.store_shared(pair, at, digit * padded * row_bytes)
-                chunk, inside = divmod(row, width)
-                with lanes.when(lanes.is_equal(lanes.remainder(lane, group // 8), i(0))):
-                    at_group = plus(scaled(step[u], COLUMNS // group), lanes.quotient(lane, group // 8))
-                    at = plus(stats, scaled(at_group, width * 8), (chunk * groups * width + inside) * 8)
-                    memory.store_shared([lanes.as_word(scale), lanes.as_word(total)], at)
-        return squares
-
-    def one_pass(s, carry):
-        """Load the next while this one is worked on."""
-        s = lanes.to_integer(s)
-        squares, now = carry[:rows], as_pass(plus(s, -at_once), carry[rows:])
-        behind = load_activations(s)
-        return quantize(squares, plus(s, -at_once), now) + flat_pass(behind)
-
-    carry = lanes.loop(
-        lanes.index(at_once), lanes.index(per_warp), lanes.index(at_once),
-        [lanes.real(0)] * rows + flat_pass(first_pass), one_pass,
-    )  # fmt: skip
-    last = i(-(-per_warp // at_once) * at_once - at_once)
-    squares = quantize(carry[:rows], last, as_pass(last, carry[rows:]))
+    squares = activations.store(first_pass, q, stats)
     if normed:
         for row in range(rows):
             total = lanes.warp_sum_real(squares[row])
@@ -602,36 +529,6 @@ def _phase(
         lanes.index(0), lanes.to_index(count), lanes.index(together), [*ahead, i(0)], one_round
     )  # fmt: skip
     memory.wait_copies(0)
-
-
-def _quantize(x, lanes_of_group: int, bits: int):
-    """Neighbouring lanes' 8 activations each -> (words, scale, sum of x as rounded); the last two in all of
-    them.
-
-    words   per 8 bits of q, the lowest first, two words of signed bytes
-    """
-    largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for v in x])
-    largest = arith.maximumf(lanes.largest_of_warp(largest, lanes_of_group), lanes.real(1e-20))
-    top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
-    inverse = lanes.ratio(top, largest)
-    # 1.5 * 2^23 + q has q as its last bits, rounded to nearest.
-    q = [lanes.as_word(mlir_math.fma(v, inverse, lanes.real(12582912.0))) for v in x]
-    words, total = [], None
-    for digit in range(bits // 8):
-        if digit:
-            q = [lanes.plus(v, 128) for v in q]  # what the signed low digit has taken
-        pick = 0x0040 if digit == 0 else 0x0051
-        pairs = [lanes.bytes_of(q[k], q[k + 1], pick) for k in range(0, 8, 2)]
-        word = [lanes.bytes_of(pairs[k], pairs[k + 1], 0x5410) for k in (0, 2)]
-        part = lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], lanes.integer(0)))
-        total = part if total is None else lanes.plus(total, lanes.shifted(part, 8))
-        words.append(word)
-    distance = 1
-    while distance < lanes_of_group:
-        total = arith.addi(total, lanes.swapped(total, distance))
-        distance *= 2
-    scale = arith.mulf(largest, lanes.real(1 / top))
-    return words, scale, arith.mulf(scale, arith.sitofp(lanes.f32(), total))
 
 
 def _flat(nested) -> list:

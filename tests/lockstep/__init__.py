@@ -23,6 +23,7 @@ from pallas_kernels.mosaic import (
     decode_layers,
     dense,
     half_rows,
+    int_codes,
     int_gemv,
     lanes,
     memory,
@@ -107,7 +108,7 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = (bit_gemv, bit_rows, int_gemv, dense, half_rows, decode_attention, decode_layers)
-    modules = (lanes, memory, tensor_cores, *kernels)
+    modules = (lanes, memory, tensor_cores, int_codes, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
             for module in modules:
