@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import bonsai_jax as bj
 
 ROOT = Path(__file__).parent.parent
 TINY = ["-r", "1", "--calls", "1", "--rotate-mb", "1", "--most-layers", "2"]
@@ -24,6 +28,14 @@ def script(name, *arguments):
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def module(name):
+    """A benchmark as a module, for what is inside it."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
 
 
 @pytest.mark.parametrize(
@@ -60,10 +72,7 @@ def test_a_table_is_for_people():
 
 
 def test_the_plot_takes_the_fastest_row_of_each_model_and_its_own_ceiling():
-    path = ROOT / "benchmarks" / "plot_ceiling.py"
-    spec = importlib.util.spec_from_file_location("plot_ceiling", path)
-    plot_ceiling = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot_ceiling)
+    plot_ceiling = module("plot_ceiling")
     row = {
         "model": "large",
         "test": "tg128",
@@ -96,10 +105,7 @@ def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_ke
 
 
 def test_the_plot_of_several_devices_takes_what_was_measured_on_one_too():
-    path = ROOT / "benchmarks" / "plot_devices.py"
-    spec = importlib.util.spec_from_file_location("plot_devices", path)
-    plot_devices = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot_devices)
+    plot_devices = module("plot_devices")
     rows = [
         {"model": model, "test": "tg64", "tok_s": tok_s, "data_parallel": data, "tensor_parallel": tensor}
         for model, tok_s, data, tensor in (
@@ -111,3 +117,33 @@ def test_the_plot_of_several_devices_takes_what_was_measured_on_one_too():
         ("a", "tg64", "data parallel"): {1: 12.0, 2: 24.0},
         ("a", "tg64", "tensor parallel"): {1: 12.0, 2: 20.0, 4: 30.0},
     }
+
+
+def test_steps_write_what_generate_writes_and_the_definition_finds_where_another_text_parts():
+    benchmark = module("kernels_vs_definition")
+    prompt, new = [7, 3, 250, 11, 40], benchmark.NEW_TOKENS
+    model = bj.load("synth:tiny-llama:q1_0", bj.RunConfig(cache_dtype="float32", context=96))
+    size, first = len(prompt) + new + 3, np.array([len(prompt) - 1], np.int32)
+    padding = [0] * (size - len(prompt))
+    length = np.int32(len(prompt) + new - 1)
+    cache = bj.cache.empty(model.config, model.run, 1, size)
+    step = lambda tokens, given, cache: benchmark.by_steps(  # noqa: E731
+        model.params, cache, tokens, np.int32(given), length, model.config
+    )
+    written, scores, cache = step(jnp.array(prompt + padding), len(prompt), cache)
+    answer = np.asarray(written)[len(prompt) :][:new]
+    sampling = bj.SamplingParams(temperature=0)
+    (want,) = bj.generate(model, [prompt], max_new_tokens=new, sampling=sampling, ignore_eos=True)
+    assert answer.tolist() == want.tokens and len(set(want.tokens)) > 5
+
+    exact = np.asarray(benchmark.at_once(model.params, np.asarray(written)[None], first, model.config))[0]
+    np.testing.assert_allclose(scores, exact, atol=1e-4)
+    assert benchmark.margin(exact, answer) is None
+    again, read, _ = step(written, length, cache)  # every token given; what the cache held is forgotten
+    np.testing.assert_array_equal(again, written)
+    np.testing.assert_array_equal(read, scores)
+
+    second = np.argsort(exact[9])[-2]  # the tenth token as the second likeliest
+    parted = np.concatenate([answer[:9], [second], answer[10:]])
+    gap = exact[9][answer[9]] - exact[9][second]
+    assert gap > 0 and abs(benchmark.margin(exact, parted) - gap) < 1e-5
