@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from pallas_kernels import dequantize, dispatch, formats
 
 ROOT = Path(__file__).parent.parent
 TINY = ["-r", "1", "--calls", "1", "--rotate-mb", "1", "--most-layers", "2"]
@@ -52,6 +53,39 @@ def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops):
         assert list(row) == KEYS
         assert row["bytes"] > 0 and row["light_us"] > 0 and row["error"] < 1e-5 and row["impl"] == "xla"
         assert row["empty_us"] is None  # there is no launch to time
+
+
+@pytest.fixture
+def matvec(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return module("matvec")
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("format", formats.names())
+def test_activations_of_a_matvec_are_codes_of_the_groups_that_are_rounded_together(matvec, format, bits):
+    """q = round(x top / absmax) of each group gives x back: columns that share a scale, whatever the format,
+    also those of a norm's weights times x."""
+    kernel = dispatch.KERNELS.get(format)
+    group = formats.get(format).GROUP if kernel == "int_gemv" else 128
+    top = {8: 127, 16: 127 * 257 if kernel == "int_gemv" else 32767}[bits]
+    x = np.asarray(matvec.exact_activations(np.random.default_rng(0), 3, 1024, format, bits), np.float64)
+    gamma = np.repeat(2.0 ** np.arange(-4, 4), 128)
+    for values in (x, gamma * x):
+        values = values.reshape(3, -1, group)
+        largest = np.abs(values).max(-1, keepdims=True)
+        np.testing.assert_array_equal(np.rint(values * (top / largest)) * (largest / top), values)
+    assert len(np.unique(np.abs(x))) > 100
+
+
+def test_layers_beyond_the_distinct_ones_have_their_weights_again(matvec, monkeypatch):
+    monkeypatch.setattr(matvec, "DISTINCT_MB", 0)
+    held, blocks = matvec.stack("q4_k", (32, 256), 5, 0, 8)
+    dense = np.asarray(dequantize(held.parts[0]))
+    assert dense.shape == (5, 32, 256) and held.where[-1] == (0, 4)
+    for layer, (part, index) in enumerate(blocks.where):
+        np.testing.assert_array_equal(dense[layer], dequantize(blocks.parts[part][index]))
+    assert not np.array_equal(dense[0], dense[1])
 
 
 def test_gemms_stand_beside_dense_ones():
