@@ -66,12 +66,16 @@ def stack(
     fields = formats.random_fields(format, jax.random.key(seed), lead, 0.0, shape[1] ** -0.5)
     blocks = QTensor(fields, format, shape, activation_bits=bits)
     held = blocks if impl == "xla" else jax.jit(tile)(blocks)
-    times = -(-layers // distinct)
-    repeated = jax.jit(lambda w: jax.tree.map(lambda a: jnp.concatenate([a] * times)[:layers], w))
     return (
-        LayerStack((repeated(held),), tuple((0, layer) for layer in range(layers))),
+        LayerStack((repeated(held, layers),), tuple((0, layer) for layer in range(layers))),
         LayerStack((blocks,), tuple((0, layer % distinct) for layer in range(layers))),
     )
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def repeated(w: QTensor, layers: int) -> QTensor:
+    """As many layers, again and again those there are."""
+    return jax.tree.map(lambda a: jnp.concatenate([a] * -(-layers // len(a)))[:layers], w)
 
 
 def codes(format: str, bits: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """The benchmarks run anywhere, at a tiny size: their rows are complete and their checks hold."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from checkpoints import open_checkpoint
 from pallas_kernels import dequantize, dispatch, formats
 
 ROOT = Path(__file__).parent.parent
@@ -89,14 +91,40 @@ def test_layers_beyond_the_distinct_ones_have_their_weights_again(matvec, monkey
 
 
 def test_gemms_stand_beside_dense_ones():
-    arguments = ["-m", "tiny-qwen3", "--rows", "20", "--layers", "2", "-r", "1", "--calls", "1"]
+    arguments = ["-m", "tiny-qwen3", "--rows", "20", "--layers", "2", "--most-layers", "2", "-r", "1"]
+    arguments += ["--calls", "1"]
     rows = [json.loads(line) for line in script("gemm", *arguments, "-o", "jsonl").splitlines()]
     assert [row["op"] for row in rows] == ["qkv", "attention output", "feed-forward"]
     for row in rows:
         assert (
             row["tflops"] > 0 and row["share"] == row["tflops"] / row["bf16_tflops"] and row["error"] < 2e-3
         )
-    assert len(script("gemm", *arguments).splitlines()) == 2 + 3
+        assert row["layers"] == 2 and row["gemm_us"] is None  # on a CPU the op is the definition
+    table = script("gemm", *arguments).splitlines()
+    assert len(table) == 2 + 3 and len({line.count("|") for line in table}) == 1
+
+
+@pytest.mark.parametrize("op", ["qkv", "attention output", "feed-forward"])
+def test_a_gemm_alone_is_the_op_but_for_the_rounding_of_its_activations(op, monkeypatch):
+    """As it runs on a GPU, by the candidate that a CPU has too."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = module("gemm")
+    choose = dispatch.choose
+    choose_library = lambda problem: "library" if problem.op == "gemm" else choose(problem)  # noqa: E731
+    monkeypatch.setattr(benchmark.dispatch, "choose", choose_library)
+    arguments = argparse.Namespace(
+        format="q4_k", layers=2, most_layers=3, repetitions=1, calls=1, commit=None
+    )
+    config = bj.architectures.config_of(open_checkpoint("synth:tiny-qwen3:q4_k"))
+    weights = benchmark.Weights(arguments, config, op, [20, 24])
+    product = benchmark.Product(arguments, "tiny-qwen3", weights, 20)
+    programs = {name: (lowered.compile(), given) for name, (lowered, given, _) in product.programs().items()}
+    row = product.row(programs)
+    assert 0 < row.error < 1e-3 and row.layers == 3
+    assert row.gemm_us > 0 and row.gemm_share == row.gemm_tflops / row.bf16_tflops
+    program, (given, start, ours) = programs["gemm"]
+    worse = program([(1.01 * a, scale) for a, scale in given], start, ours)[0]
+    assert benchmark.matvec.difference(worse, product.definition()["gemm"]) > 5e-3  # the check can fail
 
 
 def test_a_table_is_for_people():
