@@ -95,18 +95,15 @@ def held(format: str, shape: tuple[int, int], layers: int, seed: int) -> tuple[L
     return LayerStack((tiled,), stack.where), blocks
 
 
-def input_of(layer: int, x: jax.Array) -> jax.Array:
-    """Another multiple of x for each layer: XLA would round the same x once for all of them."""
-    return x * (1 + layer / 64)
-
-
 def all_layers(x, y, weights: list[LayerStack], layers: int):
-    """The op of each layer, each behind the one before, by its residual."""
+    """The op of each layer, each behind the one before, by its residual and by a barrier: XLA would round the
+    same x once for all of them."""
     for layer in range(layers):
+        x, y = jax.lax.optimization_barrier((x, y))
         if len(weights) == 3:
-            y = ffn(input_of(layer, x), *weights, layer, residual=y)
+            y = ffn(x, *weights, layer, residual=y)
         else:
-            y = matmul(input_of(layer, x), weights[0], layer, residual=y)
+            y = matmul(x, weights[0], layer, residual=y)
     return y
 
 
@@ -148,14 +145,12 @@ class Weights:
 
     def __init__(self, arguments: argparse.Namespace, config: ModelConfig, op: str, rows: list[int]):
         hidden, ffn_width = config.hidden, config.ffn
-        self.op, self.shapes = (
-            op,
-            {
-                "qkv": [(config.q_width + 2 * config.kv_width, hidden)],
-                "attention output": [(hidden, config.q_width)],
-                "feed-forward": [(ffn_width, hidden), (ffn_width, hidden), (hidden, ffn_width)],
-            }[op],
-        )
+        self.op = op
+        self.shapes = {
+            "qkv": [(config.q_width + 2 * config.kv_width, hidden)],
+            "attention output": [(hidden, config.q_width)],
+            "feed-forward": [(ffn_width, hidden), (ffn_width, hidden), (hidden, ffn_width)],
+        }[op]
         self.joined = self.shapes if len(self.shapes) == 1 else [(2 * ffn_width, hidden), self.shapes[-1]]
         self.layers = {r: self.layers_for(arguments, r) for r in rows}
         most = max(self.layers.values())
@@ -211,12 +206,11 @@ class Product:
         x, x_last = self.xs[0][:CHECKED], self.xs[-1][:CHECKED]
         want = {name: jnp.zeros((len(x), self.shapes[-1][0])) for name in ("op", "gemm")}
         for layer in range(self.layers):
-            of_layer = input_of(layer, x)
             if len(self.shapes) == 3:
-                gate, up = (matvec.exact(of_layer, w, layer) for w in self.weights.blocks[:2])
+                gate, up = (matvec.exact(x, w, layer) for w in self.weights.blocks[:2])
                 want["op"] += matvec.exact(jax.nn.silu(gate) * up, self.weights.blocks[2], layer)
             else:
-                want["op"] += matvec.exact(of_layer, self.weights.blocks[0], layer)
+                want["op"] += matvec.exact(x, self.weights.blocks[0], layer)
             want["gemm"] += matvec.exact(x_last, self.weights.blocks[-1], layer)
         return want
 
