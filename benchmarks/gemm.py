@@ -2,14 +2,28 @@
 
     uv run python benchmarks/gemm.py [-m bonsai-8b] [-f q4_k] [--rows 512,2048] [-o jsonl]
 
-A product is what the model runs: activations to float16, weights decoded, the GEMM, residual or SwiGLU; each
-of several layers, so that no weight is in the L2 cache from the time before. Beside it, in the same run: the
-same products of bfloat16 by bfloat16, and of int8 by int8 with int32 sums, by XLA's choice of GEMM (cuBLAS),
-with nothing before and nothing behind them.
+Each product is timed twice, and two dense ones beside it, in the same run:
+
+    op      what the model runs: float32 activations rounded to float16 with a scale for each row (and, for
+            the kernel of Q1_0, put in its order), and then all of
+    gemm    activations given as float16 with their scales, in that order; weights decoded, the GEMM, scales,
+            SwiGLU or residual, float32 results. The feed-forward's second half is given its activations too.
+    bf16    bfloat16 by bfloat16 to bfloat16, all given, nothing behind it, by cuBLAS
+    int8    int8 by int8 to int32, the same way
+
+So `gemm` is what compares with bf16, like with like but for the decoding, which is its task, and for 32-bit
+results with what stands behind them; `op` says what the model pays. Each is of several layers, so that no
+weight is in the L2 cache from the time before, and of so many that a call takes about a millisecond: the
+host's part of it is over while the device still works on the call before.
+
+All programs of a model are compiled first, at the same time (XLA locks the device while it tries candidates),
+and nothing is compiled while the clock runs.
 """
 
 import argparse
+import concurrent.futures
 import dataclasses
+import functools
 import math
 import statistics
 from collections.abc import Iterator
@@ -21,8 +35,12 @@ import numpy as np
 
 from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, device, dispatch, ffn, formats, matmul
+from pallas_kernels import LayerStack, device, dispatch, ffn, formats, gemm, matmul
 
+CALL_OPERATIONS = 0.6e12  # at 600 TFLOP/s, cuBLAS's best on an H200, a millisecond
+CHECKED = 64  # rows that are compared with the definition
+OPS = ("qkv", "attention output", "feed-forward")
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 LIMIT = 2e-3  # activations and some formats' weights are rounded to float16
 
 
@@ -31,11 +49,14 @@ class Row(bench.Origin):
     """One product at one shape, as it is kept for the record.
 
     rows        of activations
-    us          median over repetitions, per layer; us_min, us_max: the spread
-    tflops      10^12 operations a second, two for a weight and a row
+    layers      of one call
+    us          of the op, median over repetitions, per layer; us_min, us_max: the spread
+    gemm_us     of the GEMM alone, the same way; None where the op is the definition, which has none
+    tflops, gemm_tflops  10^12 operations a second, two for a weight and a row
     bf16_tflops, int8_tflops  of dense products of the same shapes
-    share       tflops over bf16_tflops
-    error       norm of the difference to the definition over the definition's norm, in this run
+    share, gemm_share  tflops and gemm_tflops over bf16_tflops
+    error       norm of the difference to the definition over the definition's norm, in this run; the larger
+                of the op's and the GEMM's
     """
 
     impl: str
@@ -44,13 +65,19 @@ class Row(bench.Origin):
     format: str
     shape: str
     rows: int
+    layers: int
     us: float
     us_min: float
     us_max: float
+    gemm_us: float | None
+    gemm_us_min: float | None
+    gemm_us_max: float | None
     tflops: float
+    gemm_tflops: float | None
     bf16_tflops: float
     int8_tflops: float
     share: float
+    gemm_share: float | None
     error: float
 
 
@@ -59,87 +86,187 @@ def held(format: str, shape: tuple[int, int], layers: int, seed: int) -> tuple[L
     stack, blocks = matvec.stack(format, shape, layers, seed, 8)
     gemm = dispatch.choose(dispatch.Problem("gemm", device.platform(), format, shape))
     tiled = stack.parts[0].replace(gemm=gemm)
-    return LayerStack((tiled,), stack.where), LayerStack((blocks,), stack.where)
+    return LayerStack((tiled,), stack.where), blocks
 
 
-def dense_us(shapes: list[tuple[int, int]], rows: int, layers: int, dtype, **counts) -> float:
-    """Microseconds of the dense products of one layer."""
-    sums = jnp.int32 if dtype == jnp.int8 else dtype
-    key = jax.random.key(0)
-    weights = [
-        [jax.random.randint(key, s, -8, 8, jnp.int8).astype(dtype) for s in shapes] for _ in range(layers)
+def all_layers(x, y, weights: list[LayerStack], layers: int):
+    """The op of each layer, each behind the one before, by its residual and by a barrier: XLA would round the
+    same x once for all of them."""
+    for layer in range(layers):
+        x, y = jax.lax.optimization_barrier((x, y))
+        if len(weights) == 3:
+            y = ffn(x, *weights, layer, residual=y)
+        else:
+            y = matmul(x, weights[0], layer, residual=y)
+    return y
+
+
+def all_gemms(given, y, weights: list[LayerStack], layers: int):
+    """Their GEMMs alone. `given`: (a, scale) of the first product and of the last, as gemm.product takes
+    them. Returns also what SwiGLU makes in each layer, which nobody reads here."""
+    *two, last = [stack.parts[0] for stack in weights]
+    hidden = []
+    for layer in range(layers):
+        if two:
+            hidden.append(gemm.product(*given[0], tuple(two), layer, None))
+        y = gemm.product(*given[-1], (last,), layer, y)
+    return y, hidden
+
+
+def dense(x, weights: list[list[jax.Array]], sums):
+    """Products with each matrix of each layer, x of as many columns."""
+    return [
+        [jnp.einsum("mk,nk->mn", x[w.shape[1]], w, preferred_element_type=sums) for w in of_layer]
+        for of_layer in weights
     ]
-    x = {k: jax.random.randint(key, (rows, k), -8, 8, jnp.int8).astype(dtype) for k in {k for _, k in shapes}}
-
-    @jax.jit
-    def products(x, weights):
-        return [
-            [jnp.einsum("mk,nk->mn", x[w.shape[1]], w, preferred_element_type=sums) for w in of_layer]
-            for of_layer in weights
-        ]
-
-    times = bench.seconds_per_call(lambda _: products(x, weights), None, **counts)
-    return 1e6 * statistics.median(times) / layers
 
 
-def product(arguments: argparse.Namespace, model: str, config: ModelConfig, rows: int, op: str) -> Row:
-    hidden, format = config.hidden, arguments.format
-    shapes = {
-        "qkv": [(config.q_width + 2 * config.kv_width, hidden)],
-        "attention output": [(hidden, config.q_width)],
-        "feed-forward": [(config.ffn, hidden), (config.ffn, hidden), (hidden, config.ffn)],
-    }[op]
-    layers = arguments.layers
-    weights = [held(format, shape, layers, seed) for seed, shape in enumerate(shapes)]
-    x = jnp.asarray(np.random.default_rng(0).standard_normal((rows, shapes[0][1])), jnp.float32)
+DENSE = {"bfloat16": jnp.bfloat16, "int8": jnp.int32}  # of products, and of their sums
 
-    @jax.jit
-    def all_layers(x, y, weights):
-        """Each behind the one before, by its residual."""
-        for layer in range(layers):
-            if len(weights) == 3:
-                y = ffn(x, *weights, layer, residual=y)
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def small_numbers(shape: tuple[int, int], dtype: str) -> jax.Array:
+    return jax.random.randint(jax.random.key(0), shape, -8, 8, jnp.int8).astype(dtype)
+
+
+class Weights:
+    """Of one op of a model, for as many layers as its products with the fewest rows want.
+
+    shapes         of one layer's matrices; joined: those that are one product, gate and up, as one
+    ours, blocks   of each matrix, as prefill wants them and as their format's blocks
+    dense          {dtype: [layer][matrix]}, dense ones; the same numbers, in memory of their own
+    """
+
+    def __init__(self, arguments: argparse.Namespace, config: ModelConfig, op: str, rows: list[int]):
+        hidden, ffn_width = config.hidden, config.ffn
+        self.op = op
+        self.shapes = {
+            "qkv": [(config.q_width + 2 * config.kv_width, hidden)],
+            "attention output": [(hidden, config.q_width)],
+            "feed-forward": [(ffn_width, hidden), (ffn_width, hidden), (hidden, ffn_width)],
+        }[op]
+        self.joined = self.shapes if len(self.shapes) == 1 else [(2 * ffn_width, hidden), self.shapes[-1]]
+        self.layers = {r: self.layers_for(arguments, r) for r in rows}
+        most = max(self.layers.values())
+        pairs = [held(arguments.format, shape, most, seed) for seed, shape in enumerate(self.shapes)]
+        self.ours, self.blocks = ([pair[i] for pair in pairs] for i in (0, 1))
+        self.dense = {
+            dtype: [[small_numbers(shape, dtype) for shape in self.joined] for _ in range(most)]
+            for dtype in DENSE
+        }
+
+    def operations(self, rows: int) -> int:
+        return 2 * rows * sum(math.prod(shape) for shape in self.shapes)
+
+    def layers_for(self, arguments: argparse.Namespace, rows: int) -> int:
+        wanted = max(arguments.layers, round(CALL_OPERATIONS / self.operations(rows)))
+        return min(wanted, arguments.most_layers)
+
+
+class Product:
+    """An op at a number of rows: its programs, what they are given, and what comes out."""
+
+    def __init__(self, arguments: argparse.Namespace, model: str, weights: Weights, rows: int):
+        self.arguments, self.model, self.weights, self.rows = arguments, model, weights, rows
+        self.layers, self.operations = weights.layers[rows], weights.operations(rows)
+        self.shapes, self.joined, self.op = weights.shapes, weights.joined, weights.op
+        parts = [stack.parts[0] for stack in weights.ours]
+        self.gemm = parts[0].gemm
+        rng = np.random.default_rng(0)
+        self.xs = [jnp.asarray(rng.standard_normal((rows, k)), jnp.float32) for _, k in self.joined]
+        self.start = jnp.zeros((rows, self.shapes[-1][0]))
+        halves = [gemm.rows_to_half(x, None, None, 0.0, by_kernel=False) for x in self.xs]
+        factors = [tuple(parts[:-1]), tuple(parts[-1:])][-len(self.joined) :]
+        self.given = [(gemm.as_read(a, w), scale) for (a, scale), w in zip(halves, factors, strict=True)]
+        self.dense_x = {
+            dtype: {k: small_numbers((rows, k), dtype) for _, k in self.joined} for dtype in DENSE
+        }
+
+    def programs(self) -> dict[str, tuple[jax.stages.Lowered, tuple, dict]]:
+        """{name: (a call of all layers, its arguments, options of its compilation)}"""
+        out = {}
+        arguments = (self.xs[0], self.start, self.weights.ours)
+        out["op"] = jax.jit(all_layers, static_argnums=3).lower(*arguments, self.layers), arguments, {}
+        if self.gemm != "xla":
+            arguments = (self.given, self.start, self.weights.ours)
+            out["gemm"] = jax.jit(all_gemms, static_argnums=3).lower(*arguments, self.layers), arguments, {}
+        for dtype, sums in DENSE.items():
+            arguments = (self.dense_x[dtype], self.weights.dense[dtype][: self.layers])
+            out[dtype] = jax.jit(dense, static_argnums=2).lower(*arguments, sums), arguments, CUBLAS
+        return out
+
+    def definition(self) -> dict[str, jax.Array]:
+        """What the first rows of "op" and "gemm" are by definition."""
+        x, x_last = self.xs[0][:CHECKED], self.xs[-1][:CHECKED]
+        want = {name: jnp.zeros((len(x), self.shapes[-1][0])) for name in ("op", "gemm")}
+        for layer in range(self.layers):
+            if len(self.shapes) == 3:
+                gate, up = (matvec.exact(x, w, layer) for w in self.weights.blocks[:2])
+                want["op"] += matvec.exact(jax.nn.silu(gate) * up, self.weights.blocks[2], layer)
             else:
-                y = matmul(x, weights[0], layer, residual=y)
-        return y
+                want["op"] += matvec.exact(x, self.weights.blocks[0], layer)
+            want["gemm"] += matvec.exact(x_last, self.weights.blocks[-1], layer)
+        return want
 
-    start = jnp.zeros((rows, shapes[-1][0]))
-    ours, theirs = ([pair[i] for pair in weights] for i in (0, 1))
-    got, want = all_layers(x[:64], start[:64], ours), all_layers(x[:64], start[:64], theirs)
-    counts = {"repetitions": arguments.repetitions, "calls": arguments.calls}
-    times = bench.seconds_per_call(lambda _: all_layers(x, start, ours), None, **counts)
-    us = [1e6 * t / layers for t in times]
-    del weights, ours, theirs
-    joined = [shapes[0]] if len(shapes) == 1 else [(2 * config.ffn, hidden), shapes[-1]]
-    dense = [dense_us(joined, rows, layers, dtype, **counts) for dtype in (jnp.bfloat16, jnp.int8)]
-    operations = 2 * rows * sum(math.prod(shape) for shape in shapes)
-    tflops = [operations / t / 1e6 for t in (statistics.median(us), *dense)]
-    problem = dispatch.Problem("gemm", device.platform(), format, shapes[0])
-    return Row(
-        **bench.origin(arguments.commit),
-        impl=dispatch.choose(problem),
-        op=op,
-        model=model,
-        format=format,
-        shape=", ".join(" x ".join(map(str, shape)) for shape in joined),
-        rows=rows,
-        us=statistics.median(us),
-        us_min=min(us),
-        us_max=max(us),
-        tflops=tflops[0],
-        bf16_tflops=tflops[1],
-        int8_tflops=tflops[2],
-        share=tflops[0] / tflops[1],
-        error=matvec.difference(got, want),
-    )
+    def row(self, compiled: dict[str, tuple[jax.stages.Compiled, tuple]]) -> Row:
+        arguments = self.arguments
+        counts = {"repetitions": arguments.repetitions, "calls": arguments.calls}
+        us, tflops, spread = {}, {}, {}
+        for name, (program, given) in compiled.items():
+            times = bench.seconds_per_call(lambda _: program(*given), None, **counts)  # noqa: B023
+            us[name] = 1e6 * statistics.median(times) / self.layers
+            spread[name] = 1e6 * min(times) / self.layers, 1e6 * max(times) / self.layers
+            tflops[name] = self.operations / us[name] / 1e6
+        want, found = self.definition(), {}
+        for name, result in want.items():
+            if name in compiled:
+                program, given = compiled[name]
+                y = program(*given)
+                y = y[0] if name == "gemm" else y
+                found[name] = matvec.difference(y[: len(result)], result)
+        problem = dispatch.Problem("gemm", device.platform(), arguments.format, self.shapes[0])
+        gemm_min, gemm_max = spread.get("gemm", (None, None))
+        return Row(
+            **bench.origin(arguments.commit),
+            impl=dispatch.choose(problem),
+            op=self.op,
+            model=self.model,
+            format=arguments.format,
+            shape=", ".join(" x ".join(map(str, shape)) for shape in self.joined),
+            rows=self.rows,
+            layers=self.layers,
+            us=us["op"],
+            us_min=spread["op"][0],
+            us_max=spread["op"][1],
+            gemm_us=us.get("gemm"),
+            gemm_us_min=gemm_min,
+            gemm_us_max=gemm_max,
+            tflops=tflops["op"],
+            gemm_tflops=tflops.get("gemm"),
+            bf16_tflops=tflops["bfloat16"],
+            int8_tflops=tflops["int8"],
+            share=tflops["op"] / tflops["bfloat16"],
+            gemm_share=tflops["gemm"] / tflops["bfloat16"] if "gemm" in tflops else None,
+            error=max(found.values()),
+        )
 
 
 def measure(arguments: argparse.Namespace) -> Iterator[Row]:
     for model in arguments.models.split(","):
         config = architectures.config_of(open_checkpoint(f"synth:{model}:{arguments.format}"))
-        for rows in map(int, arguments.rows.split(",")):
-            for op in ("qkv", "attention output", "feed-forward"):
-                yield product(arguments, model, config, rows, op)
+        all_rows = [int(rows) for rows in arguments.rows.split(",")]
+        of_op = [Weights(arguments, config, op, all_rows) for op in OPS]
+        products = [Product(arguments, model, weights, rows) for rows in all_rows for weights in of_op]
+        with concurrent.futures.ThreadPoolExecutor() as threads:
+            compiling = [
+                {
+                    name: (threads.submit(lowered.compile, compiler_options=options), given)
+                    for name, (lowered, given, options) in product.programs().items()
+                }
+                for product in products
+            ]
+        for product, programs in zip(products, compiling, strict=True):
+            yield product.row({name: (done.result(), given) for name, (done, given) in programs.items()})
 
 
 def main() -> None:
@@ -147,22 +274,32 @@ def main() -> None:
     parser.add_argument("-m", "--models", default="bonsai-8b", help="synthetic models, for their shapes")
     parser.add_argument("-f", "--format", default="q4_k", choices=formats.names())
     parser.add_argument("--rows", default="512,2048", help="rows of activations")
-    parser.add_argument("--layers", type=int, default=4, help="of which the weights are rotated")
-    parser.add_argument("-r", "--repetitions", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=4, help="of a call, at least: weights are rotated")
+    parser.add_argument("--most-layers", type=int, default=48, help="bounds what is compiled")
+    parser.add_argument("-r", "--repetitions", type=int, default=11)
     parser.add_argument("--calls", type=int, default=5, help="calls in one repetition")
     parser.add_argument("--commit", help="for a checkout without history")
     parser.add_argument("-o", "--output", choices=("md", "jsonl"), default="md")
     arguments = parser.parse_args()
     if arguments.output == "md":
-        print("| op | model | format | rows | us (spread) | TFLOP/s | bf16 | int8 | of bf16 | error |")
-        print("| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+        print(
+            "| op | model | format | rows | us (spread) | TFLOP/s | of bf16 | GEMM us (spread) | TFLOP/s "
+            "| of bf16 | bf16 | int8 | error |"
+        )
+        print("| --- | --- | --- " + "| ---: " * 10 + "|")
     wrong = []
     for r in measure(arguments):
         wrong += [f"{r.op} of {r.model}: {r.error:.1e}"] if not r.error < LIMIT else []
+        alone = "- | - | -"
+        if r.gemm_us is not None:
+            alone = (
+                f"{r.gemm_us:.1f} ({r.gemm_us_min:.1f} to {r.gemm_us_max:.1f}) | {r.gemm_tflops:.0f} "
+                f"| {r.gemm_share:.0%}"
+            )
         line = (
             f"| {r.op} ({r.impl}) | {r.model} | {r.format} | {r.rows} "
-            f"| {r.us:.1f} ({r.us_min:.1f} to {r.us_max:.1f}) | {r.tflops:.0f} | {r.bf16_tflops:.0f} "
-            f"| {r.int8_tflops:.0f} | {r.share:.0%} | {r.error:.1e} |"
+            f"| {r.us:.1f} ({r.us_min:.1f} to {r.us_max:.1f}) | {r.tflops:.0f} | {r.share:.0%} | {alone} "
+            f"| {r.bf16_tflops:.0f} | {r.int8_tflops:.0f} | {r.error:.1e} |"
         )
         print(line if arguments.output == "md" else bench.json_line(r), flush=True)
     if wrong:

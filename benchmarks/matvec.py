@@ -4,18 +4,35 @@
 
 A product is chained over the layers of its stack by its residual: y <- W_l x + y, so that each launch waits
 for the one before and nothing stands between them. gate and up have no residual: they are timed together with
-down, as the feed-forward of a layer, and down's time is taken off. The head has none either: a slice of its
-logits is the next one's input.
+down, as the feed-forward of a layer, and down's time is taken off, median from median; its spread is then
+that of the whole less that of down, the least of the one less the most of the other. The head has none
+either: a slice of its logits is the next one's input.
 
-Activations are whole numbers times powers of two with the largest code in each group, so that kernels which
-quantize them do so exactly, and a whole chain is within 1e-5 of its definition. That of the feed-forward is
-not (its second half quantizes what its first half makes): there one gate and up is compared.
+Activations are whole numbers times powers of two with the largest code in each group that a kernel rounds
+together, so that kernels which quantize them do so exactly. A whole chain is then within 1e-5 of its
+definition, whatever the format. What is left is the rounding of float32 sums, 2^-24 of a partial sum at each
+addition:
+
+    one sum of K products    partial sums grow as sqrt(k), so the norm of the error over the norm of the
+                             result is about 2^-24 sqrt(K / 8), 2.3e-6 for K = 12288, if one sum is made one
+                             product after the other. That is no bound but what random signs give (1.7e-6 to
+                             3.2e-6 when tried); who splits the sum is nearer, as all here do: XLA's product
+                             8e-7, a kernel in tests/lockstep 1e-7.
+    codes times codes        whole numbers: exact; an addition for each group of 16, 32 or 128 is rounded
+    weights d sc q - m       d sc and d sc q have at most 23 bits, so their difference alone is rounded. The
+                             kernel sums the two parts apart, with an error of each part's own size: for
+                             random weights they are 1.2 and 1.1 times the difference.
+    chain of L layers        errors of products add as the products do, as sqrt(L)
+
+The feed-forward is not that near (its second half quantizes what its first half makes): there one gate and up
+is compared.
 """
 
 import argparse
 import functools
 import math
-from collections.abc import Callable, Iterator
+import statistics
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -29,25 +46,50 @@ from pallas_kernels.qtensor import dequantize, tile
 
 EPS = 1e-6
 LIMIT = 1e-5
+DISTINCT_MB = 256  # of a stack's weights: layers beyond have those of earlier ones, in memory of their own
+
+
+def weight_bytes(format: str, *shapes: tuple[int, int]) -> int:
+    module = formats.get(format)
+    return sum(math.prod(s) // module.WEIGHTS * module.BLOCK.itemsize for s in shapes)
 
 
 def stack(
     format: str, shape: tuple[int, int], layers: int, seed: int, bits: int
 ) -> tuple[LayerStack, LayerStack]:
-    """Random weights of each layer, as the device's kernels want them and as the format's blocks."""
+    """Random weights of each layer, as the device's kernels want them and as the format's blocks (of which
+    layers with the same weights share one)."""
     impl = dispatch.choose(dispatch.Problem("matmul", device.platform(), format, shape))
-    lead = (layers, shape[0], shape[1] // formats.get(format).WEIGHTS)
+    # To draw 4 GB would take tens of GB of numbers between; to a cache equal bytes elsewhere are others.
+    distinct = min(layers, max(2, -(-DISTINCT_MB * 10**6 // weight_bytes(format, shape))))
+    lead = (distinct, shape[0], shape[1] // formats.get(format).WEIGHTS)
     fields = formats.random_fields(format, jax.random.key(seed), lead, 0.0, shape[1] ** -0.5)
     blocks = QTensor(fields, format, shape, activation_bits=bits)
-    where = tuple((0, layer) for layer in range(layers))
     held = blocks if impl == "xla" else jax.jit(tile)(blocks)
-    return LayerStack((held,), where), blocks
+    return (
+        LayerStack((repeated(held, layers),), tuple((0, layer) for layer in range(layers))),
+        LayerStack((blocks,), tuple((0, layer % distinct) for layer in range(layers))),
+    )
 
 
-def exact_activations(rng: np.random.Generator, rows: int, columns: int, bits: int) -> jax.Array:
-    """Whole numbers up to the largest code, which every group of 128 has, times powers of two."""
-    top = 2 ** (bits - 1) - 1
-    x = rng.integers(-top, top + 1, (rows, -(-columns // 128), 128)).astype(np.float64)
+@functools.partial(jax.jit, static_argnums=1)
+def repeated(w: QTensor, layers: int) -> QTensor:
+    """As many layers, again and again those there are."""
+    return jax.tree.map(lambda a: jnp.concatenate([a] * -(-layers // len(a)))[:layers], w)
+
+
+def codes(format: str, bits: int) -> tuple[int, int]:
+    """(columns that the format's kernel rounds together, its largest code)"""
+    if dispatch.KERNELS.get(format) != "int_gemv":
+        return 128, 2 ** (bits - 1) - 1
+    # Of two digits, each a signed byte.
+    return formats.get(format).GROUP, 127 if bits == 8 else 127 * 257
+
+
+def exact_activations(rng: np.random.Generator, rows: int, columns: int, format: str, bits: int) -> jax.Array:
+    """Whole numbers up to the largest code, which every group has, times powers of two."""
+    group, top = codes(format, bits)
+    x = rng.integers(-top, top + 1, (rows, -(-columns // group), group)).astype(np.float64)
     x[..., 5] = top
     x *= 2.0 ** (rng.integers(-1, 2, (*x.shape[:2], 1)) - bits + 1)
     return jnp.asarray(x.reshape(rows, -1)[:, :columns], jnp.float32)
@@ -58,10 +100,18 @@ def difference(got: jax.Array, want: jax.Array) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-@jax.jit
-def exact(x: jax.Array, blocks: QTensor, layer: jax.Array) -> jax.Array:
+# To search for the fastest product would take longer than the products.
+@functools.partial(
+    jax.jit, compiler_options={"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}
+)
+def _exact(x: jax.Array, blocks: QTensor, index: jax.Array) -> jax.Array:
+    return jnp.einsum("rk,nk->rn", x, dequantize(blocks[index]), precision=jax.lax.Precision.HIGHEST)
+
+
+def exact(x: jax.Array, blocks: LayerStack, layer: int) -> jax.Array:
     """x W_l.T in float32, from the blocks of the file, which no kernel reads."""
-    return jnp.einsum("rk,nk->rn", x, dequantize(blocks[layer]), precision=jax.lax.Precision.HIGHEST)
+    part, index = blocks.where[layer]
+    return _exact(x, blocks.parts[part], index)
 
 
 def normed_x(x: jax.Array, gamma: jax.Array) -> jax.Array:
@@ -80,14 +130,17 @@ class Products:
 
     def layers_of(self, *shapes: tuple[int, int]) -> tuple[int, int]:
         """(layers of the chain, bytes of a launch)"""
-        module = formats.get(self.arguments.format)
-        moved = sum(math.prod(s) // module.WEIGHTS * module.BLOCK.itemsize for s in shapes)
+        moved = weight_bytes(self.arguments.format, *shapes)
         return one_op.layers_for(self.arguments, moved), moved
 
     def gamma(self, layers: int, columns: int) -> jax.Array:
-        """Powers of two, one for a group: scaled by them, exact activations stay exact."""
+        """Powers of two, one for 128 columns, whole groups: scaled by them, exact activations stay exact."""
         powers = 2.0 ** self.rng.integers(-1, 2, (layers, -(-columns // 128)))
         return jnp.asarray(np.repeat(powers, 128, axis=1)[:, :columns], jnp.float32)
+
+    def activations(self, columns: int) -> jax.Array:
+        arguments = self.arguments
+        return exact_activations(self.rng, self.rows, columns, arguments.format, arguments.activation_bits)
 
     def row(self, op: str, times, light, moved, shape, layers, impl, error) -> one_op.Row:
         return one_op.row(
@@ -99,7 +152,7 @@ class Products:
         arguments = self.arguments
         layers, moved = self.layers_of(shape)
         held, blocks = stack(arguments.format, shape, layers, 1, arguments.activation_bits)
-        x = exact_activations(self.rng, self.rows, shape[1], arguments.activation_bits)
+        x = self.activations(shape[1])
         gamma = self.gamma(layers, shape[1]) if normed else None
         norms = [x if gamma is None else normed_x(x, gamma[layer]) for layer in range(layers)]
 
@@ -131,17 +184,17 @@ class Products:
         light = one_op.light_seconds(jax.tree.leaves(held), **self.counts)
         return self.row(op, times, light, moved, shape, layers, held.parts[0].impl, error)
 
-    def feed_forward(self, down_us: Callable[[], float]) -> one_op.Row:
+    def feed_forward(self, down: one_op.Row) -> one_op.Row:
         arguments, config = self.arguments, self.config
         up_shape, down_shape = (config.ffn, config.hidden), (config.hidden, config.ffn)
         bits = arguments.activation_bits
         layers, _ = self.layers_of(up_shape, up_shape, down_shape)
         _, moved = self.layers_of(up_shape, up_shape)
-        (gate, gate_blocks), (up, up_blocks), (down, _) = (
+        (gate, gate_blocks), (up, up_blocks), (w_down, _) = (
             stack(arguments.format, shape, layers, seed, bits)
             for seed, shape in enumerate((up_shape, up_shape, down_shape))
         )
-        x = exact_activations(self.rng, self.rows, config.hidden, bits)
+        x = self.activations(config.hidden)
         gamma = self.gamma(layers, config.hidden)
 
         @jax.jit
@@ -156,9 +209,11 @@ class Products:
         g, u = (exact(normed_x(x, gamma[last]), w, last) for w in (gate_blocks, up_blocks))
         error = difference(one(x, gate, up, gamma), jax.nn.silu(g) * u)
         del gate_blocks, up_blocks
-        both = bench.seconds_per_call(lambda x: chain(x, gate, up, down, gamma), x, **self.counts)
+        both = bench.seconds_per_call(lambda x: chain(x, gate, up, w_down, gamma), x, **self.counts)
         light = one_op.light_seconds(jax.tree.leaves((gate, up)), **self.counts)
-        times = [t - layers * 1e-6 * down_us() for t in both]
+        less = [layers * 1e-6 * us for us in (down.us_max, down.us, down.us_min)]
+        whole = (min(both), statistics.median(both), max(both))
+        times = [all_of_it - part for all_of_it, part in zip(whole, less, strict=True)]
         return self.row(
             "gate, up (with down, less down)",
             times,
@@ -175,7 +230,7 @@ class Products:
         yield self.product("qkv", (c.q_width + 2 * c.kv_width, c.hidden), normed=True)
         yield self.product("attention output", (c.hidden, c.q_width), normed=False)
         down = self.product("down", (c.hidden, c.ffn), normed=False)
-        yield self.feed_forward(lambda: down.us)
+        yield self.feed_forward(down)
         yield down
         yield self.product("head", (c.vocab_size, c.hidden), normed=True, added=False)
 

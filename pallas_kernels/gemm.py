@@ -29,22 +29,34 @@ def run(
     """
     if any(w.gemm != "mosaic" for w in weights):
         return library(x, weights, part_layer, layer, gamma, eps, residual)
-    from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
-
     lead, n = x.shape[:-1], weights[0].shape[0]
     a, scale = rows_to_half(x.reshape(-1, x.shape[-1]), layer, gamma, eps, by_kernel=False)
-    stacks = [
-        w.fields if part_layer is not None else jax.tree.map(lambda f: f[None], w.fields) for w in weights
-    ]
-    y = bit_gemm.bit_gemm(
-        a,
-        scale[:, 0],
-        tuple((stack["words"], stack["scales"]) for stack in stacks),
-        jnp.asarray(0 if part_layer is None else part_layer, jnp.int32),
-        n,
-        None if residual is None else residual.reshape(-1, n),
-    )
+    residual = None if residual is None else residual.reshape(-1, n)
+    y = product(as_read(a, weights), scale, weights, part_layer, residual)
     return y.reshape(*lead, n)
+
+
+def as_read(a: jax.Array, weights: tuple[QTensor, ...]) -> jax.Array:
+    """Activations, float16 [M, K], as the weights' GEMM reads them: its `product` is timed alone with
+    these."""
+    if any(w.gemm != "mosaic" for w in weights):
+        return a
+    from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
+
+    return bit_gemm.as_read(a, weights[0].fields["words"].shape[-4], len(weights))
+
+
+def product(a: jax.Array, scale: jax.Array, weights: tuple[QTensor, ...], part_layer, residual) -> jax.Array:
+    """`run` behind the rounding of x: s a in its place, with a from `as_read` and s float32 [M, 1]."""
+    if any(w.gemm != "mosaic" for w in weights):
+        return _library_product(a, scale, weights, part_layer, residual)
+    from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
+
+    stacked = part_layer is not None
+    held = [(w.fields["words"], w.fields["scales"]) for w in weights]
+    held = tuple(held if stacked else [(words[None], scales[None]) for words, scales in held])
+    layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
+    return bit_gemm.product(a, scale[:, 0], held, layer, weights[0].shape[0], residual)
 
 
 def library(
@@ -68,6 +80,11 @@ def library(
     """
     by_kernel = any(w.impl == "mosaic" for w in leaves(weights))
     a, scale = rows_to_half(x, layer, gamma, eps, by_kernel)
+    return _library_product(a, scale, weights, part_layer, residual)
+
+
+def _library_product(a, scale, weights, part_layer, residual) -> jax.Array:
+    by_kernel = any(w.impl == "mosaic" for w in leaves(weights))
     out = jnp.float16 if by_kernel and len(weights) == 2 else jnp.float32
     y = jnp.einsum("...k,nk->...n", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale

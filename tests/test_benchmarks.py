@@ -1,5 +1,6 @@
 """The benchmarks run anywhere, at a tiny size: their rows are complete and their checks hold."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -7,7 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+
+import bonsai_jax as bj
+from checkpoints import open_checkpoint
+from pallas_kernels import dequantize, dispatch, formats
 
 ROOT = Path(__file__).parent.parent
 TINY = ["-r", "1", "--calls", "1", "--rotate-mb", "1", "--most-layers", "2"]
@@ -26,6 +33,14 @@ def script(name, *arguments):
     return done.stdout
 
 
+def module(name):
+    """A benchmark as a module, for what is inside it."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
 @pytest.mark.parametrize(
     ("name", "arguments", "ops"),
     [
@@ -42,15 +57,74 @@ def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops):
         assert row["empty_us"] is None  # there is no launch to time
 
 
+@pytest.fixture
+def matvec(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return module("matvec")
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("format", formats.names())
+def test_activations_of_a_matvec_are_codes_of_the_groups_that_are_rounded_together(matvec, format, bits):
+    """q = round(x top / absmax) of each group gives x back: columns that share a scale, whatever the format,
+    also those of a norm's weights times x."""
+    kernel = dispatch.KERNELS.get(format)
+    group = formats.get(format).GROUP if kernel == "int_gemv" else 128
+    top = {8: 127, 16: 127 * 257 if kernel == "int_gemv" else 32767}[bits]
+    x = np.asarray(matvec.exact_activations(np.random.default_rng(0), 3, 1024, format, bits), np.float64)
+    gamma = np.repeat(2.0 ** np.arange(-4, 4), 128)
+    for values in (x, gamma * x):
+        values = values.reshape(3, -1, group)
+        largest = np.abs(values).max(-1, keepdims=True)
+        np.testing.assert_array_equal(np.rint(values * (top / largest)) * (largest / top), values)
+    assert len(np.unique(np.abs(x))) > 100
+
+
+def test_layers_beyond_the_distinct_ones_have_their_weights_again(matvec, monkeypatch):
+    monkeypatch.setattr(matvec, "DISTINCT_MB", 0)
+    held, blocks = matvec.stack("q4_k", (32, 256), 5, 0, 8)
+    dense = np.asarray(dequantize(held.parts[0]))
+    assert dense.shape == (5, 32, 256) and held.where[-1] == (0, 4)
+    for layer, (part, index) in enumerate(blocks.where):
+        np.testing.assert_array_equal(dense[layer], dequantize(blocks.parts[part][index]))
+    assert not np.array_equal(dense[0], dense[1])
+
+
 def test_gemms_stand_beside_dense_ones():
-    arguments = ["-m", "tiny-qwen3", "--rows", "20", "--layers", "2", "-r", "1", "--calls", "1"]
+    arguments = ["-m", "tiny-qwen3", "--rows", "20", "--layers", "2", "--most-layers", "2", "-r", "1"]
+    arguments += ["--calls", "1"]
     rows = [json.loads(line) for line in script("gemm", *arguments, "-o", "jsonl").splitlines()]
     assert [row["op"] for row in rows] == ["qkv", "attention output", "feed-forward"]
     for row in rows:
         assert (
             row["tflops"] > 0 and row["share"] == row["tflops"] / row["bf16_tflops"] and row["error"] < 2e-3
         )
-    assert len(script("gemm", *arguments).splitlines()) == 2 + 3
+        assert row["layers"] == 2 and row["gemm_us"] is None  # on a CPU the op is the definition
+    table = script("gemm", *arguments).splitlines()
+    assert len(table) == 2 + 3 and len({line.count("|") for line in table}) == 1
+
+
+@pytest.mark.parametrize("op", ["qkv", "attention output", "feed-forward"])
+def test_a_gemm_alone_is_the_op_but_for_the_rounding_of_its_activations(op, monkeypatch):
+    """As it runs on a GPU, by the candidate that a CPU has too."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = module("gemm")
+    choose = dispatch.choose
+    choose_library = lambda problem: "library" if problem.op == "gemm" else choose(problem)  # noqa: E731
+    monkeypatch.setattr(benchmark.dispatch, "choose", choose_library)
+    arguments = argparse.Namespace(
+        format="q4_k", layers=2, most_layers=3, repetitions=1, calls=1, commit=None
+    )
+    config = bj.architectures.config_of(open_checkpoint("synth:tiny-qwen3:q4_k"))
+    weights = benchmark.Weights(arguments, config, op, [20, 24])
+    product = benchmark.Product(arguments, "tiny-qwen3", weights, 20)
+    programs = {name: (lowered.compile(), given) for name, (lowered, given, _) in product.programs().items()}
+    row = product.row(programs)
+    assert 0 < row.error < 1e-3 and row.layers == 3
+    assert row.gemm_us > 0 and row.gemm_share == row.gemm_tflops / row.bf16_tflops
+    program, (given, start, ours) = programs["gemm"]
+    worse = program([(1.01 * a, scale) for a, scale in given], start, ours)[0]
+    assert benchmark.matvec.difference(worse, product.definition()["gemm"]) > 5e-3  # the check can fail
 
 
 def test_a_table_is_for_people():
@@ -60,10 +134,7 @@ def test_a_table_is_for_people():
 
 
 def test_the_plot_takes_the_fastest_row_of_each_model_and_its_own_ceiling():
-    path = ROOT / "benchmarks" / "plot_ceiling.py"
-    spec = importlib.util.spec_from_file_location("plot_ceiling", path)
-    plot_ceiling = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot_ceiling)
+    plot_ceiling = module("plot_ceiling")
     row = {
         "model": "large",
         "test": "tg128",
@@ -96,10 +167,7 @@ def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_ke
 
 
 def test_the_plot_of_several_devices_takes_what_was_measured_on_one_too():
-    path = ROOT / "benchmarks" / "plot_devices.py"
-    spec = importlib.util.spec_from_file_location("plot_devices", path)
-    plot_devices = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(plot_devices)
+    plot_devices = module("plot_devices")
     rows = [
         {"model": model, "test": "tg64", "tok_s": tok_s, "data_parallel": data, "tensor_parallel": tensor}
         for model, tok_s, data, tensor in (
@@ -111,3 +179,33 @@ def test_the_plot_of_several_devices_takes_what_was_measured_on_one_too():
         ("a", "tg64", "data parallel"): {1: 12.0, 2: 24.0},
         ("a", "tg64", "tensor parallel"): {1: 12.0, 2: 20.0, 4: 30.0},
     }
+
+
+def test_steps_write_what_generate_writes_and_the_definition_finds_where_another_text_parts():
+    benchmark = module("kernels_vs_definition")
+    prompt, new = [7, 3, 250, 11, 40], benchmark.NEW_TOKENS
+    model = bj.load("synth:tiny-llama:q1_0", bj.RunConfig(cache_dtype="float32", context=96))
+    size, first = len(prompt) + new + 3, np.array([len(prompt) - 1], np.int32)
+    padding = [0] * (size - len(prompt))
+    length = np.int32(len(prompt) + new - 1)
+    cache = bj.cache.empty(model.config, model.run, 1, size)
+    step = lambda tokens, given, cache: benchmark.by_steps(  # noqa: E731
+        model.params, cache, tokens, np.int32(given), length, model.config
+    )
+    written, scores, cache = step(jnp.array(prompt + padding), len(prompt), cache)
+    answer = np.asarray(written)[len(prompt) :][:new]
+    sampling = bj.SamplingParams(temperature=0)
+    (want,) = bj.generate(model, [prompt], max_new_tokens=new, sampling=sampling, ignore_eos=True)
+    assert answer.tolist() == want.tokens and len(set(want.tokens)) > 5
+
+    exact = np.asarray(benchmark.at_once(model.params, np.asarray(written)[None], first, model.config))[0]
+    np.testing.assert_allclose(scores, exact, atol=1e-4)
+    assert benchmark.margin(exact, answer) is None
+    again, read, _ = step(written, length, cache)  # every token given; what the cache held is forgotten
+    np.testing.assert_array_equal(again, written)
+    np.testing.assert_array_equal(read, scores)
+
+    second = np.argsort(exact[9])[-2]  # the tenth token as the second likeliest
+    parted = np.concatenate([answer[:9], [second], answer[10:]])
+    gap = exact[9][answer[9]] - exact[9][second]
+    assert gap > 0 and abs(benchmark.margin(exact, parted) - gap) < 1e-5

@@ -212,9 +212,10 @@ def test_the_attention_kernel_is_its_definition(H, Hkv, D, B, pages, dtype, inte
     np.testing.assert_array_equal(runs[0][0], runs[1][0])
 
 
-def step_log_p(model, ids):
-    """Log-probabilities after each token, read one by one: through the kernels of a decode step."""
-    cache, out = kv.empty(model.config, model.run, 1, len(ids)), []
+def step_log_p(model, ids, cache=None):
+    """Log-probabilities after each token, read one by one, behind what the cache holds: through the kernels
+    of a decode step."""
+    cache, out = cache or kv.empty(model.config, model.run, 1, len(ids)), []
     for token in ids:
         tokens, lengths = jnp.array([[token]], jnp.int32), jnp.array([1], jnp.int32)
         scores, cache = core.teacher_forced_logits(model.params, cache, tokens, lengths, model.config)
@@ -240,34 +241,76 @@ def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit, 
 
 
 NEAR_TIE = 0.01  # nats between two tokens, below which either may come first
+# KL at most, by the bits of a step's activations. 8: three times what they cost, 2e-4 to 3.5e-4; one token of
+# 129 read as another costs 1.2e-3 to 2.7e-3, rope's angles 1 % off 2.5e-3. 16: prefill from the definition,
+# below.
+PREFILL_FROM_STEPS = {8: 1e-3, 16: 2e-4}
+LAST = 64  # places of a text that it is the mean of
 
 
 def greedy_by_steps(model, ids, n):
-    """n greedy tokens behind a prompt that is read by decode steps, one token each."""
+    """n greedy tokens behind a prompt that is read by decode steps, one token each, and the cache with all of
+    them but the last."""
     state = bj.new_state(model, 1, len(ids) + n, GREEDY, n, ignore_eos=True)
     for token in ids:
         state = state.replace(tokens=jnp.array([token], jnp.int32), remaining=jnp.array([n], jnp.int32))
         state, _ = core.decode_jit(model.params, state, model.config, limit=1, size=1)
     first = int(state.tokens[0])
-    _, rest = core.decode_jit(model.params, state, model.config, limit=n - 1, size=n - 1)
-    return [first, *np.asarray(rest)[0].tolist()]
+    state, rest = core.decode_jit(model.params, state, model.config, limit=n - 1, size=n - 1)
+    return [first, *np.asarray(rest)[0].tolist()], state.cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Parting:
+    """Where two greedy answers part, and how far their distributions are.
+
+    at   the first of the new tokens that differs; None where none does
+    gap  by how many nats steps prefer their own token there
+    kl   mean KL(prefill || steps) behind the last tokens of the text that steps wrote
+    """
+
+    at: int | None
+    gap: float
+    kl: float
+
+
+def prefill_from_steps(model, ids, new) -> Parting:
+    """Greedy tokens by prefill and decode from those by steps alone, and how far the distributions are."""
+    at_once = bj.generate(model, [ids], max_new_tokens=new, sampling=GREEDY, ignore_eos=True)[0].tokens
+    by_steps, cache = greedy_by_steps(model, ids, new)
+    text = ids + by_steps[:-1]  # the token behind its last is by_steps[-1]
+    last = min(LAST, len(text))
+    cache = kv.rewind(cache, jnp.array([len(text) - last]))
+    p, q = log_softmax(bj.logits(model, text)[-last:]), step_log_p(model, text[-last:], cache)
+    kl = float((np.exp(p) * (p - q)).sum(-1).mean())
+    at = next((i for i in range(new) if at_once[i] != by_steps[i]), None)
+    if at is None:
+        return Parting(None, 0.0, kl)
+    log_p = q[at - new]
+    return Parting(at, float(log_p[by_steps[at]] - log_p[at_once[at]]), kl)
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("length", [1, 16, 17, 127, 128, 129, 2047, 5000])  # the last in chunks
 def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits):
-    """Near-ties aside, the same greedy tokens. (The other tiny models write one token again and again.)"""
+    """Near-ties aside, the same greedy tokens. (The other tiny models write one token again and again.)
+
+    Prefill rounds activations to 16 bits, whatever the steps do. Steps of 16 bits differ from it by less than
+    what counts as a near-tie; there the comparison is strict. Steps of 8 bits differ from it as they differ
+    from the definition, by a KL of 3.5e-4 on this model, which is what is bounded. Where tokens may part
+    follows from the KL that was measured: noise of standard deviation s in each token's log-probability gives
+    a KL of s^2 / 2, and the difference of two tokens, which decides who comes first, has noise of s sqrt(2),
+    0.037 nats here. 4 s = 4 sqrt(2 KL) is 2.8 times that. (Steps by the definition on activations rounded to
+    8 bits, on a CPU: KL 2e-4 to 3e-4, parted in four of six texts, at 0.008 to 0.039 nats.)
+    """
     model = bj.load("synth:tiny-llama:q1_0", bj.RunConfig(activation_bits=bits, context=8192))
     assert model.params.layers.wqkv[0].parts[0].impl == "mosaic"
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
-    at_once = bj.generate(model, [ids], max_new_tokens=48, sampling=GREEDY, ignore_eos=True)[0].tokens
-    by_steps = greedy_by_steps(model, ids, 48)
-    at = next((i for i in range(48) if at_once[i] != by_steps[i]), None)
-    print(f"{length} tokens, {bits} bits: first difference at {at}")
-    if at is not None:
-        log_p = step_log_p(model, ids + by_steps[:at])[-1]
-        gap = abs(log_p[at_once[at]] - log_p[by_steps[at]])
-        assert gap < NEAR_TIE, f"token {at} differs, {gap:.3f} nats apart"
+    found = prefill_from_steps(model, ids, 48)
+    near = NEAR_TIE if bits == 16 else max(NEAR_TIE, 4 * (2 * found.kl) ** 0.5)
+    print(f"{length} tokens, {bits} bits: {found}, near-ties are below {near:.3f} nats")
+    assert found.kl < PREFILL_FROM_STEPS[bits]
+    assert found.gap < near, f"token {found.at} differs, {found.gap:.3f} nats apart"
 
 
 def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():

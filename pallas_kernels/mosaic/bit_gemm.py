@@ -68,12 +68,32 @@ def bit_gemm(
     residual  float32 [M, n]
     Returns float32 [M, n].
     """
-    m = a.shape[0]
+    a = as_read(a, weights[0][0].shape[1], len(weights))
+    return product(a, scale, weights, layer, n, residual)
+
+
+def as_read(a: jax.Array, tiles: int, matrices: int) -> jax.Array:
+    """Activations as the kernel reads them: in lane order, tokens padded to whole tiles of the product with
+    one or two matrices of so many tiles of 16 rows."""
+    _, tokens = plan(a.shape[0], tiles, matrices)
+    return in_lane_order(jnp.pad(a, ((0, -a.shape[0] % tokens), (0, 0))))
+
+
+@functools.partial(jax.jit, static_argnames=("n",))
+def product(
+    a: jax.Array,
+    scale: jax.Array,
+    weights: tuple[tuple[jax.Array, jax.Array], ...],
+    layer: jax.Array,
+    n: int,
+    residual: jax.Array | None = None,
+) -> jax.Array:
+    """bit_gemm of activations that are as it reads them (`as_read`)."""
+    m = scale.shape[0]
     tiles = weights[0][0].shape[1]
     blocks, tokens = plan(m, tiles, len(weights))
     outputs = WARPGROUPS * 64 * (1 if len(weights) == 2 else blocks)  # of a tile
     rows, columns = -(-m // tokens), -(-tiles * 16 // outputs)
-    a = in_lane_order(jnp.pad(a, ((0, -m % tokens), (0, 0))))
     scale = jnp.pad(scale, (0, -m % tokens))
     operands = [a, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     operands += [array for pair in weights for array in pair]
