@@ -32,13 +32,13 @@ def run(
     from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
 
     lead, n = x.shape[:-1], weights[0].shape[0]
-    a, scale = rows_to_half(x.reshape(-1, x.shape[-1]), layer, gamma, eps, by_kernel=False)
+    a, scale = by_half_rows(x, layer, gamma, eps, lane_order=True)
     stacks = [
         w.fields if part_layer is not None else jax.tree.map(lambda f: f[None], w.fields) for w in weights
     ]
     y = bit_gemm.bit_gemm(
         a,
-        scale[:, 0],
+        scale,
         tuple((stack["words"], stack["scales"]) for stack in stacks),
         jnp.asarray(0 if part_layer is None else part_layer, jnp.int32),
         n,
@@ -67,7 +67,13 @@ def library(
     rounded as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below 32752.
     """
     by_kernel = any(w.impl == "mosaic" for w in leaves(weights))
-    a, scale = rows_to_half(x, layer, gamma, eps, by_kernel)
+    if by_kernel and gamma is not None:
+        a, scale = by_half_rows(x, layer, gamma, eps)
+        a, scale = a.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
+    else:  # what has no norm is left to XLA, which rounds it while it makes it
+        x = x.astype(jnp.float32)
+        gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
+        a, scale = scaled_to_half(x if gamma is None else rms_norm(x, gamma, eps))
     out = jnp.float16 if by_kernel and len(weights) == 2 else jnp.float32
     y = jnp.einsum("...k,nk->...n", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
@@ -95,22 +101,21 @@ def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
     return jnp.concatenate([one(w, layer) for w in weights])
 
 
-def rows_to_half(x: jax.Array, layer, gamma, eps: float, by_kernel: bool) -> tuple[jax.Array, jax.Array]:
-    """scaled_to_half of x, or of rms_norm(x; gamma[layer], eps). What has no norm is left to XLA, which
-    rounds it while it makes it."""
-    x = x.astype(jnp.float32)
-    if gamma is None or not by_kernel:
-        gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
-        return scaled_to_half(x if gamma is None else rms_norm(x, gamma, eps))
+def by_half_rows(
+    x: jax.Array, layer, gamma, eps: float, lane_order: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """scaled_to_half of x, or of rms_norm(x; gamma[layer], eps), by mosaic/half_rows.py: of rows [M, K]."""
     from pallas_kernels.mosaic.half_rows import half_rows  # only GPUs need it
 
-    index = layer
-    if gamma.ndim == 1:
-        gamma, index = gamma[None], None
-    elif isinstance(layer, int):
-        gamma, index = gamma[slice(layer, layer + 1 or None)], None  # to XLA an offset
-    a, scale = half_rows(x.reshape(-1, x.shape[-1]), gamma, index, eps)
-    return a.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
+    index = None
+    if gamma is not None and gamma.ndim == 1:
+        gamma = gamma[None]
+    elif gamma is not None and isinstance(layer, int):
+        gamma = gamma[slice(layer, layer + 1 or None)]  # to XLA an offset
+    elif gamma is not None:
+        index = layer
+    x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    return half_rows(x, gamma, index, eps, lane_order=lane_order)
 
 
 def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:
