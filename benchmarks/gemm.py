@@ -175,9 +175,8 @@ class Product:
         rng = np.random.default_rng(0)
         self.xs = [jnp.asarray(rng.standard_normal((rows, k)), jnp.float32) for _, k in self.joined]
         self.start = jnp.zeros((rows, self.shapes[-1][0]))
-        halves = [gemm.rows_to_half(x, None, None, 0.0, by_kernel=False) for x in self.xs]
         factors = [tuple(parts[:-1]), tuple(parts[-1:])][-len(self.joined) :]
-        self.given = [(gemm.as_read(a, w), scale) for (a, scale), w in zip(halves, factors, strict=True)]
+        self.given = [gemm.rounded(x, w, None, None, 0.0) for x, w in zip(self.xs, factors, strict=True)]
         self.dense_x = {
             dtype: {k: small_numbers((rows, k), dtype) for _, k in self.joined} for dtype in DENSE
         }

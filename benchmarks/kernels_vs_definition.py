@@ -37,9 +37,6 @@ from tests.agreement import log_softmax
 ORACLE = Path(__file__).parent.parent / "tests" / "data" / "smollm2_oracle.json"
 NEAR_TIE = 0.01  # nats
 LIMITS = {8: (3e-3, 0.96), 16: (1e-5, 1.0)}  # KL at most; same top token at least (16: near-ties aside)
-    8: (3e-3, 0.96),
-    16: (1e-5, 1.0),
-}  # KL at most; same top token at least, with 16 bits near-ties aside
 NEW_TOKENS = 64  # of each answer
 # The definition runs three times: to search for its fastest products would take longer than they do.
 UNTUNED = {"xla_gpu_autotune_level": 0, "xla_gpu_enable_triton_gemm": False}

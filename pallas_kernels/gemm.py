@@ -19,47 +19,6 @@ from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
 
 
 def run(
-    x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps: float, residual
-) -> jax.Array:
-    """x W.T + residual, or silu(x G.T) * (x U.T), by the candidate chosen for the weights at load.
-
-    x        floating point [*batch, K]; with gamma, rms_norm(x; gamma[layer], eps) in its place
-    weights  one matrix, or two; `part_layer` indexes their stack, if they are one
-    Returns float32 [*batch, N].
-    """
-    if any(w.gemm != "mosaic" for w in weights):
-        return library(x, weights, part_layer, layer, gamma, eps, residual)
-    lead, n = x.shape[:-1], weights[0].shape[0]
-    a, scale = rows_to_half(x.reshape(-1, x.shape[-1]), layer, gamma, eps, by_kernel=False)
-    residual = None if residual is None else residual.reshape(-1, n)
-    y = product(as_read(a, weights), scale, weights, part_layer, residual)
-    return y.reshape(*lead, n)
-
-
-def as_read(a: jax.Array, weights: tuple[QTensor, ...]) -> jax.Array:
-    """Activations, float16 [M, K], as the weights' GEMM reads them: its `product` is timed alone with
-    these."""
-    if any(w.gemm != "mosaic" for w in weights):
-        return a
-    from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
-
-    return bit_gemm.as_read(a, weights[0].fields["words"].shape[-4], len(weights))
-
-
-def product(a: jax.Array, scale: jax.Array, weights: tuple[QTensor, ...], part_layer, residual) -> jax.Array:
-    """`run` behind the rounding of x: s a in its place, with a from `as_read` and s float32 [M, 1]."""
-    if any(w.gemm != "mosaic" for w in weights):
-        return _library_product(a, scale, weights, part_layer, residual)
-    from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
-
-    stacked = part_layer is not None
-    held = [(w.fields["words"], w.fields["scales"]) for w in weights]
-    held = tuple(held if stacked else [(words[None], scales[None]) for words, scales in held])
-    layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
-    return bit_gemm.product(a, scale[:, 0], held, layer, weights[0].shape[0], residual)
-
-
-def library(
     x: jax.Array,
     weights: Sequence[QTensor | Rows | LayerStack],
     part_layer,
@@ -68,25 +27,74 @@ def library(
     eps: float,
     residual,
 ) -> jax.Array:
-    """The candidate "library": decode the matrices to float16, and one GEMM of XLA's choice (cuBLAS).
+    """x W.T + residual, or silu(x G.T) * (x U.T), by the candidate chosen for the weights at load.
 
-    weights   one matrix, or two for SwiGLU: QTensors, or stacks of layers that `part_layer` indexes
-    The rest as for `run`.
-
-    For the time of the call the matrices exist in float16, rows below rows (2 N K bytes): 200 MB for gate and
-    up of an 8B model. mosaic/dense.py decodes what is in its layout, XLA everything else. With such weights
-    what SwiGLU is made of leaves the GEMM as float16, the rows' scales still apart: half the bytes, and
-    rounded as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below 32752.
+    x        floating point [*batch, K]; with gamma, rms_norm(x; gamma[layer], eps) in its place
+    weights  one matrix, or two; `part_layer` indexes their stack, if they are one. Stacks of several formats
+             are for the library alone
+    Returns float32 [*batch, N].
     """
-    by_kernel = any(w.impl == "mosaic" for w in leaves(weights))
-    a, scale = rows_to_half(x, layer, gamma, eps, by_kernel)
-    return _library_product(a, scale, weights, part_layer, residual)
+    n = weights[0].shape[0]
+    a, scale = rounded(x, weights, layer, gamma, eps)
+    residual = None if residual is None else residual.reshape(-1, n)
+    return product(a, scale, weights, part_layer, residual).reshape(*x.shape[:-1], n)
 
 
-def _library_product(a, scale, weights, part_layer, residual) -> jax.Array:
-    by_kernel = any(w.impl == "mosaic" for w in leaves(weights))
+def rounded(
+    x: jax.Array, weights: Sequence[QTensor | Rows | LayerStack], layer, gamma, eps: float
+) -> tuple[jax.Array, jax.Array]:
+    """x, or rms_norm(x; gamma[layer], eps), as the weights' GEMM reads it: (a float16 [M, K], s float32
+    [M, 1]) of `scaled_to_half`, for the kernel in its order of columns."""
+    x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+    held = leaves(weights)
+    by_kernel = all(w.gemm == "mosaic" for w in held)
+    if by_kernel or (gamma is not None and any(w.impl == "mosaic" for w in held)):
+        from pallas_kernels.mosaic.half_rows import half_rows  # only GPUs need it
+
+        index = None
+        if gamma is not None and gamma.ndim == 1:
+            gamma = gamma[None]
+        elif gamma is not None and isinstance(layer, int):
+            gamma = gamma[slice(layer, layer + 1 or None)]  # to XLA an offset
+        elif gamma is not None:
+            index = layer
+        a, scale = half_rows(x, gamma, index, eps, lane_order=by_kernel)
+        return a, scale[:, None]
+    # What has no norm is left to XLA, which rounds it while it makes it.
+    gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
+    return scaled_to_half(x if gamma is None else rms_norm(x, gamma, eps))
+
+
+def product(
+    a: jax.Array,
+    scale: jax.Array,
+    weights: Sequence[QTensor | Rows | LayerStack],
+    part_layer,
+    residual: jax.Array | None,
+) -> jax.Array:
+    """`run` behind the rounding of x; residual and result are [M, N].
+
+    "mosaic"   bit_gemm, which decodes in registers
+    "library"  the matrices decoded to float16, and one GEMM of XLA's choice (cuBLAS)
+
+    For the time of a call to the library the matrices exist in float16, rows below rows (2 N K bytes): 200 MB
+    for gate and up of an 8B model. mosaic/dense.py decodes what is in its layout, XLA everything else. With
+    such weights what SwiGLU is made of leaves the GEMM as float16, the rows' scales still apart: half the
+    bytes, and rounded as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below
+    32752.
+    """
+    held = leaves(weights)
+    if all(w.gemm == "mosaic" for w in held):
+        from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
+
+        stacked = part_layer is not None
+        fields = [(w.fields["words"], w.fields["scales"]) for w in held]
+        fields = tuple(fields if stacked else [(words[None], scales[None]) for words, scales in fields])
+        layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
+        return bit_gemm.bit_gemm(a, scale[:, 0], fields, layer, held[0].shape[0], residual)
+    by_kernel = any(w.impl == "mosaic" for w in held)
     out = jnp.float16 if by_kernel and len(weights) == 2 else jnp.float32
-    y = jnp.einsum("...k,nk->...n", a, decoded(weights, part_layer), preferred_element_type=out)
+    y = jnp.einsum("mk,nk->mn", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
     if len(weights) == 2:
         gate, up = jnp.split(y, 2, axis=-1)
@@ -110,24 +118,6 @@ def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
         return dequantize(w if i is None else w[i]).astype(jnp.float16)
 
     return jnp.concatenate([one(w, layer) for w in weights])
-
-
-def rows_to_half(x: jax.Array, layer, gamma, eps: float, by_kernel: bool) -> tuple[jax.Array, jax.Array]:
-    """scaled_to_half of x, or of rms_norm(x; gamma[layer], eps). What has no norm is left to XLA, which
-    rounds it while it makes it."""
-    x = x.astype(jnp.float32)
-    if gamma is None or not by_kernel:
-        gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
-        return scaled_to_half(x if gamma is None else rms_norm(x, gamma, eps))
-    from pallas_kernels.mosaic.half_rows import half_rows  # only GPUs need it
-
-    index = layer
-    if gamma.ndim == 1:
-        gamma, index = gamma[None], None
-    elif isinstance(layer, int):
-        gamma, index = gamma[slice(layer, layer + 1 or None)], None  # to XLA an offset
-    a, scale = half_rows(x.reshape(-1, x.shape[-1]), gamma, index, eps)
-    return a.reshape(x.shape), scale.reshape(*x.shape[:-1], 1)
 
 
 def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -224,7 +224,7 @@ def _by_part(run: Run, x, weights: tuple[QTensor | LayerStack, ...], layer, gamm
     """`run` on what of the stacks is the layer's; two matrices in one where their formats agree."""
     if run is _chosen and _all_by_library(weights, x):
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
-        return gemm.library(x, weights, layer, layer, gamma, eps, residual)
+        return gemm.run(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
         if isinstance(w, QTensor):

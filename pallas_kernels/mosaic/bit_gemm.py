@@ -41,14 +41,6 @@ SMS = (
 )
 
 
-def in_lane_order(a: jax.Array) -> jax.Array:
-    """[*batch, K] -> the order of columns above, K padded with zeros to whole pairs of groups."""
-    *batch, columns = a.shape
-    a = jnp.pad(a, [(0, 0)] * len(batch) + [(0, -columns % (2 * GROUP))])
-    width = 8  # of a register of every lane of a row
-    return a.reshape(*batch, -1, width, GROUP // width).swapaxes(-1, -2).reshape(*batch, -1)
-
-
 @functools.partial(jax.jit, static_argnames=("n",))
 def bit_gemm(
     a: jax.Array,
@@ -60,7 +52,8 @@ def bit_gemm(
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
 
-    a         float16 [M, K]
+    a         float16 [M, K] in the order of columns above, with zeros behind K up to whole pairs of groups,
+              as half_rows makes it
     scale     float32 [M], s
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
     layer     int32 [], the index into them
@@ -68,32 +61,12 @@ def bit_gemm(
     residual  float32 [M, n]
     Returns float32 [M, n].
     """
-    a = as_read(a, weights[0][0].shape[1], len(weights))
-    return product(a, scale, weights, layer, n, residual)
-
-
-def as_read(a: jax.Array, tiles: int, matrices: int) -> jax.Array:
-    """Activations as the kernel reads them: in lane order, tokens padded to whole tiles of the product with
-    one or two matrices of so many tiles of 16 rows."""
-    _, tokens = plan(a.shape[0], tiles, matrices)
-    return in_lane_order(jnp.pad(a, ((0, -a.shape[0] % tokens), (0, 0))))
-
-
-@functools.partial(jax.jit, static_argnames=("n",))
-def product(
-    a: jax.Array,
-    scale: jax.Array,
-    weights: tuple[tuple[jax.Array, jax.Array], ...],
-    layer: jax.Array,
-    n: int,
-    residual: jax.Array | None = None,
-) -> jax.Array:
-    """bit_gemm of activations that are as it reads them (`as_read`)."""
-    m = scale.shape[0]
+    m = a.shape[0]
     tiles = weights[0][0].shape[1]
     blocks, tokens = plan(m, tiles, len(weights))
     outputs = WARPGROUPS * 64 * (1 if len(weights) == 2 else blocks)  # of a tile
     rows, columns = -(-m // tokens), -(-tiles * 16 // outputs)
+    a = jnp.pad(a, ((0, -m % tokens), (0, 0)))
     scale = jnp.pad(scale, (0, -m % tokens))
     operands = [a, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     operands += [array for pair in weights for array in pair]

@@ -1,9 +1,14 @@
-"""RMSNorm to float16 with a power of two for each row, as a GEMM on tensor cores wants its activations.
+"""Rows to float16, each with a power of two, as a GEMM on tensor cores wants its activations; behind RMSNorm
+where there is one.
 
-    n = gamma x / sqrt(mean(x^2) + eps) = s a, but for a's rounding; s brings a row's largest |a| into [1, 2)
+    n = s a, but for a's rounding;  n = gamma x / sqrt(mean(x^2) + eps), or x itself
 
-A block of threads has a row in its registers, so that it is read once; XLA reads it for the mean of squares,
-again for the largest, and again to round it.
+s brings a row's largest |a| into [1, 2). A block of threads has a row in its registers, so that it is read
+once; XLA reads it for its largest, and again to round it.
+
+A lane writes 16 bytes at a time, 8 neighbouring places of a row. In the order of columns they are 8
+neighbouring columns. In the order of bit_gemm.py they are columns 16 apart, loaded one by one: the 16 lanes
+that write a group of 128 have 64 neighbouring bytes of each load, so that nothing is read twice or exchanged.
 """
 
 import functools
@@ -15,27 +20,45 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
+from pallas_kernels.mosaic.bit_gemm import GROUP
 
-WIDTH = 8  # neighbouring columns that a lane has at a time: 16 bytes of float16
-MOST = 48  # columns of a lane
+WIDTH = 8  # places of a piece, which a lane has at a time: 16 bytes of float16
+MOST = 48  # places of a lane
 
 
-@functools.partial(jax.jit, static_argnames=("eps",))
+@functools.partial(jax.jit, static_argnames=("eps", "lane_order"))
 def half_rows(
-    x: jax.Array, gamma: jax.Array, layer: jax.Array | None, eps: float
+    x: jax.Array,
+    gamma: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    eps: float = 0.0,
+    *,
+    lane_order: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """float32 [M, K], K a multiple of 8 -> (a float16 [M, K], s float32 [M]).
+    """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
 
-    gamma   float32 [L, K], of which gamma[layer] counts
-    layer   int32 []; None for a stack of one
+    gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
+    layer       int32 []; None for a stack of one
+    lane_order  a has bit_gemm's order of columns, and zeros behind them up to whole pairs of groups
+
+    K is a multiple of 8, in lane order of 128.
     """
     rows, columns = x.shape
-    warps = 4 * -(-columns // (128 * MOST))
-    operands = [x, gamma] + ([] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)])
+    places = columns
+    if lane_order:
+        places += -columns % (2 * GROUP)
+    warps = 4 * -(-places // (128 * MOST))
+    operands = [x] if gamma is None else [x, gamma]
+    if layer is not None:
+        operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
     kernel = plgpu.kernel(
-        functools.partial(_body, columns=columns, warps=warps, eps=eps, indexed=layer is not None),
+        functools.partial(
+            _body,
+            columns=columns, places=places, warps=warps, eps=eps, lane_order=lane_order,
+            normed=gamma is not None, indexed=layer is not None,
+        ),
         out_type=(
-            jax.ShapeDtypeStruct((rows, columns), jnp.float16),
+            jax.ShapeDtypeStruct((rows, places), jnp.float16),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(rows,),
@@ -44,70 +67,95 @@ def half_rows(
         thread_name="warpgroup",
         scratch_types=[plgpu.SMEM((2, warps), jnp.float32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )
+    )  # fmt: skip
     return tuple(kernel(*operands))
 
 
-def _body(*refs, columns, warps, eps, indexed):
+def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         refs = list(refs)
-        x_gmem, gamma_gmem = refs.pop(0), refs.pop(0)
+        x_gmem = refs.pop(0)
+        gamma_gmem = refs.pop(0) if normed else None
         layer_gmem = refs.pop(0) if indexed else None
         a_gmem, scale_gmem, shared = refs
         row, thread = lanes.block(), lanes.to_integer(lanes.thread())
         warp = lanes.to_index(lanes.quotient(thread, 32))
-        chunks, threads = columns // WIDTH, 32 * warps
-        mine = [lanes.plus(thread, first) for first in range(0, chunks, threads)]
-        # Lanes behind the row's end repeat its last columns: no harm but to a sum.
-        whole = [first + threads <= chunks for first in range(0, chunks, threads)]
-        there = [lanes.is_below(c, lanes.integer(chunks)) for c in mine]
-        last = lanes.integer(chunks - 1)
-        at = [
-            lanes.to_index(lanes.scaled(c if w else arith.minui(c, last), WIDTH))
-            for c, w in zip(mine, whole, strict=True)
+        pieces = [(lanes.plus(thread, first), first) for first in range(0, places // WIDTH, 32 * warps)]
+
+        def within(count):
+            """Of a lane's pieces, whether they are among the row's first so many; None where every lane's
+            is."""
+            return [
+                None if first + 32 * warps <= count else lanes.is_below(piece, lanes.integer(count))
+                for piece, first in pieces
+            ]
+
+        # Lanes behind the row's end load its last piece, and have zeros.
+        in_row, last = within(columns // WIDTH), lanes.integer(columns // WIDTH - 1)
+        source = [
+            piece if inside is None else arith.minui(piece, last)
+            for (piece, _), inside in zip(pieces, in_row, strict=True)
         ]
-        layer = lanes.index(0) if layer_gmem is None else lanes.to_index(memory.load(layer_gmem, 0))
-        x = [_load(x_gmem, [row], start) for start in at]
-        gamma = [_load(gamma_gmem, [layer], start) for start in at]
-        total = lanes.real(0)
-        for values, w, condition in zip(x, whole, there, strict=True):
-            squares = functools.reduce(lambda sum, v: mlir_math.fma(v, v, sum), values, lanes.real(0))
-            total = arith.addf(total, squares if w else arith.select(condition, squares, lanes.real(0)))
-        memory.store(lanes.warp_sum_real(total), shared, 0, warp)
-        lanes.block_barrier()
-        total = functools.reduce(arith.addf, [memory.load(shared, 0, w) for w in range(warps)])
-        mean = arith.mulf(total, lanes.real(1 / columns))
-        norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(eps)))
+
+        def load(ref, index):
+            return [(_load_apart if lane_order else _load)(ref, index, piece) for piece in source]
+
+        def across_warps(value, combine, slot):
+            """Of what each warp has."""
+            memory.store(value, shared, slot, warp)
+            lanes.block_barrier()
+            return functools.reduce(combine, [memory.load(shared, slot, w) for w in range(warps)])
+
+        zero = lanes.real(0)
         n = [
-            [arith.mulf(g, arith.mulf(v, norm)) for v, g in zip(values, of_chunk, strict=True)]
-            for values, of_chunk in zip(x, gamma, strict=True)
+            values if inside is None else [arith.select(inside, v, zero) for v in values]
+            for values, inside in zip(load(x_gmem, row), in_row, strict=True)
         ]
-        largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for values in n for v in values])
-        memory.store(lanes.largest_of_warp(largest), shared, 1, warp)
-        lanes.block_barrier()
-        largest = functools.reduce(arith.maximumf, [memory.load(shared, 1, w) for w in range(warps)])
+        if gamma_gmem is not None:
+            layer = lanes.index(0) if layer_gmem is None else lanes.to_index(memory.load(layer_gmem, 0))
+            gamma = load(gamma_gmem, layer)
+            squares = functools.reduce(lambda sum, v: mlir_math.fma(v, v, sum), _each(n), zero)
+            squares = across_warps(lanes.warp_sum_real(squares), arith.addf, 0)
+            mean = arith.mulf(squares, lanes.real(1 / columns))
+            norm = mlir_math.rsqrt(arith.addf(mean, lanes.real(eps)))
+            n = [
+                [arith.mulf(g, arith.mulf(v, norm)) for v, g in zip(values, of_piece, strict=True)]
+                for values, of_piece in zip(n, gamma, strict=True)
+            ]
+        largest = functools.reduce(arith.maximumf, [mlir_math.absf(v) for v in _each(n)])
+        largest = across_warps(lanes.largest_of_warp(largest), arith.maximumf, 1)
         # As gemm.scaled_to_half.
         exponent = lanes.masked(lanes.as_word(largest), 0x7F800000)
         exponent = arith.minui(arith.maxui(exponent, lanes.integer(27 << 23)), lanes.integer(227 << 23))
         inverse = lanes.as_real(arith.subi(lanes.integer(254 << 23), exponent))
         with lanes.when(lanes.is_equal(thread, lanes.integer(0))):
             memory.store(lanes.as_real(exponent), scale_gmem, row)
-        for values, start, w, condition in zip(n, at, whole, there, strict=True):
+        for values, (piece, _), inside in zip(n, pieces, within(places // WIDTH), strict=True):
             a = [arith.mulf(v, inverse) for v in values]
             pairs = [lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]
-            if w:
-                memory.store_halves(pairs, a_gmem, [row, start])
-            else:
-                with lanes.when(condition):
-                    memory.store_halves(pairs, a_gmem, [row, start])
+            with lanes.when(lanes.true() if inside is None else inside):
+                memory.store_halves(pairs, a_gmem, [row, lanes.to_index(lanes.scaled(piece, WIDTH))])
 
     kernel(*refs)
 
 
-def _load(ref, before, start) -> list:
-    """WIDTH neighbouring float32, by 16-byte loads."""
+def _each(pieces: list[list]) -> list:
+    return [v for values in pieces for v in values]
+
+
+def _load(ref, index, piece) -> list:
+    """A piece of neighbouring columns, by 16-byte loads."""
+    start = lanes.to_index(lanes.scaled(piece, WIDTH))
     return [
         v for first in range(0, WIDTH, 4)
-        for v in memory.load_reals(4, ref, [*before, lanes.behind(start, first)])
+        for v in memory.load_reals(4, ref, [index, lanes.behind(start, first)])
     ]  # fmt: skip
+
+
+def _load_apart(ref, index, piece) -> list:
+    """A piece of bit_gemm's order: piece j of a group has columns j, 16 + j, .. 112 + j of it."""
+    of_group = GROUP // WIDTH
+    group, j = lanes.quotient(piece, of_group), lanes.remainder(piece, of_group)
+    start = lanes.to_index(lanes.plus(lanes.scaled(group, GROUP), j))
+    return [memory.load(ref, index, lanes.behind(start, of_group * i)) for i in range(WIDTH)]
