@@ -36,6 +36,7 @@ GROUP = 128
 STEP_BYTES = 128  # of a token's activations in a step: the widest swizzle, 64 columns of float16
 SLOTS = 8  # steps of activations in shared memory
 WARPGROUPS = 2  # that multiply
+STORED_AT_ONCE = 8  # of a tile's 8 tokens: what is added to them is loaded together
 SMS = (
     132  # blocks of threads at once: an H200's multiprocessors. With another number the kernel is only slower
 )
@@ -294,17 +295,23 @@ def _store(scale, target, residual, sums):
         first = arith.addi(arith.muli(warp, lanes.index(16)), g)
         two_t = arith.muli(t, lanes.index(2))
         values = [list(total.registers.flat) for total in sums]
-        for j in range(len(values[0]) // 2):
-            for e in (0, 1):
-                token = arith.addi(two_t, lanes.index(8 * j + e))
-                s = memory.load(scale, token)
-                for r in (0, 1):
-                    output = arith.addi(first, lanes.index(8 * r))
-                    y = [arith.mulf(lanes.element(v[2 * j + r], e), s) for v in values]
-                    out = y[0] if len(y) == 1 else arith.mulf(_silu(y[0]), y[1])
-                    if residual:
-                        out = arith.addf(out, memory.load(residual[0], token, output))
-                    memory.store(out, target, token, output)
+        for begin in range(0, len(values[0]) // 2, STORED_AT_ONCE):
+            # All that is loaded, before the first store: behind a store that might change it, each load would
+            # wait for memory on its own.
+            places, scales, added = [], [], []
+            for j in range(begin, min(begin + STORED_AT_ONCE, len(values[0]) // 2)):
+                pair = arith.addi(two_t, lanes.index(8 * j))
+                for e, s in enumerate(memory.load_reals(2, scale, [pair])):
+                    token = lanes.behind(pair, e)
+                    for r in (0, 1):
+                        output = lanes.behind(first, 8 * r)
+                        places.append((j, e, r, token, output))
+                        scales.append(s)
+                        added.append(memory.load(residual[0], token, output) if residual else None)
+            for (j, e, r, token, output), s, more in zip(places, scales, added, strict=True):
+                y = [arith.mulf(lanes.element(v[2 * j + r], e), s) for v in values]
+                out = y[0] if len(y) == 1 else arith.mulf(_silu(y[0]), y[1])
+                memory.store(out if more is None else arith.addf(out, more), target, token, output)
 
     store(refs, tuple(sums))
 
