@@ -201,7 +201,7 @@ class Placement:
                 "all_reduce='mailbox' needs GPUs of one process, of compute capability 8.0 or newer, that "
                 "reach each other's memory; leave it to 'psum'"
             )
-        mailboxes = [[_mailbox(owner, self.parts) for owner in row] for row in grid]
+        mailboxes = [[_mailbox(owner, tuple(row)) for owner in row] for row in grid]
         from pallas_kernels.mosaic import all_reduce  # only GPUs need it
 
         pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
@@ -213,11 +213,12 @@ class Placement:
 
 
 @functools.cache  # for good: what knows its address may live as long as the process
-def _mailbox(owner: Any, devices: int) -> jax.Array:
-    """Memory of a device that others write into (pallas_kernels/mosaic/all_reduce.py)."""
+def _mailbox(owner: Any, group: tuple[Any, ...]) -> jax.Array:
+    """Memory of a device that those of its group write into (pallas_kernels/mosaic/all_reduce.py). A group
+    counts its calls there: in a mailbox of two groups it would wait for a number that never comes."""
     from pallas_kernels.mosaic import all_reduce  # only GPUs need it
 
-    zeros = np.zeros(all_reduce.mailbox_words(devices), np.int32)
+    zeros = np.zeros(all_reduce.mailbox_words(len(group)), np.int32)
     return jax.block_until_ready(jax.device_put(zeros, owner))
 
 

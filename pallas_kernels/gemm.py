@@ -92,8 +92,7 @@ def product(
         fields = tuple(fields if stacked else [(words[None], scales[None]) for words, scales in fields])
         layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
         return bit_gemm.bit_gemm(a, scale[:, 0], fields, layer, held[0].shape[0], residual)
-    by_kernel = any(w.impl == "mosaic" for w in held)
-    out = jnp.float16 if by_kernel and len(weights) == 2 else jnp.float32
+    out = jnp.float16 if len(weights) == 2 and _decoded_by_kernel(weights) else jnp.float32
     y = jnp.einsum("mk,nk->mn", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
     if len(weights) == 2:
@@ -104,11 +103,10 @@ def product(
 
 def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
     """float16 [N of all of them, K], the weights of a layer, each rounded to nearest."""
-    if any(w.impl == "mosaic" for w in leaves(weights)):
+    if _decoded_by_kernel(weights):
         from pallas_kernels.mosaic import dense  # only GPUs need it
 
-        if dense.serves(weights):
-            return dense.run(weights, layer)
+        return dense.run(weights, layer)
 
     def one(w: QTensor | Rows | LayerStack, i) -> jax.Array:
         if isinstance(w, LayerStack):
@@ -118,6 +116,15 @@ def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:
         return dequantize(w if i is None else w[i]).astype(jnp.float16)
 
     return jnp.concatenate([one(w, layer) for w in weights])
+
+
+def _decoded_by_kernel(weights: Sequence[QTensor | Rows | LayerStack]) -> bool:
+    """Whether mosaic/dense.py decodes them; else XLA does, and may make one kernel of that and the GEMM."""
+    if any(w.impl != "mosaic" for w in leaves(weights)):
+        return False
+    from pallas_kernels.mosaic import dense  # only GPUs need it
+
+    return dense.serves(weights)
 
 
 def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -11,7 +11,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, params
 from bonsai_jax import decoding as core
-from bonsai_jax.placement import Placement
+from bonsai_jax.placement import Placement, _mailbox
 from checkpoints import RandomTensor, Tensor, open_checkpoint
 from pallas_kernels import LayerStack, QTensor, dequantize, from_blocks
 from tests.tokens import assert_same
@@ -237,3 +237,10 @@ def test_bonsai_and_llama_70b_split_as_they_are_shaped():
                    if name.replace("blk.0", "blk.{}") in specs and len(t.shape) == 2]  # fmt: skip
         assert len(tensors) == 9
         placement.check([(field, t.shape, t.format, "mosaic") for field, t in tensors])
+
+
+def test_a_group_of_devices_has_mailboxes_of_its_own():
+    """It counts its calls in them, which those of another group do not see."""
+    a, b, c = jax.devices()[:3]
+    boxes = [_mailbox(a, group) for group in ((a, b), (a, c), (a, b))]
+    assert boxes[0] is boxes[2] and boxes[0].unsafe_buffer_pointer() != boxes[1].unsafe_buffer_pointer()
