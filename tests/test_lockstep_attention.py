@@ -95,3 +95,10 @@ def test_layers_of_a_step_share_one_mail():
             assert set(np.unique(mail & 3)) == {0, layer + 1}  # 0: of splits that no row has
             wanted, *want, _ = attend(qkv * (1 + layer), *want, table, positions, layer, **rest)
             np.testing.assert_allclose(out, wanted, atol=3e-5, rtol=1e-5)
+
+
+def test_mail_that_is_too_small_is_refused():
+    args, rest = problem(4, 2, 64, [300, 5], 64, "float32", True, False)
+    refused = pytest.raises(ValueError, match="mail has 100 words, but 1584 are exchanged")
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 12), refused:
+        attend(*args, **rest, impl="mosaic", mail=empty_mail(2, 4, 2, 64)[:100])

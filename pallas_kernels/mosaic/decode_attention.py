@@ -56,6 +56,10 @@ def decode_attention(
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
         normed=norms is not None, eps=eps, interleaved=interleaved,
     )  # fmt: skip
+    if mail is not None and mail.size < phase.partials:
+        raise ValueError(
+            f"attend: mail has {mail.size} words, but {phase.partials} are exchanged; make it by empty_mail"
+        )
     keys, values = jax.new_ref(k_pages), jax.new_ref(v_pages)
     mail = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if mail is None else mail)
     kernel = plgpu.kernel(
