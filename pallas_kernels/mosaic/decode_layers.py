@@ -29,8 +29,9 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
+from pallas_kernels.mosaic.attention_splits import THREADS, WARPS, Exchange
 from pallas_kernels.mosaic.bit_gemv import GROUP, Place, Product
-from pallas_kernels.mosaic.decode_attention import THREADS, WARPS, Attention, Cache, Exchange
+from pallas_kernels.mosaic.decode_attention import Attention, Cache
 
 PHASES = 5  # qkv, attention, o, gate and up, down
 X, QKV, OUT, HIDDEN = range(4)  # the vectors of a layer

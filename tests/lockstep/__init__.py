@@ -17,6 +17,7 @@ import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import (
+    attention_splits,
     bit_gemv,
     bit_rows,
     decode_attention,
@@ -108,7 +109,7 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = (bit_gemv, bit_rows, int_gemv, dense, half_rows, decode_attention, decode_layers)
-    modules = (lanes, memory, tensor_cores, int_codes, *kernels)
+    modules = (lanes, memory, tensor_cores, attention_splits, int_codes, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
             for module in modules:
