@@ -66,9 +66,9 @@ def untile(tiled, shape):
 
 
 def fragments(words, lane):
-    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
     from pallas_kernels.mosaic import lanes
-    from pallas_kernels.mosaic.int_gemv import Unit
+    from pallas_kernels.mosaic.int_phase import Unit
 
     return [Unit(lanes.nibbles(words["words"]), *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
 

@@ -80,9 +80,9 @@ def untile(tiled, shape):
 
 
 def fragments(words, lane):
-    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit)."""
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
     from pallas_kernels.mosaic import lanes
-    from pallas_kernels.mosaic.int_gemv import Unit
+    from pallas_kernels.mosaic.int_phase import Unit
 
     a = [[lanes.masked(word, 0xF8F8F8F8) for word in vector] for vector in words["words"]]
     five, six, seven = [], [], []

@@ -89,10 +89,10 @@ def untile(tiled, shape):
 
 
 def fragments(words, lane):
-    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_gemv.Unit), twice 8
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit), twice 8
     groups."""
     from pallas_kernels.mosaic import lanes
-    from pallas_kernels.mosaic.int_gemv import Unit
+    from pallas_kernels.mosaic.int_phase import Unit
 
     d = [lanes.times(value, lanes.real(0.25)) for value in lanes.halves(words["d"][0])]
     units = []

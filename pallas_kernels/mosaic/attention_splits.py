@@ -28,7 +28,7 @@ class Share:
     row, heads   the two
     split, splits
     length       keys before the new one; active: whether the row has a new one
-    start, stop, page  as above
+    start, stop, page  as decode_attention.Kept has them
     """
 
     owner: Any

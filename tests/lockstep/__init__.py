@@ -26,6 +26,7 @@ from pallas_kernels.mosaic import (
     half_rows,
     int_codes,
     int_gemv,
+    int_phase,
     lanes,
     memory,
     tensor_cores,
@@ -109,7 +110,7 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = (bit_gemv, bit_rows, int_gemv, dense, half_rows, decode_attention, decode_layers)
-    modules = (lanes, memory, tensor_cores, attention_splits, int_codes, *kernels)
+    modules = (lanes, memory, tensor_cores, attention_splits, int_codes, int_phase, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
             for module in modules:
