@@ -1,12 +1,17 @@
 """Products with many rows (prefill), on the tensor cores: matmul's candidates for more than MOST_ROWS rows.
 
-    x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2] -> GEMM with float32 sums
-                                                             -> s, SwiGLU or residual
+    kernel   x [M, K] -> norm -> x = s q, q whole numbers, s per group of 128 columns -> exact sums of a group
+                                                                       -> d s in float32, SwiGLU or residual
+    library  x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
+                                                  -> GEMM with float32 sums -> s, SwiGLU or residual
 
-Why float16 and not bfloat16: it holds Q1_0's weights (a float16 d) exactly, and 11 bits of an activation
-where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost: activations are
-rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it), and weights of formats
-that multiply two numbers (Q4_K) to 2^-12 of themselves.
+The kernel, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over groups
+are in another order.
+
+Why the library gets float16 and not bfloat16: it holds a weight's float16 scale exactly, and 11 bits of an
+activation where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost:
+activations are rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it), and weights
+of formats that multiply two numbers (Q4_K) to 2^-12 of themselves.
 """
 
 from collections.abc import Sequence
@@ -37,19 +42,21 @@ def run(
     n = weights[0].shape[0]
     a, scale = rounded(x, weights, layer, gamma, eps)
     residual = None if residual is None else residual.reshape(-1, n)
-    return product(a, scale, weights, part_layer, residual).reshape(*x.shape[:-1], n)
+    y = product(a, scale, weights, part_layer, residual)
+    return y[: x.size // x.shape[-1]].reshape(*x.shape[:-1], n)
 
 
 def rounded(
     x: jax.Array, weights: Sequence[QTensor | Rows | LayerStack], layer, gamma, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """x, or rms_norm(x; gamma[layer], eps), as the weights' GEMM reads it: (a float16 [M, K], s float32
-    [M, 1]) of `scaled_to_half`, for the kernel in its order of columns."""
+    """x, or rms_norm(x; gamma[layer], eps), as the weights' GEMM reads it: (a, s), float16 [M, K] and float32
+    [M, 1] of `scaled_to_half`; for the kernel what mosaic/code_rows.py makes."""
     x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     held = leaves(weights)
     by_kernel = all(w.gemm == "mosaic" for w in held)
     if by_kernel or (gamma is not None and any(w.impl == "mosaic" for w in held)):
-        from pallas_kernels.mosaic.half_rows import half_rows  # only GPUs need it
+        from pallas_kernels.mosaic.code_rows import code_rows  # only GPUs need it
+        from pallas_kernels.mosaic.half_rows import half_rows
 
         index = None
         if gamma is not None and gamma.ndim == 1:
@@ -58,7 +65,9 @@ def rounded(
             gamma = gamma[slice(layer, layer + 1 or None)]  # to XLA an offset
         elif gamma is not None:
             index = layer
-        a, scale = half_rows(x, gamma, index, eps, lane_order=by_kernel)
+        if by_kernel:
+            return code_rows(x, gamma, index, eps, bits=held[0].activation_bits)
+        a, scale = half_rows(x, gamma, index, eps)
         return a, scale[:, None]
     # What has no norm is left to XLA, which rounds it while it makes it.
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
@@ -72,9 +81,9 @@ def product(
     part_layer,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """`run` behind the rounding of x; residual and result are [M, N].
+    """`run` behind the rounding of x: float32 [M, N] or, by the kernel, [M padded to 8, N]; residual is [M, N].
 
-    "mosaic"   bit_gemm, which decodes in registers
+    "mosaic"   bit_gemm, which decodes 1-bit weights in registers
     "library"  the matrices decoded to float16, and one GEMM of XLA's choice (cuBLAS)
 
     For the time of a call to the library the matrices exist in float16, rows below rows (2 N K bytes): 200 MB
@@ -91,7 +100,7 @@ def product(
         fields = [(w.fields["words"], w.fields["scales"]) for w in held]
         fields = tuple(fields if stacked else [(words[None], scales[None]) for words, scales in fields])
         layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
-        return bit_gemm.bit_gemm(a, scale[:, 0], fields, layer, held[0].shape[0], residual)
+        return bit_gemm.bit_gemm(a, scale, fields, layer, held[0].shape[0], residual)
     out = jnp.float16 if len(weights) == 2 and _decoded_by_kernel(weights) else jnp.float32
     y = jnp.einsum("mk,nk->mn", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
