@@ -81,7 +81,7 @@ def product(
     part_layer,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """`run` behind the rounding of x: float32 [M, N] or, by the kernel, [M padded to 8, N]; residual is [M, N].
+    """`run` behind the rounding of x. residual is [M, N]; so is the result, by the kernel padded to 128.
 
     "mosaic"   bit_gemm, which decodes 1-bit weights in registers
     "library"  the matrices decoded to float16, and one GEMM of XLA's choice (cuBLAS)

@@ -427,7 +427,9 @@ def test_many_queries_attend_as_their_definition_does(H, Hkv, D, B, T, depth, pa
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])
-@pytest.mark.parametrize(("format", "bits", "most"), [("q1_0", 8, 5e-3), ("q1_0", 16, 2e-4), ("q4_k_m", 8, 2e-4)])
+@pytest.mark.parametrize(
+    ("format", "bits", "most"), [("q1_0", 8, 5e-3), ("q1_0", 16, 2e-4), ("q4_k_m", 8, 2e-4)]
+)
 def test_prefill_is_near_the_exact_definition(name, format, bits, most):
     """Both with a bfloat16 cache: what is measured is activations of 8 or 16 bits, or GEMMs in float16, and
     attention in bfloat16."""

@@ -1,29 +1,28 @@
 """Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights decoded in
 registers.
 
-    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m])  = d s S / 64,   S = sum(+-64 q) exact
+    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m]) = d / 64 s S,   S = sum(+-64 q), exact
 
 wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a time, and lane 4 g + t of
-warp w holds of it rows 16 w + g and 16 w + g + 8 and the columns 4 t .. + 3 and 16 + 4 t .. + 3. In the layout
-of bit_gemv the same lane has word t, 32 columns of a group, of the same rows. The order of columns within a
-group is free, as long as the activations follow it (code_rows.py), so every lane decodes its own words, in two
-instructions for four weights, and nothing is exchanged:
+warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
+bit_gemv's layout the same lane has word t, 32 columns of a group, of the same rows. The order of columns
+within a group is free, as long as the activations follow it (code_rows.py). So every lane decodes its own
+words, four weights by two instructions, and nothing is exchanged:
 
-    -64 or 64 in each byte  <-  ((word << 7 - j) & 0x80808080) ^ 0xC0C0C0C0,   j = 0 .. 7: they differ in a bit
+    -64 or 64 in each byte  <-  ((word << 7 - j) & 0x80808080) ^ 0xC0C0C0C0,   j = 0 .. 7
     position 16 j + 4 t + b of a group  <-  column 32 t + 8 b + j
 
-What bounds it besides the tensor cores is S to float32 and its scales, once for a group, output and token:
+What takes as long as the tensor cores is S to float32 and its scales, once for a group, output and token:
 
-    1.5 * 2^23 + S as float32  <-  S + 0x4B400000       (a conversion takes four times as long)
-    y <- y + s (d (1.5 * 2^23 + S) - d 1.5 * 2^23)      two fma; d has 11 bits, so that nothing is lost
+    M + S as float32  <-  S + 0x4B400000, the bits of M = 1.5 * 2^23; a conversion takes four times as long
+    y  <-  y + s (d (M + S) - d M)     two fma; d has 11 bits, so d M is exact
 
-so the products of a group's tokens are begun in pieces, and a piece is scaled while others are multiplied.
-Activations of 16 bits are two bytes, each a product of its own.
+Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
 
-A tile of the product is outputs x tokens. Blocks of threads are persistent: of three warpgroups two multiply,
-each 64 rows (of one matrix; or 32 of the gate and the same 32 of the up projection, in the same lanes, so that
-SwiGLU is a lane's own) with `tokens` tokens; the third brings by TMA what they need of a pair of groups, and
-the residual. Results leave through shared memory.
+Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three warpgroups two multiply, each
+64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of the up projection,
+in the same lanes, so that SwiGLU is a lane's own. The third brings what they need of a pair of groups. The
+residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
 """
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
@@ -49,7 +48,6 @@ from pallas_kernels.mosaic import lanes, memory
 GROUP = 128
 SLOTS = {1: 4, 2: 2}  # pairs of groups in shared memory, by the bytes of an activation
 WARPGROUPS = 2  # that multiply
-TURNS = 8  # the first of two hardware barriers, behind those that Mosaic uses
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
 MAGIC = 1.5 * 2**23
 SMS = (
@@ -106,7 +104,8 @@ def bit_gemm(
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            matrices=matrices, planes=planes, pairs=pairs, tokens=tokens, added=residual is not None, grid=grid,
+            matrices=matrices, planes=planes, pairs=pairs, tokens=tokens, grid=grid,
+            added=residual is not None,
         ),
         out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
         grid=(min(SMS, math.prod(grid)),),
@@ -145,8 +144,9 @@ def _body(
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply():
-        plgpu.set_max_registers(232, action="increase")  # 2 x 232 + 40 <= 3 x 168, the launch: more would wait forever
-        pl.when(warpgroup == 1)(_first_turn)
+        plgpu.set_max_registers(
+            232, action="increase"
+        )  # 2 x 232 + 40 <= 3 x 168, the launch: more would wait forever
 
         def one_tile(i, carry):
             row, column = lax.rem(sm + i * sms, rows), lax.div(sm + i * sms, rows)
@@ -155,13 +155,13 @@ def _body(
             def one_pair(pair, sums):
                 at = i * pairs + pair
                 slot = lax.rem(at, slots)
-                if residual_gmem is not None:
+                if (residual := residual_gmem) is not None:
 
                     @pl.when(pair == min(1, pairs - 1))  # by now the tile before has left
                     def _residual():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         here = residual_here.at[warpgroup]
-                        plgpu.copy_gmem_to_smem(residual_gmem.at[place], out_smem.at[warpgroup], here)
+                        plgpu.copy_gmem_to_smem(residual.at[place], out_smem.at[warpgroup], here)
 
                 q = tuple(q_smem.at[slot, h, plane] for h in (0, 1) for plane in range(planes))
                 plgpu.barrier_wait(weights_here.at[slot])
@@ -182,7 +182,6 @@ def _body(
             return carry
 
         lax.fori_loop(0, count, one_tile, 0)
-        pl.when(warpgroup == 0)(_last_turn)
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -226,10 +225,10 @@ def _bring_pair(pair, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
     """Ask for a pair of groups of a tile's activations, for a slot: of each group and plane one block of
     memory, and one of scales, each by a lane of one warp."""
     _, _, planes, tokens, _ = q_smem.shape
-    swizzled, number = (plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(GROUP)), plgpu.Layout.WG_SPLAT
-    plain = plgpu.RefType()
+    swizzled = plgpu.RefType((plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(GROUP)))
+    numbers, plain = (plgpu.Layout.WG_SPLAT,) * 3, plgpu.RefType()
 
-    @plgpu.inline_mgpu(arg_types=((number,) * 3, plain, plain, plgpu.RefType(swizzled), plain, plain))
+    @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, swizzled, plain, plain))
     def bring(ctx, numbers, q_gmem, scale_gmem, *in_shared):
         pair, token, slot = (v.registers.item() for v in numbers)
         q_smem, scale_smem, full = map(memory.shared_address, in_shared)
@@ -248,7 +247,9 @@ def _bring_pair(pair, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
                 first = arith.addi(arith.muli(index(group), lanes.index(m)), index(token))
                 words = arith.muli(first, lanes.index(GROUP // 4))
                 size = tokens * GROUP
-                memory.copy_to_shared(plus(q_smem, scaled(part, size)), q_gmem, words, lanes.integer(size), full)
+                memory.copy_to_shared(
+                    plus(q_smem, scaled(part, size)), q_gmem, words, lanes.integer(size), full
+                )
                 size = tokens * 4
                 memory.copy_to_shared(
                     plus(scale_smem, scaled(part, size)), scale_gmem, first, lanes.integer(size), full
@@ -283,7 +284,8 @@ def _add_pair(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
             for w in range(matrices)
         ]
         d = [
-            [memory.load(d_smem, w, tile, lanes.behind(index(g), 8 * h)) for w in range(matrices)] for h in (0, 1)
+            [memory.load(d_smem, w, tile, lanes.behind(index(g), 8 * h)) for w in range(matrices)]
+            for h in (0, 1)
         ]
         if matrices == 1:  # rows g and g + 8 of a tile
             words, d = [four[0][:2], four[0][2:]], [lanes.halves(*of_half) for of_half in d]
@@ -293,26 +295,26 @@ def _add_pair(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
             words = [[arith.select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
             selector = plus(lanes.scaled(half, 0x2222), 0x5410)
             d = [lanes.halves(lanes.chosen_bytes(*of_half, selector)) for of_half in d]
-        d = [[arith.mulf(x, lanes.real(1 / 64)) for x in of_group] for of_group in d]
-        less = [[arith.mulf(x, lanes.real(-MAGIC)) for x in of_group] for of_group in d]
         four_t = lanes.to_index(lanes.scaled(t, 4))
         y = [lanes.element(v, e) for v in sums.registers.flat for e in (0, 1)]
-        decoded = _weights(words[0])
         memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
         for step, q in enumerate(q_smem):
             h, plane = divmod(step, planes)
-            _take_turn(group)
+            if plane == 0:
+                decoded = _weights(words[h])
+                of_64 = [arith.mulf(x, lanes.real(1 / 64)) for x in d[h]]
+                less = [arith.mulf(x, lanes.real(-MAGIC)) for x in of_64]
             product = _multiply(decoded, q, tokens, unsigned=plane > 0)
-            _give_turn(group)
-            if step == planes - 1:
-                decoded = _weights(words[1])
             product = _arrived(product)
             at = [lanes.index(h), lanes.index(plane)]
-            s = [memory.load_reals(4, scale_smem, [*at, lanes.behind(four_t, i)]) for i in range(0, tokens, 16)]
-            for j, r, e in itertools.product(range(tokens // 8), (0, 1), (0, 1)):
+            s = [
+                memory.load_reals(4, scale_smem, [*at, lanes.behind(four_t, i)]) for i in range(0, tokens, 16)
+            ]
+            # Row by row, so that an instruction finds the row's d where the one before had it.
+            for r, j, e in itertools.product((0, 1), range(tokens // 8), (0, 1)):
                 i = 4 * j + 2 * r + e
                 whole = lanes.as_real(lanes.plus(product[i], 0x4B400000))
-                part = mlir_math.fma(whole, d[h][r], less[h][r])
+                part = mlir_math.fma(whole, of_64[r], less[r])
                 y[i] = mlir_math.fma(part, s[j // 2][2 * (j % 2) + e], y[i])
             y = _in_order(y)
         pair = ir.VectorType.get((2,), lanes.f32())
@@ -320,28 +322,6 @@ def _add_pair(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
         return _fragment(held, (64, tokens), fragments.WGMMA_LAYOUT)
 
     return add(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem)
-
-
-@plgpu.inline_mgpu()
-def _first_turn(ctx):
-    _give_turn(lanes.integer(1))
-
-
-@plgpu.inline_mgpu()
-def _last_turn(ctx):
-    _take_turn(lanes.integer(0))
-
-
-def _take_turn(group):
-    """Wait until the other warpgroup has begun its product. Otherwise the two multiply at the same time, and
-    then scale at the same time, while the tensor cores wait."""
-    barrier = lanes.plus(group, TURNS)
-    llvm.inline_asm(None, [barrier], "bar.sync $0, 256;", "r,~{memory}", has_side_effects=True)
-
-
-def _give_turn(group):
-    barrier = arith.subi(lanes.integer(TURNS + 1), group)
-    llvm.inline_asm(None, [barrier], "bar.arrive $0, 256;", "r,~{memory}", has_side_effects=True)
 
 
 def _weights(words) -> list:
@@ -357,8 +337,8 @@ def _weights(words) -> list:
 
 
 def _multiply(weights, q_smem, tokens: int, unsigned: bool) -> list:
-    """Begin int32 [64, tokens] = weights * activations over 128 columns: the registers that `_arrived` must see
-    before anything reads them.
+    """Begin int32 [64, tokens] = weights * activations over 128 columns: the registers that `_arrived` must
+    see before anything reads them.
 
     The chain begins with scale-d = 0, which Mosaic's own wgmma does not offer: nothing has to be cleared.
     """

@@ -8,12 +8,13 @@ The same numbers as in a decode step (bit_gemv.py). A block of threads has a row
 is read once. Lane j of 8 has columns j, 8 + j, .. 120 + j of a group, and writes their bytes together: place
 16 j + i of a group is column 8 i + j. Each of its loads has 32 neighbouring bytes with the other seven's.
 
-The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of row
-m the 16 bytes of lane j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128 bytes). Scales of 16 rows
-are in the order in which a lane of wgmma's needs them: row 8 b + 2 t + e in place 4 t + 2 b + e.
+The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of
+row m the 16 bytes of lane j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128 bytes). Scales of 16
+rows are in the order in which a lane of wgmma's needs them: row 8 b + 2 t + e in place 4 t + 2 b + e.
 """
 
 import functools
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,6 +75,25 @@ def code_rows(
     return tuple(kernel(*operands))
 
 
+class _Piece(NamedTuple):
+    """16 columns of a row.
+
+    group, j  columns 8 i + j of the group
+    in_row    whether the row has them; None where it has those of every lane
+    """
+
+    group: Any
+    j: Any
+    in_row: Any
+
+    @classmethod
+    def of(cls, number, behind: int, columns: int):
+        """`number` is the lane's, below `behind`."""
+        of_row, of_group = columns // WIDTH, GROUP // WIDTH
+        in_row = None if behind <= of_row else lanes.is_below(number, lanes.integer(of_row))
+        return cls(lanes.quotient(number, of_group), lanes.remainder(number, of_group), in_row)
+
+
 def _body(*refs, columns, places, warps, eps, bits, normed, indexed):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
@@ -82,31 +102,24 @@ def _body(*refs, columns, places, warps, eps, bits, normed, indexed):
         gamma_gmem = refs.pop(0) if normed else None
         layer_gmem = refs.pop(0) if indexed else None
         q_gmem, scale_gmem, shared = refs
-        row, thread = lanes.block(), lanes.to_integer(lanes.thread())
-        lanes_of_group = GROUP // WIDTH
-        # Pieces of this lane, and whether they are of the row: None where every lane's is.
-        pieces = []
-        for first in range(0, places // WIDTH, 32 * warps):
-            piece = lanes.plus(thread, first)
-            inside = [
-                None if first + 32 * warps <= count // WIDTH else lanes.is_below(piece, lanes.integer(count // WIDTH))
-                for count in (columns, places)
-            ]
-            pieces.append((lanes.quotient(piece, lanes_of_group), lanes.remainder(piece, lanes_of_group), *inside))
+        row, thread, count = lanes.block(), lanes.to_integer(lanes.thread()), places // WIDTH
+        pieces = [
+            _Piece.of(lanes.plus(thread, i), i + 32 * warps, columns) for i in range(0, count, 32 * warps)
+        ]
 
         def load(ref, index):
             """Lanes behind the row's end load its last group."""
             out = []
-            for group, j, inside, _ in pieces:
-                there = group if inside is None else arith.minui(group, lanes.integer(columns // GROUP - 1))
-                start = lanes.to_index(lanes.plus(lanes.scaled(there, GROUP), j))
+            for piece in pieces:
+                group = arith.minui(piece.group, lanes.integer(columns // GROUP - 1))
+                start = lanes.to_index(lanes.plus(lanes.scaled(group, GROUP), piece.j))
                 out.append([memory.load(ref, index, lanes.behind(start, 8 * i)) for i in range(WIDTH)])
             return out
 
         zero = lanes.real(0)
         v = [
-            values if inside is None else [arith.select(inside, x, zero) for x in values]
-            for values, (_, _, inside, _) in zip(load(x_gmem, row), pieces, strict=True)
+            values if piece.in_row is None else [arith.select(piece.in_row, x, zero) for x in values]
+            for values, piece in zip(load(x_gmem, row), pieces, strict=True)
         ]
         norm = None
         if gamma_gmem is not None:
@@ -128,15 +141,15 @@ def _body(*refs, columns, places, warps, eps, bits, normed, indexed):
         t, b, e_and_sixteen = (lanes.masked(number, mask) for mask in (6, 8, 0xFFFFFFF1))
         place_of_scale = arith.ori(arith.ori(e_and_sixteen, lanes.shifted(t, 1)), lanes.shifted_right(b, 2))
         place_of_scale = lanes.to_index(place_of_scale)
-        for values, (group, j, _, inside) in zip(v, pieces, strict=True):
+        for values, piece in zip(v, pieces, strict=True):
             q, scale = _quantize(values, bits)
             scale = scale if norm is None else arith.mulf(scale, norm)
-            group = lanes.to_index(group)
-            with lanes.when(lanes.true() if inside is None else inside):
-                place = lanes.to_index(lanes.scaled(arith.xori(j, lanes.masked(number, 7)), WIDTH))
+            group = lanes.to_index(piece.group)
+            with lanes.when(lanes.is_below(piece.group, lanes.integer(places // GROUP))):
+                place = lanes.to_index(lanes.scaled(arith.xori(piece.j, lanes.masked(number, 7)), WIDTH))
                 for digit, words in enumerate(q):
                     memory.store_bytes(words, q_gmem, [lanes.index(digit), group, row, place])
-                with lanes.when(lanes.is_equal(j, lanes.integer(0))):
+                with lanes.when(lanes.is_equal(piece.j, lanes.integer(0))):
                     for digit in range(len(q)):
                         factor = lanes.real(256.0 ** (len(q) - 1 - digit))
                         memory.store(arith.mulf(scale, factor), scale_gmem, digit, group, place_of_scale)
@@ -156,5 +169,5 @@ def _quantize(x: list, bits: int):
     for digit in reversed(range(bits // 8)):
         pick = 0x0040 + 0x11 * digit
         pairs = [lanes.bytes_of(q[k], q[k + 1], pick) for k in range(0, WIDTH, 2)]
-        words.append([lanes.bytes_of(*pairs[k : k + 2], 0x5410) for k in range(0, WIDTH // 2, 2)])
+        words.append([lanes.bytes_of(pairs[k], pairs[k + 1], 0x5410) for k in range(0, WIDTH // 2, 2)])
     return words, arith.mulf(largest, lanes.real(1 / top))

@@ -5,10 +5,6 @@ where there is one.
 
 s brings a row's largest |a| into [1, 2). A block of threads has a row in its registers, so that it is read
 once; XLA reads it for its largest, and again to round it.
-
-A lane writes 16 bytes at a time, 8 neighbouring places of a row. In the order of columns they are 8
-neighbouring columns. In the order of bit_gemm.py they are columns 16 apart, loaded one by one: the 16 lanes
-that write a group of 128 have 64 neighbouring bytes of each load, so that nothing is read twice or exchanged.
 """
 
 import functools
@@ -20,45 +16,38 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
-from pallas_kernels.mosaic.bit_gemm import GROUP
 
-WIDTH = 8  # places of a piece, which a lane has at a time: 16 bytes of float16
-MOST = 48  # places of a lane
+WIDTH = 8  # columns of a piece, which a lane has at a time: 16 bytes of float16
+MOST = 48  # columns of a lane
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "lane_order"))
+@functools.partial(jax.jit, static_argnames=("eps",))
 def half_rows(
     x: jax.Array,
     gamma: jax.Array | None = None,
     layer: jax.Array | None = None,
     eps: float = 0.0,
-    *,
-    lane_order: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
 
-    gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
-    layer       int32 []; None for a stack of one
-    lane_order  a has bit_gemm's order of columns, and zeros behind them up to whole pairs of groups
+    gamma  float32 [L, K], of which gamma[layer] counts; None for no norm
+    layer  int32 []; None for a stack of one
 
-    K is a multiple of 8, in lane order of 128.
+    K is a multiple of 8.
     """
     rows, columns = x.shape
-    places = columns
-    if lane_order:
-        places += -columns % (2 * GROUP)
-    warps = 4 * -(-places // (128 * MOST))
+    warps = 4 * -(-columns // (128 * MOST))
     operands = [x] if gamma is None else [x, gamma]
     if layer is not None:
         operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            columns=columns, places=places, warps=warps, eps=eps, lane_order=lane_order,
+            columns=columns, warps=warps, eps=eps,
             normed=gamma is not None, indexed=layer is not None,
         ),
         out_type=(
-            jax.ShapeDtypeStruct((rows, places), jnp.float16),
+            jax.ShapeDtypeStruct((rows, columns), jnp.float16),
             jax.ShapeDtypeStruct((rows,), jnp.float32),
         ),
         grid=(rows,),
@@ -71,7 +60,7 @@ def half_rows(
     return tuple(kernel(*operands))
 
 
-def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
+def _body(*refs, columns, warps, eps, normed, indexed):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         refs = list(refs)
@@ -81,25 +70,21 @@ def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
         a_gmem, scale_gmem, shared = refs
         row, thread = lanes.block(), lanes.to_integer(lanes.thread())
         warp = lanes.to_index(lanes.quotient(thread, 32))
-        pieces = [(lanes.plus(thread, first), first) for first in range(0, places // WIDTH, 32 * warps)]
-
-        def within(count):
-            """Of a lane's pieces, whether they are among the row's first so many; None where every lane's
-            is."""
-            return [
-                None if first + 32 * warps <= count else lanes.is_below(piece, lanes.integer(count))
-                for piece, first in pieces
-            ]
-
-        # Lanes behind the row's end load its last piece, and have zeros.
-        in_row, last = within(columns // WIDTH), lanes.integer(columns // WIDTH - 1)
-        source = [
-            piece if inside is None else arith.minui(piece, last)
-            for (piece, _), inside in zip(pieces, in_row, strict=True)
-        ]
+        # This lane's pieces, and whether they are of the row: None where every lane's is.
+        pieces, count = [], columns // WIDTH
+        for first in range(0, count, 32 * warps):
+            piece, all_of_row = lanes.plus(thread, first), first + 32 * warps <= count
+            pieces.append((piece, None if all_of_row else lanes.is_below(piece, lanes.integer(count))))
 
         def load(ref, index):
-            return [(_load_apart if lane_order else _load)(ref, index, piece) for piece in source]
+            """Lanes behind the row's end load its last piece."""
+            out = []
+            for piece, inside in pieces:
+                there = piece if inside is None else arith.minui(piece, lanes.integer(count - 1))
+                start = lanes.to_index(lanes.scaled(there, WIDTH))
+                halves = [memory.load_reals(4, ref, [index, lanes.behind(start, i)]) for i in (0, 4)]
+                out.append(halves[0] + halves[1])
+            return out
 
         def across_warps(value, combine, slot):
             """Of what each warp has."""
@@ -110,7 +95,7 @@ def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
         zero = lanes.real(0)
         n = [
             values if inside is None else [arith.select(inside, v, zero) for v in values]
-            for values, inside in zip(load(x_gmem, row), in_row, strict=True)
+            for values, (_, inside) in zip(load(x_gmem, row), pieces, strict=True)
         ]
         if gamma_gmem is not None:
             layer = lanes.index(0) if layer_gmem is None else lanes.to_index(memory.load(layer_gmem, 0))
@@ -131,7 +116,7 @@ def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
         inverse = lanes.as_real(arith.subi(lanes.integer(254 << 23), exponent))
         with lanes.when(lanes.is_equal(thread, lanes.integer(0))):
             memory.store(lanes.as_real(exponent), scale_gmem, row)
-        for values, (piece, _), inside in zip(n, pieces, within(places // WIDTH), strict=True):
+        for values, (piece, inside) in zip(n, pieces, strict=True):
             a = [arith.mulf(v, inverse) for v in values]
             pairs = [lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]
             with lanes.when(lanes.true() if inside is None else inside):
@@ -142,20 +127,3 @@ def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
 
 def _each(pieces: list[list]) -> list:
     return [v for values in pieces for v in values]
-
-
-def _load(ref, index, piece) -> list:
-    """A piece of neighbouring columns, by 16-byte loads."""
-    start = lanes.to_index(lanes.scaled(piece, WIDTH))
-    return [
-        v for first in range(0, WIDTH, 4)
-        for v in memory.load_reals(4, ref, [index, lanes.behind(start, first)])
-    ]  # fmt: skip
-
-
-def _load_apart(ref, index, piece) -> list:
-    """A piece of bit_gemm's order: piece j of a group has columns j, 16 + j, .. 112 + j of it."""
-    of_group = GROUP // WIDTH
-    group, j = lanes.quotient(piece, of_group), lanes.remainder(piece, of_group)
-    start = lanes.to_index(lanes.plus(lanes.scaled(group, GROUP), j))
-    return [memory.load(ref, index, lanes.behind(start, of_group * i)) for i in range(WIDTH)]

@@ -13,7 +13,9 @@ from tests.lockstep.races import Clocks, Words
 from tests.lockstep.values import NUMPY, Type, Value
 
 FAR = 40  # an address in global memory: the number of its buffer above so many bits, bytes below
-ELEMENTS = {"uint32": "i32", "int32": "i32", "int8": "i8", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+ELEMENTS = {
+    "uint32": "i32", "int32": "i32", "int8": "i8", "float32": "f32", "bfloat16": "bf16", "float16": "f16",
+}  # fmt: skip
 
 
 class Ref:
