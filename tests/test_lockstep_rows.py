@@ -51,12 +51,12 @@ def in_order(q, scale, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]
     if digits == 2:
         np.testing.assert_array_equal(scale[0], 256 * scale[1])
         q = 256 * q[:1] + q[1:] % 256
-    return q[0, :, :columns], scale[-1]
+    return q[0, :, :columns], 64 * scale[-1]
 
 
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("layer", ["no norm", None, 1])
-@pytest.mark.parametrize("columns", [128, 896, 4096, 12288])  # whole pairs of groups, and not
+@pytest.mark.parametrize("columns", [128, 896, 4096, 12288])  # whole fours of groups, and not
 def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, bits):
     rng = np.random.default_rng(columns)
     x = rng.standard_normal((20, columns)).astype(np.float32) * np.resize(SIZES, (20, 1))
@@ -66,7 +66,7 @@ def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, 
     with lockstep():
         made = code_rows.code_rows(x, *((gamma, index, 1e-6) if normed else ()), bits=bits)
     assert (
-        made[0].shape == (bits // 8, -(-columns // 256) * 2, 128, 128) and made[1].shape == made[0].shape[:3]
+        made[0].shape == (bits // 8, -(-columns // 512) * 4, 128, 128) and made[1].shape == made[0].shape[:3]
     )
     q, scale = in_order(*made, 20, columns)
     groups = (x * gamma[layer or 0] if normed else x).reshape(20, -1, 128)

@@ -1,7 +1,7 @@
 """Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights decoded in
 registers.
 
-    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m]) = d / 64 s S,   S = sum(+-64 q), exact
+    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m]) = d s / 64 S,   S = sum(+-64 q), exact
 
 wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a time, and lane 4 g + t of
 warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
@@ -15,13 +15,13 @@ words, four weights by two instructions, and nothing is exchanged:
 What takes as long as the tensor cores is S to float32 and its scales, once for a group, output and token:
 
     M + S as float32  <-  S + 0x4B400000, the bits of M = 1.5 * 2^23; a conversion takes four times as long
-    y  <-  y + s (d (M + S) - d M)     two fma; d has 11 bits, so d M is exact
+    y  <-  y + s / 64 (d (M + S) - d M)     two fma; d has 11 bits, so d M is exact
 
 Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
 
 Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three warpgroups two multiply, each
 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of the up projection,
-in the same lanes, so that SwiGLU is a lane's own. The third brings what they need of a pair of groups. The
+in the same lanes, so that SwiGLU is a lane's own. The third brings what they need for a step. The
 residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
 """
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
@@ -46,7 +46,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.mosaic import lanes, memory
 
 GROUP = 128
-SLOTS = {1: 4, 2: 2}  # pairs of groups in shared memory, by the bytes of an activation
+STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
+SLOTS = 2  # steps in shared memory
 WARPGROUPS = 2  # that multiply
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
 MAGIC = 1.5 * 2**23
@@ -69,7 +70,7 @@ def bit_gemm(
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
 
     q         int8 [bits / 8, G, M, 128] and
-    scale     float32 [bits / 8, G, M]: G groups, an even number, of rows padded to 128, as code_rows has them
+    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 128, as code_rows has them
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
     layer     int32 [], the index into them
     n         outputs
@@ -78,7 +79,7 @@ def bit_gemm(
     Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
     planes, groups, m, _ = q.shape
-    pairs, matrices = groups // 2, len(weights)
+    steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
     rows = m if residual is None else len(residual)  # that matter
     tokens = tokens or tokens_of_tile(rows, n, matrices)
     wide = 64 // matrices  # outputs of a warpgroup
@@ -88,23 +89,23 @@ def bit_gemm(
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
     if residual is not None:
         operands.append(jnp.pad(residual, ((0, m - rows), (0, 0))))
-    slots, tiles = SLOTS[planes], 8 // matrices  # tiles of 16 rows of a matrix
+    tiles = 8 // matrices  # of 16 rows, of a matrix
     swizzled = lambda width: (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))  # noqa: E731
     scratch = {
-        "q_smem": plgpu.SMEM((slots, 2, planes, tokens, GROUP), jnp.int8, transforms=swizzled(GROUP)),
+        "q_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(GROUP)),
         "out_smem": plgpu.SMEM((WARPGROUPS, tokens, wide), jnp.float32, transforms=swizzled(WIDTH)),
-        "scale_smem": plgpu.SMEM((slots, 2, planes, tokens), jnp.float32),
-        "words_smem": plgpu.SMEM((slots, matrices, tiles, 128), jnp.uint32),
-        "d_smem": plgpu.SMEM((slots, matrices, tiles, 16), jnp.uint32),
-        "full_smem": plgpu.SMEM((slots, 2), jnp.int32),  # mbarriers, of activations
-        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=slots),
-        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
+        "scale_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens), jnp.float32),
+        "words_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 128), jnp.uint32),
+        "d_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 16), jnp.uint32),
+        "full_smem": plgpu.SMEM((SLOTS, 2), jnp.int32),  # mbarriers, of activations
+        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=SLOTS),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
         "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
     }  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            matrices=matrices, planes=planes, pairs=pairs, tokens=tokens, grid=grid,
+            matrices=matrices, planes=planes, steps=steps, pairs=pairs, tokens=tokens, grid=grid,
             added=residual is not None,
         ),
         out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
@@ -130,7 +131,7 @@ def tokens_of_tile(m: int, n: int, matrices: int) -> int:
 def _body(
     q_gmem, scale_gmem, layer_gmem, *refs,
     q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_here, free, residual_here,
-    matrices, planes, pairs, tokens, added, grid,
+    matrices, planes, steps, pairs, tokens, added, grid,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
@@ -139,7 +140,7 @@ def _body(
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     sms = min(SMS, rows * columns)
     count = lax.div(rows * columns - sm + sms - 1, sms)  # tiles of the product for this block
-    slots, wide = q_smem.shape[0], out_smem.shape[-1]
+    wide = out_smem.shape[-1]
     _init_barriers(full_smem)
 
     @pl.when(warpgroup < WARPGROUPS)
@@ -152,26 +153,26 @@ def _body(
             row, column = lax.rem(sm + i * sms, rows), lax.div(sm + i * sms, rows)
             place = (pl.ds(row * tokens, tokens), pl.ds((column * WARPGROUPS + warpgroup) * wide, wide))
 
-            def one_pair(pair, sums):
-                at = i * pairs + pair
-                slot = lax.rem(at, slots)
+            def one_step(step, sums):
+                at = i * steps + step
+                slot = lax.rem(at, SLOTS)
                 if (residual := residual_gmem) is not None:
 
-                    @pl.when(pair == min(1, pairs - 1))  # by now the tile before has left
+                    @pl.when(step == min(1, steps - 1))  # by now the tile before has left
                     def _residual():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         here = residual_here.at[warpgroup]
                         plgpu.copy_gmem_to_smem(residual.at[place], out_smem.at[warpgroup], here)
 
-                q = tuple(q_smem.at[slot, h, plane] for h in (0, 1) for plane in range(planes))
+                q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
                 plgpu.barrier_wait(weights_here.at[slot])
                 of_slot = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
-                sums = _add_pair(sums, lax.rem(lax.div(at, slots), 2), *of_slot, q)
+                sums = _add_step(sums, lax.rem(lax.div(at, SLOTS), 2), *of_slot, q)
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
 
             start = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
-            sums = lax.fori_loop(0, pairs, one_pair, start)
+            sums = lax.fori_loop(0, steps, one_step, start)
             if added:
                 plgpu.barrier_wait(residual_here.at[warpgroup])
             else:
@@ -194,19 +195,19 @@ def _body(
             token = lax.rem(sm + i * sms, rows) * tokens
             of_tile = pl.ds(lax.div(sm + i * sms, rows) * (8 // matrices), 8 // matrices)
 
-            @pl.loop(0, pairs)
-            def _pair(pair):
-                at = i * pairs + pair
-                slot = lax.rem(at, slots)
+            @pl.loop(0, steps)
+            def _step(step):
+                at = i * steps + step
+                slot = lax.rem(at, SLOTS)
 
-                @pl.when(at >= slots)
+                @pl.when(at >= SLOTS)
                 def _wait():
                     plgpu.barrier_wait(free.at[slot])
 
-                _bring_pair(pair, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
+                _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
                 for w, refs in enumerate(weights):
                     for source, target in zip(refs, (words_smem, d_smem), strict=True):
-                        source = source.at[layer, of_tile, pair]
+                        source = source.at[layer, of_tile, pl.ds(step * pairs, pairs)]
                         plgpu.copy_gmem_to_smem(source, target.at[slot, w], weights_here.at[slot])
 
 
@@ -221,16 +222,16 @@ def _init_barriers(full_smem):
     init(full_smem)
 
 
-def _bring_pair(pair, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem):
-    """Ask for a pair of groups of a tile's activations, for a slot: of each group and plane one block of
-    memory, and one of scales, each by a lane of one warp."""
-    _, _, planes, tokens, _ = q_smem.shape
+def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem):
+    """Ask for a step of a tile's activations, for a slot: of each group and plane one block of memory, and
+    one of scales, each by a lane of one warp."""
+    _, of_step, planes, tokens, _ = q_smem.shape
     swizzled = plgpu.RefType((plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(GROUP)))
     numbers, plain = (plgpu.Layout.WG_SPLAT,) * 3, plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, swizzled, plain, plain))
     def bring(ctx, numbers, q_gmem, scale_gmem, *in_shared):
-        pair, token, slot = (v.registers.item() for v in numbers)
+        step, token, slot = (v.registers.item() for v in numbers)
         q_smem, scale_smem, full = map(memory.shared_address, in_shared)
         index, plus, scaled = lanes.to_index, lanes.plus, lanes.scaled
         lane = lanes.remainder(lanes.to_integer(lanes.thread()), 128)
@@ -238,12 +239,12 @@ def _bring_pair(pair, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
         _, groups, m, _ = q_gmem.type.shape
         with lanes.when(lanes.is_below(lane, lanes.integer(32))):
             with lanes.when(lanes.is_equal(lane, lanes.integer(0))):
-                memory.mbarrier_expect(full, lanes.integer(2 * planes * tokens * (GROUP + 4)))
+                memory.mbarrier_expect(full, lanes.integer(STEP * tokens * (GROUP + 4)))
             lanes.warp_barrier()
-            with lanes.when(lanes.is_below(lane, lanes.integer(2 * planes))):
+            with lanes.when(lanes.is_below(lane, lanes.integer(STEP))):
                 h, plane = lanes.quotient(lane, planes), lanes.remainder(lane, planes)
-                group = plus(scaled(plane, groups), scaled(pair, 2), h)
-                part = plus(scaled(slot, 2 * planes), lane)
+                group = plus(scaled(plane, groups), scaled(step, of_step), h)
+                part = plus(scaled(slot, STEP), lane)
                 first = arith.addi(arith.muli(index(group), lanes.index(m)), index(token))
                 words = arith.muli(first, lanes.index(GROUP // 4))
                 size = tokens * GROUP
@@ -255,19 +256,19 @@ def _bring_pair(pair, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
                     plus(scale_smem, scaled(part, size)), scale_gmem, first, lanes.integer(size), full
                 )
 
-    bring((pair, token, slot), q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
+    bring((step, token, slot), q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
 
 
-def _add_pair(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
-    """sums, float32 [64, tokens] + the products of a pair of groups, when its activations are there.
+def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
+    """sums, float32 [64, tokens] + the products of a step, when its activations are there.
 
     turn        0 or 1, of the slot's barrier full_smem
-    words_smem  uint32 [matrices, tiles, 128] and
-    d_smem      uint32 [matrices, tiles, 16]: the weights of both warpgroups
-    scale_smem  float32 [2, planes, tokens], in the order of code_rows
-    q_smem      int8 [tokens, 128], swizzled: of the first group each plane, of the second each plane
+    words_smem  uint32 [matrices, tiles, pairs, 128] and
+    d_smem      uint32 [matrices, tiles, pairs, 16]: the weights of both warpgroups
+    scale_smem  float32 [groups, planes, tokens], in the order of code_rows
+    q_smem      int8 [tokens, 128], swizzled: of the first group each plane, of the second each plane, ..
     """
-    tokens, matrices, planes = sums.shape[1], words_smem.shape[0], len(q_smem) // 2
+    tokens, matrices, planes = sums.shape[1], words_smem.shape[0], scale_smem.shape[1]
     swizzled = (plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(GROUP))
     types = (plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT, *(plgpu.RefType(),) * 4)
 
@@ -276,47 +277,46 @@ def _add_pair(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
         return_type=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def add(ctx, sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
-        group, warp, lane, g, t = _lane()
+        warpgroup, warp, lane, g, t = _lane()
         index, plus = lanes.to_index, lanes.plus
-        tile = index(plus(lanes.scaled(group, 4 // matrices), lanes.quotient(warp, matrices)))
-        four = [
-            memory.load_words(4, words_smem, [lanes.index(w), tile, index(lanes.scaled(lane, 4))])
-            for w in range(matrices)
-        ]
-        d = [
-            [memory.load(d_smem, w, tile, lanes.behind(index(g), 8 * h)) for w in range(matrices)]
-            for h in (0, 1)
-        ]
-        if matrices == 1:  # rows g and g + 8 of a tile
-            words, d = [four[0][:2], four[0][2:]], [lanes.halves(*of_half) for of_half in d]
-        else:  # of both matrices row g, or g + 8
-            half = lanes.remainder(warp, 2)
-            second = lanes.is_equal(half, lanes.integer(1))
+        tile = index(plus(lanes.scaled(warpgroup, 4 // matrices), lanes.quotient(warp, matrices)))
+        half = lanes.remainder(warp, 2)  # of two matrices: whether rows g + 8
+        second, halves = lanes.is_equal(half, lanes.integer(1)), plus(lanes.scaled(half, 0x2222), 0x5410)
+
+        def load(pair):
+            """Of each of a pair of groups the words and d of this lane's rows: g and g + 8 of a tile, or one
+            of them of both matrices."""
+            at = [(lanes.index(w), tile, lanes.index(pair)) for w in range(matrices)]
+            four = [memory.load_words(4, words_smem, [*of_w, index(lanes.scaled(lane, 4))]) for of_w in at]
+            d = [[memory.load(d_smem, *of_w, lanes.behind(index(g), 8 * h)) for of_w in at] for h in (0, 1)]
+            if matrices == 1:
+                return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
             words = [[arith.select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
-            selector = plus(lanes.scaled(half, 0x2222), 0x5410)
-            d = [lanes.halves(lanes.chosen_bytes(*of_half, selector)) for of_half in d]
+            return [(words[h], lanes.halves(lanes.chosen_bytes(*d[h], halves))) for h in (0, 1)]
+
         four_t = lanes.to_index(lanes.scaled(t, 4))
         y = [lanes.element(v, e) for v in sums.registers.flat for e in (0, 1)]
         memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
-        for step, q in enumerate(q_smem):
-            h, plane = divmod(step, planes)
+        for i, q in enumerate(q_smem):
+            group, plane = divmod(i, planes)
+            if i % (2 * planes) == 0:
+                weights = load(group // 2)
             if plane == 0:
-                decoded = _weights(words[h])
-                of_64 = [arith.mulf(x, lanes.real(1 / 64)) for x in d[h]]
-                less = [arith.mulf(x, lanes.real(-MAGIC)) for x in of_64]
+                words, d = weights[group % 2]
+                decoded, less = _weights(words), [arith.mulf(x, lanes.real(-MAGIC)) for x in d]
             product = _multiply(decoded, q, tokens, unsigned=plane > 0)
             product = _arrived(product)
-            at = [lanes.index(h), lanes.index(plane)]
+            at = [lanes.index(group), lanes.index(plane)]
             s = [
-                memory.load_reals(4, scale_smem, [*at, lanes.behind(four_t, i)]) for i in range(0, tokens, 16)
+                memory.load_reals(4, scale_smem, [*at, lanes.behind(four_t, first)])
+                for first in range(0, tokens, 16)
             ]
             # Row by row, so that an instruction finds the row's d where the one before had it.
             for r, j, e in itertools.product((0, 1), range(tokens // 8), (0, 1)):
-                i = 4 * j + 2 * r + e
-                whole = lanes.as_real(lanes.plus(product[i], 0x4B400000))
-                part = mlir_math.fma(whole, of_64[r], less[r])
-                y[i] = mlir_math.fma(part, s[j // 2][2 * (j % 2) + e], y[i])
-            y = _in_order(y)
+                at = 4 * j + 2 * r + e
+                whole = lanes.as_real(plus(product[at], 0x4B400000))
+                part = mlir_math.fma(whole, d[r], less[r])
+                y[at] = mlir_math.fma(part, s[j // 2][2 * (j % 2) + e], y[at])
         pair = ir.VectorType.get((2,), lanes.f32())
         held = [vector.from_elements(pair, y[i : i + 2]) for i in range(0, len(y), 2)]
         return _fragment(held, (64, tokens), fragments.WGMMA_LAYOUT)

@@ -39,18 +39,19 @@ def code_rows(
     *,
     bits: int = 8,
 ) -> tuple[jax.Array, jax.Array]:
-    """float32 [M, K] -> (q int8 [bits / 8, G, M', 128], s float32 [bits / 8, G, M']), in the order above.
+    """float32 [M, K] -> (q int8 [bits / 8, G, M', 128], s / 64 float32 [bits / 8, G, M']), in the order
+    above.
 
     gamma  float32 [L, K], of which gamma[layer] counts; None for no norm
     layer  int32 []; None for a stack of one
     bits   8 or 16
 
-    K is a multiple of 128. G is its groups, padded to pairs by zeros. M' is M padded to 128; what is behind M
+    K is a multiple of 128. G is its groups, padded to 4 by zeros. M' is M padded to 128; what is behind M
     means nothing. q has the highest 8 bits first, signed; where there are others, they are unsigned. s has
     the factor 256 of the highest.
     """
     rows, columns = x.shape
-    places, digits = columns + -columns % (2 * GROUP), bits // 8
+    places, digits = columns + -columns % (4 * GROUP), bits // 8
     warps = 4 * -(-places // (128 * MOST))
     operands = [x] if gamma is None else [x, gamma]
     if layer is not None:
@@ -151,7 +152,7 @@ def _body(*refs, columns, places, warps, eps, bits, normed, indexed):
                     memory.store_bytes(words, q_gmem, [lanes.index(digit), group, row, place])
                 with lanes.when(lanes.is_equal(piece.j, lanes.integer(0))):
                     for digit in range(len(q)):
-                        factor = lanes.real(256.0 ** (len(q) - 1 - digit))
+                        factor = lanes.real(256.0 ** (len(q) - 1 - digit) / 64)
                         memory.store(arith.mulf(scale, factor), scale_gmem, digit, group, place_of_scale)
 
     kernel(*refs)
