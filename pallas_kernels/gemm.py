@@ -81,7 +81,7 @@ def product(
     part_layer,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """`run` behind the rounding of x. residual is [M, N]; so is the result, by the kernel padded to 128.
+    """`run` behind the rounding of x. residual is [M, N]; so is the result, by the kernel padded to 64.
 
     "mosaic"   bit_gemm, which decodes 1-bit weights in registers
     "library"  the matrices decoded to float16, and one GEMM of XLA's choice (cuBLAS)

@@ -246,7 +246,7 @@ def _attention(heads, kv_heads, head_dim, normed):
 
 def _many_rows(n, k, matrices, rows, bits=8):
     _, (_, weights, _, _) = _product(n, k, matrices, 1)
-    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % 128)
+    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % 64)
     q, scale = jax.ShapeDtypeStruct((*shape, 128), jnp.int8), jax.ShapeDtypeStruct(shape, jnp.float32)
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
     f = lambda q, scale, weights, layer, residual: bit_gemm(q, scale, weights, layer, n, residual)  # noqa: E731

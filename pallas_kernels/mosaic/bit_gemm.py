@@ -70,7 +70,7 @@ def bit_gemm(
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
 
     q         int8 [bits / 8, G, M, 128] and
-    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 128, as code_rows has them
+    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 64, as code_rows has them
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
     layer     int32 [], the index into them
     n         outputs
@@ -80,15 +80,14 @@ def bit_gemm(
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    rows = m if residual is None else len(residual)  # that matter
-    tokens = tokens or tokens_of_tile(rows, n, matrices)
+    tokens = tokens or tokens_of_tile(m, n, matrices)
     wide = 64 // matrices  # outputs of a warpgroup
-    grid = (-(-rows // tokens), -(-n // (WARPGROUPS * wide)))
+    grid = (-(-m // tokens), -(-n // (WARPGROUPS * wide)))
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
     if residual is not None:
-        operands.append(jnp.pad(residual, ((0, m - rows), (0, 0))))
+        operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, 0))))
     tiles = 8 // matrices  # of 16 rows, of a matrix
     swizzled = lambda width: (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))  # noqa: E731
     scratch = {
@@ -125,7 +124,8 @@ def tokens_of_tile(m: int, n: int, matrices: int) -> int:
     def rounds(tokens):
         return -(-(-(-m // tokens) * -(-n // (WARPGROUPS * 64 // matrices))) // SMS) * tokens
 
-    return min((128, 64), key=lambda tokens: rounds(tokens) * (1 if tokens == 128 else 1.15))
+    choices = (128, 64) if m >= 128 else (64,)
+    return min(choices, key=lambda tokens: rounds(tokens) * (1 if tokens == 128 else 1.15))
 
 
 def _body(
@@ -143,15 +143,18 @@ def _body(
     wide = out_smem.shape[-1]
     _init_barriers(full_smem)
 
+    def token_of(i):
+        """The first of tile i. Where rows are no whole tiles, the last two share some, and make the same."""
+        return jnp.minimum(lax.rem(sm + i * sms, rows) * tokens, out_gmem.shape[0] - tokens)
+
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply():
-        plgpu.set_max_registers(
-            232, action="increase"
-        )  # 2 x 232 + 40 <= 3 x 168, the launch: more would wait forever
+        # 2 x 232 + 40 are the launch's 3 x 168: more would wait forever.
+        plgpu.set_max_registers(232, action="increase")
 
         def one_tile(i, carry):
-            row, column = lax.rem(sm + i * sms, rows), lax.div(sm + i * sms, rows)
-            place = (pl.ds(row * tokens, tokens), pl.ds((column * WARPGROUPS + warpgroup) * wide, wide))
+            column = lax.div(sm + i * sms, rows)
+            place = (pl.ds(token_of(i), tokens), pl.ds((column * WARPGROUPS + warpgroup) * wide, wide))
 
             def one_step(step, sums):
                 at = i * steps + step
@@ -192,7 +195,7 @@ def _body(
 
         @pl.loop(0, count)
         def _tile(i):
-            token = lax.rem(sm + i * sms, rows) * tokens
+            token = token_of(i)
             of_tile = pl.ds(lax.div(sm + i * sms, rows) * (8 // matrices), 8 // matrices)
 
             @pl.loop(0, steps)

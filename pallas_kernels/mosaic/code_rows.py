@@ -27,7 +27,7 @@ from pallas_kernels.mosaic import lanes, memory
 GROUP = 128
 WIDTH = 16  # columns of a lane's piece
 MOST = 48  # columns of a lane
-ROWS = 128  # a tile's, at most
+ROWS = 64  # of bit_gemm's smallest tile
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "bits"))
@@ -46,7 +46,7 @@ def code_rows(
     layer  int32 []; None for a stack of one
     bits   8 or 16
 
-    K is a multiple of 128. G is its groups, padded to 4 by zeros. M' is M padded to 128; what is behind M
+    K is a multiple of 128. G is its groups, padded to 4 by zeros. M' is M padded to 64; what is behind M
     means nothing. q has the highest 8 bits first, signed; where there are others, they are unsigned. s has
     the factor 256 of the highest.
     """
