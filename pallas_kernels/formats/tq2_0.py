@@ -13,6 +13,7 @@ from pallas_kernels.formats.q2_0_g128 import (
     RANDOM,
     SHIFTS,
     SIGNED,
+    codes,
     fragments,
     ternary_bytes,
     tile_codes,

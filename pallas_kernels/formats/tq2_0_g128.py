@@ -12,6 +12,7 @@ from pallas_kernels.formats.q2_0_g128 import (
     RANDOM,
     SIGNED,
     WEIGHTS,
+    codes,
     dequantize,
     fragments,
     random_codes,

@@ -18,11 +18,9 @@ groups (256 columns) ahead.
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, vector
@@ -31,15 +29,14 @@ from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
+from pallas_kernels.mosaic.wgmma import SMS, STEP_BYTES, WARPGROUPS
+from pallas_kernels.mosaic.wgmma import fragment as _fragment
+from pallas_kernels.mosaic.wgmma import lane as _lane
+from pallas_kernels.mosaic.wgmma import silu as _silu
 
 GROUP = 128
-STEP_BYTES = 128  # of a token's activations in a step: the widest swizzle, 64 columns of float16
 SLOTS = 8  # steps of activations in shared memory
-WARPGROUPS = 2  # that multiply
 STORED_AT_ONCE = 8  # of a tile's 8 tokens: what is added to them is loaded together
-SMS = (
-    132  # blocks of threads at once: an H200's multiprocessors. With another number the kernel is only slower
-)
 
 
 @functools.partial(jax.jit, static_argnames=("n",))
@@ -314,27 +311,3 @@ def _store(scale, target, residual, sums):
                 memory.store(out if more is None else arith.addf(out, more), target, token, output)
 
     store(refs, tuple(sums))
-
-
-def _silu(x):
-    """x / (1 + exp(-x)), within a few units in the last place."""
-    power = lanes.ptx(
-        lanes.f32(), [arith.mulf(x, lanes.real(-math.log2(math.e)))], "ex2.approx.f32 $0, $1;", "=f,f"
-    )
-    whole = arith.addf(power, lanes.real(1))
-    return arith.mulf(x, lanes.ptx(lanes.f32(), [whole], "rcp.approx.f32 $0, $1;", "=f,f"))
-
-
-def _lane():
-    """(warp of its warpgroup, lane, g, t) of this thread."""
-    thread = lanes.thread()
-    warp = arith.remui(arith.divui(thread, lanes.index(32)), lanes.index(4))
-    lane = arith.remui(thread, lanes.index(32))
-    return warp, lane, arith.divui(lane, lanes.index(4)), arith.remui(lane, lanes.index(4))
-
-
-def _fragment(registers, shape, layout, signed=None):
-    """Lanes' registers as an array of Mosaic's."""
-    held = np.empty(layout.registers_shape(shape), dtype=object)
-    held.flat[:] = registers
-    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)
