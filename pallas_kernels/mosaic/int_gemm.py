@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -89,7 +89,8 @@ def int_gemm(
     names = tuple(sorted(weights[0]))
     shapes = tuple(weights[0][name].shape[3:] for name in names)
     tiles = weights[0]["words"].shape[1]
-    plan = plan or planned(m, tiles, len(weights), 4 * sum(map(math.prod, shapes)), shared)
+    item_bytes = 4 * WEIGHT_SLOTS * sum(map(math.prod, shapes)) + bytes_of_scales(formats.get(format))
+    plan = plan or planned(m, tiles, len(weights), item_bytes, shared)
     blocks, tokens, slots, stored = plan
     wide = blocks // len(weights)  # blocks of neighbouring outputs
     rows, columns = -(-m // tokens), -(-tiles * ROWS // (WARPGROUPS * 64 * wide))
@@ -116,6 +117,9 @@ def int_gemm(
             name: plgpu.SMEM((WEIGHT_SLOTS, 8 * blocks, *_shape_by_lanes(shape)), jnp.uint32)
             for name, shape in zip(names, shapes, strict=True)
         },
+        "decoded_smem": plgpu.SMEM(
+            (WARPGROUPS * blocks, 4, bytes_of_scales(formats.get(format)) // 4), jnp.float32
+        ),
         "stage_smem": plgpu.SMEM(
             (WARPGROUPS * STAGES, stored, 64), jnp.float32, transforms=swizzled(STEP_BYTES // 4)
         ),
@@ -144,7 +148,8 @@ def planned(m: int, tiles: int, matrices: int, item_bytes: int, shared: int) -> 
     """The largest tile that leaves few blocks of threads idle in the last round, and what shared memory has
     room for.
 
-    tiles, item_bytes  tiles of 16 rows of a matrix, and bytes of 256 columns of one
+    tiles       of 16 rows of a matrix
+    item_bytes  of shared memory that each tile of a block of threads takes
     """
 
     def waste(blocks):
@@ -155,7 +160,7 @@ def planned(m: int, tiles: int, matrices: int, item_bytes: int, shared: int) -> 
     tokens = 128
     choices = {2: 1.0} if matrices == 2 else {2: 1.0, 1: 1.1}
     blocks = min(choices, key=lambda blocks: waste(blocks) * choices[blocks])
-    room = shared - 2048 - WEIGHT_SLOTS * 8 * blocks * item_bytes  # 2048: scales, barriers
+    room = shared - 2048 - 8 * blocks * item_bytes  # 2048: scales, barriers
     for stored in (64, 32, 16):
         slots = (room - WARPGROUPS * STAGES * stored * 64 * 4) // (tokens * STEP_BYTES)
         if slots >= 4 or stored == 16:
@@ -174,7 +179,7 @@ def _by_lanes(field: jax.Array) -> jax.Array:
 
 def _body(
     a_gmem, scale_gmem, layer_gmem, *refs,
-    a_smem, weights_smem, stage_smem, scale_smem,
+    a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
     a_full, a_free, weights_full, weights_free, scale_full, stage_full,
     format, names, shapes, plan, grid, matrices, added,
 ):  # fmt: skip
@@ -219,6 +224,9 @@ def _body(
             first = (block * tiles if matrices == 2 else block * 4) + warpgroup * 4 * wide
             return weights_smem[name].at[slot, pl.ds(first, 4)]
 
+        def scales_of(block):
+            return decoded_smem.at[warpgroup * blocks + block]
+
         def products(i):
             """The products of a tile, without their scales."""
 
@@ -228,15 +236,14 @@ def _body(
                     at_weights = i * items + item
                     slot = lax.rem(at_weights, WEIGHT_SLOTS)
                     plgpu.barrier_wait(weights_full.at[slot])
-                    scales = [
-                        _scales(format, shapes, {name: words_of(slot, block, name) for name in names})
-                        for block in range(blocks)
-                    ]
+                    for block in range(blocks):
+                        fields = {name: words_of(slot, block, name) for name in names}
+                        _scales(format, shapes, fields, scales_of(block))
                     for step in range(STEPS):
                         at = i * steps + item * STEPS + step
                         a_slot = lax.rem(at, slots)
                         for block in range(blocks):
-                            w = _decode(format, step, words_of(slot, block, "words"), scales[block])
+                            w = _decode(format, step, words_of(slot, block, "words"), scales_of(block))
                             if block == 0:
                                 plgpu.barrier_wait(a_full.at[a_slot])
                             plgpu.wgmma(sums[block], w, a_smem.at[a_slot].transpose((1, 0)))
@@ -336,36 +343,47 @@ def _body(
                     plgpu.copy_gmem_to_smem(a_gmem.at[where], a_smem.at[a_slot], a_full.at[a_slot])
 
 
-def _units(module) -> int:
-    """Units of 8 groups of 256 columns."""
-    return COLUMNS // (8 * module.GROUP)
-
-
-def _scales(format: str, shapes, fields):
-    """Of one block's 256 columns every lane's own scales and minimums (int_phase.Unit): float32 [64, 8 times
-    the number of those] that stands for 4 registers each."""
+def _scales(format: str, shapes, fields, target):
+    """Of one block's 256 columns all scales and minimums (int_phase.Unit), float32, to shared memory: `target`
+    [4 warps, bytes_of_scales / 4] has of each group, for each g, those of row g and those of row g + 8. Only
+    lanes of the warp that writes them read them."""
     module = formats.get(format)
     names = sorted(fields)
-    values = _units(module) * (1 + _has_minimum(module))
 
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * len(names),
-        return_type=plgpu.ShapeDtypeStruct((64, 8 * values), jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def scales(ctx, *refs):
-        warp, number, _, _ = lane()
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(names)))
+    def scales(ctx, target, *refs):
+        warp, number, g, t = lane()
         words = {
             name: _words(ref, shape, warp, number)
             for name, ref, shape in zip(names, refs, shapes, strict=True)
         }
-        pair = ir.VectorType.get((2,), lanes.f32())
-        held = []
-        for unit in module.fragments(words, lanes.to_integer(number)):
-            for value in (unit.scale,) if unit.minimum is None else (unit.scale, unit.minimum):
-                held += [vector.from_elements(pair, row) for row in value]
-        return fragment(held, (64, 8 * values), fragments.WGMMA_LAYOUT)
+        per_row = 4 * _kinds(module)  # bytes
+        at = _scales_of_warp(target, warp, module, g)
+        at = lanes.plus(at, lanes.scaled(lanes.to_integer(t), 2 * 16 * per_row))
+        for u, unit in enumerate(module.fragments(words, lanes.to_integer(number))):
+            kinds = [unit.scale] if unit.minimum is None else [unit.scale, unit.minimum]
+            for h in (0, 1):
+                values = [lanes.as_word(kind[r][h]) for r in (0, 1) for kind in kinds]
+                memory.store_shared(values, at, (8 * u + h) * 16 * per_row)
+        lanes.warp_barrier()
 
-    return scales(*(fields[name] for name in names))
+    scales(target, *(fields[name] for name in names))
+
+
+def bytes_of_scales(module) -> int:
+    """Of 16 rows x 256 columns, as `_scales` puts them."""
+    return COLUMNS // module.GROUP * 16 * 4 * _kinds(module)
+
+
+def _kinds(module) -> int:
+    """Numbers of a group: 2 where something is subtracted from every weight, because codes are not signed."""
+    return 1 if module.SIGNED else 2
+
+
+def _scales_of_warp(scales, warp, module, g):
+    """Where a warp's begin, as i32, for rows g and g + 8."""
+    at = lanes.plus(memory.shared_address(scales), lanes.scaled(lanes.to_integer(warp), bytes_of_scales(module)))
+    return lanes.plus(at, lanes.scaled(lanes.to_integer(g), 2 * 4 * _kinds(module)))
 
 
 def _decode(format: str, step: int, words, scales):
@@ -373,54 +391,39 @@ def _decode(format: str, step: int, words, scales):
     module = formats.get(format)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA),
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
     def decode(ctx, words, scales):
-        warp, number, _, _ = lane()
+        warp, number, g, _ = lane()
         vectors = [
             memory.load_words(4, words, [warp, lanes.index(v), arith.muli(number, lanes.index(4))])
             for v in range(words.type.shape[1])
         ]
-        held = list(scales.registers.flat)
-        pairs = step_pairs(module, step, vectors, held, lanes.to_integer(number))
+        pairs = step_pairs(module, step, vectors, _scales_of_warp(scales, warp, module, g))
         halves = ir.VectorType.get((2,), ir.F16Type.get())
-        return fragment(
-            [llvm.bitcast(halves, pair) for pair in pairs], (64, 64), fragments.WGMMA_LAYOUT
-        )  # fmt: skip
+        pairs = [llvm.bitcast(halves, pair) for pair in pairs]
+        return fragment(pairs, (64, 64), fragments.WGMMA_LAYOUT)
 
     return decode(words, scales)
 
 
-def step_pairs(module, step: int, vectors: list, scales: list, number) -> list:
+def step_pairs(module, step: int, vectors: list, scales) -> list:
     """A lane's pairs of float16 for the 64 columns of a step, in wgmma's order: for 8 positions at a time row
     g, and row g + 8.
 
     vectors  its words of the codes of 256 columns; of those of other steps nothing remains
-    scales   vectors of two float32 as `_scales` has them
-    number   of the lane
+    scales   address of those of its rows
     """
-    kinds = 1 + _has_minimum(module)
+    kinds = _kinds(module)
     codes = module.codes(vectors)
     out = []
     for group in range(step * STEP // module.GROUP, (step + 1) * STEP // module.GROUP):
-        unit, j = divmod(group, 8)
-        values = []
-        for kind in range(kinds):
-            rows = scales[2 * (unit * kinds + kind) :][:2]
-            values.append(
-                half_weights.of_group([[lanes.element(row, h) for h in (0, 1)] for row in rows], j, number)
-            )
-        decoded = half_weights.pairs(
-            codes[group], module.SIGNED, values[0], values[1] if kinds == 2 else None
-        )
-        out += [pair for both in zip(*decoded, strict=True) for pair in both]
+        values = [lanes.as_real(v) for v in memory.load_shared(2 * kinds, scales, group * 16 * 4 * kinds)]
+        minimum = values[1::2] if kinds == 2 else None
+        decoded = half_weights.pairs(codes[group], module.SIGNED, values[::kinds], minimum)
+        out += [pair for rows in zip(*decoded, strict=True) for pair in rows]
     return out
-
-
-def _has_minimum(module) -> bool:
-    """Whether something is subtracted from every weight of a format: where codes are not signed."""
-    return not module.SIGNED
 
 
 def _words(ref, shape: tuple[int, ...], warp, number) -> list:
