@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device, dispatch, formats
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
 
@@ -44,7 +45,7 @@ def rounded(
     x: jax.Array, weights: Sequence[QTensor | Rows | LayerStack], layer, gamma, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """x, or rms_norm(x; gamma[layer], eps), as the weights' GEMM reads it: (a float16 [M, K], s float32
-    [M, 1]) of `scaled_to_half`, for the kernel in its order of columns."""
+    [M, 1]) of `scaled_to_half`, for a kernel in its order of columns."""
     x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     held = leaves(weights)
     by_kernel = all(w.gemm == "mosaic" for w in held)
@@ -58,7 +59,11 @@ def rounded(
             gamma = gamma[slice(layer, layer + 1 or None)]  # to XLA an offset
         elif gamma is not None:
             index = layer
-        a, scale = half_rows(x, gamma, index, eps, lane_order=by_kernel)
+        of_integers = by_kernel and dispatch.KERNELS[held[0].format] == "int_gemv"
+        group = formats.get(held[0].format).GROUP if of_integers else None
+        a, scale = half_rows(x, gamma, index, eps, group=group)
+        if by_kernel and not of_integers:
+            a = _in_order_of_bits(a)
         return a, scale[:, None]
     # What has no norm is left to XLA, which rounds it while it makes it.
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
@@ -74,7 +79,7 @@ def product(
 ) -> jax.Array:
     """`run` behind the rounding of x; residual and result are [M, N].
 
-    "mosaic"   bit_gemm, which decodes in registers
+    "mosaic"   bit_gemm or int_gemm, which decode in registers
     "library"  the matrices decoded to float16, and one GEMM of XLA's choice (cuBLAS)
 
     For the time of a call to the library the matrices exist in float16, rows below rows (2 N K bytes): 200 MB
@@ -85,13 +90,20 @@ def product(
     """
     held = leaves(weights)
     if all(w.gemm == "mosaic" for w in held):
-        from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
-
         stacked = part_layer is not None
-        fields = [(w.fields["words"], w.fields["scales"]) for w in held]
-        fields = tuple(fields if stacked else [(words[None], scales[None]) for words, scales in fields])
+        fields = tuple(w.fields for w in held)
+        fields = fields if stacked else jax.tree.map(lambda field: field[None], fields)
         layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
-        return bit_gemm.bit_gemm(a, scale[:, 0], fields, layer, held[0].shape[0], residual)
+        n, format = held[0].shape[0], held[0].format
+        if dispatch.KERNELS[format] == "int_gemv":
+            from pallas_kernels.mosaic.int_gemm import int_gemm  # only GPUs need it
+
+            shared = device.shared_bytes()
+            return int_gemm(a, scale[:, 0], fields, layer, n, residual, format=format, shared=shared)
+        from pallas_kernels.mosaic.bit_gemm import bit_gemm  # only GPUs need it
+
+        fields = tuple((of["words"], of["scales"]) for of in fields)
+        return bit_gemm(a, scale[:, 0], fields, layer, n, residual)
     out = jnp.float16 if len(weights) == 2 and _decoded_by_kernel(weights) else jnp.float32
     y = jnp.einsum("mk,nk->mn", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
@@ -99,6 +111,12 @@ def product(
         gate, up = jnp.split(y, 2, axis=-1)
         y = jax.nn.silu(gate) * up
     return y if residual is None else y + residual
+
+
+def _in_order_of_bits(a: jax.Array) -> jax.Array:
+    """[M, K] -> [M, K up to a multiple of 256] in bit_gemm's order of columns."""
+    a = jnp.pad(a, ((0, 0), (0, -a.shape[1] % 256)))
+    return a.reshape(len(a), -1, 4, 2, 16).transpose(0, 1, 4, 2, 3).reshape(a.shape)
 
 
 def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:

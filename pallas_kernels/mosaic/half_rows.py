@@ -7,8 +7,8 @@ s brings a row's largest |a| into [1, 2). A block of threads has a row in its re
 once; XLA reads it for its largest, and again to round it.
 
 A lane writes 16 bytes at a time, 8 neighbouring places of a row. In the order of columns they are 8
-neighbouring columns. In the order of bit_gemm.py they are columns 16 apart, loaded one by one: the 16 lanes
-that write a group of 128 have 64 neighbouring bytes of each load, so that nothing is read twice or exchanged.
+neighbouring columns. In the order of int_gemm.py they are four pairs of neighbours: the lanes that write a
+group have 32 (or 16) neighbouring bytes of each load, so that nothing is read twice or exchanged.
 """
 
 import functools
@@ -20,33 +20,34 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
-from pallas_kernels.mosaic.bit_gemm import GROUP
+from pallas_kernels.tiles import COLUMNS
 
 WIDTH = 8  # places of a piece, which a lane has at a time: 16 bytes of float16
 MOST = 48  # places of a lane
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "lane_order"))
+@functools.partial(jax.jit, static_argnames=("eps", "group"))
 def half_rows(
     x: jax.Array,
     gamma: jax.Array | None = None,
     layer: jax.Array | None = None,
     eps: float = 0.0,
     *,
-    lane_order: bool = False,
+    group: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
 
     gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
     layer       int32 []; None for a stack of one
-    lane_order  a has bit_gemm's order of columns, and zeros behind them up to whole pairs of groups
+    group       a has int_gemm's order of columns for groups of so many, 16 or 32, and zeros behind them up to
+                a multiple of 256; None for the order that they have
 
-    K is a multiple of 8, in lane order of 128.
+    K is a multiple of 8, or of the group.
     """
     rows, columns = x.shape
     places = columns
-    if lane_order:
-        places += -columns % (2 * GROUP)
+    if group is not None:
+        places += -columns % COLUMNS
     warps = 4 * -(-places // (128 * MOST))
     operands = [x] if gamma is None else [x, gamma]
     if layer is not None:
@@ -54,7 +55,7 @@ def half_rows(
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            columns=columns, places=places, warps=warps, eps=eps, lane_order=lane_order,
+            columns=columns, places=places, warps=warps, eps=eps, group=group,
             normed=gamma is not None, indexed=layer is not None,
         ),
         out_type=(
@@ -71,7 +72,7 @@ def half_rows(
     return tuple(kernel(*operands))
 
 
-def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
+def _body(*refs, columns, places, warps, eps, group, normed, indexed):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         refs = list(refs)
@@ -99,7 +100,9 @@ def _body(*refs, columns, places, warps, eps, lane_order, normed, indexed):
         ]
 
         def load(ref, index):
-            return [(_load_apart if lane_order else _load)(ref, index, piece) for piece in source]
+            if group is None:
+                return [_load(ref, index, piece) for piece in source]
+            return [_load_apart(ref, index, piece, group) for piece in source]
 
         def across_warps(value, combine, slot):
             """Of what each warp has."""
@@ -153,9 +156,12 @@ def _load(ref, index, piece) -> list:
     ]  # fmt: skip
 
 
-def _load_apart(ref, index, piece) -> list:
-    """A piece of bit_gemm's order: piece j of a group has columns j, 16 + j, .. 112 + j of it."""
-    of_group = GROUP // WIDTH
-    group, j = lanes.quotient(piece, of_group), lanes.remainder(piece, of_group)
-    start = lanes.to_index(lanes.plus(lanes.scaled(group, GROUP), j))
-    return [memory.load(ref, index, lanes.behind(start, of_group * i)) for i in range(WIDTH)]
+def _load_apart(ref, index, piece, group: int) -> list:
+    """A piece of int_gemm's order: piece q of a group has columns 2 q and 2 q + 1 of each quarter of it."""
+    of_group = group // WIDTH
+    number, q = lanes.quotient(piece, of_group), lanes.remainder(piece, of_group)
+    start = lanes.to_index(lanes.plus(lanes.scaled(number, group), lanes.scaled(q, 2)))
+    return [
+        v for t in range(4)
+        for v in memory.load_reals(2, ref, [index, lanes.behind(start, group // 4 * t)])
+    ]  # fmt: skip
