@@ -38,7 +38,7 @@ def untile(tiled, shape):
     return {"d": d, "qs": untile_nibbles(tiled["words"], shape)}
 
 
-def codes(words):
+def group_bytes(words):
     """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
     from pallas_kernels.mosaic import lanes
 
@@ -53,9 +53,7 @@ def fragments(words, lane):
     d = [lanes.halves(word) for word in words["scales"]]
     scale = [[first, lanes.times(second, lanes.real(1 / 16))] for first, second in d]
     return [
-        Unit(
-            codes(words["words"]), scale, [[lanes.times(v, lanes.real(8)) for v in row] for row in d]
-        )
+        Unit(group_bytes(words["words"]), scale, [[lanes.times(v, lanes.real(8)) for v in row] for row in d])
     ]
 
 

@@ -65,7 +65,7 @@ def untile(tiled, shape):
     return {**untile_scales_mins(tiled["scales"], shape), "qs": qs.reshape(*qs.shape[:-2], 128)}
 
 
-def codes(words):
+def group_bytes(words):
     """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
     from pallas_kernels.mosaic import lanes
 
@@ -77,7 +77,7 @@ def fragments(words, lane):
     from pallas_kernels.mosaic import lanes
     from pallas_kernels.mosaic.int_phase import Unit
 
-    return [Unit(codes(words["words"]), *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
+    return [Unit(group_bytes(words["words"]), *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
 
 
 def tile_scales_mins(block):

@@ -79,7 +79,7 @@ def untile(tiled, shape):
     return {**untile_scales_mins(tiled["scales"], shape), "qh": qh, "qs": qs.reshape(*qs.shape[:-2], 128)}
 
 
-def codes(words):
+def group_bytes(words):
     """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
     from pallas_kernels.mosaic import lanes
 
@@ -99,4 +99,4 @@ def fragments(words, lane):
     """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
     from pallas_kernels.mosaic.int_phase import Unit
 
-    return [Unit(codes(words["words"]), *lane_scales_mins(words["scales"], lane, (1 / 8, 1 / 8)))]
+    return [Unit(group_bytes(words["words"]), *lane_scales_mins(words["scales"], lane, (1 / 8, 1 / 8)))]

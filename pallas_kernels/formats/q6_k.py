@@ -88,7 +88,7 @@ def untile(tiled, shape):
     }
 
 
-def codes(words):
+def group_bytes(words):
     """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
     from pallas_kernels.mosaic import lanes
 
@@ -109,7 +109,7 @@ def fragments(words, lane):
     from pallas_kernels.mosaic.int_phase import Unit
 
     d = [lanes.times(value, lanes.real(0.25)) for value in lanes.halves(words["d"][0])]
-    a, units = codes(words["words"]), []
+    a, units = group_bytes(words["words"]), []
     for i, packed in enumerate(words["scales"]):
         sc = [lanes.signed_byte(packed, j) for j in range(4)]
         scale = [[lanes.times(d[r], sc[2 * r + h]) for h in range(2)] for r in range(2)]

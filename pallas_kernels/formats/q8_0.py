@@ -48,7 +48,7 @@ def untile(tiled, shape):
     return {"d": d, "qs": qs.reshape(*qs.shape[:-1], -1, 32)}
 
 
-def codes(words):
+def group_bytes(words):
     """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
     return words
 
@@ -58,4 +58,4 @@ def fragments(words, lane):
     from pallas_kernels.mosaic import lanes
     from pallas_kernels.mosaic.int_phase import Unit
 
-    return [Unit(codes(words["words"]), [lanes.halves(word) for word in words["scales"]])]
+    return [Unit(group_bytes(words["words"]), [lanes.halves(word) for word in words["scales"]])]

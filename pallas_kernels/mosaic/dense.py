@@ -1,7 +1,8 @@
 """Weights of 4 to 8 bits from int_gemv's layout to float16, for a GEMM of many rows to read.
 
 A warp takes 16 rows x 256 columns at a time: of a row of a group, a lane has 8 neighbouring columns (4 where
-groups have 16), four neighbouring lanes have the group, and one of the four has its d and m (half_weights.py).
+groups have 16), four neighbouring lanes have the group, and one of the four has its d and m. half_weights.py
+has what a lane does.
 
 Memory bounds it: it writes 2 bytes a weight and reads 0.5 to 1. No branch on the format: as in int_gemv its
 file brings `fragments`. The kernel indexes stacks of layers itself, and also picks the one, of several

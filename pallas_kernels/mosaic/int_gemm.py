@@ -1,4 +1,4 @@
-"""Products of many rows with weights of 4 to 8 bits on Hopper's tensor cores: weights are decoded in registers.
+"""Products of many rows with weights of 4 to 8 bits on Hopper's tensor cores, decoded in registers.
 
 wgmma takes its first operand from registers, 64 rows x 16 columns at a time, and lane 4 g + t of warp w holds
 of it rows 16 w + g and 16 w + g + 8 and the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In the layout of int_gemv
@@ -25,18 +25,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, llvm
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats
-from pallas_kernels.mosaic import half_weights, lanes, memory
-from pallas_kernels.mosaic.wgmma import SMS, STEP_BYTES, WARPGROUPS, fragment, lane, silu
+from pallas_kernels.mosaic import half_weights
+from pallas_kernels.mosaic.wgmma import SMS, STEP, STEP_BYTES, WARPGROUPS, stage_results, swizzled
 from pallas_kernels.tiles import COLUMNS, ROWS
 
-STEP = STEP_BYTES // 2  # columns of a step
 STEPS = COLUMNS // STEP  # of what weights are brought at a time
 WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
 MOST_SLOTS = 6  # steps of activations in shared memory
@@ -89,7 +85,8 @@ def int_gemm(
     names = tuple(sorted(weights[0]))
     shapes = tuple(weights[0][name].shape[3:] for name in names)
     tiles = weights[0]["words"].shape[1]
-    item_bytes = 4 * WEIGHT_SLOTS * sum(map(math.prod, shapes)) + bytes_of_scales(formats.get(format))
+    scale_bytes = half_weights.bytes_of_scales(formats.get(format))
+    item_bytes = 4 * WEIGHT_SLOTS * sum(map(math.prod, shapes)) + scale_bytes
     plan = plan or planned(m, tiles, len(weights), item_bytes, shared)
     blocks, tokens, slots, stored = plan
     wide = blocks // len(weights)  # blocks of neighbouring outputs
@@ -107,22 +104,14 @@ def int_gemm(
         format=format, names=names, shapes=shapes, plan=plan, grid=(rows, columns), matrices=len(weights),
         added=residual is not None,
     )  # fmt: skip
-    swizzled = lambda width: (  # noqa: E731
-        plgpu.TilingTransform((8, width)),
-        plgpu.SwizzleTransform(STEP_BYTES),
-    )
     scratch = {
-        "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(STEP)),
+        "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
         "weights_smem": {
             name: plgpu.SMEM((WEIGHT_SLOTS, 8 * blocks, *_shape_by_lanes(shape)), jnp.uint32)
             for name, shape in zip(names, shapes, strict=True)
         },
-        "decoded_smem": plgpu.SMEM(
-            (WARPGROUPS * blocks, 4, bytes_of_scales(formats.get(format)) // 4), jnp.float32
-        ),
-        "stage_smem": plgpu.SMEM(
-            (WARPGROUPS * STAGES, stored, 64), jnp.float32, transforms=swizzled(STEP_BYTES // 4)
-        ),
+        "decoded_smem": plgpu.SMEM((WARPGROUPS * blocks, 4, scale_bytes // 4), jnp.float32),
+        "stage_smem": plgpu.SMEM((WARPGROUPS * STAGES, stored, 64), jnp.float32, transforms=swizzled(4)),
         "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens), jnp.float32),
         "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "a_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
@@ -152,20 +141,21 @@ def planned(m: int, tiles: int, matrices: int, item_bytes: int, shared: int) -> 
     item_bytes  of shared memory that each tile of a block of threads takes
     """
 
-    def waste(blocks):
+    best = []
+    for blocks, tokens, cost in ((2, 128, 1.0), (1, 256, 1.02), (1, 128, 1.1)):
+        if blocks % matrices:
+            continue
         outputs = WARPGROUPS * 64 * blocks // matrices
         count = -(-m // tokens) * -(-tiles * ROWS // outputs)
-        return -(-count // SMS) * SMS * tokens * outputs / (m * tiles * ROWS)
-
-    tokens = 128
-    choices = {2: 1.0} if matrices == 2 else {2: 1.0, 1: 1.1}
-    blocks = min(choices, key=lambda blocks: waste(blocks) * choices[blocks])
-    room = shared - 2048 - 8 * blocks * item_bytes  # 2048: scales, barriers
-    for stored in (64, 32, 16):
-        slots = (room - WARPGROUPS * STAGES * stored * 64 * 4) // (tokens * STEP_BYTES)
-        if slots >= 4 or stored == 16:
-            return Plan(blocks, tokens, min(slots, MOST_SLOTS), stored)
-    raise AssertionError
+        waste = -(-count // SMS) * SMS * tokens * outputs / (m * tiles * ROWS)
+        room = shared - 2048 - 8 * blocks * item_bytes  # 2048: scales of tokens, barriers
+        for stored, least in ((64, 4), (32, 3), (16, 2)):
+            slots = (room - WARPGROUPS * STAGES * stored * 64 * 4) // (tokens * STEP_BYTES)
+            if slots >= least:
+                cost *= 1.2 if stored == 16 else 1.0
+                best.append((waste * cost, Plan(blocks, tokens, min(slots, MOST_SLOTS), stored)))
+                break
+    return min(best)[1]
 
 
 def _shape_by_lanes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -238,12 +228,14 @@ def _body(
                     plgpu.barrier_wait(weights_full.at[slot])
                     for block in range(blocks):
                         fields = {name: words_of(slot, block, name) for name in names}
-                        _scales(format, shapes, fields, scales_of(block))
+                        half_weights.put_scales(format, shapes, fields, scales_of(block))
                     for step in range(STEPS):
                         at = i * steps + item * STEPS + step
                         a_slot = lax.rem(at, slots)
                         for block in range(blocks):
-                            w = _decode(format, step, words_of(slot, block, "words"), scales_of(block))
+                            w = half_weights.operand(
+                                format, step, words_of(slot, block, "words"), scales_of(block)
+                            )
                             if block == 0:
                                 plgpu.barrier_wait(a_full.at[a_slot])
                             plgpu.wgmma(sums[block], w, a_smem.at[a_slot].transpose((1, 0)))
@@ -282,7 +274,7 @@ def _body(
                     plgpu.barrier_wait(stage_full.at[stage])
                 else:
                     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
-                _stage(
+                stage_results(
                     sums if matrices == 2 else [sums[block]],
                     scale_smem.at[scale_slot, pl.ds(first, stored)], stage_smem.at[stage], first, added,
                 )  # fmt: skip
@@ -302,8 +294,6 @@ def _body(
         @pl.loop(0, count)
         def _tile(i):
             token, tile = token_of(i), column_of(i) * tiles
-            # Nobody reads the scales that this overwrites: of the tile that they are of all weights were used,
-            # or there were no slot for this tile's.
 
             @pl.loop(0, items)
             def _item(item):
@@ -323,7 +313,7 @@ def _body(
                         )
 
                 @pl.when(item == 0)
-                def _scale():
+                def _scale():  # nobody reads what it overwrites: the tile after that one has been decoded
                     scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
                     plgpu.copy_gmem_to_smem(
                         scale_gmem.at[pl.ds(token, tokens)],
@@ -341,137 +331,3 @@ def _body(
 
                     where = (pl.ds(token, tokens), pl.ds((item * STEPS + step) * STEP, STEP))
                     plgpu.copy_gmem_to_smem(a_gmem.at[where], a_smem.at[a_slot], a_full.at[a_slot])
-
-
-def _scales(format: str, shapes, fields, target):
-    """Of one block's 256 columns all scales and minimums (int_phase.Unit), float32, to shared memory: `target`
-    [4 warps, bytes_of_scales / 4] has of each group, for each g, those of row g and those of row g + 8. Only
-    lanes of the warp that writes them read them."""
-    module = formats.get(format)
-    names = sorted(fields)
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(names)))
-    def scales(ctx, target, *refs):
-        warp, number, g, t = lane()
-        words = {
-            name: _words(ref, shape, warp, number)
-            for name, ref, shape in zip(names, refs, shapes, strict=True)
-        }
-        per_row = 4 * _kinds(module)  # bytes
-        at = _scales_of_warp(target, warp, module, g)
-        at = lanes.plus(at, lanes.scaled(lanes.to_integer(t), 2 * 16 * per_row))
-        for u, unit in enumerate(module.fragments(words, lanes.to_integer(number))):
-            kinds = [unit.scale] if unit.minimum is None else [unit.scale, unit.minimum]
-            for h in (0, 1):
-                values = [lanes.as_word(kind[r][h]) for r in (0, 1) for kind in kinds]
-                memory.store_shared(values, at, (8 * u + h) * 16 * per_row)
-        lanes.warp_barrier()
-
-    scales(target, *(fields[name] for name in names))
-
-
-def bytes_of_scales(module) -> int:
-    """Of 16 rows x 256 columns, as `_scales` puts them."""
-    return COLUMNS // module.GROUP * 16 * 4 * _kinds(module)
-
-
-def _kinds(module) -> int:
-    """Numbers of a group: 2 where something is subtracted from every weight, because codes are not signed."""
-    return 1 if module.SIGNED else 2
-
-
-def _scales_of_warp(scales, warp, module, g):
-    """Where a warp's begin, as i32, for rows g and g + 8."""
-    at = lanes.plus(memory.shared_address(scales), lanes.scaled(lanes.to_integer(warp), bytes_of_scales(module)))
-    return lanes.plus(at, lanes.scaled(lanes.to_integer(g), 2 * 4 * _kinds(module)))
-
-
-def _decode(format: str, step: int, words, scales):
-    """float16 [64, 64]: the weights of a step, as wgmma wants them."""
-    module = formats.get(format)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float16, layout=plgpu.Layout.WGMMA),
-    )
-    def decode(ctx, words, scales):
-        warp, number, g, _ = lane()
-        vectors = [
-            memory.load_words(4, words, [warp, lanes.index(v), arith.muli(number, lanes.index(4))])
-            for v in range(words.type.shape[1])
-        ]
-        pairs = step_pairs(module, step, vectors, _scales_of_warp(scales, warp, module, g))
-        halves = ir.VectorType.get((2,), ir.F16Type.get())
-        pairs = [llvm.bitcast(halves, pair) for pair in pairs]
-        return fragment(pairs, (64, 64), fragments.WGMMA_LAYOUT)
-
-    return decode(words, scales)
-
-
-def step_pairs(module, step: int, vectors: list, scales) -> list:
-    """A lane's pairs of float16 for the 64 columns of a step, in wgmma's order: for 8 positions at a time row
-    g, and row g + 8.
-
-    vectors  its words of the codes of 256 columns; of those of other steps nothing remains
-    scales   address of those of its rows
-    """
-    kinds = _kinds(module)
-    codes = module.codes(vectors)
-    out = []
-    for group in range(step * STEP // module.GROUP, (step + 1) * STEP // module.GROUP):
-        values = [lanes.as_real(v) for v in memory.load_shared(2 * kinds, scales, group * 16 * 4 * kinds)]
-        minimum = values[1::2] if kinds == 2 else None
-        decoded = half_weights.pairs(codes[group], module.SIGNED, values[::kinds], minimum)
-        out += [pair for rows in zip(*decoded, strict=True) for pair in rows]
-    return out
-
-
-def _words(ref, shape: tuple[int, ...], warp, number) -> list:
-    """What a lane has of a field of one tile: words, or vectors of four."""
-    if len(shape) == 1:  # a word for 32 / n neighbouring lanes
-        return [memory.load(ref, warp, arith.divui(number, lanes.index(32 // shape[0])))]
-    at = arith.muli(number, lanes.index(shape[-1]))
-    if len(shape) == 2:
-        return memory.load_words(shape[-1], ref, [warp, at])
-    return [memory.load_words(4, ref, [warp, lanes.index(v), at]) for v in range(shape[0])]
-
-
-def _stage(sums, scale, stage, first: int, added: bool):
-    """sums * scale (+ what is there), or the SwiGLU of two, transposed to `stage`, [tokens, 64], from token
-    `first` of the sums on. Swizzled, so that the lanes of a warp write to different banks."""
-    tokens = scale.shape[0]
-
-    @plgpu.inline_mgpu(
-        arg_types=(
-            plgpu.RefType(),
-            plgpu.RefType((plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(STEP_BYTES))),
-            (plgpu.Layout.WGMMA,) * len(sums),
-        )
-    )
-    def store(ctx, scale, stage, sums):
-        warp, _, g, t = map(lanes.to_integer, lane())
-        # Token 8 j + 2 t + e, output 16 warp + 8 r + g: tile (j, warp / 2) of 8 x 32, row 2 t + e of it, and
-        # of that row, in the swizzle, the 16 bytes whose number is xored with the row's.
-        base = lanes.plus(memory.shared_address(stage), lanes.scaled(lanes.quotient(warp, 2), 1024))
-        base = lanes.plus(base, lanes.scaled(lanes.remainder(g, 4), 4))
-        chunk = lanes.plus(lanes.scaled(lanes.remainder(warp, 2), 4), lanes.quotient(g, 4))
-        places = {}
-        for e in (0, 1):
-            row = lanes.plus(lanes.scaled(t, 2), e)
-            for r in (0, 1):
-                swizzled = arith.xori(lanes.plus(chunk, 2 * r), row)
-                places[e, r] = lanes.plus(base, lanes.scaled(row, 128), lanes.scaled(swizzled, 16))
-        values = [list(total.registers.flat) for total in sums]
-        at = lanes.to_index(lanes.scaled(t, 2))
-        for j in range(tokens // 8):
-            scales = memory.load_reals(2, scale, [lanes.behind(at, 8 * j)])
-            for e, s in enumerate(scales):
-                for r in (0, 1):
-                    y = [arith.mulf(lanes.element(v[2 * (first // 8 + j) + r], e), s) for v in values]
-                    out = y[0] if len(y) == 1 else arith.mulf(silu(y[0]), y[1])
-                    if added:
-                        (there,) = memory.load_shared(1, places[e, r], 2048 * j)
-                        out = arith.addf(out, lanes.as_real(there))
-                    memory.store_shared([lanes.as_word(out)], places[e, r], 2048 * j)
-
-    store(scale, stage, tuple(sums))
