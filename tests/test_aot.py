@@ -166,7 +166,8 @@ def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     def read(params, cache, tokens, lengths):
         return core.read(params, cache, tokens, lengths, config)
 
-    compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
+    with as_on_a_gpu((9, 0)):
+        compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
 
 

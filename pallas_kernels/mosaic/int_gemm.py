@@ -16,7 +16,7 @@ of the gate and the same 64 of the up projection) with `tokens` tokens. While th
 of weights, the next is decoded. What a tile gives leaves by TMA too, transposed on its way through shared
 memory, where the residual has been put before.
 """
-# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
 
 import functools
 import math
@@ -140,7 +140,6 @@ def planned(m: int, tiles: int, matrices: int, item_bytes: int, shared: int) -> 
     tiles       of 16 rows of a matrix
     item_bytes  of shared memory that each tile of a block of threads takes
     """
-
     best = []
     for blocks, tokens, cost in ((2, 128, 1.0), (1, 256, 1.02), (1, 128, 1.1)):
         if blocks % matrices:

@@ -1,4 +1,5 @@
 """What the kernels of many rows share: how lanes hold wgmma's operands and sums, and where the sums go."""
+# pyright: reportAbstractUsage=false, reportCallIssue=false
 
 import math
 
