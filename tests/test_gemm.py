@@ -35,7 +35,7 @@ def in_group_order(a: np.ndarray, group: int) -> np.ndarray:
     a = np.pad(a, [(0, 0), (0, -a.shape[1] % 256)])
     s, h, t, e = np.ogrid[: group // 16, :2, :4, :2]
     source = np.zeros(group, int)
-    source[16 * s + 8 * h + 2 * t + e] = group // 4 * t + 4 * s + 2 * h + e
+    source[16 * s + 8 * h + 2 * t + e] = group // 4 * t + 4 * s + h + 2 * e
     return a[:, (np.arange(0, a.shape[1], group)[:, None] + source).reshape(-1)]
 
 
@@ -105,11 +105,11 @@ def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
     fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
     module, shared = formats.get(format), 220 * 1024
     words = sum(math.prod(field.shape[2:]) for field in fields.values())
-    of_tile = 4 * int_gemm.WEIGHT_SLOTS * words + half_weights.bytes_of_scales(module)
+    of_tile = 4 * int_gemm.WEIGHT_SLOTS * words + matrices * half_weights.bytes_of_scales(module)
     blocks, tokens, slots, stored = int_gemm.planned(m, n // 16, matrices, of_tile, shared)
-    stages = 2 * int_gemm.STAGES * stored * 64 * 4
+    stages = 2 * int_gemm.STAGES * stored * 64 // matrices * 4
     assert 8 * blocks * of_tile + slots * tokens * 128 + stages + 3 * tokens * 4 + 256 <= shared
-    assert slots >= 2 and tokens % stored == 0 and blocks % matrices == 0
+    assert slots >= 2 and tokens % stored == 0
 
 
 def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():

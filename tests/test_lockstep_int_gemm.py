@@ -25,28 +25,42 @@ def launched(body, out, scratch, *operands):
     return np.asarray(kernel(*operands))
 
 
+EXACT = {"q4_0", "q4_1", "q8_0", "q2_0_g128", "ptq1_0", "tq1_0"}  # d, and m, are float16 in the file
+
+
+@pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize("format", INTEGER)
-def test_a_block_of_weights_is_the_definition_bit_for_bit_in_the_order_of_the_tensor_core(format):
+def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(format, matrices):
+    """Bit for bit where the file's scales are float16; else within their rounding and that of what is
+    subtracted, 2^-12 of each."""
     module = formats.get(format)
-    lead = (64, 256 // module.WEIGHTS)
-    w = QTensor(formats.random_fields(format, jax.random.key(0), lead, 0.0, 0.05), format, (64, 256))
-    fields = {name: np.asarray(field)[:, 0] for name, field in tile(w).fields.items()}
-    names = sorted(fields)
-    shapes = [fields[name].shape[1:] for name in names]
+    n = 64 // matrices
+    lead = (n, 256 // module.WEIGHTS)
+    w = [
+        QTensor(formats.random_fields(format, jax.random.key(i), lead, 0.0, 0.05), format, (n, 256))
+        for i in range(matrices)
+    ]
+    fields = [{name: np.asarray(field)[:, 0] for name, field in tile(v).fields.items()} for v in w]
+    names = sorted(fields[0])
+    shapes = [fields[0][name].shape[1:] for name in names]
     operands = [
-        fields[name].reshape(4, *int_gemm._shape_by_lanes(shape))
+        of[name].reshape(-1, *int_gemm._shape_by_lanes(shape))
+        for of in fields
         for name, shape in zip(names, shapes, strict=True)
     ]
 
     def body(*refs):
         *refs, out, scales = refs
-        by_name = dict(zip(names, refs, strict=True))
+        by_name = [
+            dict(zip(names, refs[i : i + len(names)], strict=True)) for i in range(0, len(refs), len(names))
+        ]
         half_weights.put_scales(format, shapes, by_name, scales)
+        half_weights.seen()
         warp, number, g, _ = wgmma.lane()
         at = half_weights.scales_of_warp(scales, warp, module, g)
-        vectors = half_weights.words_of(by_name["words"], fields["words"].shape[1:], warp, number)
+        vectors = half_weights.vectors_of([of["words"] for of in by_name], warp, number)
         for step in range(int_gemm.STEPS):
-            for i, pair in enumerate(half_weights.step_pairs(module, step, vectors, at)):
+            for i, pair in enumerate(half_weights.step_pairs(format, step, vectors, at)):
                 memory.store(pair, out, warp, number, lanes.index(step), lanes.index(i))
 
     with lockstep():
@@ -54,11 +68,18 @@ def test_a_block_of_weights_is_the_definition_bit_for_bit_in_the_order_of_the_te
         out = jax.ShapeDtypeStruct((4, 32, int_gemm.STEPS, 16), jnp.int32)
         held = launched(body, out, scratch, *operands)
     pairs = held.view(np.float16).reshape(4, 8, 4, int_gemm.STEPS, 8, 2, 2)  # warp, g, t, step, j, r, e
-    got = pairs.transpose(0, 5, 1, 3, 4, 2, 6).reshape(
-        64, 256
-    )  # row 16 warp + 8 r + g; 64 step + 8 j + 2 t + e
-    want = in_group_order(np.asarray(dequantize(w)).astype(np.float16), module.GROUP)
-    np.testing.assert_array_equal(got, want)
+    got = pairs.transpose(0, 5, 1, 3, 4, 2, 6)
+    # Row 16 warp + 8 r + g, or row 8 warp + g of matrix r; column 64 step + 8 j + 2 t + e.
+    got = got.reshape(1, 64, 256) if matrices == 1 else got.swapaxes(0, 1).reshape(2, 32, 256)
+    for v, mine in zip(w, got, strict=True):
+        want = in_group_order(np.asarray(dequantize(v)).astype(np.float16), module.GROUP)
+        if format in EXACT:
+            np.testing.assert_array_equal(mine, want)
+        else:
+            largest = np.abs(want.reshape(n, -1, module.GROUP)).max(axis=-1).repeat(module.GROUP, axis=-1)
+            error = np.abs(mine.astype(np.float32) - want.astype(np.float32))
+            assert (error <= 2**-9 * largest.astype(np.float32)).all()
+            assert np.linalg.norm(error) < 6e-4 * np.linalg.norm(want.astype(np.float32))
 
 
 @pytest.mark.parametrize(("matrices", "added"), [(1, False), (1, True), (2, False)])
@@ -67,15 +88,17 @@ def test_results_are_staged_transposed_and_swizzled(matrices, added):
     with the row's."""
     tokens, stored, first = 128, 64, 64
     rng = np.random.default_rng(0)
-    sums = rng.standard_normal((matrices, 64, tokens)).astype(np.float32)  # [matrix, output, token]
+    outputs = 64 // matrices
+    sums = rng.standard_normal((matrices, outputs, tokens)).astype(np.float32)  # [matrix, output, token]
     scale = (2.0 ** rng.integers(-3, 4, stored)).astype(np.float32)
-    before = rng.standard_normal((stored, 64)).astype(np.float32)
-    # lane 4 g + t of warp w: outputs 16 w + 8 r + g, tokens 8 j + 2 t + e
-    held = sums.reshape(matrices, 4, 2, 8, tokens // 8, 4, 2).transpose(1, 3, 5, 0, 4, 2, 6)
-    held = held.reshape(4, 32, matrices, tokens // 8 * 2, 2)
+    before = rng.standard_normal((stored, outputs)).astype(np.float32)
+    # lane 4 g + t of warp w: outputs 16 w + 8 r + g, or output 8 w + g of matrix r, tokens 8 j + 2 t + e
+    held = sums.reshape(4, 2, 8, -1) if matrices == 1 else sums.reshape(2, 4, 8, -1).swapaxes(0, 1)
+    held = held.reshape(4, 2, 8, tokens // 8, 4, 2).transpose(0, 2, 4, 3, 1, 5)
+    held = held.reshape(4, 32, tokens // 8 * 2, 2)
 
     def swizzled(x):
-        x = x.reshape(stored // 8, 8, 2, 8, 4)  # tile, row, half, 16 bytes, word
+        x = x.reshape(stored // 8, 8, outputs // 32, 8, 4)  # tile, row, half, 16 bytes, word
         rows, chunks = np.ogrid[:8, :8]
         return x.transpose(0, 2, 1, 3, 4)[:, :, rows, chunks ^ rows]
 
@@ -88,21 +111,18 @@ def test_results_are_staged_transposed_and_swizzled(matrices, added):
             memory.store(memory.load(before, at), stage, at)
         lanes.block_barrier()
         values = [
-            [
-                memory.load_stored(2, held, [warp, number, *map(lanes.index, (matrix, i, 0))])
-                for i in range(tokens // 8 * 2)
-            ]
-            for matrix in range(matrices)
+            memory.load_stored(2, held, [warp, number, *map(lanes.index, (i, 0))])
+            for i in range(tokens // 8 * 2)
         ]
-        fragments = [SimpleNamespace(registers=np.array([*of, None], object)[:-1]) for of in values]
-        wgmma.stored_by_lane(fragments, scale, stage, stored, first, added)
+        fragments = SimpleNamespace(registers=np.array([*values, None], object)[:-1])
+        wgmma.stored_by_lane(fragments, scale, stage, stored, first, matrices, added)
         lanes.block_barrier()
         for at in where:
             memory.store(memory.load(stage, at), out, at)
 
     with lockstep():
-        flat = jax.ShapeDtypeStruct((stored * 64,), jnp.float32)
-        scratch = [plgpu.SMEM((stored * 64,), jnp.float32)]
+        flat = jax.ShapeDtypeStruct((stored * outputs,), jnp.float32)
+        scratch = [plgpu.SMEM((stored * outputs,), jnp.float32)]
         got = launched(body, flat, scratch, held, scale, swizzled(before).reshape(-1))
     y = sums[:, :, first : first + stored] * scale
     y = y[0] if matrices == 1 else y[0] / (1 + np.exp(-y[0])) * y[1]

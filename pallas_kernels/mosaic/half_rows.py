@@ -7,8 +7,8 @@ s brings a row's largest |a| into [1, 2). A block of threads has a row in its re
 once; XLA reads it for its largest, and again to round it.
 
 A lane writes 16 bytes at a time, 8 neighbouring places of a row. In the order of columns they are 8
-neighbouring columns. In the order of int_gemm.py they are four pairs of neighbours: the lanes that write a
-group have 32 (or 16) neighbouring bytes of each load, so that nothing is read twice or exchanged.
+neighbouring columns. In the order of int_gemm.py they are four pairs, each two of four neighbours: two lanes
+load the same, and each keeps its half of it.
 """
 
 import functools
@@ -157,11 +157,14 @@ def _load(ref, index, piece) -> list:
 
 
 def _load_apart(ref, index, piece, group: int) -> list:
-    """A piece of int_gemm's order: piece q of a group has columns 2 q and 2 q + 1 of each quarter of it."""
+    """A piece of int_gemm's order: piece 2 s + h of a group has columns 4 s + h and 4 s + h + 2 of each
+    quarter of it."""
     of_group = group // WIDTH
     number, q = lanes.quotient(piece, of_group), lanes.remainder(piece, of_group)
-    start = lanes.to_index(lanes.plus(lanes.scaled(number, group), lanes.scaled(q, 2)))
-    return [
-        v for t in range(4)
-        for v in memory.load_reals(2, ref, [index, lanes.behind(start, group // 4 * t)])
-    ]  # fmt: skip
+    start = lanes.plus(lanes.scaled(number, group), lanes.scaled(lanes.quotient(q, 2), 4))
+    second = lanes.is_equal(lanes.remainder(q, 2), lanes.integer(1))
+    values = []
+    for t in range(4):
+        four = memory.load_reals(4, ref, [index, lanes.behind(lanes.to_index(start), group // 4 * t)])
+        values += [arith.select(second, four[i + 1], four[i]) for i in (0, 2)]
+    return values

@@ -7,8 +7,13 @@ The codes become float32 by their place in 2^23 + q, without a conversion. Produ
 bits) wherever something is subtracted from them, so the values are those of the format's `dequantize`, bit
 for bit.
 
-As wgmma's first operand they are 64 rows x 64 columns at a time, of which each warp has a tile of 16 rows;
-the order of columns is int_gemm's.
+As wgmma's first operand (`operand`) they are 64 rows x 64 columns at a time, of which each warp has 16; the
+order of columns is int_gemm's. There every instruction counts, and two weights are decoded at a time:
+
+    w = q s - m in float16, rounded once, with s and m rounded to float16 before
+
+The codes become float16 by their place in 2^10 + q. Where d, or d and m, are float16 in the file, the values
+are still the definition's; of others (Q4_K, Q5_K, Q6_K) they are within about 2^-11 of it.
 """
 # pyright: reportAbstractUsage=false, reportCallIssue=false
 
@@ -51,35 +56,120 @@ def of_group(values: list, j: int, lane) -> list:
     return [lanes.as_real(lanes.from_quad(lanes.as_word(row[j % 2]), lane, j // 2)) for row in values]
 
 
-def put_scales(format: str, shapes, fields, target):
+def put_scales(format: str, shapes, matrices, target):
     """All scales and minimums of 64 rows x 256 columns to shared memory, for `operand`.
 
-    shapes, fields  of the weights, by name in sorted order: a tile's as the format has them; refs of 4 tiles
-                    as they stand (lanes and their words in one axis)
-    target          float32 [4 warps, bytes_of_scales / 4]: of each group, for each g, those of rows g and
-                    g + 8. Only the warp that writes them reads them
+    shapes    of the weights, by name in sorted order: a tile's as the format has them
+    matrices  fields by name: refs of tiles as they stand (lanes and their words in one axis), 4 of one
+              matrix, or 2 of each of two
+    target    float32 [4 warps, bytes_of_scales / 4]: of each group, for each g, those of a warp's rows g and
+              g + 8: a pair of the same float16 each, minimums negative
+
+    With one matrix only the warp that writes them reads them; with two `seen` comes between.
     """
     module = formats.get(format)
-    names = sorted(fields)
+    names = sorted(matrices[0])
+    kinds = _kinds(module)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(names)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(matrices) * len(names)))
     def scales(ctx, target, *refs):
         warp, number, g, t = lane()
-        words = {
-            name: words_of(ref, shape, warp, number)
-            for name, ref, shape in zip(names, refs, shapes, strict=True)
-        }
-        per_row = 4 * _kinds(module)  # bytes
-        at = scales_of_warp(target, warp, module, g)
-        at = lanes.plus(at, lanes.scaled(lanes.to_integer(t), 2 * 16 * per_row))
-        for u, unit in enumerate(module.fragments(words, lanes.to_integer(number))):
-            kinds = [unit.scale] if unit.minimum is None else [unit.scale, unit.minimum]
-            for h in (0, 1):
-                values = [lanes.as_word(kind[r][h]) for r in (0, 1) for kind in kinds]
-                memory.store_shared(values, at, (8 * u + h) * 16 * per_row)
-        lanes.warp_barrier()
+        fields = [dict(zip(names, refs[i:], strict=False)) for i in range(0, len(refs), len(names))]
+        warp = lanes.to_integer(warp)
+        if len(fields) == 1:
+            (chosen,), tile = fields, lanes.to_index(warp)
+        else:  # warps 2 i and 2 i + 1 decode tile i, of one matrix each
+            chosen = fields[0]
+            tile = lanes.to_index(lanes.quotient(warp, 2))
+        second = lanes.is_equal(lanes.remainder(warp, 2), lanes.integer(1))
+        words = {}
+        for name, shape in zip(names, shapes, strict=True):
+            words[name] = words_of(chosen[name], shape, tile, number)
+            if len(fields) == 2 and name != "words":  # the codes are no matter here: they are left out
+                other = words_of(fields[1][name], shape, tile, number)
+                words[name] = _either(second, other, words[name])
+        values = _scale_pairs(format, module, words, number)
+        at = lanes.plus(
+            memory.shared_address(target),
+            lanes.scaled(lanes.to_integer(g), 8 * kinds),
+            lanes.scaled(lanes.to_integer(t), 2 * 64 * kinds),
+        )
+        region = bytes_of_scales(module)
+        if len(fields) == 1:
+            at = lanes.plus(at, lanes.scaled(warp, region))
+        else:
+            at = lanes.plus(
+                at, lanes.scaled(lanes.quotient(warp, 2), 2 * region),
+                lanes.scaled(lanes.remainder(warp, 2), 4 * kinds),
+            )  # fmt: skip
+        for j, (low, high) in enumerate(values):
+            u, h = divmod(j, 2)
+            there = (8 * u + h) * 64 * kinds
+            if len(fields) == 1:
+                memory.store_shared(low + high, at, there)
+            else:
+                memory.store_shared(low, at, there)
+                memory.store_shared(high, at, there + region)
+        if len(fields) == 1:
+            lanes.warp_barrier()
 
-    scales(target, *(fields[name] for name in names))
+    scales(target, *(fields[name] for fields in matrices for name in names))
+
+
+def seen():
+    """What other warps of the warpgroup have put is there."""
+
+    @plgpu.inline_mgpu(arg_types=())
+    def barrier(ctx):
+        lanes.warpgroup_barrier()
+
+    barrier()
+
+
+def _either(condition, a, b):
+    """Of words, or vectors of words."""
+    if isinstance(a, list):
+        return [_either(condition, x, y) for x, y in zip(a, b, strict=True)]
+    return arith.select(condition, a, b)
+
+
+def _scale_pairs(format: str, module, words, number) -> list:
+    """Of a lane's groups 2 t and 2 t + 1 of each unit: (of row g, of row g + 8), each [scale] or [scale,
+    -minimum], of a code as an integer."""
+    if format in UNITS:
+        return _packed_scales(words["scales"])
+    out = []
+    for unit in module.fragments(words, lanes.to_integer(number)):
+        for h in (0, 1):
+            rows = []
+            for r in (0, 1):
+                scale = unit.scale[r][h]
+                if h and _nibbles(module, words["words"]):
+                    scale = arith.mulf(scale, lanes.real(16))
+                row = [lanes.half_pair(scale, scale)]
+                if unit.minimum is not None:
+                    less = arith.negf(unit.minimum[r][h])
+                    row.append(lanes.half_pair(less, less))
+                rows.append(row)
+            out.append(rows)
+    return out
+
+
+def _packed_scales(words) -> list:
+    """Q4_K's and Q5_K's (tile_scales_mins there has the picture), all in float16: (1024 + sc) d - 1024 d is
+    rounded once."""
+    own = lanes.bytes_of(words[0], words[1], 0x7373)  # this lane's float16, twice
+    d = [lanes.of_quad(own, i) for i in range(4)]  # d and dmin of row g, of row g + 8
+    less = [lanes.half_times(v, lanes.half_twice(sign * 1024)) for v, sign in zip(d, (-1, 1) * 2, strict=True)]
+    d = [lanes.half_times(v, lanes.half_twice(-1)) if i % 2 else v for i, v in enumerate(d)]
+    out = [([], []), ([], [])]
+    for kind, word in enumerate(words):
+        for r in (0, 1):
+            for h in (0, 1):
+                code = lanes.halves_of_code(lanes.shifted_right(word, 12 * r + 6 * h), 0x3F)
+                i = 2 * r + kind
+                out[h][r].append(lanes.half_fma(lanes.low_twice(code), d[i], less[i]))
+    return out
 
 
 def bytes_of_scales(module) -> int:
@@ -92,6 +182,14 @@ def _kinds(module) -> int:
     return 1 if module.SIGNED else 2
 
 
+UNITS = {"q4_k": 1, "q5_k": 8}  # what a code is multiplied by in its byte, where `_packed_scales` leaves it out
+
+
+def _nibbles(module, vectors) -> bool:
+    """Whether words are tiles.nibble_words: 4 bits a weight."""
+    return 2 * len(vectors) == COLUMNS // module.GROUP
+
+
 def scales_of_warp(scales, warp, module, g):
     """Where a warp's begin, as i32, for rows g and g + 8."""
     at = lanes.plus(
@@ -100,47 +198,86 @@ def scales_of_warp(scales, warp, module, g):
     return lanes.plus(at, lanes.scaled(lanes.to_integer(g), 2 * 4 * _kinds(module)))
 
 
-def operand(format: str, step: int, words, scales):
+def operand(format: str, step: int, matrices, scales):
     """float16 [64, 64]: the weights of a step of 64 columns, as wgmma wants them.
 
-    words   ref of the codes of 4 tiles of 256 columns
-    scales  what `put_scales` made of them
+    matrices  refs of the codes of 256 columns: of 4 tiles of one matrix; or of 2 tiles of each of two, and
+              then warp w has of tile w / 2 rows 8 (w % 2) + g, as its row g of the first matrix, as its row
+              g + 8 of the second
+    scales    what `put_scales` made of them
     """
     module = formats.get(format)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        arg_types=(plgpu.RefType(),) * (1 + len(matrices)),
         return_type=plgpu.ShapeDtypeStruct((64, STEP), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
-    def decode(ctx, words, scales):
+    def decode(ctx, scales, *matrices):
         warp, number, g, _ = lane()
-        vectors = [
-            memory.load_words(4, words, [warp, lanes.index(v), arith.muli(number, lanes.index(4))])
-            for v in range(words.type.shape[1])
-        ]
+        vectors = vectors_of(matrices, warp, number)
         at = scales_of_warp(scales, warp, module, g)
         halves = ir.VectorType.get((2,), ir.F16Type.get())
-        held = [llvm.bitcast(halves, pair) for pair in step_pairs(module, step, vectors, at)]
+        held = [llvm.bitcast(halves, pair) for pair in step_pairs(format, step, vectors, at)]
         return fragment(held, (64, STEP), fragments.WGMMA_LAYOUT)
 
-    return decode(words, scales)
+    return decode(scales, *matrices)
 
 
-def step_pairs(module, step: int, vectors: list, scales) -> list:
+def vectors_of(matrices, warp, number) -> list:
+    """A lane's words of the codes of 256 columns, by four: of rows g, g + 8, g, g + 8."""
+    shape = (matrices[0].type.shape[1], 32, 4)
+    if len(matrices) == 1:
+        return words_of(matrices[0], shape, warp, number)
+    warp = lanes.to_integer(warp)
+    tile = lanes.to_index(lanes.quotient(warp, 2))
+    second = lanes.is_equal(lanes.remainder(warp, 2), lanes.integer(1))
+    both = [words_of(ref, shape, tile, number) for ref in matrices]
+    return [
+        [arith.select(second, of[i + 1], of[i]) for i in (0, 2) for of in pair]
+        for pair in zip(*both, strict=True)
+    ]
+
+
+def step_pairs(format: str, step: int, vectors: list, scales) -> list:
     """A lane's pairs of float16 for the 64 columns of a step, in wgmma's order: for 8 positions at a time row
     g, and row g + 8.
 
     vectors  its words of the codes of 256 columns; of those of other steps nothing remains
     scales   address of those of its rows
     """
+    module = formats.get(format)
     kinds = _kinds(module)
-    of_groups, out = module.group_bytes(vectors), []
+    nibbles = _nibbles(module, vectors)
+    of_groups, out = [] if nibbles else module.group_bytes(vectors), []
     for group in range(step * STEP // module.GROUP, (step + 1) * STEP // module.GROUP):
-        values = [lanes.as_real(v) for v in memory.load_shared(2 * kinds, scales, group * 16 * 4 * kinds)]
-        minimum = values[1::2] if kinds == 2 else None
-        decoded = pairs(of_groups[group], module.SIGNED, values[::kinds], minimum)
-        out += [pair for rows in zip(*decoded, strict=True) for pair in rows]
+        if nibbles:
+            unit, words = 16 ** (group % 2), vectors[group // 2]
+            codes = [_code_pairs(word, 0xF * unit) for word in words]
+        else:
+            unit, words = UNITS.get(format, 1), of_groups[group]
+            if module.SIGNED:
+                words = [arith.xori(word, lanes.integer(0x80808080)) for word in words]
+            codes = [_code_pairs(word, 0xFF) for word in words]
+        values = memory.load_shared(2 * kinds, scales, group * 16 * 4 * kinds)
+        base = -1024 / unit - 128 * module.SIGNED
+        for i in range(0, len(codes), 2):
+            for pair in zip(*codes[i : i + 2], strict=True):
+                for r, code in enumerate(pair):
+                    if unit == 1:
+                        code = lanes.half_less(code, lanes.half_twice(-base))
+                    else:
+                        code = lanes.half_fma(code, lanes.half_twice(1 / unit), lanes.half_twice(base))
+                    if kinds == 1:
+                        out.append(lanes.half_times(code, values[r]))
+                    else:
+                        out.append(lanes.half_fma(code, values[2 * r], values[2 * r + 1]))
     return out
+
+
+def _code_pairs(word, mask: int) -> list:
+    """1024 + the bits `mask` of bytes 0 and 2 of a word, and of bytes 1 and 3."""
+    mask *= 0x10001
+    return [lanes.halves_of_code(lanes.shifted_right(word, right), mask) for right in (0, 8)]
 
 
 def words_of(ref, shape: tuple[int, ...], warp, number) -> list:

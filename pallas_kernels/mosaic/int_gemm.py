@@ -4,15 +4,17 @@ wgmma takes its first operand from registers, 64 rows x 16 columns at a time, an
 of it rows 16 w + g and 16 w + g + 8 and the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In the layout of int_gemv
 (pallas_kernels/tiles.py) the same lane has of each group the columns (group / 4) t .. of the same rows. The
 order of columns within a group is free, as long as the activations follow it, so every lane decodes its own
-words for itself, to the float16 that dense.py writes, and nothing but scales is exchanged:
+words for itself, bytes 0 and 2 of each and then 1 and 3 (half_weights.py), and nothing but scales is
+exchanged:
 
-    position 16 s + 8 h + 2 t + e of a group of 32  <-  column 8 t + 4 s + 2 h + e,   s, h, e = 0, 1
-    position        8 h + 2 t + e of a group of 16  <-  column 4 t       + 2 h + e
+    position 16 s + 8 h + 2 t + e of a group of 32  <-  column 8 t + 4 s + h + 2 e,   s, h, e = 0, 1
+    position        8 h + 2 t + e of a group of 16  <-  column 4 t       + h + 2 e
 
 Weights are the first operand because they come from registers, so a tile of the product is outputs x tokens.
 Blocks of threads are persistent. Of three warpgroups one brings activations (float16, 64 columns at a time)
-and weights as they are packed (256 columns) by TMA; two multiply, each `blocks` x 64 outputs (for SwiGLU 64
-of the gate and the same 64 of the up projection) with `tokens` tokens. While the tensor cores have one block
+and weights as they are packed (256 columns) by TMA; two multiply, each `blocks` x 64 rows of weights with
+`tokens` tokens. For SwiGLU 32 of 64 rows are the gate's, and 32 the same of the up projection: rows g and
+g + 8 of a lane, so that it has both of an output. While the tensor cores have one block
 of weights, the next is decoded. What a tile gives leaves by TMA too, transposed on its way through shared
 memory, where the residual has been put before.
 """
@@ -35,14 +37,13 @@ from pallas_kernels.tiles import COLUMNS, ROWS
 
 STEPS = COLUMNS // STEP  # of what weights are brought at a time
 WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
-MOST_SLOTS = 6  # steps of activations in shared memory
 STAGES = 2  # of a warpgroup's results on their way out
 
 
 class Plan(NamedTuple):
     """What a block of threads does at a time.
 
-    blocks   of 64 outputs that a warpgroup has; for SwiGLU the first of the gate, the second of up
+    blocks   of 64 rows of weights that a warpgroup has
     tokens   of a tile
     slots    steps of activations in shared memory
     stored   tokens of a block that go out at a time
@@ -86,11 +87,11 @@ def int_gemm(
     shapes = tuple(weights[0][name].shape[3:] for name in names)
     tiles = weights[0]["words"].shape[1]
     scale_bytes = half_weights.bytes_of_scales(formats.get(format))
-    item_bytes = 4 * WEIGHT_SLOTS * sum(map(math.prod, shapes)) + scale_bytes
+    item_bytes = 4 * WEIGHT_SLOTS * sum(map(math.prod, shapes)) + len(weights) * scale_bytes
     plan = plan or planned(m, tiles, len(weights), item_bytes, shared)
     blocks, tokens, slots, stored = plan
-    wide = blocks // len(weights)  # blocks of neighbouring outputs
-    rows, columns = -(-m // tokens), -(-tiles * ROWS // (WARPGROUPS * 64 * wide))
+    outputs = 64 // len(weights)  # of a block
+    rows, columns = -(-m // tokens), -(-tiles * ROWS // (WARPGROUPS * blocks * outputs))
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     whole = (m + -m % 8, n + -n % 32)
@@ -110,8 +111,8 @@ def int_gemm(
             name: plgpu.SMEM((WEIGHT_SLOTS, 8 * blocks, *_shape_by_lanes(shape)), jnp.uint32)
             for name, shape in zip(names, shapes, strict=True)
         },
-        "decoded_smem": plgpu.SMEM((WARPGROUPS * blocks, 4, scale_bytes // 4), jnp.float32),
-        "stage_smem": plgpu.SMEM((WARPGROUPS * STAGES, stored, 64), jnp.float32, transforms=swizzled(4)),
+        "decoded_smem": plgpu.SMEM((len(weights), WARPGROUPS * blocks, 4, scale_bytes // 4), jnp.float32),
+        "stage_smem": plgpu.SMEM((WARPGROUPS * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
         "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens), jnp.float32),
         "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "a_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
@@ -141,18 +142,16 @@ def planned(m: int, tiles: int, matrices: int, item_bytes: int, shared: int) -> 
     item_bytes  of shared memory that each tile of a block of threads takes
     """
     best = []
-    for blocks, tokens, cost in ((2, 128, 1.0), (1, 256, 1.02), (1, 128, 1.1)):
-        if blocks % matrices:
-            continue
+    for blocks, tokens, cost in ((1, 256, 1.0), (2, 128, 1.15), (1, 128, 1.3)):
         outputs = WARPGROUPS * 64 * blocks // matrices
         count = -(-m // tokens) * -(-tiles * ROWS // outputs)
         waste = -(-count // SMS) * SMS * tokens * outputs / (m * tiles * ROWS)
         room = shared - 2048 - 8 * blocks * item_bytes  # 2048: scales of tokens, barriers
-        for stored, least in ((64, 4), (32, 3), (16, 2)):
-            slots = (room - WARPGROUPS * STAGES * stored * 64 * 4) // (tokens * STEP_BYTES)
+        for stored, least in ((64, STEPS), (32, STEPS), (32, 3), (16, 2)):
+            slots = (room - WARPGROUPS * STAGES * stored * 64 // matrices * 4) // (tokens * STEP_BYTES)
             if slots >= least:
-                cost *= 1.2 if stored == 16 else 1.0
-                best.append((waste * cost, Plan(blocks, tokens, min(slots, MOST_SLOTS), stored)))
+                cost *= 1 if slots >= STEPS else 1.2
+                best.append((waste * cost, Plan(blocks, tokens, min(slots, STEPS), stored)))
                 break
     return min(best)[1]
 
@@ -180,8 +179,8 @@ def _body(
     rows, columns = grid
     items = weights[0]["words"].shape[2]
     steps = STEPS * items
-    wide = blocks // matrices
-    tiles = 8 * wide  # of a matrix in a tile of the product
+    tiles = 8 * blocks // matrices  # of a matrix in a tile of the product
+    outputs = 64 // matrices  # of a block
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     sms = min(SMS, rows * columns)
     count = lax.div(rows * columns - sm + sms - 1, sms)  # tiles of the product for this block
@@ -196,12 +195,12 @@ def _body(
     def _multiply():
         plgpu.set_max_registers(232, action="increase")  # 2 x 232 + 40 <= 512: more would wait forever
         # What of a tile's results leaves together: (block, first token).
-        parts = [(block, first) for block in range(wide) for first in range(0, tokens, stored)]
+        parts = [(block, first) for block in range(blocks) for first in range(0, tokens, stored)]
 
         def place(i, part):
             block, first = parts[part]
-            output = (column_of(i) * WARPGROUPS + warpgroup) * wide * 64 + block * 64
-            return pl.ds(token_of(i) + first, stored), pl.ds(output, 64)
+            output = ((column_of(i) * WARPGROUPS + warpgroup) * blocks + block) * outputs
+            return pl.ds(token_of(i) + first, stored), pl.ds(output, outputs)
 
         def bring_residual(i, part):
             stage = warpgroup * STAGES + part % STAGES
@@ -210,11 +209,15 @@ def _body(
             )
 
         def words_of(slot, block, name):
-            first = (block * tiles if matrices == 2 else block * 4) + warpgroup * 4 * wide
-            return weights_smem[name].at[slot, pl.ds(first, 4)]
+            """Of each matrix its tiles of a block."""
+            own = 4 // matrices
+            first = (warpgroup * blocks + block) * own
+            return [weights_smem[name].at[slot, pl.ds(m * tiles + first, own)] for m in range(matrices)]
 
-        def scales_of(block):
-            return decoded_smem.at[warpgroup * blocks + block]
+        def scales_of(slot, block):
+            """With two matrices a warp's are for another too, which may still want those of the item
+            before."""
+            return decoded_smem.at[slot if matrices == 2 else 0, warpgroup * blocks + block]
 
         def products(i):
             """The products of a tile, without their scales."""
@@ -226,21 +229,24 @@ def _body(
                     slot = lax.rem(at_weights, WEIGHT_SLOTS)
                     plgpu.barrier_wait(weights_full.at[slot])
                     for block in range(blocks):
-                        fields = {name: words_of(slot, block, name) for name in names}
-                        half_weights.put_scales(format, shapes, fields, scales_of(block))
+                        of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
+                        fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
+                        half_weights.put_scales(format, shapes, fields, scales_of(slot, block))
+                    if matrices == 2:
+                        half_weights.seen()
                     for step in range(STEPS):
                         at = i * steps + item * STEPS + step
-                        a_slot = lax.rem(at, slots)
+                        a_slot = step if slots == STEPS else lax.rem(at, slots)
                         for block in range(blocks):
                             w = half_weights.operand(
-                                format, step, words_of(slot, block, "words"), scales_of(block)
+                                format, step, words_of(slot, block, "words"), scales_of(slot, block)
                             )
                             if block == 0:
                                 plgpu.barrier_wait(a_full.at[a_slot])
                             plgpu.wgmma(sums[block], w, a_smem.at[a_slot].transpose((1, 0)))
                             plgpu.wgmma_wait(1)  # the one before: its registers and its slot are free
                             if block == 0:
-                                before = lax.rem(at + slots - 1, slots)
+                                before = (step - 1) % STEPS if slots == STEPS else lax.rem(at + slots - 1, slots)
                                 if step:
                                     plgpu.barrier_arrive(a_free.at[before])
                                 else:
@@ -274,8 +280,8 @@ def _body(
                 else:
                     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
                 stage_results(
-                    sums if matrices == 2 else [sums[block]],
-                    scale_smem.at[scale_slot, pl.ds(first, stored)], stage_smem.at[stage], first, added,
+                    sums[block], scale_smem.at[scale_slot, pl.ds(first, stored)], stage_smem.at[stage],
+                    first, matrices, added,
                 )  # fmt: skip
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[place(i, part)])
@@ -322,7 +328,7 @@ def _body(
 
                 for step in range(STEPS):
                     at = i * steps + item * STEPS + step
-                    a_slot = lax.rem(at, slots)
+                    a_slot = step if slots == STEPS else lax.rem(at, slots)
 
                     @pl.when(at >= slots)
                     def _wait(a_slot=a_slot):

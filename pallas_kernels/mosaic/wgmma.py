@@ -44,48 +44,51 @@ def fragment(registers, shape, layout, signed=None):
     return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)
 
 
-def stage_results(sums, scale, stage, first: int, added: bool):
-    """sums * scale (+ what is there), or the SwiGLU of two, transposed to shared memory for TMA.
+def stage_results(sums, scale, stage, first: int, matrices: int, added: bool):
+    """sums * scale (+ what is there), or the SwiGLU of its rows, transposed to shared memory for TMA.
 
-    sums   float32 [64 outputs, all tokens] in wgmma's layout, one array or two
+    sums   float32 [64 rows, all tokens] in wgmma's layout: 64 outputs; or, with two matrices, of 8 outputs
+           of each warp the gate, and then up
     scale  ref of the scales of some tokens, `first` the first of them
-    stage  ref of float32 [those tokens, 64], with the transforms `swizzled`
+    stage  ref of float32 [those tokens, 64 / matrices], with the transforms `swizzled`
     """
     stored = scale.shape[0]
-    types = (plgpu.RefType(), plgpu.RefType(swizzled(4)), (plgpu.Layout.WGMMA,) * len(sums))
+    types = (plgpu.RefType(), plgpu.RefType(swizzled(4)), plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=types)
     def store(ctx, scale, stage, sums):
-        stored_by_lane(sums, scale, stage, stored, first, added)
+        stored_by_lane(sums, scale, stage, stored, first, matrices, added)
 
-    store(scale, stage, tuple(sums))
+    store(scale, stage, sums)
 
 
-def stored_by_lane(sums, scale, stage, stored: int, first: int, added: bool):
+def stored_by_lane(sums, scale, stage, stored: int, first: int, matrices: int, added: bool):
     """`stage_results` for one lane. It has the tokens 8 j + 2 t + e of the outputs 16 warp + 8 r + g: of tile
-    (j, warp / 2), of 8 x 32, in row 2 t + e. Of a row's pieces of 16 bytes the swizzle puts number i in place
+    (j, warp / 2), of 8 x 32, in row 2 t + e. With two matrices: of the outputs 8 warp + g, in tile j. Of a row's pieces of 16 bytes the swizzle puts number i in place
     i xor row, so that the lanes of a warp write to different banks."""
     warp, _, g, t = map(lanes.to_integer, lane())
-    base = lanes.plus(
-        memory.shared_address(stage),
-        lanes.scaled(lanes.quotient(warp, 2), 8 * STEP_BYTES),
-        lanes.scaled(lanes.remainder(g, 4), 4),
-    )
-    piece = lanes.plus(lanes.scaled(lanes.remainder(warp, 2), 4), lanes.quotient(g, 4))
+    base = lanes.plus(memory.shared_address(stage), lanes.scaled(lanes.remainder(g, 4), 4))
+    per_warp = 4 // matrices  # pieces
+    if matrices == 1:
+        base = lanes.plus(base, lanes.scaled(lanes.quotient(warp, 2), 8 * STEP_BYTES))
+        warp = lanes.remainder(warp, 2)
+    piece = lanes.plus(lanes.scaled(warp, per_warp), lanes.quotient(g, 4))
     places = {}
     for e in (0, 1):
         row = lanes.plus(lanes.scaled(t, 2), e)
-        for r in (0, 1):
+        for r in range(2 // matrices):
             swizzled = arith.xori(lanes.plus(piece, 2 * r), row)
             places[e, r] = lanes.plus(base, lanes.scaled(row, STEP_BYTES), lanes.scaled(swizzled, 16))
-    values = [list(total.registers.flat) for total in sums]
+    values = list(sums.registers.flat)
     two_t = lanes.to_index(lanes.scaled(t, 2))
     for j in range(stored // 8):
-        at = 2 * 8 * STEP_BYTES * j  # a row of tiles behind the one before
+        at = 2 // matrices * 8 * STEP_BYTES * j  # a row of tiles behind the one before
+        rows = values[2 * (first // 8 + j) :][:2]
         for e, s in enumerate(memory.load_reals(2, scale, [lanes.behind(two_t, 8 * j)])):
-            for r in (0, 1):
-                y = [arith.mulf(lanes.element(v[2 * (first // 8 + j) + r], e), s) for v in values]
-                out = y[0] if len(y) == 1 else arith.mulf(silu(y[0]), y[1])
+            y = [arith.mulf(lanes.element(v, e), s) for v in rows]
+            if matrices == 2:
+                y = [arith.mulf(silu(y[0]), y[1])]
+            for r, out in enumerate(y):
                 if added:
                     (there,) = memory.load_shared(1, places[e, r], at)
                     out = arith.addf(out, lanes.as_real(there))

@@ -77,6 +77,25 @@ def _rotate(machine, match, word, by):
     return i32(twice << by & 0xFFFFFFFF | twice >> (32 - by))
 
 
+@instruction(r"prmt\.b32 \$0, \$1, \$1, 0x1010")
+def _low_twice(machine, match, word):
+    return i32((unsigned(word).astype(np.int64) & 0xFFFF) * 0x10001)
+
+
+@instruction(r"(sub|mul|fma)\.rn\.f16x2")
+def _halves(machine, match, *operands):
+    """The low halves and the high ones; products are exact in float64, and are rounded once."""
+    parts = []
+    for shift in (0, 16):
+        a, b, *c = (
+            (unsigned(v).astype(np.int64) >> shift & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
+            for v in operands
+        )
+        y = {"sub": lambda: a - b, "mul": lambda: a * b, "fma": lambda: a * b + c[0]}[match[1]]()
+        parts.append(np.asarray(y.astype(np.float16)).view(np.uint16).astype(np.int64))
+    return i32(parts[1] << 16 | parts[0])
+
+
 @instruction(r"lop3\.b32 \$0, \$1, \$2, \$3, (\w+)")
 def _logic(machine, match, a, b, c):
     table, out = int(match[1], 0), 0
@@ -129,6 +148,13 @@ def _reduce(machine, match, word):
     return i32(np.repeat(words, 32))
 
 
+@instruction(r"shfl\.sync\.idx\.b32 \$0, \$1, (\d), 0x1c1f, 0xffffffff")
+def _of_quad(machine, match, word):
+    machine.whole_warps()
+    words = _lanes(machine, word)
+    return i32(words[:, (np.arange(32) & 28) + int(match[1])].reshape(-1))
+
+
 @instruction(r"shfl\.sync\.idx\.b32 \$0, \$1, \$2, 31, 0xffffffff")
 def _from_lane(machine, match, word, lane):
     machine.whole_warps()
@@ -142,6 +168,11 @@ def butterfly(machine: Machine, x: Value, distance: int) -> Value:
 
 @instruction(r"^bar\.warp\.sync 0xffffffff")
 def _warp_barrier(machine, match):
+    machine.whole_warps()
+
+
+@instruction(r"^bar\.sync \$0, 128")
+def _warpgroup_barrier(machine, match, number):
     machine.whole_warps()
 
 
