@@ -73,7 +73,7 @@ def put_scales(format: str, shapes, matrices, target):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(matrices) * len(names)))
     def scales(ctx, target, *refs):
-        warp, number, g, t = lane()
+        warp, number, g, t = lane(kept=True)
         fields = [dict(zip(names, refs[i:], strict=False)) for i in range(0, len(refs), len(names))]
         warp = lanes.to_integer(warp)
         if len(fields) == 1:
@@ -136,7 +136,7 @@ def _either(condition, a, b):
 def _scale_pairs(format: str, module, words, number) -> list:
     """Of a lane's groups 2 t and 2 t + 1 of each unit: (of row g, of row g + 8), each [scale] or [scale,
     -minimum], of a code as an integer."""
-    if format in UNITS:
+    if format in PACKED:
         return _packed_scales(words["scales"])
     out = []
     for unit in module.fragments(words, lanes.to_integer(number)):
@@ -144,8 +144,9 @@ def _scale_pairs(format: str, module, words, number) -> list:
             rows = []
             for r in (0, 1):
                 scale = unit.scale[r][h]
-                if h and _nibbles(module, words["words"]):
-                    scale = arith.mulf(scale, lanes.real(16))
+                one = 16**h if _nibbles(module, words["words"]) else UNITS.get(format, 1)
+                if one > 1:
+                    scale = arith.mulf(scale, lanes.real(one))
                 row = [lanes.half_pair(scale, scale)]
                 if unit.minimum is not None:
                     less = arith.negf(unit.minimum[r][h])
@@ -182,7 +183,8 @@ def _kinds(module) -> int:
     return 1 if module.SIGNED else 2
 
 
-UNITS = {"q4_k": 1, "q5_k": 8}  # what a code is multiplied by in its byte, where `_packed_scales` leaves it out
+PACKED = ("q4_k", "q5_k")
+UNITS = {"q5_k": 8, "q6_k": 4}  # a byte's 1, which is taken from the code here so that scales are not small
 
 
 def _nibbles(module, vectors) -> bool:
@@ -213,7 +215,7 @@ def operand(format: str, step: int, matrices, scales):
         return_type=plgpu.ShapeDtypeStruct((64, STEP), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
     def decode(ctx, scales, *matrices):
-        warp, number, g, _ = lane()
+        warp, number, g, _ = lane(kept=True)
         vectors = vectors_of(matrices, warp, number)
         at = scales_of_warp(scales, warp, module, g)
         halves = ir.VectorType.get((2,), ir.F16Type.get())
@@ -259,7 +261,7 @@ def step_pairs(format: str, step: int, vectors: list, scales) -> list:
                 words = [arith.xori(word, lanes.integer(0x80808080)) for word in words]
             codes = [_code_pairs(word, 0xFF) for word in words]
         values = memory.load_shared(2 * kinds, scales, group * 16 * 4 * kinds)
-        base = -1024 / unit - 128 * module.SIGNED
+        base = -(1024 + 128 * module.SIGNED) / unit
         for i in range(0, len(codes), 2):
             for pair in zip(*codes[i : i + 2], strict=True):
                 for r, code in enumerate(pair):

@@ -294,45 +294,50 @@ def _body(
     @pl.when(warpgroup == WARPGROUPS)
     def _bring():
         plgpu.set_max_registers(40, action="decrease")
-        layer = layer_gmem[0]
 
-        @pl.loop(0, count)
-        def _tile(i):
-            token, tile = token_of(i), column_of(i) * tiles
+        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
+        def _warps():
+            @pl.when(lax.axis_index("warp") == 0)
+            def _one():
+                layer = layer_gmem[0]
 
-            @pl.loop(0, items)
-            def _item(item):
-                at_weights = i * items + item
-                slot = lax.rem(at_weights, WEIGHT_SLOTS)
+                @pl.loop(0, count)
+                def _tile(i):
+                    token, tile = token_of(i), column_of(i) * tiles
 
-                @pl.when(at_weights >= WEIGHT_SLOTS)
-                def _wait():
-                    plgpu.barrier_wait(weights_free.at[slot])
+                    @pl.loop(0, items)
+                    def _item(item):
+                        at_weights = i * items + item
+                        slot = lax.rem(at_weights, WEIGHT_SLOTS)
 
-                for matrix, fields in enumerate(weights):
-                    for name, field in fields.items():
-                        plgpu.copy_gmem_to_smem(
-                            field.at[layer, pl.ds(tile, tiles), item],
-                            weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
-                            weights_full.at[slot],
-                        )
+                        @pl.when(at_weights >= WEIGHT_SLOTS)
+                        def _wait():
+                            plgpu.barrier_wait(weights_free.at[slot])
 
-                @pl.when(item == 0)
-                def _scale():  # nobody reads what it overwrites: the tile after that one has been decoded
-                    scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
-                    plgpu.copy_gmem_to_smem(
-                        scale_gmem.at[pl.ds(token, tokens)],
-                        scale_smem.at[scale_slot],
-                        scale_full.at[scale_slot],
-                    )
+                        for matrix, fields in enumerate(weights):
+                            for name, field in fields.items():
+                                plgpu.copy_gmem_to_smem(
+                                    field.at[layer, pl.ds(tile, tiles), item],
+                                    weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
+                                    weights_full.at[slot],
+                                )
 
-                for step in range(STEPS):
-                    at = i * steps + item * STEPS + step
-                    a_slot = step if slots == STEPS else lax.rem(at, slots)
+                        @pl.when(item == 0)
+                        def _scale():  # nobody reads what it overwrites: the tile after that one has been decoded
+                            scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
+                            plgpu.copy_gmem_to_smem(
+                                scale_gmem.at[pl.ds(token, tokens)],
+                                scale_smem.at[scale_slot],
+                                scale_full.at[scale_slot],
+                            )
 
-                    @pl.when(at >= slots)
-                    def _wait(a_slot=a_slot):
-                        plgpu.barrier_wait(a_free.at[a_slot])
+                        for step in range(STEPS):
+                            at = i * steps + item * STEPS + step
+                            a_slot = step if slots == STEPS else lax.rem(at, slots)
 
-                    where = (pl.ds(token, tokens), pl.ds((item * STEPS + step) * STEP, STEP))
-                    plgpu.copy_gmem_to_smem(a_gmem.at[where], a_smem.at[a_slot], a_full.at[a_slot])
+                            @pl.when(at >= slots)
+                            def _wait(a_slot=a_slot):
+                                plgpu.barrier_wait(a_free.at[a_slot])
+
+                            where = (pl.ds(token, tokens), pl.ds((item * STEPS + step) * STEP, STEP))
+                            plgpu.copy_gmem_to_smem(a_gmem.at[where], a_smem.at[a_slot], a_full.at[a_slot])

@@ -51,10 +51,10 @@ def to_index(value):
     return arith.index_cast(ir.IndexType.get(), value)
 
 
-def thread() -> ir.Value:
-    """Number of this thread in its block. Read anew at each call: what is computed from it is not kept in
-    registers from one phase of a kernel to the next."""
-    return _special("%tid.x")
+def thread(kept: bool = False) -> ir.Value:
+    """Number of this thread in its block. Unless `kept` it is read anew at each call: what is computed from
+    it is not kept in registers from one phase of a kernel to the next."""
+    return _special("%tid.x", kept)
 
 
 def block() -> ir.Value:
@@ -62,8 +62,8 @@ def block() -> ir.Value:
     return _special("%ctaid.x")
 
 
-def _special(name: str) -> ir.Value:
-    word = llvm.inline_asm(i32(), [], f"mov.u32 $0, {name};", "=r", has_side_effects=True)
+def _special(name: str, kept: bool = False) -> ir.Value:
+    word = llvm.inline_asm(i32(), [], f"mov.u32 $0, {name};", "=r", has_side_effects=not kept)
     return arith.index_castui(ir.IndexType.get(), word)
 
 
@@ -465,7 +465,8 @@ def half_twice(x: float):
 
 def low_twice(word):
     """The low half of a word in both."""
-    return ptx(i32(), [word], "prmt.b32 $0, $1, $1, 0x1010;", "=r,r")
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {low, low}; }"
+    return ptx(i32(), [word], text, "=r,r")
 
 
 def half_less(a, b):

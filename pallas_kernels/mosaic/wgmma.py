@@ -29,9 +29,10 @@ def silu(x):
     return arith.mulf(x, lanes.reciprocal(arith.addf(power, lanes.real(1))))
 
 
-def lane():
-    """(warp of its warpgroup, lane, g, t) of this thread, lane = 4 g + t."""
-    thread = lanes.thread()
+def lane(kept: bool = False):
+    """(warp of its warpgroup, lane, g, t) of this thread, lane = 4 g + t. `kept`: what is computed from them
+    may be kept in registers."""
+    thread = lanes.thread(kept)
     warp = arith.remui(arith.divui(thread, lanes.index(32)), lanes.index(4))
     number = arith.remui(thread, lanes.index(32))
     return warp, number, arith.divui(number, lanes.index(4)), arith.remui(number, lanes.index(4))

@@ -77,7 +77,7 @@ def _rotate(machine, match, word, by):
     return i32(twice << by & 0xFFFFFFFF | twice >> (32 - by))
 
 
-@instruction(r"prmt\.b32 \$0, \$1, \$1, 0x1010")
+@instruction(r"mov\.b32 \$0, \{low, low\}")
 def _low_twice(machine, match, word):
     return i32((unsigned(word).astype(np.int64) & 0xFFFF) * 0x10001)
 
@@ -173,7 +173,8 @@ def _warp_barrier(machine, match):
 
 @instruction(r"^bar\.sync \$0, 128")
 def _warpgroup_barrier(machine, match, number):
-    machine.whole_warps()
+    assert machine.threads == 128
+    machine.barrier()
 
 
 @instruction(r"ld\.global\.nc\.v4\.f32 \{\$0,\$1,\$2,\$3\}, \[\$4\+(\d+)\]")
