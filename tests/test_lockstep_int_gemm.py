@@ -78,7 +78,7 @@ def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(fo
         else:
             largest = np.abs(want.reshape(n, -1, module.GROUP)).max(axis=-1).repeat(module.GROUP, axis=-1)
             error = np.abs(mine.astype(np.float32) - want.astype(np.float32))
-            assert (error <= 2**-9 * largest.astype(np.float32) + 2**-19).all()  # scales may be subnormal
+            assert (error <= 2**-9 * largest.astype(np.float32) + 2**-19).all()  # subnormal scales
             assert np.linalg.norm(error) < 6e-4 * np.linalg.norm(want.astype(np.float32))
 
 

@@ -225,35 +225,48 @@ def operand(format: str, step: int, matrices, scales):
     return decode(scales, *matrices)
 
 
-def vectors_of(matrices, warp, number) -> list:
-    """A lane's words of the codes of 256 columns, by four: of rows g, g + 8, g, g + 8."""
+def vectors_of(matrices, warp, number) -> tuple:
+    """(a lane's words of the codes of 256 columns, by four, of each matrix; which of rows g and g + 8 of both
+    is its own, for two matrices)."""
     shape = (matrices[0].type.shape[1], 32, 4)
     if len(matrices) == 1:
-        return words_of(matrices[0], shape, warp, number)
+        return [words_of(matrices[0], shape, warp, number)], None
     warp = lanes.to_integer(warp)
     tile = lanes.to_index(lanes.quotient(warp, 2))
     second = lanes.is_equal(lanes.remainder(warp, 2), lanes.integer(1))
-    both = [words_of(ref, shape, tile, number) for ref in matrices]
+    return [words_of(ref, shape, tile, number) for ref in matrices], second
+
+
+def _own_rows(matrices: list, second) -> list:
+    """Lists of words, in which rows g and g + 8 alternate: a matrix's own, or of two its row of each."""
+    if len(matrices) == 1:
+        return matrices[0]
     return [
-        [arith.select(second, of[i + 1], of[i]) for i in (0, 2) for of in pair]
-        for pair in zip(*both, strict=True)
+        [arith.select(second, of[i + 1], of[i]) for i in range(0, len(pair[0]), 2) for of in pair]
+        for pair in zip(*matrices, strict=True)
     ]
 
 
-def step_pairs(format: str, step: int, vectors: list, scales) -> list:
+def step_pairs(format: str, step: int, vectors: tuple, scales) -> list:
     """A lane's pairs of float16 for the 64 columns of a step, in wgmma's order: for 8 positions at a time row
     g, and row g + 8.
 
-    vectors  its words of the codes of 256 columns; of those of other steps nothing remains
+    vectors  `vectors_of` of 256 columns; of those of other steps nothing remains
     scales   address of those of its rows
     """
     module = formats.get(format)
     kinds = _kinds(module)
-    nibbles = _nibbles(module, vectors)
-    of_groups, out = [] if nibbles else module.group_bytes(vectors), []
+    matrices, second = vectors
+    nibbles, of_groups, out = _nibbles(module, matrices[0]), [], []
+    if module.GROUP == 16:  # both rows of a group are in the same place of two vectors
+        of_groups = _own_rows([module.group_bytes(v) for v in matrices], second)
+    else:
+        matrices = [_own_rows(matrices, second)]
+        if not nibbles:
+            of_groups = module.group_bytes(matrices[0])
     for group in range(step * STEP // module.GROUP, (step + 1) * STEP // module.GROUP):
         if nibbles:
-            unit, words = 16 ** (group % 2), vectors[group // 2]
+            unit, words = 16 ** (group % 2), matrices[0][group // 2]
             codes = [_code_pairs(word, 0xF * unit) for word in words]
         else:
             unit, words = UNITS.get(format, 1), of_groups[group]
