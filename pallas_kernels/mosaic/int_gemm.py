@@ -146,7 +146,7 @@ def planned(m: int, tiles: int, matrices: int, item_bytes: int, shared: int) -> 
         outputs = WARPGROUPS * 64 * blocks // matrices
         count = -(-m // tokens) * -(-tiles * ROWS // outputs)
         waste = -(-count // SMS) * SMS * tokens * outputs / (m * tiles * ROWS)
-        room = shared - 2048 - 8 * blocks * item_bytes  # 2048: scales of tokens, barriers
+        room = shared - 4096 - 8 * blocks * item_bytes  # 4096: scales of tokens, barriers
         for stored, least in ((64, STEPS), (32, STEPS), (32, 3), (16, 2)):
             slots = (room - WARPGROUPS * STAGES * stored * 64 // matrices * 4) // (tokens * STEP_BYTES)
             if slots >= least:
@@ -294,50 +294,58 @@ def _body(
     @pl.when(warpgroup == WARPGROUPS)
     def _bring():
         plgpu.set_max_registers(40, action="decrease")
+        # Warps issue from four schedulers, whose time counts: each brings one step of four, where slots are
+        # the steps. Otherwise one warp has to see all of a slot's turns.
+        workers = STEPS if slots == STEPS else 1
+
+        def bring_weights(i, item):
+            at_weights = i * items + item
+            slot = lax.rem(at_weights, WEIGHT_SLOTS)
+
+            @pl.when(at_weights >= WEIGHT_SLOTS)
+            def _wait():
+                plgpu.barrier_wait(weights_free.at[slot])
+
+            for matrix, fields in enumerate(weights):
+                for name, field in fields.items():
+                    plgpu.copy_gmem_to_smem(
+                        field.at[layer_gmem[0], pl.ds(column_of(i) * tiles, tiles), item],
+                        weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
+                        weights_full.at[slot],
+                    )
+
+        def bring_scale(i):  # nobody reads what it overwrites: the tile after that one has been decoded
+            slot = lax.rem(i, WEIGHT_SLOTS + 1)
+            where = pl.ds(token_of(i), tokens)
+            plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])
+
+        def bring_step(i, item, step):
+            at = i * steps + item * STEPS + step
+            slot = step if slots == STEPS else lax.rem(at, slots)
+
+            @pl.when(at >= slots)
+            def _wait():
+                plgpu.barrier_wait(a_free.at[slot])
+
+            where = (pl.ds(token_of(i), tokens), pl.ds((item * STEPS + step) * STEP, STEP))
+            plgpu.copy_gmem_to_smem(a_gmem.at[where], a_smem.at[slot], a_full.at[slot])
 
         @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
         def _warps():
-            @pl.when(lax.axis_index("warp") == 0)
-            def _one():
-                layer = layer_gmem[0]
+            warp = lax.axis_index("warp")
 
+            def work(number):
                 @pl.loop(0, count)
                 def _tile(i):
-                    token, tile = token_of(i), column_of(i) * tiles
+                    if number == 0:
+                        bring_scale(i)
 
                     @pl.loop(0, items)
                     def _item(item):
-                        at_weights = i * items + item
-                        slot = lax.rem(at_weights, WEIGHT_SLOTS)
+                        if number == workers - 1:
+                            bring_weights(i, item)
+                        for step in range(number, STEPS, workers):
+                            bring_step(i, item, step)
 
-                        @pl.when(at_weights >= WEIGHT_SLOTS)
-                        def _wait():
-                            plgpu.barrier_wait(weights_free.at[slot])
-
-                        for matrix, fields in enumerate(weights):
-                            for name, field in fields.items():
-                                plgpu.copy_gmem_to_smem(
-                                    field.at[layer, pl.ds(tile, tiles), item],
-                                    weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
-                                    weights_full.at[slot],
-                                )
-
-                        @pl.when(item == 0)
-                        def _scale():  # nobody reads what it overwrites: the tile after that one has been decoded
-                            scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
-                            plgpu.copy_gmem_to_smem(
-                                scale_gmem.at[pl.ds(token, tokens)],
-                                scale_smem.at[scale_slot],
-                                scale_full.at[scale_slot],
-                            )
-
-                        for step in range(STEPS):
-                            at = i * steps + item * STEPS + step
-                            a_slot = step if slots == STEPS else lax.rem(at, slots)
-
-                            @pl.when(at >= slots)
-                            def _wait(a_slot=a_slot):
-                                plgpu.barrier_wait(a_free.at[a_slot])
-
-                            where = (pl.ds(token, tokens), pl.ds((item * STEPS + step) * STEP, STEP))
-                            plgpu.copy_gmem_to_smem(a_gmem.at[where], a_smem.at[a_slot], a_full.at[a_slot])
+            for number in range(workers):
+                pl.when(warp == number)(functools.partial(work, number))
