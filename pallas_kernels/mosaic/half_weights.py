@@ -161,7 +161,9 @@ def _packed_scales(words) -> list:
     rounded once."""
     own = lanes.bytes_of(words[0], words[1], 0x7373)  # this lane's float16, twice
     d = [lanes.of_quad(own, i) for i in range(4)]  # d and dmin of row g, of row g + 8
-    less = [lanes.half_times(v, lanes.half_twice(sign * 1024)) for v, sign in zip(d, (-1, 1) * 2, strict=True)]
+    less = [
+        lanes.half_times(v, lanes.half_twice(sign * 1024)) for v, sign in zip(d, (-1, 1) * 2, strict=True)
+    ]
     d = [lanes.half_times(v, lanes.half_twice(-1)) if i % 2 else v for i, v in enumerate(d)]
     out = [([], []), ([], [])]
     for kind, word in enumerate(words):

@@ -246,7 +246,9 @@ def _body(
                             plgpu.wgmma(sums[block], w, a_smem.at[a_slot].transpose((1, 0)))
                             plgpu.wgmma_wait(1)  # the one before: its registers and its slot are free
                             if block == 0:
-                                before = (step - 1) % STEPS if slots == STEPS else lax.rem(at + slots - 1, slots)
+                                before = (
+                                    (step - 1) % STEPS if slots == STEPS else lax.rem(at + slots - 1, slots)
+                                )
                                 if step:
                                     plgpu.barrier_arrive(a_free.at[before])
                                 else:

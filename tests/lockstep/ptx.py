@@ -85,15 +85,10 @@ def _low_twice(machine, match, word):
 @instruction(r"(sub|mul|fma)\.rn\.f16x2")
 def _halves(machine, match, *operands):
     """The low halves and the high ones; products are exact in float64, and are rounded once."""
-    parts = []
-    for shift in (0, 16):
-        a, b, *c = (
-            (unsigned(v).astype(np.int64) >> shift & 0xFFFF).astype(np.uint16).view(np.float16).astype(np.float64)
-            for v in operands
-        )
-        y = {"sub": lambda: a - b, "mul": lambda: a * b, "fma": lambda: a * b + c[0]}[match[1]]()
-        parts.append(np.asarray(y.astype(np.float16)).view(np.uint16).astype(np.int64))
-    return i32(parts[1] << 16 | parts[0])
+    words = np.stack([np.broadcast_to(unsigned(v), machine.all.shape) for v in operands])
+    a, b, *c = words.astype(np.uint32).view(np.float16).reshape(*words.shape, 2).astype(np.float64)
+    y = a - b if match[1] == "sub" else sum(c, a * b)
+    return i32(np.ascontiguousarray(y.astype(np.float16)).view(np.uint32)[..., 0].astype(np.int64))
 
 
 @instruction(r"lop3\.b32 \$0, \$1, \$2, \$3, (\w+)")
