@@ -66,8 +66,8 @@ def stage_results(sums, scale, stage, first: int, matrices: int, added: bool):
 def stored_by_lane(sums, scale, stage, stored: int, first: int, matrices: int, added: bool):
     """`stage_results` for one lane. It has the tokens 8 j + 2 t + e of the outputs 16 warp + 8 r + g: of tile
     (j, warp / 2), of 8 x 32, in row 2 t + e. With two matrices: of the outputs 8 warp + g, in tile j. Of a
-    row's pieces of 16 bytes the swizzle puts number i in place i xor row, so that the lanes of a warp write to
-    different banks."""
+    row's pieces of 16 bytes the swizzle puts number i in place i xor row, so that the lanes of a warp write
+    to different banks."""
     warp, _, g, t = map(lanes.to_integer, lane())
     base = lanes.plus(memory.shared_address(stage), lanes.scaled(lanes.remainder(g, 4), 4))
     per_warp = 4 // matrices  # pieces
