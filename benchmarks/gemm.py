@@ -4,10 +4,11 @@
 
 Each product is timed twice, and two dense ones beside it, in the same run:
 
-    op      what the model runs: float32 activations rounded to float16 with a scale for each row (and, for
-            the kernel of Q1_0, put in its order), and then all of
-    gemm    activations given as float16 with their scales, in that order; weights decoded, the GEMM, scales,
-            SwiGLU or residual, float32 results. The feed-forward's second half is given its activations too.
+    op      what the model runs: float32 activations rounded to float16 with a scale for each row (for the
+            kernel of Q1_0: to 8 bits with a scale for each group, in its order), and then all of
+    gemm    activations given so, with their scales; weights decoded, the GEMM, scales, SwiGLU or residual
+            (q, k and v have none), float32 results. The feed-forward's second half is given its activations
+            too.
     bf16    bfloat16 by bfloat16 to bfloat16, all given, nothing behind it, by cuBLAS
     int8    int8 by int8 to int32, the same way
 
@@ -41,7 +42,8 @@ CALL_OPERATIONS = 0.6e12  # at 600 TFLOP/s, cuBLAS's best on an H200, a millisec
 CHECKED = 64  # rows that are compared with the definition
 OPS = ("qkv", "attention output", "feed-forward")
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-LIMIT = 2e-3  # activations and some formats' weights are rounded to float16
+# Of a row's error: activations and some formats' weights are rounded to float16, or activations to 8 bits.
+LIMITS = {"library": 2e-3, "xla": 2e-3, "mosaic": 1e-2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,28 +91,31 @@ def held(format: str, shape: tuple[int, int], layers: int, seed: int) -> tuple[L
     return LayerStack((tiled,), stack.where), blocks
 
 
-def all_layers(x, y, weights: list[LayerStack], layers: int):
+def all_layers(x, y, weights: list[LayerStack], layers: int, added: bool):
     """The op of each layer, each behind the one before, by its residual and by a barrier: XLA would round the
-    same x once for all of them."""
+    same x once for all of them. Returns what the last layer makes, and what others make that is not added."""
+    others = []
     for layer in range(layers):
         x, y = jax.lax.optimization_barrier((x, y))
         if len(weights) == 3:
             y = ffn(x, *weights, layer, residual=y)
         else:
-            y = matmul(x, weights[0], layer, residual=y)
-    return y
+            others.append(None if added else y)
+            y = matmul(x, weights[0], layer, residual=y if added else None)
+    return y, others
 
 
-def all_gemms(given, y, weights: list[LayerStack], layers: int):
+def all_gemms(given, y, weights: list[LayerStack], layers: int, added: bool):
     """Their GEMMs alone. `given`: (a, scale) of the first product and of the last, as gemm.product takes
     them. Returns also what SwiGLU makes in each layer, which nobody reads here."""
     *two, last = [stack.parts[0] for stack in weights]
-    hidden = []
+    others = []
     for layer in range(layers):
         if two:
-            hidden.append(gemm.product(*given[0], tuple(two), layer, None))
-        y = gemm.product(*given[-1], (last,), layer, y)
-    return y, hidden
+            others.append(gemm.product(*given[0], tuple(two), layer, None))
+        others.append(None if added else y)
+        y = gemm.product(*given[-1], (last,), layer, y if added else None)
+    return y, others
 
 
 def dense(x, weights: list[list[jax.Array]], sums):
@@ -173,6 +178,7 @@ class Product:
         parts = [stack.parts[0] for stack in weights.ours]
         self.gemm = parts[0].gemm
         rng = np.random.default_rng(0)
+        self.added = self.op != "qkv"
         self.xs = [jnp.asarray(rng.standard_normal((rows, k)), jnp.float32) for _, k in self.joined]
         self.start = jnp.zeros((rows, self.shapes[-1][0]))
         factors = [tuple(parts[:-1]), tuple(parts[-1:])][-len(self.joined) :]
@@ -183,12 +189,12 @@ class Product:
 
     def programs(self) -> dict[str, tuple[jax.stages.Lowered, tuple, dict]]:
         """{name: (a call of all layers, its arguments, options of its compilation)}"""
-        out = {}
+        out, counts = {}, (self.layers, self.added)
         arguments = (self.xs[0], self.start, self.weights.ours)
-        out["op"] = jax.jit(all_layers, static_argnums=3).lower(*arguments, self.layers), arguments, {}
+        out["op"] = jax.jit(all_layers, static_argnums=(3, 4)).lower(*arguments, *counts), arguments, {}
         if self.gemm != "xla":
             arguments = (self.given, self.start, self.weights.ours)
-            out["gemm"] = jax.jit(all_gemms, static_argnums=3).lower(*arguments, self.layers), arguments, {}
+            out["gemm"] = jax.jit(all_gemms, static_argnums=(3, 4)).lower(*arguments, *counts), arguments, {}
         for dtype, sums in DENSE.items():
             arguments = (self.dense_x[dtype], self.weights.dense[dtype][: self.layers])
             out[dtype] = jax.jit(dense, static_argnums=2).lower(*arguments, sums), arguments, CUBLAS
@@ -198,7 +204,7 @@ class Product:
         """What the first rows of "op" and "gemm" are by definition."""
         x, x_last = self.xs[0][:CHECKED], self.xs[-1][:CHECKED]
         want = {name: jnp.zeros((len(x), self.shapes[-1][0])) for name in ("op", "gemm")}
-        for layer in range(self.layers):
+        for layer in range(self.layers) if self.added else [self.layers - 1]:
             if len(self.shapes) == 3:
                 gate, up = (matvec.exact(x, w, layer) for w in self.weights.blocks[:2])
                 want["op"] += matvec.exact(jax.nn.silu(gate) * up, self.weights.blocks[2], layer)
@@ -220,8 +226,7 @@ class Product:
         for name, result in want.items():
             if name in compiled:
                 program, given = compiled[name]
-                y = program(*given)
-                y = y[0] if name == "gemm" else y
+                y, _ = program(*given)
                 found[name] = matvec.difference(y[: len(result)], result)
         problem = dispatch.Problem("gemm", device.platform(), arguments.format, self.shapes[0])
         gemm_min, gemm_max = spread.get("gemm", (None, None))
@@ -288,7 +293,8 @@ def main() -> None:
         print("| --- | --- | --- " + "| ---: " * 10 + "|")
     wrong = []
     for r in measure(arguments):
-        wrong += [f"{r.op} of {r.model}: {r.error:.1e}"] if not r.error < LIMIT else []
+        if not r.error < LIMITS[r.impl]:
+            wrong.append(f"{r.op} of {r.model}: {r.error:.1e}, at most {LIMITS[r.impl]:.0e}")
         alone = "- | - | -"
         if r.gemm_us is not None:
             alone = (
@@ -302,7 +308,7 @@ def main() -> None:
         )
         print(line if arguments.output == "md" else bench.json_line(r), flush=True)
     if wrong:
-        raise SystemExit(f"further than {LIMIT:.0e} from the definition: {'; '.join(wrong)}")
+        raise SystemExit(f"too far from the definition: {'; '.join(wrong)}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """Products with many rows (prefill), on the tensor cores: matmul's candidates for more than MOST_ROWS rows.
 
-    x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2] -> GEMM with float32 sums
-                                                             -> s, SwiGLU or residual
+    bit_gemm            x [M, K] -> norm -> x = s q, q whole numbers, s per group of 128 columns
+                                            -> exact sums of a group -> d s in float32, SwiGLU or residual
+    int_gemm, library   x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
+                                            -> GEMM with float32 sums -> s, SwiGLU or residual
 
-Why float16 and not bfloat16: it holds Q1_0's weights (a float16 d) exactly, and 11 bits of an activation
-where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost: activations are
-rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it), and weights of formats
-that multiply two numbers (Q4_K) to 2^-12 of themselves.
+bit_gemm, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over groups are
+in another order. int_gemm is for stacks of one format of 2 to 8 bits.
+
+Why the others get float16 and not bfloat16: it holds a weight's float16 scale exactly, and 11 bits of an
+activation where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost:
+activations are rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it), and weights
+of formats that multiply two numbers (Q4_K) to 2^-12 of themselves.
 """
 
 from collections.abc import Sequence
@@ -38,19 +43,22 @@ def run(
     n = weights[0].shape[0]
     a, scale = rounded(x, weights, layer, gamma, eps)
     residual = None if residual is None else residual.reshape(-1, n)
-    return product(a, scale, weights, part_layer, residual).reshape(*x.shape[:-1], n)
+    y = product(a, scale, weights, part_layer, residual)
+    return y[: x.size // x.shape[-1]].reshape(*x.shape[:-1], n)
 
 
 def rounded(
     x: jax.Array, weights: Sequence[QTensor | Rows | LayerStack], layer, gamma, eps: float
 ) -> tuple[jax.Array, jax.Array]:
-    """x, or rms_norm(x; gamma[layer], eps), as the weights' GEMM reads it: (a float16 [M, K], s float32
-    [M, 1]) of `scaled_to_half`, for a kernel in its order of columns."""
+    """x, or rms_norm(x; gamma[layer], eps), as the weights' GEMM reads it: (a, s), float16 [M, K] and float32
+    [M, 1] of `scaled_to_half`, for int_gemm in its order of columns; for bit_gemm what mosaic/code_rows.py
+    makes."""
     x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     held = leaves(weights)
     by_kernel = all(w.gemm == "mosaic" for w in held)
     if by_kernel or (gamma is not None and any(w.impl == "mosaic" for w in held)):
-        from pallas_kernels.mosaic.half_rows import half_rows  # only GPUs need it
+        from pallas_kernels.mosaic.code_rows import code_rows  # only GPUs need it
+        from pallas_kernels.mosaic.half_rows import half_rows
 
         index = None
         if gamma is not None and gamma.ndim == 1:
@@ -59,11 +67,10 @@ def rounded(
             gamma = gamma[slice(layer, layer + 1 or None)]  # to XLA an offset
         elif gamma is not None:
             index = layer
-        of_integers = by_kernel and dispatch.KERNELS[held[0].format] == "int_gemv"
-        group = formats.get(held[0].format).GROUP if of_integers else None
+        if by_kernel and dispatch.KERNELS[held[0].format] == "bit_gemv":
+            return code_rows(x, gamma, index, eps, bits=held[0].activation_bits)
+        group = formats.get(held[0].format).GROUP if by_kernel else None
         a, scale = half_rows(x, gamma, index, eps, group=group)
-        if by_kernel and not of_integers:
-            a = _in_order_of_bits(a)
         return a, scale[:, None]
     # What has no norm is left to XLA, which rounds it while it makes it.
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
@@ -77,16 +84,15 @@ def product(
     part_layer,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """`run` behind the rounding of x; residual and result are [M, N].
+    """`run` behind the rounding of x. residual is [M, N]; so is the result, by bit_gemm padded to 64.
 
     "mosaic"   bit_gemm or int_gemm, which decode in registers
     "library"  the matrices decoded to float16, and one GEMM of XLA's choice (cuBLAS)
 
     For the time of a call to the library the matrices exist in float16, rows below rows (2 N K bytes): 200 MB
     for gate and up of an 8B model. mosaic/dense.py decodes what is in its layout, XLA everything else. With
-    such weights what SwiGLU is made of leaves the GEMM as float16, the rows' scales still apart: half the
-    bytes, and rounded as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below
-    32752.
+    such weights products leave the GEMM as float16, the rows' scales still apart: half the bytes, and rounded
+    as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below 32752.
     """
     held = leaves(weights)
     if all(w.gemm == "mosaic" for w in held):
@@ -95,28 +101,22 @@ def product(
         fields = fields if stacked else jax.tree.map(lambda field: field[None], fields)
         layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
         n, format = held[0].shape[0], held[0].format
-        if dispatch.KERNELS[format] == "int_gemv":
-            from pallas_kernels.mosaic.int_gemm import int_gemm  # only GPUs need it
+        if dispatch.KERNELS[format] == "bit_gemv":
+            from pallas_kernels.mosaic.bit_gemm import bit_gemm  # only GPUs need it
 
-            shared = device.shared_bytes()
-            return int_gemm(a, scale[:, 0], fields, layer, n, residual, format=format, shared=shared)
-        from pallas_kernels.mosaic.bit_gemm import bit_gemm  # only GPUs need it
+            fields = tuple((of["words"], of["scales"]) for of in fields)
+            return bit_gemm(a, scale, fields, layer, n, residual)
+        from pallas_kernels.mosaic.int_gemm import int_gemm  # only GPUs need it
 
-        fields = tuple((of["words"], of["scales"]) for of in fields)
-        return bit_gemm(a, scale[:, 0], fields, layer, n, residual)
-    out = jnp.float16 if len(weights) == 2 and _decoded_by_kernel(weights) else jnp.float32
+        shared = device.shared_bytes()
+        return int_gemm(a, scale[:, 0], fields, layer, n, residual, format=format, shared=shared)
+    out = jnp.float16 if _decoded_by_kernel(weights) else jnp.float32
     y = jnp.einsum("mk,nk->mn", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
     if len(weights) == 2:
         gate, up = jnp.split(y, 2, axis=-1)
         y = jax.nn.silu(gate) * up
     return y if residual is None else y + residual
-
-
-def _in_order_of_bits(a: jax.Array) -> jax.Array:
-    """[M, K] -> [M, K up to a multiple of 256] in bit_gemm's order of columns."""
-    a = jnp.pad(a, ((0, 0), (0, -a.shape[1] % 256)))
-    return a.reshape(len(a), -1, 4, 2, 16).transpose(0, 1, 4, 2, 3).reshape(a.shape)
 
 
 def decoded(weights: Sequence[QTensor | Rows | LayerStack], layer) -> jax.Array:

@@ -19,6 +19,7 @@ from checkpoints import open_checkpoint
 from pallas_kernels import QTensor, device, dispatch, ffn, formats
 from pallas_kernels.mosaic import bit_gemv
 from pallas_kernels.mosaic.bit_gemm import bit_gemm
+from pallas_kernels.mosaic.code_rows import code_rows
 from pallas_kernels.mosaic.decode_attention import decode_attention
 from pallas_kernels.mosaic.decode_layers import Shapes, decode_layers
 from pallas_kernels.mosaic.dense import dense
@@ -245,12 +246,13 @@ def _attention(heads, kv_heads, head_dim, normed):
     )  # fmt: skip
 
 
-def _many_rows(n, k, matrices, rows):
+def _many_rows(n, k, matrices, rows, bits=8):
     _, (_, weights, _, _) = _product(n, k, matrices, 1)
-    a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % 64)
+    q, scale = jax.ShapeDtypeStruct((*shape, 128), jnp.int8), jax.ShapeDtypeStruct(shape, jnp.float32)
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
-    f = lambda a, scale, weights, layer, residual: bit_gemm(a, scale, weights, layer, n, residual)  # noqa: E731
-    return f, (a, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
+    f = lambda q, scale, weights, layer, residual: bit_gemm(q, scale, weights, layer, n, residual)  # noqa: E731
+    return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
 
 def _many_rows_of_integers(format, n, k, matrices, rows):
@@ -308,10 +310,10 @@ def _decoded(formats_of, n, k):
     return f, (tuple(((fields(format),),) for format in formats_of), places)
 
 
-def _rows_to_half(rows, k, normed=True, group=None):
-    f = functools.partial(half_rows, eps=1e-6, group=group)
+def _rows(f, rows, k, normed=True, **options):
     x, layer = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
-    return f, (x, jax.ShapeDtypeStruct((36, k), jnp.float32), layer) if normed else (x,)
+    arguments = (x, jax.ShapeDtypeStruct((36, k), jnp.float32), layer) if normed else (x,)
+    return functools.partial(f, eps=1e-6, **options), arguments
 
 
 def _one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8):
@@ -357,8 +359,8 @@ HOT = {
     "decoded: q6_k": lambda: _decoded(("q6_k",), 4096, 12288),
     "decoded: q8_0": lambda: _decoded(("q8_0",), 4096, 12288),
     "decoded: q4_0 and q4_1, no whole tiles": lambda: _decoded(("q4_0", "q4_1"), 904, 576),
-    "norm": lambda: _rows_to_half(2048, 4096),
-    "norm, 8192 wide": lambda: _rows_to_half(512, 8192),
+    "norm": lambda: _rows(half_rows, 2048, 4096),
+    "norm, 8192 wide": lambda: _rows(half_rows, 512, 8192),
     "gate and up": lambda: _product(12288, 4096, 2, 1),
     "down": lambda: _product(4096, 12288, 1, 1),
     "gate and up, 8 rows": lambda: _product(12288, 4096, 2, 8),
@@ -381,11 +383,16 @@ HOT_ON_HOPPER = {
     "many: q5_k down": lambda: _many_rows_of_integers("q5_k", 4096, 12288, 1, 2048),
     "many: q4_1 down": lambda: _many_rows_of_integers("q4_1", 4096, 12288, 1, 2048),
     "many: pq2_0 gate and up": lambda: _many_rows_of_integers("pq2_0", 12288, 4096, 2, 2048),
-    "norm, in groups of 32": lambda: _rows_to_half(2048, 4096, group=32),
-    "norm, in groups of 16": lambda: _rows_to_half(2048, 4096, group=16),
-    "norm, in groups of 32, no whole 256 columns": lambda: _rows_to_half(2048, 896, group=32),
-    "rounding, in groups of 32": lambda: _rows_to_half(2048, 12288, normed=False, group=32),
-    "rounding, in groups of 32, 28672 wide": lambda: _rows_to_half(512, 28672, normed=False, group=32),
+    "norm, in groups of 32": lambda: _rows(half_rows, 2048, 4096, group=32),
+    "norm, in groups of 16": lambda: _rows(half_rows, 2048, 4096, group=16),
+    "norm, in groups of 32, no whole 256 columns": lambda: _rows(half_rows, 2048, 896, group=32),
+    "rounding, in groups of 32": lambda: _rows(half_rows, 2048, 12288, normed=False, group=32),
+    "rounding, in groups of 32, 28672 wide": lambda: _rows(half_rows, 512, 28672, normed=False, group=32),
+    "many: out, 16 bits": lambda: _many_rows(4096, 4096, 1, 2048, bits=16),
+    "codes behind a norm": lambda: _rows(code_rows, 2048, 4096),
+    "codes behind a norm, no fours of groups": lambda: _rows(code_rows, 2048, 896),
+    "codes": lambda: _rows(code_rows, 2048, 12288, normed=False),
+    "codes, 16 bits, 28672 wide": lambda: _rows(code_rows, 512, 28672, normed=False, bits=16),
     "many queries": lambda: _many_queries(32, 8, 128, 2048),
     "one launch, 8B": lambda: _one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: _one_launch(36, 2560, 9728, 32, 8, 128),
@@ -393,8 +400,13 @@ HOT_ON_HOPPER = {
     "one launch, 1.7B, 4 rows": lambda: _one_launch(28, 2048, 6144, 16, 8, 128, rows=4),
     "one launch, 1.7B, 16 bits": lambda: _one_launch(28, 2048, 6144, 16, 8, 128, bits=16),
 }
-# Bytes that are known to be spilled: with 4 rows a value that is read once a layer.
-SPILLED = {("one launch, 1.7B, 4 rows", (9, 0)): 4}
+# Bytes that are known to be spilled: with 4 rows a value that is read once a layer, else once a tile.
+SPILLED = {
+    ("one launch, 1.7B, 4 rows", (9, 0)): 4,
+    ("many: down", (9, 0)): 4,
+    ("many: out", (9, 0)): 4,
+    ("many: out, 16 bits", (9, 0)): 12,
+}
 KERNELS = [(kernel, capability) for kernel in HOT for capability in CAPABILITIES]
 KERNELS += [(kernel, (9, 0)) for kernel in HOT_ON_HOPPER]
 

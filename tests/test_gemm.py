@@ -9,7 +9,8 @@ import pytest
 
 from pallas_kernels import QTensor, dequantize, dispatch, formats, gemm, matmul
 from pallas_kernels.mosaic import half_weights, int_gemm
-from pallas_kernels.mosaic.bit_gemm import plan
+from pallas_kernels.mosaic.bit_gemm import tokens_of_tile
+from pallas_kernels.mosaic.wgmma import SMS
 from pallas_kernels.qtensor import tile
 
 
@@ -18,16 +19,6 @@ def random_weights(format, n, k, seed=0):
         format, jax.random.key(seed), (n, k // formats.get(format).WEIGHTS), 0.0, 0.02
     )
     return QTensor(fields, format, (n, k))
-
-
-def in_lane_order(a: np.ndarray) -> np.ndarray:
-    """[M, K] -> the order of columns that bit_gemm's docstring gives, behind K zeros up to 256 columns."""
-    a = np.pad(a, [(0, 0), (0, -a.shape[1] % 256)])
-    j, t, e = np.ogrid[:16, :4, :2]
-    place, column = 8 * j + 2 * t + e, np.broadcast_to(32 * t + 16 * e + j, (16, 4, 2))
-    source = np.zeros(128, int)
-    source[place] = column
-    return a[:, (np.arange(0, a.shape[1], 128)[:, None] + source).reshape(-1)]
 
 
 def in_group_order(a: np.ndarray, group: int) -> np.ndarray:
@@ -64,27 +55,25 @@ def test_the_library_is_near_the_definition(format):
 
 
 def test_lanes_decode_the_columns_that_their_activations_follow():
-    """What the kernel's lanes do, in numpy: the bits of word t, two at a time, against activations in lane
-    order."""
+    """What the kernel's lanes do, in numpy: word t's bits j, 8 + j, 16 + j and 24 + j are the weights of
+    bytes 16 j + 4 t .. + 3 of a group: byte 16 j + i is column 8 i + j (code_rows.py)."""
     n, k = 64, 640  # K is padded to whole pairs of groups
     w = random_weights("q1_0", n, k)
     x = np.random.default_rng(0).integers(-127, 128, (3, k))
     packed = tile(w).fields
     words, scales = np.asarray(packed["words"]), np.asarray(packed["scales"]).view(np.float16)
     want = x @ np.asarray(dequantize(w), np.float64).T
-    ordered = in_lane_order(x).astype(np.float64)
+    padded = np.pad(x, [(0, 0), (0, -k % 256)])
+    ordered = padded.reshape(3, -1, 16, 8).swapaxes(2, 3).reshape(3, -1).astype(np.float64)
     decoded = np.zeros((n, ordered.shape[1]))
     for i, pair, g, t, h, r in np.ndindex(n // 16, words.shape[1], 8, 4, 2, 2):
         word, d = words[i, pair, 4 * g + t, 2 * h + r], scales[i, 2 * pair + h, 2 * g + r]
-        for j, e in np.ndindex(16, 2):
-            bit = (word >> np.uint32(j + 16 * e)) & 1
-            decoded[16 * i + 8 * r + g, 256 * pair + 128 * h + 8 * j + 2 * t + e] = d if bit else -d
+        for j in range(8):
+            held = (int(word) << 7 - j & 0x80808080) ^ 0xC0C0C0C0
+            byte = np.uint32(held).tobytes()
+            at = 256 * pair + 128 * h + 16 * j + 4 * t
+            decoded[16 * i + 8 * r + g, at : at + 4] = np.frombuffer(byte, np.int8) * (np.float64(d) / 64)
     np.testing.assert_allclose(ordered @ decoded.T, want, rtol=1e-9, atol=1e-9)
-
-
-def test_activations_are_put_in_the_order_of_bits():
-    x = np.random.default_rng(0).standard_normal((3, 640)).astype(np.float16)
-    np.testing.assert_array_equal(gemm._in_order_of_bits(jnp.asarray(x)), in_lane_order(x))
 
 
 @pytest.mark.parametrize("group", [16, 32])
@@ -113,8 +102,7 @@ def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
 
 
 def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
-    for m, tiles, matrices, least in [(2048, 384, 1, 0.9), (2048, 768, 2, 0.9), (512, 256, 1, 0.9)]:
-        blocks, tokens = plan(m, tiles, matrices)
-        outputs = 128 * (1 if matrices == 2 else blocks)
-        count = -(-m // tokens) * -(-tiles * 16 // outputs)
-        assert count / (-(-count // 132) * 132) > least
+    for m, n, matrices, least in [(2048, 6144, 1, 0.95), (2048, 12288, 2, 0.95), (512, 4096, 1, 0.95)]:
+        tokens = tokens_of_tile(m, n, matrices)
+        count = -(-m // tokens) * -(-n // (128 // matrices))
+        assert count / (-(-count // SMS) * SMS) > least

@@ -1,221 +1,197 @@
-"""Products of many rows with 1-bit weights (Q1_0) on Hopper's tensor cores: weights are decoded in registers.
+"""Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights decoded in
+registers.
 
-wgmma takes its first operand from registers, 64 rows x 16 columns at a time, and lane 4 g + t of warp w holds
-of it rows 16 w + g and 16 w + g + 8 and the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In the layout of bit_gemv
-the same lane has word t, 32 columns, of the same rows. The order of columns within a group is free, as long
-as the activations follow it, so every lane decodes its own words for itself, in two instructions for two
-weights, and nothing is exchanged:
+    y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m]) = d s / 64 S,   S = sum(+-64 q), exact
 
-    -d or d as float16 in both halves  <-  ((word << 15 - j) & 0x80008000) ^ (-d, -d),   j = 0 .. 15
-    position 8 j + 2 t + e of a group  <-  column 32 t + 16 e + j
+wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a time, and lane 4 g + t of
+warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
+bit_gemv's layout the same lane has word t, 32 columns of a group, of the same rows. The order of columns
+within a group is free, as long as the activations follow it (code_rows.py). So every lane decodes its own
+words, four weights by two instructions, and nothing is exchanged:
 
-Weights are the first operand because they come from registers; so a tile of the product is outputs x tokens,
-and lanes store it transposed, 32 bytes at a time. Blocks of threads are persistent. Of three warpgroups one
-brings activations (float16) by TMA, two multiply: each `blocks` x 64 outputs (for SwiGLU 64 of the gate and
-the same 64 of the up projection) with `tokens` tokens. Their weights come straight from memory, one pair of
-groups (256 columns) ahead.
+    -64 or 64 in each byte  <-  ((word << 7 - j) & 0x80808080) ^ 0xC0C0C0C0,   j = 0 .. 7
+    position 16 j + 4 t + b of a group  <-  column 32 t + 8 b + j
+
+What takes as long as the tensor cores is S to float32 and its scales, once for a group, output and token:
+
+    M + S as float32  <-  S + 0x4B400000, the bits of M = 1.5 * 2^23; a conversion takes four times as long
+    y  <-  y + s / 64 (d (M + S) - d M)     two fma; d has 11 bits, so d M is exact
+
+Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
+
+Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three warpgroups two multiply, each
+64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of the up projection,
+in the same lanes, so that SwiGLU is a lane's own. The third brings what they need for a step. The
+residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
 """
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
 import functools
+import itertools
+import math
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, vector
+from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
+from jax.experimental.mosaic.gpu import mma_utils
+from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
-from pallas_kernels.mosaic.wgmma import SMS, STEP_BYTES, WARPGROUPS
-from pallas_kernels.mosaic.wgmma import fragment as _fragment
-from pallas_kernels.mosaic.wgmma import lane as _lane
-from pallas_kernels.mosaic.wgmma import silu as _silu
+from pallas_kernels.mosaic.wgmma import SMS, WARPGROUPS, fragment, swizzled
 
 GROUP = 128
-SLOTS = 8  # steps of activations in shared memory
-STORED_AT_ONCE = 8  # of a tile's 8 tokens: what is added to them is loaded together
+STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
+SLOTS = 2  # steps in shared memory
+WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
+MAGIC = 1.5 * 2**23
 
 
-@functools.partial(jax.jit, static_argnames=("n",))
+@functools.partial(jax.jit, static_argnames=("n", "tokens"))
 def bit_gemm(
-    a: jax.Array,
+    q: jax.Array,
     scale: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
     layer: jax.Array,
     n: int,
     residual: jax.Array | None = None,
+    *,
+    tokens: int | None = None,
 ) -> jax.Array:
-    """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
+    """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
 
-    a         float16 [M, K] in the order of columns above, with zeros behind K up to whole pairs of groups,
-              as half_rows makes it
-    scale     float32 [M], s
+    q         int8 [bits / 8, G, M, 128] and
+    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 64, as code_rows has them
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
     layer     int32 [], the index into them
     n         outputs
-    residual  float32 [M, n]
-    Returns float32 [M, n].
+    residual  float32 [at most M, n]
+    tokens    of a tile, 64 or 128
+    Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
-    m = a.shape[0]
-    tiles = weights[0][0].shape[1]
-    blocks, tokens = plan(m, tiles, len(weights))
-    outputs = WARPGROUPS * 64 * (1 if len(weights) == 2 else blocks)  # of a tile
-    rows, columns = -(-m // tokens), -(-tiles * 16 // outputs)
-    a = jnp.pad(a, ((0, -m % tokens), (0, 0)))
-    scale = jnp.pad(scale, (0, -m % tokens))
-    operands = [a, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
-    operands += [array for pair in weights for array in pair]
-    whole = (rows * tokens, columns * outputs)
+    planes, groups, m, _ = q.shape
+    steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
+    tokens = tokens or tokens_of_tile(m, n, matrices)
+    wide = 64 // matrices  # outputs of a warpgroup
+    grid = (-(-m // tokens), -(-n // (WARPGROUPS * wide)))
+    operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
+    for words, scales in weights:
+        operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
     if residual is not None:
-        operands.append(jnp.pad(residual, ((0, whole[0] - m), (0, whole[1] - n))))
-    body = functools.partial(
-        _body,
-        matrices=len(weights), blocks=blocks, tokens=tokens, grid=(rows, columns), added=residual is not None,
-    )  # fmt: skip
-    step = STEP_BYTES // a.dtype.itemsize
+        operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, 0))))
+    tiles = 8 // matrices  # of 16 rows, of a matrix
     scratch = {
-        "a_smem": plgpu.SMEM(
-            (SLOTS, tokens, step), a.dtype,
-            transforms=(plgpu.TilingTransform((8, step)), plgpu.SwizzleTransform(STEP_BYTES)),
-        ),
-        "full": plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
+        "q_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
+        "out_smem": plgpu.SMEM((WARPGROUPS, tokens, wide), jnp.float32, transforms=swizzled(4)),
+        "scale_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens), jnp.float32),
+        "words_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 128), jnp.uint32),
+        "d_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 16), jnp.uint32),
+        "full_smem": plgpu.SMEM((SLOTS, 2), jnp.int32),  # mbarriers, of activations
+        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=SLOTS),
         "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
+        "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
     }  # fmt: skip
     kernel = plgpu.kernel(
-        body,
-        out_type=jax.ShapeDtypeStruct(whole, jnp.float32),
-        grid=(min(SMS, rows * columns),),
+        functools.partial(
+            _body,
+            matrices=matrices, planes=planes, steps=steps, pairs=pairs, tokens=tokens, grid=grid,
+            added=residual is not None,
+        ),
+        out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
+        grid=(min(SMS, math.prod(grid)),),
         grid_names=("sm",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )
-    return kernel(*operands)[:m, :n]
+    )  # fmt: skip
+    return kernel(*operands)
 
 
-def plan(m: int, tiles: int, matrices: int) -> tuple[int, int]:
-    """(blocks of 64 outputs of a warpgroup, tokens of a tile): the largest tile that leaves few blocks of
-    threads idle in the last round."""
+def tokens_of_tile(m: int, n: int, matrices: int) -> int:
+    """The most that leave few blocks of threads idle in the last round."""
 
-    def waste(blocks, tokens):
-        outputs = WARPGROUPS * 64 * (1 if matrices == 2 else blocks)
-        count = -(-m // tokens) * -(-tiles * 16 // outputs)
-        return -(-count // SMS) * SMS * tokens * outputs / (m * tiles * 16)
+    def rounds(tokens):
+        return -(-(-(-m // tokens) * -(-n // (WARPGROUPS * 64 // matrices))) // SMS) * tokens
 
-    choices = [(2, 128), (2, 64)] + ([(1, 128)] if matrices == 1 else [])
-    return min(choices, key=lambda c: waste(*c) * (1 if c == (2, 128) else 1.1))
+    choices = (128, 64) if m >= 128 else (64,)
+    return min(choices, key=lambda tokens: rounds(tokens) * (1 if tokens == 128 else 1.15))
 
 
 def _body(
-    a_gmem, scale_gmem, layer_gmem, *refs,
-    a_smem, full, free, matrices, blocks, tokens, grid, added,
+    q_gmem, scale_gmem, layer_gmem, *refs,
+    q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_here, free, residual_here,
+    matrices, planes, steps, pairs, tokens, added, grid,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
     out_gmem = refs[-1]
-    pairs, tile_rows = weights[0][0].shape[2], weights[0][0].shape[1]
     rows, columns = grid
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     sms = min(SMS, rows * columns)
     count = lax.div(rows * columns - sm + sms - 1, sms)  # tiles of the product for this block
-    step_columns = a_smem.shape[-1]
-    steps_of_pair = 2 * GROUP // step_columns
-    steps = steps_of_pair * pairs
-    wide = 1 if matrices == 2 else blocks  # blocks of 64 neighbouring outputs of a warpgroup
+    wide = out_smem.shape[-1]
+    _init_barriers(full_smem)
 
     def token_of(i):
-        return lax.rem(sm + i * sms, rows) * tokens
-
-    def output_of(i, block):
-        column = lax.div(sm + i * sms, rows)
-        return (column * WARPGROUPS + warpgroup) * wide * 64 + (0 if matrices == 2 else block * 64)
+        """The first of tile i. Where rows are no whole tiles, the last two share some, and make the same."""
+        return jnp.minimum(lax.rem(sm + i * sms, rows) * tokens, out_gmem.shape[0] - tokens)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply():
-        plgpu.set_max_registers(232, action="increase")  # 2 x 232 + 40 <= 512: more would wait forever
-        layer = layer_gmem[0]
+        # 2 x 232 + 40 are the launch's 3 x 168: more would wait forever.
+        plgpu.set_max_registers(232, action="increase")
 
-        def load(i, pair):
-            """Of every block: this lane's words and scales for a pair of groups."""
-            loaded = []
-            for block in range(blocks):
-                words, scales = weights[block if matrices == 2 else 0]
-                tile = jnp.minimum(lax.div(output_of(i, block), 16), tile_rows - 4)
-                loaded.append(
-                    _load(
-                        words.at[layer, pl.ds(tile, 4), pair],
-                        scales.at[layer, pl.ds(tile, 4), pl.ds(2 * pair, 2)],
-                    )
-                )
-            return tuple(loaded)
+        def one_tile(i, carry):
+            column = lax.div(sm + i * sms, rows)
+            place = (pl.ds(token_of(i), tokens), pl.ds((column * WARPGROUPS + warpgroup) * wide, wide))
 
-        def load_next(i, pair):
-            last = pair == pairs - 1
-            return load(jnp.where(last, jnp.minimum(i + 1, count - 1), i), jnp.where(last, 0, pair + 1))
+            def one_step(step, sums):
+                at = i * steps + step
+                slot = lax.rem(at, SLOTS)
+                if (residual := residual_gmem) is not None:
 
-        def products(i, packed):
-            """The products of a tile, without their scales; and the words of the next tile's first pair."""
+                    @pl.when(step == min(1, steps - 1))  # by now the tile before has left
+                    def _residual():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        here = residual_here.at[warpgroup]
+                        plgpu.copy_gmem_to_smem(residual.at[place], out_smem.at[warpgroup], here)
 
-            def multiply(*sums):
-                def one_pair(pair, packed):
-                    following = load_next(i, pair)
-                    for step in range(steps_of_pair):
-                        at = i * steps + pair * steps_of_pair + step
-                        slot = lax.rem(at, SLOTS)
-                        plgpu.barrier_wait(full.at[slot])
-                        for block in range(blocks):
-                            w = _decode(packed[block], step)
-                            plgpu.wgmma(sums[block], w, a_smem.at[slot].transpose((1, 0)))
-                            plgpu.wgmma_wait(1)  # the one before: its registers and its slot are free
+                q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
+                plgpu.barrier_wait(weights_here.at[slot])
+                of_slot = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
+                sums = _add_step(sums, lax.rem(lax.div(at, SLOTS), 2), *of_slot, q)
+                plgpu.barrier_arrive(free.at[slot])
+                return sums
 
-                            if block == 0:
-                                before = lax.rem(at + SLOTS - 1, SLOTS)
-                                if step:
-                                    plgpu.barrier_arrive(free.at[before])
-                                else:
-                                    pl.when(pair > 0)(
-                                        lambda before=before: plgpu.barrier_arrive(free.at[before])
-                                    )
-                    return following
-
-                packed_after = lax.fori_loop(0, pairs, one_pair, packed)
-                plgpu.wgmma_wait(0)
-                plgpu.barrier_arrive(free.at[lax.rem(i * steps + steps - 1, SLOTS)])
-                return packed_after, [total[...] for total in sums]
-
-            return pl.run_scoped(multiply, *[plgpu.ACC((64, tokens), jnp.float32)] * blocks)
-
-        def one_tile(i, packed):
-            packed, sums = products(i, packed)
-            token = token_of(i)
-            scale = scale_gmem.at[pl.ds(token, tokens)]
-            if matrices == 2:
-                target = out_gmem.at[pl.ds(token, tokens), pl.ds(output_of(i, 0), 64)]
-                _store(scale, target, None, sums)
+            start = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
+            sums = lax.fori_loop(0, steps, one_step, start)
+            if added:
+                plgpu.barrier_wait(residual_here.at[warpgroup])
             else:
-                for block in range(blocks):
-                    where = (pl.ds(token, tokens), pl.ds(output_of(i, block), 64))
-                    _store(
-                        scale,
-                        out_gmem.at[where],
-                        residual_gmem.at[where] if residual_gmem is not None else None,
-                        [sums[block]],
-                    )
-            return packed
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _store(sums, out_smem.at[warpgroup], matrices, added)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[place])
+            return carry
 
-        lax.fori_loop(0, count, one_tile, load(0, 0))
+        lax.fori_loop(0, count, one_tile, 0)
+        plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _bring():
         plgpu.set_max_registers(40, action="decrease")
+        layer = layer_gmem[0]
 
         @pl.loop(0, count)
         def _tile(i):
             token = token_of(i)
+            of_tile = pl.ds(lax.div(sm + i * sms, rows) * (8 // matrices), 8 // matrices)
 
             @pl.loop(0, steps)
             def _step(step):
@@ -226,88 +202,235 @@ def _body(
                 def _wait():
                     plgpu.barrier_wait(free.at[slot])
 
-                columns = pl.ds(step * step_columns, step_columns)
-                plgpu.copy_gmem_to_smem(
-                    a_gmem.at[pl.ds(token, tokens), columns], a_smem.at[slot], full.at[slot]
+                _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
+                for w, refs in enumerate(weights):
+                    for source, target in zip(refs, (words_smem, d_smem), strict=True):
+                        source = source.at[layer, of_tile, pl.ds(step * pairs, pairs)]
+                        plgpu.copy_gmem_to_smem(source, target.at[slot, w], weights_here.at[slot])
+
+
+def _init_barriers(full_smem):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def init(ctx, full_smem):
+        with lanes.when(lanes.is_equal(lanes.to_integer(lanes.thread()), lanes.integer(0))):
+            for slot in range(full_smem.type.shape[0]):
+                memory.mbarrier_init(lanes.plus(memory.shared_address(full_smem), 8 * slot))
+        lanes.block_barrier()
+
+    init(full_smem)
+
+
+def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem):
+    """Ask for a step of a tile's activations, for a slot: of each group and plane one block of memory, and
+    one of scales, each by a lane of one warp."""
+    _, of_step, planes, tokens, _ = q_smem.shape
+    numbers, plain = (plgpu.Layout.WG_SPLAT,) * 3, plgpu.RefType()
+
+    @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, plgpu.RefType(swizzled(1)), plain, plain))
+    def bring(ctx, numbers, q_gmem, scale_gmem, *in_shared):
+        step, token, slot = (v.registers.item() for v in numbers)
+        q_smem, scale_smem, full = map(memory.shared_address, in_shared)
+        index, plus, scaled = lanes.to_index, lanes.plus, lanes.scaled
+        lane = lanes.remainder(lanes.to_integer(lanes.thread()), 128)
+        full = plus(full, scaled(slot, 8))
+        _, groups, m, _ = q_gmem.type.shape
+        with lanes.when(lanes.is_below(lane, lanes.integer(32))):
+            with lanes.when(lanes.is_equal(lane, lanes.integer(0))):
+                memory.mbarrier_expect(full, lanes.integer(STEP * tokens * (GROUP + 4)))
+            lanes.warp_barrier()
+            with lanes.when(lanes.is_below(lane, lanes.integer(STEP))):
+                h, plane = lanes.quotient(lane, planes), lanes.remainder(lane, planes)
+                group = plus(scaled(plane, groups), scaled(step, of_step), h)
+                part = plus(scaled(slot, STEP), lane)
+                first = arith.addi(arith.muli(index(group), lanes.index(m)), index(token))
+                words = arith.muli(first, lanes.index(GROUP // 4))
+                size = tokens * GROUP
+                memory.copy_to_shared(
+                    plus(q_smem, scaled(part, size)), q_gmem, words, lanes.integer(size), full
+                )
+                size = tokens * 4
+                memory.copy_to_shared(
+                    plus(scale_smem, scaled(part, size)), scale_gmem, first, lanes.integer(size), full
                 )
 
-
-def _load(words, scales):
-    """uint32 [64, 16] that stands for 4 words of columns and 2 of scales in every lane."""
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((64, 16), jnp.uint32, layout=plgpu.Layout.WGMMA),
-    )
-    def load(ctx, words, scales):
-        warp, lane, g, _ = _lane()
-        four = memory.load_vector(4, words, [warp, lane, lanes.index(0)])
-        d = [memory.load(scales, warp, h, g) for h in (0, 1)]
-        pair = ir.VectorType.get((2,), lanes.i32())
-        two = lambda a, b: vector.from_elements(pair, [a, b])  # noqa: E731
-        held = [two(*(lanes.element(four, 2 * h + r) for r in (0, 1))) for h in (0, 1)]
-        held += [two(*d), two(lanes.integer(0), lanes.integer(0))]
-        return _fragment(held, (64, 16), fragments.WGMMA_LAYOUT, False)
-
-    return load(*(words, scales))
+    bring((step, token, slot), q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
 
 
-def _decode(packed, step: int):
-    """float16 [64, 64]: the weights of a step, as wgmma wants them."""
+def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
+    """sums, float32 [64, tokens] + the products of a step, when its activations are there.
+
+    turn        0 or 1, of the slot's barrier full_smem
+    words_smem  uint32 [matrices, tiles, pairs, 128] and
+    d_smem      uint32 [matrices, tiles, pairs, 16]: the weights of both warpgroups
+    scale_smem  float32 [groups, planes, tokens], in the order of code_rows
+    q_smem      int8 [tokens, 128], swizzled: of the first group each plane, of the second each plane, ..
+    """
+    tokens, matrices, planes = sums.shape[1], words_smem.shape[0], scale_smem.shape[1]
+    types = (plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT, *(plgpu.RefType(),) * 4)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.float16, layout=plgpu.Layout.WGMMA),
+        arg_types=(*types, (plgpu.RefType(swizzled(1)),) * len(q_smem)),
+        return_type=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
-    def decode(ctx, packed):
-        held = list(packed.registers.flat)
-        h, first = divmod(step, 2)
-        d = lanes.element(held[2], h)
-        low = arith.andi(d, lanes.integer(0xFFFF))
-        high = arith.shrui(d, lanes.integer(16))
-        minus = [
-            arith.xori(arith.muli(x, lanes.integer(0x10001)), lanes.integer(0x80008000)) for x in (low, high)
-        ]
-        halves = ir.VectorType.get((2,), ir.F16Type.get())
-        out = []
-        for j in range(8 * first, 8 * first + 8):
-            for r in (0, 1):
-                signs = arith.shli(lanes.element(held[h], r), lanes.integer(15 - j))
-                signs = arith.andi(signs, lanes.integer(0x80008000))
-                out.append(llvm.bitcast(halves, arith.xori(signs, minus[r])))
-        return _fragment(out, (64, 64), fragments.WGMMA_LAYOUT)
+    def add(ctx, sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
+        warpgroup, warp, lane, g, t = _lane()
+        index, plus = lanes.to_index, lanes.plus
+        tile = index(plus(lanes.scaled(warpgroup, 4 // matrices), lanes.quotient(warp, matrices)))
+        half = lanes.remainder(warp, 2)  # of two matrices: whether rows g + 8
+        second, halves = lanes.is_equal(half, lanes.integer(1)), plus(lanes.scaled(half, 0x2222), 0x5410)
 
-    return decode(*(packed,))
+        def load(pair):
+            """Of each of a pair of groups the words and d of this lane's rows: g and g + 8 of a tile, or one
+            of them of both matrices."""
+            at = [(lanes.index(w), tile, lanes.index(pair)) for w in range(matrices)]
+            four = [memory.load_words(4, words_smem, [*of_w, index(lanes.scaled(lane, 4))]) for of_w in at]
+            d = [[memory.load(d_smem, *of_w, lanes.behind(index(g), 8 * h)) for of_w in at] for h in (0, 1)]
+            if matrices == 1:
+                return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
+            words = [[arith.select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
+            return [(words[h], lanes.halves(lanes.chosen_bytes(*d[h], halves))) for h in (0, 1)]
+
+        four_t = lanes.to_index(lanes.scaled(t, 4))
+        y = [lanes.element(v, e) for v in sums.registers.flat for e in (0, 1)]
+        memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
+        for i, q in enumerate(q_smem):
+            group, plane = divmod(i, planes)
+            if i % (2 * planes) == 0:
+                weights = load(group // 2)
+            if plane == 0:
+                words, d = weights[group % 2]
+                decoded, less = _weights(words), [arith.mulf(x, lanes.real(-MAGIC)) for x in d]
+            product = _multiply(decoded, q, tokens, unsigned=plane > 0)
+            product = _arrived(product)
+            at = [lanes.index(group), lanes.index(plane)]
+            s = [
+                memory.load_reals(4, scale_smem, [*at, lanes.behind(four_t, first)])
+                for first in range(0, tokens, 16)
+            ]
+            # Row by row, so that an instruction finds the row's d where the one before had it.
+            for r, j, e in itertools.product((0, 1), range(tokens // 8), (0, 1)):
+                at = 4 * j + 2 * r + e
+                whole = lanes.as_real(plus(product[at], 0x4B400000))
+                part = mlir_math.fma(whole, d[r], less[r])
+                y[at] = mlir_math.fma(part, s[j // 2][2 * (j % 2) + e], y[at])
+        pair = ir.VectorType.get((2,), lanes.f32())
+        held = [vector.from_elements(pair, y[i : i + 2]) for i in range(0, len(y), 2)]
+        return fragment(held, (64, tokens), fragments.WGMMA_LAYOUT)
+
+    return add(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem)
 
 
-def _store(scale, target, residual, sums):
-    """sums * scale (+ residual), or the SwiGLU of two, transposed to target, [tokens, 64]."""
-    refs = (target, scale) + (() if residual is None else (residual,))
-    types = ((plgpu.RefType(),) * len(refs), (plgpu.Layout.WGMMA,) * len(sums))
+def _weights(words) -> list:
+    """This lane's words of rows g and g + 8 -> 16 registers of 4 weights, for 4 wgmma of 32 columns."""
+    mask = lanes.anew(lanes.integer(0x80808080))  # in a register: an instruction has room for one constant
+    registers = []
+    for j in range(8):
+        for word in words:
+            word = lanes.shifted(word, 7 - j) if j < 7 else word
+            text = "lop3.b32 $0, $1, $2, 0xC0C0C0C0, 0x6A;"  # (word & mask) ^ 0xC0C0C0C0
+            registers.append(lanes.ptx(lanes.i32(), [word, mask], text, "=r,r,r"))
+    return registers
 
-    @plgpu.inline_mgpu(arg_types=types)
-    def store(ctx, refs, sums):
-        target, scale, *residual = refs
-        warp, _, g, t = _lane()
-        first = arith.addi(arith.muli(warp, lanes.index(16)), g)
-        two_t = arith.muli(t, lanes.index(2))
-        values = [list(total.registers.flat) for total in sums]
-        for begin in range(0, len(values[0]) // 2, STORED_AT_ONCE):
-            # All that is loaded, before the first store: behind a store that might change it, each load would
-            # wait for memory on its own.
-            places, scales, added = [], [], []
-            for j in range(begin, min(begin + STORED_AT_ONCE, len(values[0]) // 2)):
-                pair = arith.addi(two_t, lanes.index(8 * j))
-                for e, s in enumerate(memory.load_reals(2, scale, [pair])):
-                    token = lanes.behind(pair, e)
-                    for r in (0, 1):
-                        output = lanes.behind(first, 8 * r)
-                        places.append((j, e, r, token, output))
-                        scales.append(s)
-                        added.append(memory.load(residual[0], token, output) if residual else None)
-            for (j, e, r, token, output), s, more in zip(places, scales, added, strict=True):
-                y = [arith.mulf(lanes.element(v[2 * j + r], e), s) for v in values]
-                out = y[0] if len(y) == 1 else arith.mulf(_silu(y[0]), y[1])
-                memory.store(out if more is None else arith.addf(out, more), target, token, output)
 
-    store(refs, tuple(sums))
+def _multiply(weights, q_smem, tokens: int, unsigned: bool) -> list:
+    """Begin int32 [64, tokens] = weights * activations over 128 columns: the registers that `_arrived` must
+    see before anything reads them.
+
+    The chain begins with scale-d = 0, which Mosaic's own wgmma does not offer: nothing has to be cleared.
+    """
+    (base, (_, (k_stride, *_))), _, _ = mma_utils.create_descriptor(
+        mosaic.memref_transpose(q_smem, (1, 0, 3, 2)),
+        swizzle=GROUP,
+        large_tile=(GROUP, GROUP),
+        group_size=(GROUP, tokens),
+        logical_k_major=True,
+    )
+    count = tokens // 2
+    # Operands: outputs, the 16 weights, the descriptor. Each wgmma has 4 of the weights.
+    accumulators = "{" + ",".join(f"${i}" for i in range(count)) + "}"
+    kind = "u8" if unsigned else "s8"
+    text = "{ .reg .pred p; .reg .b64 b; wgmma.fence.sync.aligned; "
+    for k in range(4):
+        a = "{" + ",".join(f"${count + 4 * k + i}" for i in range(4)) + "}"
+        offset = k * k_stride >> 4
+        text += f"setp.ne.b32 p, {min(k, 1)}, 0; add.s64 b, ${count + 16}, {offset}; "
+        text += f"wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.s8.{kind} {accumulators}, {a}, b, p; "
+    text += "wgmma.commit_group.sync.aligned; }"
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([lanes.i32()] * count),
+        [*weights, base],
+        text,
+        ",".join(["=r"] * count + ["r"] * 16 + ["l"]),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(lanes.i32(), result, [i]) for i in range(count)]
+
+
+def _arrived(product: list) -> list:
+    """The registers of a product, when it is done."""
+    llvm.inline_asm(None, [], "wgmma.wait_group.sync.aligned 0;", "~{memory}", has_side_effects=True)
+    return _in_order(product)
+
+
+def _in_order(values) -> list:
+    """The same values, made before and used after what stands here."""
+    kind, count = values[0].type, len(values)
+    constraint = "=f" if kind == lanes.f32() else "=r"
+    result = llvm.inline_asm(
+        llvm.StructType.get_literal([kind] * count),
+        values,
+        "",
+        ",".join([constraint] * count + [str(i) for i in range(count)]),
+        has_side_effects=True,
+    )
+    return [llvm.extractvalue(kind, result, [i]) for i in range(count)]
+
+
+def _store(sums, out_smem, matrices: int, added: bool):
+    """sums, or sums + what is there, or the SwiGLU of a lane's rows g and g + 8, transposed to out_smem,
+    float32 [tokens, outputs], swizzled."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(swizzled(4))))
+    def store(ctx, sums, out_smem):
+        _, warp, _, g, t = _lane()
+        values = [[lanes.element(v, e) for e in (0, 1)] for v in sums.registers.flat]
+        # Element (token, output) lies at [token / 8, output / 32, token % 8, (output % 32) ^ 4 (token % 8)].
+        for e in (0, 1):
+            row = lanes.plus(lanes.scaled(t, 2), e)
+            swizzle = lanes.shifted(row, 2)
+            for r in range(2 // matrices):
+                output = lanes.plus(lanes.scaled(warp, 16 // matrices), g, 8 * r)
+                at = [lanes.quotient(output, WIDTH), row, arith.xori(lanes.remainder(output, WIDTH), swizzle)]
+                at = [lanes.to_index(i) for i in at]
+                places = [[lanes.index(j), *at] for j in range(len(values) // 2)]
+                there = [memory.load(out_smem, *place) for place in places] if added else []
+                for j, place in enumerate(places):
+                    if matrices == 2:
+                        y = arith.mulf(_silu(values[2 * j][e]), values[2 * j + 1][e])
+                    else:
+                        y = values[2 * j + r][e]
+                    memory.store(arith.addf(y, there[j]) if added else y, out_smem, *place)
+
+    store(*(sums, out_smem))
+
+
+def _silu(x):
+    """x / (1 + exp(-x)), within a few units in the last place."""
+    power = lanes.ptx(
+        lanes.f32(), [arith.mulf(x, lanes.real(-math.log2(math.e)))], "ex2.approx.f32 $0, $1;", "=f,f"
+    )
+    whole = arith.addf(power, lanes.real(1))
+    return arith.mulf(x, lanes.ptx(lanes.f32(), [whole], "rcp.approx.f32 $0, $1;", "=f,f"))
+
+
+def _lane():
+    """(warpgroup, warp of it, lane, g, t) of this thread, as i32."""
+    thread = lanes.to_integer(lanes.thread())
+    lane = lanes.remainder(thread, 32)
+    return (
+        lanes.quotient(thread, 128),
+        lanes.remainder(lanes.quotient(thread, 32), 4),
+        lane,
+        lanes.quotient(lane, 4),
+        lanes.remainder(lane, 4),
+    )

@@ -222,6 +222,12 @@ def half_vector(words):
     return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.F16Type.get()), packed)
 
 
+def byte_vector(words):
+    """Words of four bytes as one vector of bytes."""
+    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
+    return vector.bitcast(ir.VectorType.get((4 * len(words),), ir.IntegerType.get_signless(8)), packed)
+
+
 def vector_from_lane(x, lane):
     """The vector of float32 or bfloat16 of another lane; `lane` is an index."""
     kind = ir.VectorType(x.type)
@@ -415,6 +421,11 @@ def bytes_of(low, high, selector: int):
     """Any four of eight bytes: nibble i of the selector names byte i of the result; `low` has 0..3, `high`
     4..7."""
     return ptx(i32(), [low, high], f"prmt.b32 $0, $1, $2, {selector:#x};", "=r,r,r")
+
+
+def chosen_bytes(low, high, selector):
+    """As `bytes_of`, with a selector that is known when it runs."""
+    return ptx(i32(), [low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
 def low_half(word):

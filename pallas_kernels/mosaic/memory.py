@@ -68,6 +68,11 @@ def store_halves(pairs, ref, indices):
     store_stored(lanes.half_vector(pairs), ref, indices)
 
 
+def store_bytes(words, ref, indices):
+    """Words of four bytes into neighbouring elements of a ref of int8."""
+    store_stored(lanes.byte_vector(words), ref, indices)
+
+
 def load_shared(count: int, address, at: int = 0):
     """1, 2 or 4 words of shared memory at an address (`shared_address`) plus `at` bytes."""
     if count == 1:

@@ -20,6 +20,7 @@ from pallas_kernels.mosaic import (
     attention_splits,
     bit_gemv,
     bit_rows,
+    code_rows,
     decode_attention,
     decode_layers,
     dense,
@@ -89,7 +90,7 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
     def run(*operands):
         arrays = [np.array(o[...] if isinstance(o, jax.Ref) else o) for o in operands]
         written = [isinstance(o, jax.Ref) for o in operands] + [True] * len(outs)
-        arrays += [np.full(out.shape, np.nan, out.dtype) for out in outs]
+        arrays += [np.full(out.shape, -1 if out.dtype.kind == "i" else np.nan, out.dtype) for out in outs]
         for first in range(0, grid[0], at_a_time):
             numbers = range(first, min(first + at_a_time, grid[0]))
             scratch = [(s.shape, s.dtype) for s in scratch_types]
@@ -112,7 +113,7 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
 def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
-    kernels = (bit_gemv, bit_rows, int_gemv, dense, half_rows, decode_attention, decode_layers)
+    kernels = (bit_gemv, bit_rows, int_gemv, code_rows, dense, half_rows, decode_attention, decode_layers)
     parts = (attention_splits, half_weights, int_codes, int_phase, wgmma, int_gemm)
     modules = (lanes, memory, tensor_cores, *parts, *kernels)
     with contextlib.ExitStack() as stack:

@@ -13,7 +13,9 @@ from tests.lockstep.races import Clocks, Words
 from tests.lockstep.values import NUMPY, Type, Value
 
 FAR = 40  # an address in global memory: the number of its buffer above so many bits, bytes below
-ELEMENTS = {"uint32": "i32", "int32": "i32", "float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+ELEMENTS = {
+    "uint32": "i32", "int32": "i32", "int8": "i8", "float32": "f32", "bfloat16": "bf16", "float16": "f16",
+}  # fmt: skip
 
 
 class Ref:
@@ -154,7 +156,7 @@ class Machine:
         assert at.size == 0 or (at.min() >= 0 and at.max() < ref.cells.shape[1])
         place = (self.block[self.active][:, None] if ref.shared else 0, at)
         if ref.words is not None:
-            bits = {2: np.int16, 4: np.int32}[values.itemsize]
+            bits = {1: np.int8, 2: np.int16, 4: np.int32}[values.itemsize]
             same = ref.cells[place].view(bits) == np.ascontiguousarray(values).view(bits)
             tagged = id(ref) in self.message_of
             ref.words.write(*self._words(ref, at), None if tagged else same.ravel())

@@ -10,7 +10,8 @@ import ml_dtypes
 import numpy as np
 
 NUMPY = {
-    "i1": np.dtype(bool), "i32": np.dtype(np.int32), "i64": np.dtype(np.int64), "index": np.dtype(np.int64),
+    "i1": np.dtype(bool), "i8": np.dtype(np.int8), "i32": np.dtype(np.int32), "i64": np.dtype(np.int64),
+    "index": np.dtype(np.int64),
     "f32": np.dtype(np.float32), "f16": np.dtype(np.float16), "bf16": np.dtype(ml_dtypes.bfloat16),
 }  # fmt: skip
 
