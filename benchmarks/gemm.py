@@ -42,8 +42,9 @@ CALL_OPERATIONS = 0.6e12  # at 600 TFLOP/s, cuBLAS's best on an H200, a millisec
 CHECKED = 64  # rows that are compared with the definition
 OPS = ("qkv", "attention output", "feed-forward")
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
-# Of a row's error: activations and some formats' weights are rounded to float16, or activations to 8 bits.
-LIMITS = {"library": 2e-3, "xla": 2e-3, "mosaic": 1e-2}
+# Of a row's error. Activations and some formats' weights are rounded to float16; or activations to 8 bits,
+# which is 8e-3 of normal ones, and in the feed-forward comes three times: in gate, in up, on their product.
+LIMITS = {"library": 2e-3, "xla": 2e-3, "mosaic": 2e-2}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -91,8 +91,9 @@ def product(
 
     For the time of a call to the library the matrices exist in float16, rows below rows (2 N K bytes): 200 MB
     for gate and up of an 8B model. mosaic/dense.py decodes what is in its layout, XLA everything else. With
-    such weights products leave the GEMM as float16, the rows' scales still apart: half the bytes, and rounded
-    as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below 32752.
+    such weights what SwiGLU is made of leaves the GEMM as float16, the rows' scales still apart: half the
+    bytes, and rounded as x was. Sums of |a w| stay below float16's 65504 where a row's sum of |w| is below
+    32752.
     """
     held = leaves(weights)
     if all(w.gemm == "mosaic" for w in held):
@@ -110,7 +111,7 @@ def product(
 
         shared = device.shared_bytes()
         return int_gemm(a, scale[:, 0], fields, layer, n, residual, format=format, shared=shared)
-    out = jnp.float16 if _decoded_by_kernel(weights) else jnp.float32
+    out = jnp.float16 if len(weights) == 2 and _decoded_by_kernel(weights) else jnp.float32
     y = jnp.einsum("mk,nk->mn", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
     if len(weights) == 2:

@@ -300,8 +300,7 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
             if plane == 0:
                 words, d = weights[group % 2]
                 decoded, less = _weights(words), [arith.mulf(x, lanes.real(-MAGIC)) for x in d]
-            product = _multiply(decoded, q, tokens, unsigned=plane > 0)
-            product = _arrived(product)
+            product = _arrived(_multiply(decoded, q, tokens, unsigned=plane > 0))
             at = [lanes.index(group), lanes.index(plane)]
             s = [
                 memory.load_reals(4, scale_smem, [*at, lanes.behind(four_t, first)])
@@ -367,23 +366,17 @@ def _multiply(weights, q_smem, tokens: int, unsigned: bool) -> list:
 
 
 def _arrived(product: list) -> list:
-    """The registers of a product, when it is done."""
+    """The registers of a product, when it is done: what uses them is not computed before."""
     llvm.inline_asm(None, [], "wgmma.wait_group.sync.aligned 0;", "~{memory}", has_side_effects=True)
-    return _in_order(product)
-
-
-def _in_order(values) -> list:
-    """The same values, made before and used after what stands here."""
-    kind, count = values[0].type, len(values)
-    constraint = "=f" if kind == lanes.f32() else "=r"
+    count = len(product)
     result = llvm.inline_asm(
-        llvm.StructType.get_literal([kind] * count),
-        values,
+        llvm.StructType.get_literal([lanes.i32()] * count),
+        product,
         "",
-        ",".join([constraint] * count + [str(i) for i in range(count)]),
+        ",".join(["=r"] * count + [str(i) for i in range(count)]),
         has_side_effects=True,
     )
-    return [llvm.extractvalue(kind, result, [i]) for i in range(count)]
+    return [llvm.extractvalue(lanes.i32(), result, [i]) for i in range(count)]
 
 
 def _store(sums, out_smem, matrices: int, added: bool):
