@@ -332,10 +332,8 @@ def _body(
             where = (pl.ds(token_of(i), tokens), pl.ds((item * STEPS + step) * STEP, STEP))
             plgpu.copy_gmem_to_smem(a_gmem.at[where], a_smem.at[slot], a_full.at[slot])
 
-        @pl.core_map(plgpu.WarpMesh(axis_name="warp"))
-        def _warps():
-            warp = lax.axis_index("warp")
-
+        @plgpu.warp_map
+        def _warps(warp):
             def work(number):
                 @pl.loop(0, count)
                 def _tile(i):
