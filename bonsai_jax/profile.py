@@ -128,11 +128,12 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
     piece = weight.pieces[0] if isinstance(weight, Rows) else weight
     kernel = dispatch.KERNELS.get(piece.format) if piece.impl == "mosaic" else None
     if kernel is None or rows > dispatch.MOST_ROWS[kernel]:
-        return card.arithmetic()
-    from pallas_kernels.mosaic.bit_gemv import FROM_ROWS  # only GPUs need it
+        kind = "int8" if piece.gemm == "mosaic" else "half"
+    else:
+        from pallas_kernels.mosaic.bit_gemv import FROM_ROWS  # only GPUs need it
 
-    planes = kernel == "bit_gemv" and rows < FROM_ROWS
-    return card.arithmetic("planes" if planes else "int8") * 8 / piece.activation_bits
+        kind = "planes" if kernel == "bit_gemv" and rows < FROM_ROWS else "int8"
+    return card.arithmetic(kind) * (1 if kind == "half" else 8 / piece.activation_bits)
 
 
 def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callable[[Params, Any], Any]:
