@@ -18,7 +18,7 @@ from pallas_kernels import LayerStack, QTensor, attend, device, dispatch, gated,
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.qtensor import leaves
 
-PREFILL_SUMS = jnp.bfloat16  # over devices, behind GEMMs of float16: half of what goes between them
+PREFILL_SUMS = jnp.bfloat16  # over devices, behind GEMMs that round anyway: half of what goes between them
 UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 SITES = ("input", "attention", "middle", "mlp", "output")
 
