@@ -18,6 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import (
     attention_splits,
+    bit_gemm,
     bit_gemv,
     bit_rows,
     code_rows,
@@ -34,6 +35,9 @@ from pallas_kernels.mosaic import (
 )
 from tests.lockstep import ptx, values
 from tests.lockstep.machine import Machine
+
+# Of plgpu, as they are.
+PLAIN = ("RefType", "SMEM", "CompilerParams", "Layout", "TilingTransform", "SwizzleTransform")
 
 
 class _Running:
@@ -72,7 +76,7 @@ class _Running:
         shared["plgpu"] = types.SimpleNamespace(
             kernel=functools.partial(_kernel, self),
             inline_mgpu=lambda **_: lambda f: lambda *refs: f(None, *refs),
-            **{name: getattr(plgpu, name) for name in ("RefType", "SMEM", "CompilerParams")},
+            **{name: getattr(plgpu, name) for name in PLAIN},
             LoweringSemantics=plgpu.LoweringSemantics,
         )
         shared |= {name: call(name) for name in ("when", "loop", "choose", "repeated")}
@@ -111,7 +115,7 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = (bit_gemv, bit_rows, int_gemv, code_rows, dense, half_rows, decode_attention, decode_layers)
-    modules = (lanes, memory, tensor_cores, attention_splits, int_codes, int_phase, *kernels)
+    modules = (lanes, memory, tensor_cores, attention_splits, bit_gemm, int_codes, int_phase, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
             for module in modules:

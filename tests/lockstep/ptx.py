@@ -77,6 +77,11 @@ def _rotate(machine, match, word, by):
     return i32(twice << by & 0xFFFFFFFF | twice >> (32 - by))
 
 
+@instruction(r"lop3\.b32 \$0, \$1, \$2, (0x\w+), (\w+)")
+def _logic_with_constant(machine, match, a, b):
+    return _logic(machine, (match[0], match[2]), a, b, i32(int(match[1], 0)))
+
+
 @instruction(r"lop3\.b32 \$0, \$1, \$2, \$3, (\w+)")
 def _logic(machine, match, a, b, c):
     table, out = int(match[1], 0), 0
@@ -99,12 +104,12 @@ def _narrow(machine, match, high, low):
     return i32(high << 16 | low)
 
 
-@instruction(r"ex2\.approx\.ftz\.f32")
+@instruction(r"ex2\.approx(\.ftz)?\.f32")
 def _exp2(machine, match, x):
     return f32(np.exp2(x.a))
 
 
-@instruction(r"rcp\.approx\.ftz\.f32")
+@instruction(r"rcp\.approx(\.ftz)?\.f32")
 def _reciprocal(machine, match, x):
     return f32(np.float32(1) / x.a)
 
