@@ -5,12 +5,12 @@
 Each product is timed twice, and two dense ones beside it, in the same run:
 
     op      what the model runs: float32 activations rounded to float16 with a scale for each row (for the
-            kernel of Q1_0: to 8 bits with a scale for each group, in its order), and then all of
+            kernel of Q1_0: to 8 bits with a scale for each group), in the kernel's order, and then all of
     gemm    activations given so, with their scales; weights decoded, the GEMM, scales, SwiGLU or residual
             (q, k and v have none), float32 results. The feed-forward's second half is given its activations
             too.
-    bf16    bfloat16 by bfloat16 to bfloat16, all given, nothing behind it, by cuBLAS
-    int8    int8 by int8 to int32, the same way
+    bf16    the same numbers in bfloat16 to bfloat16, all given, nothing behind it, by cuBLAS
+    int8    rounded to int8, one scale for all, to int32, the same way
 
 So `gemm` is what compares with bf16, like with like but for the decoding, which is its task, and for 32-bit
 results with what stands behind them; `op` says what the model pays. Each is of several layers, so that no
@@ -18,7 +18,9 @@ weight is in the L2 cache from the time before, and of so many that a call takes
 host's part of it is over while the device still works on the call before.
 
 All programs of a model are compiled first, at the same time (XLA locks the device while it tries candidates),
-and nothing is compiled while the clock runs.
+and nothing is compiled while the clock runs. The four are timed in turns. They have the same numbers: at these
+rates a GPU is at the limit of its power, and what a product takes of that depends on its operands. With small
+integers cuBLAS is faster than with what a model has.
 """
 
 import argparse
@@ -36,7 +38,7 @@ import numpy as np
 
 from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, device, dispatch, ffn, formats, gemm, matmul
+from pallas_kernels import LayerStack, QTensor, dequantize, device, dispatch, ffn, formats, gemm, matmul
 
 CALL_OPERATIONS = 0.6e12  # at 600 TFLOP/s, cuBLAS's best on an H200, a millisecond
 CHECKED = 64  # rows that are compared with the definition
@@ -44,7 +46,12 @@ OPS = ("qkv", "attention output", "feed-forward")
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 # Of a row's error. Activations and some formats' weights are rounded to float16; or activations to 8 bits,
 # which is 8e-3 of normal ones, and in the feed-forward comes three times: in gate, in up, on their product.
-LIMITS = {"library": 2e-3, "xla": 2e-3, "mosaic": 2e-2}
+LIMIT, LIMIT_OF_CODES = 2e-3, 2e-2
+
+
+def limit(impl: str, format: str) -> float:
+    codes = impl == "mosaic" and dispatch.KERNELS[format] == "bit_gemv"
+    return LIMIT_OF_CODES if codes else LIMIT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,9 +137,16 @@ def dense(x, weights: list[list[jax.Array]], sums):
 DENSE = {"bfloat16": jnp.bfloat16, "int8": jnp.int32}  # of products, and of their sums
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def small_numbers(shape: tuple[int, int], dtype: str) -> jax.Array:
-    return jax.random.randint(jax.random.key(0), shape, -8, 8, jnp.int8).astype(dtype)
+@functools.partial(jax.jit, static_argnums=1)
+def as_dense(x: jax.Array, dtype: str) -> jax.Array:
+    """x in a dense type: bfloat16, or int8 with the largest |x| as 127."""
+    return (jnp.round(x * (127 / jnp.abs(x).max())) if dtype == "int8" else x).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def decoded(weights: list[QTensor], layer: jax.Array, dtype: str) -> jax.Array:
+    """A layer of matrices of the same K, rows below rows, in a dense type."""
+    return as_dense(jnp.concatenate([dequantize(w[layer]) for w in weights]), dtype)
 
 
 class Weights:
@@ -140,7 +154,7 @@ class Weights:
 
     shapes         of one layer's matrices; joined: those that are one product, gate and up, as one
     ours, blocks   of each matrix, as prefill wants them and as their format's blocks
-    dense          {dtype: [layer][matrix]}, dense ones; the same numbers, in memory of their own
+    dense          {dtype: [layer][matrix]}, the same numbers in dense types
     """
 
     def __init__(self, arguments: argparse.Namespace, config: ModelConfig, op: str, rows: list[int]):
@@ -156,8 +170,12 @@ class Weights:
         most = max(self.layers.values())
         pairs = [held(arguments.format, shape, most, seed) for seed, shape in enumerate(self.shapes)]
         self.ours, self.blocks = ([pair[i] for pair in pairs] for i in (0, 1))
+        of_product = [self.blocks[:-1], self.blocks[-1:]][-len(self.joined) :]
         self.dense = {
-            dtype: [[small_numbers(shape, dtype) for shape in self.joined] for _ in range(most)]
+            dtype: [
+                [decoded([w.parts[0] for w in ws], ws[0].where[layer][1], dtype) for ws in of_product]
+                for layer in range(most)
+            ]
             for dtype in DENSE
         }
 
@@ -184,9 +202,7 @@ class Product:
         self.start = jnp.zeros((rows, self.shapes[-1][0]))
         factors = [tuple(parts[:-1]), tuple(parts[-1:])][-len(self.joined) :]
         self.given = [gemm.rounded(x, w, None, None, 0.0) for x, w in zip(self.xs, factors, strict=True)]
-        self.dense_x = {
-            dtype: {k: small_numbers((rows, k), dtype) for _, k in self.joined} for dtype in DENSE
-        }
+        self.dense_x = {dtype: {x.shape[1]: as_dense(x, dtype) for x in self.xs} for dtype in DENSE}
 
     def programs(self) -> dict[str, tuple[jax.stages.Lowered, tuple, dict]]:
         """{name: (a call of all layers, its arguments, options of its compilation)}"""
@@ -216,13 +232,14 @@ class Product:
 
     def row(self, compiled: dict[str, tuple[jax.stages.Compiled, tuple]]) -> Row:
         arguments = self.arguments
-        counts = {"repetitions": arguments.repetitions, "calls": arguments.calls}
-        us, tflops, spread = {}, {}, {}
-        for name, (program, given) in compiled.items():
-            times = bench.seconds_per_call(lambda _: program(*given), None, **counts)  # noqa: B023
-            us[name] = 1e6 * statistics.median(times) / self.layers
-            spread[name] = 1e6 * min(times) / self.layers, 1e6 * max(times) / self.layers
-            tflops[name] = self.operations / us[name] / 1e6
+        times = {name: [] for name in compiled}
+        for _ in range(arguments.repetitions):
+            for name, (program, given) in compiled.items():
+                step = lambda _: program(*given)  # noqa: B023, E731
+                times[name] += bench.seconds_per_call(step, None, repetitions=1, calls=arguments.calls)
+        us = {name: 1e6 * statistics.median(of) / self.layers for name, of in times.items()}
+        spread = {name: [1e6 * end(of) / self.layers for end in (min, max)] for name, of in times.items()}
+        tflops = {name: self.operations / time / 1e6 for name, time in us.items()}
         want, found = self.definition(), {}
         for name, result in want.items():
             if name in compiled:
@@ -230,7 +247,7 @@ class Product:
                 y, _ = program(*given)
                 found[name] = matvec.difference(y[: len(result)], result)
         problem = dispatch.Problem("gemm", device.platform(), arguments.format, self.shapes[0])
-        gemm_min, gemm_max = spread.get("gemm", (None, None))
+        gemm_min, gemm_max = spread.get("gemm", [None, None])
         return Row(
             **bench.origin(arguments.commit),
             impl=dispatch.choose(problem),
@@ -294,8 +311,8 @@ def main() -> None:
         print("| --- | --- | --- " + "| ---: " * 10 + "|")
     wrong = []
     for r in measure(arguments):
-        if not r.error < LIMITS[r.impl]:
-            wrong.append(f"{r.op} of {r.model}: {r.error:.1e}, at most {LIMITS[r.impl]:.0e}")
+        if not r.error < limit(r.impl, r.format):
+            wrong.append(f"{r.op} of {r.model}: {r.error:.1e}, at most {limit(r.impl, r.format):.0e}")
         alone = "- | - | -"
         if r.gemm_us is not None:
             alone = (

@@ -366,7 +366,7 @@ def _stack(
             layers = held.count(recipe.held)
             stack = placement.zeros(one, layers, recipe.share) if placement else _zeros(one, layers)
         parts[part] = _place(stack, source, index, recipe, placement)
-    return LayerStack(tuple(part for part in parts if part), where)
+    return qtensor.settled(LayerStack(tuple(part for part in parts if part), where))
 
 
 def _matrix(

@@ -170,7 +170,8 @@ class Placement:
         """Queries, keys and values as one (qtensor.joined): on each device its own."""
         spec = present((None, self.axis), self.mesh)
         join = jax.jit(mapped(qtensor.joined, self.mesh, (spec,), spec))
-        return jax.tree.map(_rechosen, join(tuple(stacks)), is_leaf=lambda leaf: isinstance(leaf, QTensor))
+        chosen = jax.tree.map(_rechosen, join(tuple(stacks)), is_leaf=lambda leaf: isinstance(leaf, QTensor))
+        return tuple(map(qtensor.settled, chosen))
 
     def biases(self, biases: Sequence[Float[np.ndarray, "L N"]]) -> jax.Array:
         """Those of queries, keys and values as one: the part of each device, side by side."""

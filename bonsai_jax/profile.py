@@ -128,7 +128,7 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
     piece = weight.pieces[0] if isinstance(weight, Rows) else weight
     kernel = dispatch.KERNELS.get(piece.format) if piece.impl == "mosaic" else None
     if kernel is None or rows > dispatch.MOST_ROWS[kernel]:
-        kind = "int8" if piece.gemm == "mosaic" else "half"
+        kind = "int8" if piece.gemm == "mosaic" and kernel == "bit_gemv" else "half"
     else:
         from pallas_kernels.mosaic.bit_gemv import FROM_ROWS  # only GPUs need it
 

@@ -78,9 +78,11 @@ def _wgmma(problem: Problem) -> str | None:
         if head_dim not in (64, 128):
             return f"head_dim is {head_dim}; the kernel has 64 and 128"
         return f"pages of {page_size} are no multiple of 64" if page_size % 64 else None
-    if problem.format != "q1_0":
+    if problem.format not in KERNELS:
         return _no_kernel(problem)
-    return "its tiles are 64 outputs" if -(-problem.shape[0] // 16) % 4 else None
+    if problem.format == "q1_0" and -(-problem.shape[0] // 16) % 4:
+        return "its tiles are 64 outputs"
+    return None
 
 
 def _library(problem: Problem) -> str | None:

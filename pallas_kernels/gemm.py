@@ -1,14 +1,14 @@
 """Products with many rows (prefill), on the tensor cores: matmul's candidates for more than MOST_ROWS rows.
 
-    kernel   x [M, K] -> norm -> x = s q, q whole numbers, s per group of 128 columns -> exact sums of a group
-                                                                       -> d s in float32, SwiGLU or residual
-    library  x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
-                                                  -> GEMM with float32 sums -> s, SwiGLU or residual
+    bit_gemm            x [M, K] -> norm -> x = s q, q whole numbers, s per group of 128 columns
+                                            -> exact sums of a group -> d s in float32, SwiGLU or residual
+    int_gemm, library   x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
+                                            -> GEMM with float32 sums -> s, SwiGLU or residual
 
-The kernel, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over groups
-are in another order.
+bit_gemm, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over groups are
+in another order. int_gemm is for stacks of one format of 2 to 8 bits.
 
-Why the library gets float16 and not bfloat16: it holds a weight's float16 scale exactly, and 11 bits of an
+Why the others get float16 and not bfloat16: it holds a weight's float16 scale exactly, and 11 bits of an
 activation where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost:
 activations are rounded to 2^-12 of themselves (below 2^-15 of the row's largest: to 2^-25 of it), and weights
 of formats that multiply two numbers (Q4_K) to 2^-12 of themselves.
@@ -19,6 +19,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import device, dispatch, formats
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize, leaves
 
@@ -50,7 +51,8 @@ def rounded(
     x: jax.Array, weights: Sequence[QTensor | Rows | LayerStack], layer, gamma, eps: float
 ) -> tuple[jax.Array, jax.Array]:
     """x, or rms_norm(x; gamma[layer], eps), as the weights' GEMM reads it: (a, s), float16 [M, K] and float32
-    [M, 1] of `scaled_to_half`; for the kernel what mosaic/code_rows.py makes."""
+    [M, 1] of `scaled_to_half`, for int_gemm in its order of columns; for bit_gemm what mosaic/code_rows.py
+    makes."""
     x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     held = leaves(weights)
     by_kernel = all(w.gemm == "mosaic" for w in held)
@@ -65,9 +67,10 @@ def rounded(
             gamma = gamma[slice(layer, layer + 1 or None)]  # to XLA an offset
         elif gamma is not None:
             index = layer
-        if by_kernel:
+        if by_kernel and dispatch.KERNELS[held[0].format] == "bit_gemv":
             return code_rows(x, gamma, index, eps, bits=held[0].activation_bits)
-        a, scale = half_rows(x, gamma, index, eps)
+        group = formats.get(held[0].format).GROUP if by_kernel else None
+        a, scale = half_rows(x, gamma, index, eps, group=group)
         return a, scale[:, None]
     # What has no norm is left to XLA, which rounds it while it makes it.
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
@@ -81,9 +84,9 @@ def product(
     part_layer,
     residual: jax.Array | None,
 ) -> jax.Array:
-    """`run` behind the rounding of x. residual is [M, N]; so is the result, by the kernel padded to 64.
+    """`run` behind the rounding of x. residual is [M, N]; so is the result, by bit_gemm padded to 64.
 
-    "mosaic"   bit_gemm, which decodes 1-bit weights in registers
+    "mosaic"   bit_gemm or int_gemm, which decode in registers
     "library"  the matrices decoded to float16, and one GEMM of XLA's choice (cuBLAS)
 
     For the time of a call to the library the matrices exist in float16, rows below rows (2 N K bytes): 200 MB
@@ -94,13 +97,20 @@ def product(
     """
     held = leaves(weights)
     if all(w.gemm == "mosaic" for w in held):
-        from pallas_kernels.mosaic import bit_gemm  # only GPUs need it
-
         stacked = part_layer is not None
-        fields = [(w.fields["words"], w.fields["scales"]) for w in held]
-        fields = tuple(fields if stacked else [(words[None], scales[None]) for words, scales in fields])
+        fields = tuple(w.fields for w in held)
+        fields = fields if stacked else jax.tree.map(lambda field: field[None], fields)
         layer = jnp.asarray(part_layer if stacked else 0, jnp.int32)
-        return bit_gemm.bit_gemm(a, scale, fields, layer, held[0].shape[0], residual)
+        n, format = held[0].shape[0], held[0].format
+        if dispatch.KERNELS[format] == "bit_gemv":
+            from pallas_kernels.mosaic.bit_gemm import bit_gemm  # only GPUs need it
+
+            fields = tuple((of["words"], of["scales"]) for of in fields)
+            return bit_gemm(a, scale, fields, layer, n, residual)
+        from pallas_kernels.mosaic.int_gemm import int_gemm  # only GPUs need it
+
+        shared = device.shared_bytes()
+        return int_gemm(a, scale[:, 0], fields, layer, n, residual, format=format, shared=shared)
     out = jnp.float16 if len(weights) == 2 and _decoded_by_kernel(weights) else jnp.float32
     y = jnp.einsum("mk,nk->mn", a, decoded(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale

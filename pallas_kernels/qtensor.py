@@ -142,6 +142,19 @@ def leaves(weights) -> list[QTensor]:
     return jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
+def settled(stack: LayerStack) -> LayerStack:
+    """Products of many rows with a stack of several formats: all by the library, if one is by a kernel.
+
+    mosaic/dense.py finds inside its kernel what a layer is in; to choose between kernels by a traced layer,
+    XLA would branch, and wait for the host.
+    """
+    held = leaves(stack)
+    if len(held) == 1 or any(w.gemm == "xla" for w in held):
+        return stack
+    one = lambda w: w.replace(gemm="library")  # noqa: E731
+    return jax.tree.map(one, stack, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+
 def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
     """Matrices of the same input as one, rows below rows: one product serves those whose formats agree in a
     layer.
@@ -169,7 +182,7 @@ def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:
                 pieces.append([piece])
         below = tuple(same[0] if len(same) == 1 else _below(same) for same in pieces)
         joint.append(below[0] if len(below) == 1 else Rows(below))
-    return (LayerStack(tuple(joint), tuple(where[layer] for layer in range(len(where)))),)
+    return (settled(LayerStack(tuple(joint), tuple(where[layer] for layer in range(len(where))))),)
 
 
 def _below(same: Sequence[QTensor]) -> QTensor:

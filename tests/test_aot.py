@@ -24,6 +24,7 @@ from pallas_kernels.mosaic.decode_attention import decode_attention
 from pallas_kernels.mosaic.decode_layers import Shapes, decode_layers
 from pallas_kernels.mosaic.dense import dense
 from pallas_kernels.mosaic.half_rows import half_rows
+from pallas_kernels.mosaic.int_gemm import int_gemm
 from pallas_kernels.mosaic.int_gemv import int_gemv
 from pallas_kernels.mosaic.prefill_attention import prefill_attention
 from pallas_kernels.qtensor import tile
@@ -166,7 +167,8 @@ def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     def read(params, cache, tokens, lengths):
         return core.read(params, cache, tokens, lengths, config)
 
-    compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
+    with as_on_a_gpu((9, 0)):
+        compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
 
 
@@ -251,6 +253,20 @@ def _many_rows(n, k, matrices, rows, bits=8):
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
     f = lambda q, scale, weights, layer, residual: bit_gemm(q, scale, weights, layer, n, residual)  # noqa: E731
     return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
+
+
+def _many_rows_of_integers(format, n, k, matrices, rows):
+    blocks = (3, n, k // formats.get(format).WEIGHTS)
+    draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
+    fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
+    residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 and n == 4096 else None
+
+    def f(a, scale, weights, layer, residual):
+        shared = device.shared_bytes()
+        return int_gemm(a, scale, weights, layer, n, residual, format=format, shared=shared)
+
+    a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
 
 def _many_queries(heads, kv_heads, head_dim, tokens):
@@ -357,6 +373,21 @@ HOT_ON_HOPPER = {
     "many: gate and up": lambda: _many_rows(12288, 4096, 2, 2048),
     "many: down": lambda: _many_rows(4096, 12288, 1, 2048),
     "many: out": lambda: _many_rows(4096, 4096, 1, 512),
+    "many: q4_k gate and up": lambda: _many_rows_of_integers("q4_k", 12288, 4096, 2, 2048),
+    "many: q4_k down": lambda: _many_rows_of_integers("q4_k", 4096, 12288, 1, 2048),
+    "many: q4_k qkv": lambda: _many_rows_of_integers("q4_k", 6144, 4096, 1, 2048),
+    "many: q4_k out, 512 rows": lambda: _many_rows_of_integers("q4_k", 4096, 4096, 1, 512),
+    "many: q6_k down": lambda: _many_rows_of_integers("q6_k", 4096, 12288, 1, 2048),
+    "many: q8_0 down": lambda: _many_rows_of_integers("q8_0", 4096, 12288, 1, 2048),
+    "many: q8_0 gate and up": lambda: _many_rows_of_integers("q8_0", 12288, 4096, 2, 2048),
+    "many: q5_k down": lambda: _many_rows_of_integers("q5_k", 4096, 12288, 1, 2048),
+    "many: q4_1 down": lambda: _many_rows_of_integers("q4_1", 4096, 12288, 1, 2048),
+    "many: pq2_0 gate and up": lambda: _many_rows_of_integers("pq2_0", 12288, 4096, 2, 2048),
+    "norm, in groups of 32": lambda: _rows(half_rows, 2048, 4096, group=32),
+    "norm, in groups of 16": lambda: _rows(half_rows, 2048, 4096, group=16),
+    "norm, in groups of 32, no whole 256 columns": lambda: _rows(half_rows, 2048, 896, group=32),
+    "rounding, in groups of 32": lambda: _rows(half_rows, 2048, 12288, normed=False, group=32),
+    "rounding, in groups of 32, 28672 wide": lambda: _rows(half_rows, 512, 28672, normed=False, group=32),
     "many: out, 16 bits": lambda: _many_rows(4096, 4096, 1, 2048, bits=16),
     "codes behind a norm": lambda: _rows(code_rows, 2048, 4096),
     "codes behind a norm, no fours of groups": lambda: _rows(code_rows, 2048, 896),
@@ -397,3 +428,4 @@ with as_on_a_gpu({capability}):
     print(f"{kernel}, {capability}: {registers} registers, {stores} bytes spilled")
     assert max(stores, default=0) <= SPILLED.get((kernel, capability), 0)
     assert "Registers are spilled" not in printed or (kernel, capability) in SPILLED
+    assert "wgmma" not in printed  # ptxas warns where it has one wait for the other

@@ -10,6 +10,7 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model, params
 from checkpoints import open_checkpoint
 from pallas_kernels import Problem, device, dispatch, explain, formats
+from pallas_kernels.qtensor import leaves
 
 PLATFORMS = ("sm_80", "sm_90")
 MODELS = ("bonsai-8b", "bonsai-4b", "bonsai-1.7b", "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama")
@@ -116,13 +117,32 @@ def test_the_schedule_is_the_same_before_and_after_loading(name, format, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("format", "how"),
+    ("format", "platform", "how"),
     [
-        ("q4_k", "a kernel decodes a layer's matrix to float16, cuBLAS multiplies"),
-        ("q2_k", "XLA decodes a layer's matrix to float16, cuBLAS multiplies"),
-        ("f16", "float16 weights as they are, multiplied by cuBLAS"),
+        ("q4_k", "sm_80", "a kernel decodes a layer's matrix to float16, cuBLAS multiplies"),
+        ("q2_k", "sm_90", "XLA decodes a layer's matrix to float16, cuBLAS multiplies"),
+        ("f16", "sm_90", "float16 weights as they are, multiplied by cuBLAS"),
     ],
 )
-def test_it_is_explained_how_prefill_gets_at_the_weights(format, how):
-    (taken,) = (v for v in explain(Problem("gemm", "sm_90", format, (4096, 4096))) if v.taken)
+def test_it_is_explained_how_prefill_gets_at_the_weights(format, platform, how):
+    (taken,) = (v for v in explain(Problem("gemm", platform, format, (4096, 4096))) if v.taken)
     assert (taken.impl, taken.reason) == ("library", f"the first that can run it: {how}")
+
+
+@pytest.mark.parametrize("format", sorted(dispatch.KERNELS))
+def test_hopper_multiplies_many_rows_without_decoding_to_memory(format):
+    assert dispatch.choose(Problem("gemm", "sm_90", format, (4096, 4096))) == "mosaic"
+    assert dispatch.choose(Problem("gemm", "sm_80", format, (4096, 4096))) == "library"
+
+
+def test_stacks_of_several_formats_are_all_for_the_library(monkeypatch):
+    """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
+    monkeypatch.setattr(device, "platform", lambda: "sm_90")
+    checkpoint = open_checkpoint("synth:tiny-llama:q4_k_m")
+    config = architectures.config_of(checkpoint)
+    run = model.resolve(bj.RunConfig(weights="packed"), config)
+    layers = jax.eval_shape(lambda: model.load_params(checkpoint, config, run)).layers
+    for stack in (*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down):
+        held = leaves(stack)
+        assert {w.gemm for w in held} == {"mosaic" if len(held) == 1 else "library"}
+    assert len(leaves(layers.w_down)) == 2 and len(leaves(layers.w_gate)) == 1

@@ -1,12 +1,16 @@
 """Products of many rows, as far as a CPU can tell: scales, the library's candidate, the order of columns."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, dequantize, formats, gemm, matmul
-from pallas_kernels.mosaic.bit_gemm import SMS, tokens_of_tile
+from pallas_kernels import QTensor, dequantize, dispatch, formats, gemm, matmul
+from pallas_kernels.mosaic import half_weights, int_gemm
+from pallas_kernels.mosaic.bit_gemm import tokens_of_tile
+from pallas_kernels.mosaic.wgmma import SMS
 from pallas_kernels.qtensor import tile
 
 
@@ -15,6 +19,18 @@ def random_weights(format, n, k, seed=0):
         format, jax.random.key(seed), (n, k // formats.get(format).WEIGHTS), 0.0, 0.02
     )
     return QTensor(fields, format, (n, k))
+
+
+FLOAT16_SCALES = {"q4_0", "q4_1", "q8_0", "q2_0_g128", "ptq1_0", "tq1_0"}  # d, and m, of a group in the file
+
+
+def in_group_order(a: np.ndarray, group: int) -> np.ndarray:
+    """[M, K] -> the order of columns that int_gemm's docstring gives, behind K zeros up to 256 columns."""
+    a = np.pad(a, [(0, 0), (0, -a.shape[1] % 256)])
+    s, h, t, e = np.ogrid[: group // 16, :2, :4, :2]
+    source = np.zeros(group, int)
+    source[16 * s + 8 * h + 2 * t + e] = group // 4 * t + 4 * s + h + 2 * e
+    return a[:, (np.arange(0, a.shape[1], group)[:, None] + source).reshape(-1)]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 1e6, 1e28])
@@ -61,6 +77,31 @@ def test_lanes_decode_the_columns_that_their_activations_follow():
             at = 256 * pair + 128 * h + 16 * j + 4 * t
             decoded[16 * i + 8 * r + g, at : at + 4] = np.frombuffer(byte, np.int8) * (np.float64(d) / 64)
     np.testing.assert_allclose(ordered @ decoded.T, want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_lanes_have_the_columns_that_their_activations_follow(group):
+    """wgmma gives lane 4 g + t the positions 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16; int_gemv's layout the
+    columns (group / 4) t .. of a group."""
+    columns = in_group_order(np.arange(256)[None], group)[0]
+    for position, column in enumerate(columns):
+        assert position // group == column // group
+        assert position % 8 // 2 == column % group // (group // 4)
+    assert sorted(columns) == list(range(256))
+
+
+@pytest.mark.parametrize("format", [f for f, kernel in dispatch.KERNELS.items() if kernel == "int_gemv"])
+@pytest.mark.parametrize("matrices", [1, 2])
+@pytest.mark.parametrize(("m", "n"), [(17, 64), (512, 4096), (2048, 6144), (2048, 12288)])
+def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
+    fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
+    module, shared = formats.get(format), 220 * 1024
+    words = sum(math.prod(field.shape[2:]) for field in fields.values())
+    of_tile = 4 * int_gemm.WEIGHT_SLOTS * words + matrices * half_weights.bytes_of_scales(module)
+    blocks, tokens, slots, stored = int_gemm.planned(m, n // 16, matrices, of_tile, shared)
+    stages = 2 * int_gemm.STAGES * stored * 64 // matrices * 4
+    assert 8 * blocks * of_tile + slots * tokens * 128 + stages + 3 * tokens * 4 + 256 <= shared
+    assert slots >= 2 and tokens % stored == 0
 
 
 def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():

@@ -15,7 +15,18 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
-from pallas_kernels import LayerStack, QTensor, attend, dequantize, formats, from_blocks, gated, matmul
+from pallas_kernels import (
+    LayerStack,
+    QTensor,
+    attend,
+    dequantize,
+    device,
+    dispatch,
+    formats,
+    from_blocks,
+    gated,
+    matmul,
+)
 from pallas_kernels.qtensor import tile
 
 # The same tests, run again here because the mark below is this module's.
@@ -23,6 +34,7 @@ from tests.agreement import agreement, log_softmax
 from tests.kept_oracles import DATA, TINY
 from tests.test_decoding import *  # noqa: F403
 from tests.test_decoding import GREEDY, padded
+from tests.test_gemm import FLOAT16_SCALES
 from tests.test_sampling import *  # noqa: F403
 
 pytestmark = pytest.mark.gpu
@@ -390,6 +402,59 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, gemm,
     limit = 5e-6
     if gemm == "library":
         limit = limit * max(1, K / 4096) if kind in ("plain", "added") else 1e-3
+    for row_got, row_want in zip(got[0], want, strict=True):  # rows differ by many orders of magnitude
+        assert np.linalg.norm(row_got - row_want) < limit * np.linalg.norm(row_want)
+    np.testing.assert_array_equal(got[0], got[1])
+    np.testing.assert_array_equal(got[0], got[2])
+
+
+@pytest.mark.parametrize("format", sorted(f for f, k in dispatch.KERNELS.items() if k == "int_gemv"))
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "kind"),
+    [
+        (64, 256, 17, "plain"),
+        (904, 768, 200, "normed"),  # neither whole tiles of outputs nor of tokens
+        (4096, 4096, 512, "added"),
+        (4096, 1024, 2000, "added"),
+        (2560, 2560, 300, "gated"),
+        (1000, 12288, 640, "added"),
+    ],
+)
+def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, format):
+    """Of the weights rounded to float16, which the kernel has too, but where a scale is not float16 in the
+    file."""
+    if dispatch.choose(dispatch.Problem("gemm", device.platform(), format, (N, K))) != "mosaic":
+        pytest.skip("needs Hopper's tensor core instructions")
+    rng = np.random.default_rng(N + rows)
+    layers, layer = 3, jnp.int32(2)
+    lead = (layers, N, K // formats.get(format).WEIGHTS)
+    stacks = []
+    for seed in range(2 if kind == "gated" else 1):
+        fields = formats.random_fields(format, jax.random.key(seed), lead, 0.0, 0.02)
+        stacks.append(tile(QTensor(fields, format, (N, K))).replace(gemm="mosaic"))
+    x = rng.integers(-2047, 2048, (rows, K))  # float16 holds them exactly
+    x[:, 5::128] = 2047
+    x = x * 2.0 ** rng.integers(-40, 20, (rows, 1))
+    residual = rng.standard_normal((rows, N)).astype(np.float32)
+    dense = [np.asarray(dequantize(w[2])).astype(np.float16).astype(np.float64) for w in stacks]
+    gamma = {"gamma": jnp.ones((layers, K)), "eps": 0.0}
+    if kind == "gated":
+        x = np.sign(x) + (x == 0)  # so that its norm is exact
+        gate, up = (LayerStack((w,), tuple((0, i) for i in range(layers))) for w in stacks)
+        run = jax.jit(lambda x, layer: gated(x, gate, up, layer, **gamma))
+        want = [x @ w.T for w in dense]
+        want = want[0] / (1 + np.exp(-want[0])) * want[1]
+    else:
+        more = {"plain": {}, "normed": gamma, "added": {"residual": jnp.asarray(residual)}}[kind]
+        run = jax.jit(lambda x, layer: matmul(x, stacks[0], layer, **more))
+        norm = np.sqrt((x**2).mean(-1, keepdims=True)) if kind == "normed" else 1.0
+        want = (x / norm) @ dense[0].T + (residual if kind == "added" else 0)
+    got = [np.asarray(run(jnp.asarray(x, jnp.float32), layer)) for _ in range(3)]
+    limit = 2.0**-24 * (K / 16 + 4)  # of 16 products at a time tensor cores cut off what they add to a sum
+    if kind in ("normed", "gated"):  # rows behind a norm are rounded to float16
+        limit = 1e-3
+    elif format not in FLOAT16_SCALES:
+        limit = 6e-4
     for row_got, row_want in zip(got[0], want, strict=True):  # rows differ by many orders of magnitude
         assert np.linalg.norm(row_got - row_want) < limit * np.linalg.norm(row_want)
     np.testing.assert_array_equal(got[0], got[1])

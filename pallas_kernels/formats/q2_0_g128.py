@@ -57,6 +57,13 @@ def untile(tiled, shape):
     return {"d": d, "qs": q.sum(axis=-1, dtype=jnp.uint8)}
 
 
+def group_bytes(words):
+    """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
+    from pallas_kernels.mosaic import lanes
+
+    return lanes.quarters(words)
+
+
 def fragments(words, lane):
     """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
     from pallas_kernels.mosaic import lanes
@@ -72,7 +79,7 @@ def fragments(words, lane):
     # Groups 2 t and 2 t + 1 are the first two of a vector for even t, and the last two for odd t.
     factors = (1, 1 / 4), (1 / 16, 1 / 64)
     mine = [lanes.by_parity(lane, even, odd) for even, odd in zip(*factors, strict=True)]
-    return [Unit(lanes.quarters(words["words"]), *scales(words["d"][0], mine), of_lane=of_lane)]
+    return [Unit(group_bytes(words["words"]), *scales(words["d"][0], mine), of_lane=of_lane)]
 
 
 def tile_codes(codes, d):

@@ -11,6 +11,7 @@ from pallas_kernels.formats.q2_0_g128 import (
     SIGNED,
     dequantize,
     fragments,
+    group_bytes,
     ternary_bytes,
     tile,
     untile,

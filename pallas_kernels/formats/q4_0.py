@@ -38,6 +38,13 @@ def untile(tiled, shape):
     return {"d": d, "qs": untile_nibbles(tiled["words"], shape)}
 
 
+def group_bytes(words):
+    """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
+    from pallas_kernels.mosaic import lanes
+
+    return lanes.nibbles(words)
+
+
 def fragments(words, lane):
     """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
     from pallas_kernels.mosaic import lanes
@@ -46,9 +53,7 @@ def fragments(words, lane):
     d = [lanes.halves(word) for word in words["scales"]]
     scale = [[first, lanes.times(second, lanes.real(1 / 16))] for first, second in d]
     return [
-        Unit(
-            lanes.nibbles(words["words"]), scale, [[lanes.times(v, lanes.real(8)) for v in row] for row in d]
-        )
+        Unit(group_bytes(words["words"]), scale, [[lanes.times(v, lanes.real(8)) for v in row] for row in d])
     ]
 
 

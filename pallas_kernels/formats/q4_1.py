@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
-from pallas_kernels.formats.q4_0 import tile_nibbles, untile_nibbles
+from pallas_kernels.formats.q4_0 import group_bytes, tile_nibbles, untile_nibbles
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
@@ -47,4 +47,4 @@ def fragments(words, lane):
 
     d, m = ([lanes.halves(word) for word in words["scales"][first : first + 2]] for first in (0, 2))
     scale = [[first, lanes.times(second, lanes.real(1 / 16))] for first, second in d]
-    return [Unit(lanes.nibbles(words["words"]), scale, [[lanes.negative(v) for v in row] for row in m])]
+    return [Unit(group_bytes(words["words"]), scale, [[lanes.negative(v) for v in row] for row in m])]

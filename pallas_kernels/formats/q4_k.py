@@ -65,12 +65,19 @@ def untile(tiled, shape):
     return {**untile_scales_mins(tiled["scales"], shape), "qs": qs.reshape(*qs.shape[:-2], 128)}
 
 
+def group_bytes(words):
+    """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
+    from pallas_kernels.mosaic import lanes
+
+    return lanes.nibbles(words)
+
+
 def fragments(words, lane):
     """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
     from pallas_kernels.mosaic import lanes
     from pallas_kernels.mosaic.int_phase import Unit
 
-    return [Unit(lanes.nibbles(words["words"]), *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
+    return [Unit(group_bytes(words["words"]), *lane_scales_mins(words["scales"], lane, (1, 1 / 16)))]
 
 
 def tile_scales_mins(block):

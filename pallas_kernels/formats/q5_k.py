@@ -79,18 +79,24 @@ def untile(tiled, shape):
     return {**untile_scales_mins(tiled["scales"], shape), "qh": qh, "qs": qs.reshape(*qs.shape[:-2], 128)}
 
 
-def fragments(words, lane):
-    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
+def group_bytes(words):
+    """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
     from pallas_kernels.mosaic import lanes
-    from pallas_kernels.mosaic.int_phase import Unit
 
-    a = [[lanes.masked(word, 0xF8F8F8F8) for word in vector] for vector in words["words"]]
+    a = [[lanes.masked(word, 0xF8F8F8F8) for word in vector] for vector in words]
     five, six, seven = [], [], []
-    for v in zip(*words["words"], strict=True):
+    for v in zip(*words, strict=True):
         for held, top, rest in ((five, v[0], v[3]), (six, v[1], v[4])):
             both = lanes.merged(lanes.shifted(top, 5), lanes.shifted(rest, 2), 0xE0E0E0E0)
             held.append(lanes.masked(both, 0xF8F8F8F8))
         both = lanes.merged(lanes.shifted(v[2], 5), lanes.shifted(v[3], 4), 0xE0E0E0E0)
         both = lanes.merged(both, lanes.shifted(v[4], 3), 0xF0F0F0F0)
         seven.append(lanes.masked(both, 0xF8F8F8F8))
-    return [Unit([*a, five, six, seven], *lane_scales_mins(words["scales"], lane, (1 / 8, 1 / 8)))]
+    return [*a, five, six, seven]
+
+
+def fragments(words, lane):
+    """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
+    from pallas_kernels.mosaic.int_phase import Unit
+
+    return [Unit(group_bytes(words["words"]), *lane_scales_mins(words["scales"], lane, (1 / 8, 1 / 8)))]

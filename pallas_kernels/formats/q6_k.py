@@ -88,6 +88,20 @@ def untile(tiled, shape):
     }
 
 
+def group_bytes(words):
+    """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
+    from pallas_kernels.mosaic import lanes
+
+    a = []
+    for i in range(0, len(words), 3):
+        for first, second, third in zip(*words[i : i + 3], strict=True):
+            fourth = lanes.merged(lanes.shifted(first, 6), lanes.shifted(second, 4), 0xC0C0C0C0)
+            fourth = lanes.merged(fourth, lanes.shifted(third, 2), 0xF0F0F0F0)
+            one, two, three, four = (lanes.masked(w, 0xFCFCFCFC) for w in (first, second, third, fourth))
+            a += [[one, two], [three, four]]
+    return a
+
+
 def fragments(words, lane):
     """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit), twice 8
     groups."""
@@ -95,14 +109,9 @@ def fragments(words, lane):
     from pallas_kernels.mosaic.int_phase import Unit
 
     d = [lanes.times(value, lanes.real(0.25)) for value in lanes.halves(words["d"][0])]
-    units = []
+    a, units = group_bytes(words["words"]), []
     for i, packed in enumerate(words["scales"]):
-        a = []
-        for first, second, third in zip(*words["words"][3 * i : 3 * i + 3], strict=True):
-            fourth = lanes.merged(lanes.shifted(first, 6), lanes.shifted(second, 4), 0xC0C0C0C0)
-            fourth = lanes.merged(fourth, lanes.shifted(third, 2), 0xF0F0F0F0)
-            one, two, three, four = (lanes.masked(w, 0xFCFCFCFC) for w in (first, second, third, fourth))
-            a += [[one, two], [three, four]]
-        codes = [lanes.signed_byte(packed, j) for j in range(4)]
-        units.append(Unit(a, [[lanes.times(d[r], codes[2 * r + h]) for h in range(2)] for r in range(2)]))
+        sc = [lanes.signed_byte(packed, j) for j in range(4)]
+        scale = [[lanes.times(d[r], sc[2 * r + h]) for h in range(2)] for r in range(2)]
+        units.append(Unit(a[8 * i : 8 * i + 8], scale))
     return units

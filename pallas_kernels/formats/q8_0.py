@@ -48,9 +48,14 @@ def untile(tiled, shape):
     return {"d": d, "qs": qs.reshape(*qs.shape[:-1], -1, 32)}
 
 
+def group_bytes(words):
+    """A lane's words of the codes -> of each group the bytes that are multiplied (int_phase.Unit.a)."""
+    return words
+
+
 def fragments(words, lane):
     """A lane's words of 16 rows x 256 columns -> what the tensor core multiplies (int_phase.Unit)."""
     from pallas_kernels.mosaic import lanes
     from pallas_kernels.mosaic.int_phase import Unit
 
-    return [Unit(words["words"], [lanes.halves(word) for word in words["scales"]])]
+    return [Unit(group_bytes(words["words"]), [lanes.halves(word) for word in words["scales"]])]

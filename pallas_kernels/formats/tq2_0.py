@@ -14,6 +14,7 @@ from pallas_kernels.formats.q2_0_g128 import (
     SHIFTS,
     SIGNED,
     fragments,
+    group_bytes,
     ternary_bytes,
     tile_codes,
     untile_codes,

@@ -14,6 +14,7 @@ from pallas_kernels.formats.q2_0_g128 import (
     WEIGHTS,
     dequantize,
     fragments,
+    group_bytes,
     random_codes,
     tile,
     untile,

@@ -32,7 +32,6 @@ import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, vector
@@ -44,16 +43,13 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
+from pallas_kernels.mosaic.wgmma import SMS, WARPGROUPS, fragment, swizzled
 
 GROUP = 128
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
 SLOTS = 2  # steps in shared memory
-WARPGROUPS = 2  # that multiply
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
 MAGIC = 1.5 * 2**23
-SMS = (
-    132  # blocks of threads at once: an H200's multiprocessors. With another number the kernel is only slower
-)
 
 
 @functools.partial(jax.jit, static_argnames=("n", "tokens"))
@@ -89,10 +85,9 @@ def bit_gemm(
     if residual is not None:
         operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, 0))))
     tiles = 8 // matrices  # of 16 rows, of a matrix
-    swizzled = lambda width: (plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(128))  # noqa: E731
     scratch = {
-        "q_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(GROUP)),
-        "out_smem": plgpu.SMEM((WARPGROUPS, tokens, wide), jnp.float32, transforms=swizzled(WIDTH)),
+        "q_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
+        "out_smem": plgpu.SMEM((WARPGROUPS, tokens, wide), jnp.float32, transforms=swizzled(4)),
         "scale_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens), jnp.float32),
         "words_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 128), jnp.uint32),
         "d_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 16), jnp.uint32),
@@ -229,10 +224,9 @@ def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
     """Ask for a step of a tile's activations, for a slot: of each group and plane one block of memory, and
     one of scales, each by a lane of one warp."""
     _, of_step, planes, tokens, _ = q_smem.shape
-    swizzled = plgpu.RefType((plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(GROUP)))
     numbers, plain = (plgpu.Layout.WG_SPLAT,) * 3, plgpu.RefType()
 
-    @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, swizzled, plain, plain))
+    @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, plgpu.RefType(swizzled(1)), plain, plain))
     def bring(ctx, numbers, q_gmem, scale_gmem, *in_shared):
         step, token, slot = (v.registers.item() for v in numbers)
         q_smem, scale_smem, full = map(memory.shared_address, in_shared)
@@ -272,11 +266,10 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
     q_smem      int8 [tokens, 128], swizzled: of the first group each plane, of the second each plane, ..
     """
     tokens, matrices, planes = sums.shape[1], words_smem.shape[0], scale_smem.shape[1]
-    swizzled = (plgpu.TilingTransform((8, GROUP)), plgpu.SwizzleTransform(GROUP))
     types = (plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT, *(plgpu.RefType(),) * 4)
 
     @plgpu.inline_mgpu(
-        arg_types=(*types, (plgpu.RefType(swizzled),) * len(q_smem)),
+        arg_types=(*types, (plgpu.RefType(swizzled(1)),) * len(q_smem)),
         return_type=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def add(ctx, sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
@@ -321,7 +314,7 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
                 y[at] = mlir_math.fma(part, s[j // 2][2 * (j % 2) + e], y[at])
         pair = ir.VectorType.get((2,), lanes.f32())
         held = [vector.from_elements(pair, y[i : i + 2]) for i in range(0, len(y), 2)]
-        return _fragment(held, (64, tokens), fragments.WGMMA_LAYOUT)
+        return fragment(held, (64, tokens), fragments.WGMMA_LAYOUT)
 
     return add(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem)
 
@@ -389,9 +382,8 @@ def _arrived(product: list) -> list:
 def _store(sums, out_smem, matrices: int, added: bool):
     """sums, or sums + what is there, or the SwiGLU of a lane's rows g and g + 8, transposed to out_smem,
     float32 [tokens, outputs], swizzled."""
-    transforms = (plgpu.TilingTransform((8, WIDTH)), plgpu.SwizzleTransform(128))
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(transforms)))
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(swizzled(4))))
     def store(ctx, sums, out_smem):
         _, warp, _, g, t = _lane()
         values = [[lanes.element(v, e) for e in (0, 1)] for v in sums.registers.flat]
@@ -435,10 +427,3 @@ def _lane():
         lanes.quotient(lane, 4),
         lanes.remainder(lane, 4),
     )
-
-
-def _fragment(registers, shape, layout, signed=None):
-    """Lanes' registers as an array of Mosaic's."""
-    held = np.empty(layout.registers_shape(shape), dtype=object)
-    held.flat[:] = registers
-    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)

@@ -1,11 +1,8 @@
 """Weights of 4 to 8 bits from int_gemv's layout to float16, for a GEMM of many rows to read.
 
-    w = q d - m in float32, rounded to float16
-
 A warp takes 16 rows x 256 columns at a time: of a row of a group, a lane has 8 neighbouring columns (4 where
-groups have 16), four neighbouring lanes have the group, and one of the four has its d and m. The codes become
-float32 by their place in 2^23 + q, without a conversion. Products are exact (at most 23 bits) wherever
-something is subtracted from them, so the values are those of the format's `dequantize`, bit for bit.
+groups have 16), four neighbouring lanes have the group, and one of the four has its d and m. half_weights.py
+has what a lane does.
 
 Memory bounds it: it writes 2 bytes a weight and reads 0.5 to 1. No branch on the format: as in int_gemv its
 file brings `fragments`. The kernel indexes stacks of layers itself, and also picks the one, of several
@@ -19,11 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax._src.lib.mlir.dialects import arith
-from jax._src.lib.mlir.dialects import math as mlir_math
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import dispatch, formats
-from pallas_kernels.mosaic import lanes, memory
+from pallas_kernels.mosaic import half_weights, lanes, memory
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -186,17 +182,10 @@ def _decode(piece: Piece, fields, index, tile, step, lane, out_gmem, columns: in
     for u, unit in enumerate(module.fragments(words, lane)):
         for j in range(8):
             behind = (8 * u + j) * group  # columns of the item before this group
-            scale = _of_group(unit.scale, j, lane)
-            less = None if unit.minimum is None else _of_group(unit.minimum, j, lane)
-            for r in (0, 1):
-                packed = []
-                for word in unit.a[j][r::2]:
-                    q = lanes.bytes_as_reals(word, module.SIGNED)
-                    if less is None:
-                        w = [arith.mulf(v, scale[r]) for v in q]
-                    else:
-                        w = [mlir_math.fma(v, scale[r], arith.negf(less[r])) for v in q]
-                    packed += [lanes.half_pair(*w[i : i + 2]) for i in (0, 2)]
+            scale = half_weights.of_group(unit.scale, j, lane)
+            less = None if unit.minimum is None else half_weights.of_group(unit.minimum, j, lane)
+            decoded = half_weights.pairs(unit.a[j], module.SIGNED, scale, less)
+            for r, packed in enumerate(decoded):
                 there = []  # what of the last tiles the matrix has
                 if piece.rows % ROWS:
                     there.append(lanes.is_below(rows[r], lanes.integer(piece.rows)))
@@ -209,8 +198,3 @@ def _decode(piece: Piece, fields, index, tile, step, lane, out_gmem, columns: in
                         memory.store_halves(packed, out_gmem, where)
                 else:
                     memory.store_halves(packed, out_gmem, where)
-
-
-def _of_group(values: list, j: int, lane) -> list:
-    """Of rows g and g + 8 the value of group j of a unit, from the lane of the quad that has it."""
-    return [lanes.as_real(lanes.from_quad(lanes.as_word(row[j % 2]), lane, j // 2)) for row in values]

@@ -4,6 +4,7 @@ Functions take and return MLIR values and are called while a kernel is traced, i
 warp is 32 lanes; u32 and s32 are both i32 here.
 """
 
+import numpy as np
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf, vector
 from jax._src.lib.mlir.dialects import math as mlir_math
@@ -50,10 +51,10 @@ def to_index(value):
     return arith.index_cast(ir.IndexType.get(), value)
 
 
-def thread() -> ir.Value:
-    """Number of this thread in its block. Read anew at each call: what is computed from it is not kept in
-    registers from one phase of a kernel to the next."""
-    return _special("%tid.x")
+def thread(kept: bool = False) -> ir.Value:
+    """Number of this thread in its block. Unless `kept` it is read anew at each call: what is computed from
+    it is not kept in registers from one phase of a kernel to the next."""
+    return _special("%tid.x", kept)
 
 
 def block() -> ir.Value:
@@ -61,8 +62,8 @@ def block() -> ir.Value:
     return _special("%ctaid.x")
 
 
-def _special(name: str) -> ir.Value:
-    word = llvm.inline_asm(i32(), [], f"mov.u32 $0, {name};", "=r", has_side_effects=True)
+def _special(name: str, kept: bool = False) -> ir.Value:
+    word = llvm.inline_asm(i32(), [], f"mov.u32 $0, {name};", "=r", has_side_effects=not kept)
     return arith.index_castui(ir.IndexType.get(), word)
 
 
@@ -458,6 +459,54 @@ def bytes_as_reals(word, signed: bool) -> list:
 def half_pair(low, high):
     """Two float32 as a pair of float16, to nearest."""
     return ptx(i32(), [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
+
+
+def halves_of_code(word, mask: int):
+    """Bits of a word, all within the low 10 of each half, as a pair of float16: 1024 + code, because 2^10 + n
+    is a float16 with n as its last bits."""
+    return ptx(
+        i32(), [word, integer(mask), integer(0x64006400)], "lop3.b32 $0, $1, $2, $3, 0xea;", "=r,r,r,r"
+    )  # (word & mask) | 0x64006400
+
+
+def half_twice(x: float):
+    """A number as a pair of float16, both the same."""
+    return integer(int(np.float16(x).view(np.uint16)) * 0x10001)
+
+
+def low_twice(word):
+    """The low half of a word in both."""
+    text = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {low, low}; }"
+    return ptx(i32(), [word], text, "=r,r")
+
+
+def half_less(a, b):
+    """a - b, pairs of float16."""
+    return ptx(i32(), [a, b], "sub.rn.f16x2 $0, $1, $2;", "=r,r,r")
+
+
+def half_times(a, b):
+    """a b, pairs of float16."""
+    return ptx(i32(), [a, b], "mul.rn.f16x2 $0, $1, $2;", "=r,r,r")
+
+
+def half_fma(a, b, c):
+    """a b + c, pairs of float16, rounded once."""
+    return ptx(i32(), [a, b, c], "fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r")
+
+
+def of_quad(word, i: int):
+    """`from_quad` where all lanes want the same of the four: nothing is computed for it."""
+    return llvm.inline_asm(
+        i32(), [word], f"shfl.sync.idx.b32 $0, $1, {i}, 0x1c1f, 0xffffffff;", "=r,r", has_side_effects=True
+    )
+
+
+def warpgroup_barrier():
+    """What the lanes of this warpgroup wrote to shared memory is seen by its others. Mosaic's number for it,
+    which the same threads wait at."""
+    number = plus(quotient(to_integer(thread()), 128), 1)
+    llvm.inline_asm(None, [number], "bar.sync $0, 128;", "r,~{memory}", has_side_effects=True)
 
 
 def from_quad(word, lane, i: int):

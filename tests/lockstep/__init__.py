@@ -26,12 +26,15 @@ from pallas_kernels.mosaic import (
     decode_layers,
     dense,
     half_rows,
+    half_weights,
     int_codes,
+    int_gemm,
     int_gemv,
     int_phase,
     lanes,
     memory,
     tensor_cores,
+    wgmma,
 )
 from tests.lockstep import ptx, values
 from tests.lockstep.machine import Machine
@@ -115,7 +118,8 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = (bit_gemv, bit_rows, int_gemv, code_rows, dense, half_rows, decode_attention, decode_layers)
-    modules = (lanes, memory, tensor_cores, attention_splits, bit_gemm, int_codes, int_phase, *kernels)
+    parts = (attention_splits, bit_gemm, half_weights, int_codes, int_phase, wgmma, int_gemm)
+    modules = (lanes, memory, tensor_cores, *parts, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():
             for module in modules:

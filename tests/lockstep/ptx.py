@@ -82,6 +82,20 @@ def _logic_with_constant(machine, match, a, b):
     return _logic(machine, (match[0], match[2]), a, b, i32(int(match[1], 0)))
 
 
+@instruction(r"mov\.b32 \$0, \{low, low\}")
+def _low_twice(machine, match, word):
+    return i32((unsigned(word).astype(np.int64) & 0xFFFF) * 0x10001)
+
+
+@instruction(r"(sub|mul|fma)\.rn\.f16x2")
+def _halves(machine, match, *operands):
+    """The low halves and the high ones; products are exact in float64, and are rounded once."""
+    words = np.stack([np.broadcast_to(unsigned(v), machine.all.shape) for v in operands])
+    a, b, *c = words.astype(np.uint32).view(np.float16).reshape(*words.shape, 2).astype(np.float64)
+    y = a - b if match[1] == "sub" else sum(c, a * b)
+    return i32(np.ascontiguousarray(y.astype(np.float16)).view(np.uint32)[..., 0].astype(np.int64))
+
+
 @instruction(r"lop3\.b32 \$0, \$1, \$2, \$3, (\w+)")
 def _logic(machine, match, a, b, c):
     table, out = int(match[1], 0), 0
@@ -134,6 +148,13 @@ def _reduce(machine, match, word):
     return i32(np.repeat(words, 32))
 
 
+@instruction(r"shfl\.sync\.idx\.b32 \$0, \$1, (\d), 0x1c1f, 0xffffffff")
+def _of_quad(machine, match, word):
+    machine.whole_warps()
+    words = _lanes(machine, word)
+    return i32(words[:, (np.arange(32) & 28) + int(match[1])].reshape(-1))
+
+
 @instruction(r"shfl\.sync\.idx\.b32 \$0, \$1, \$2, 31, 0xffffffff")
 def _from_lane(machine, match, word, lane):
     machine.whole_warps()
@@ -148,6 +169,12 @@ def butterfly(machine: Machine, x: Value, distance: int) -> Value:
 @instruction(r"^bar\.warp\.sync 0xffffffff")
 def _warp_barrier(machine, match):
     machine.whole_warps()
+
+
+@instruction(r"^bar\.sync \$0, 128")
+def _warpgroup_barrier(machine, match, number):
+    assert machine.threads == 128
+    machine.barrier()
 
 
 @instruction(r"ld\.global\.nc\.v4\.f32 \{\$0,\$1,\$2,\$3\}, \[\$4\+(\d+)\]")

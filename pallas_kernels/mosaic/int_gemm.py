@@ -1,0 +1,364 @@
+"""Products of many rows with weights of 4 to 8 bits on Hopper's tensor cores, decoded in registers.
+
+wgmma takes its first operand from registers, 64 rows x 16 columns at a time, and lane 4 g + t of warp w holds
+of it rows 16 w + g and 16 w + g + 8 and the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In the layout of int_gemv
+(pallas_kernels/tiles.py) the same lane has of each group the columns (group / 4) t .. of the same rows. The
+order of columns within a group is free, as long as the activations follow it, so every lane decodes its own
+words for itself, bytes 0 and 2 of each and then 1 and 3 (half_weights.py), and nothing but scales is
+exchanged:
+
+    position 16 s + 8 h + 2 t + e of a group of 32  <-  column 8 t + 4 s + h + 2 e,   s, h, e = 0, 1
+    position        8 h + 2 t + e of a group of 16  <-  column 4 t       + h + 2 e
+
+Weights are the first operand because they come from registers, so a tile of the product is outputs x tokens.
+Blocks of threads are persistent. Of three warpgroups one brings activations (float16, 64 columns at a time)
+and weights as they are packed (256 columns) by TMA; two multiply, each `blocks` x 64 rows of weights with
+`tokens` tokens. While the tensor cores have one block of weights, the next is decoded. Two blocks of threads,
+a pair, have the same tokens and neighbouring outputs: each brings half of the activations for both, because
+the L2 cache does not give all of them twice in the time. For SwiGLU 32 of 64 rows are the gate's, and 32 the
+same of the up projection: rows g and g + 8 of a lane, so that it has both of an output. What a tile gives
+leaves by TMA too, transposed on its way through shared memory, where the residual has been put before.
+"""
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
+
+import functools
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import formats
+from pallas_kernels.mosaic import half_weights
+from pallas_kernels.mosaic.wgmma import SMS, STEP, STEP_BYTES, WARPGROUPS, stage_results, swizzled
+from pallas_kernels.tiles import COLUMNS, ROWS
+
+STEPS = COLUMNS // STEP  # of what weights are brought at a time
+WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
+STAGES = 2  # of a warpgroup's results on their way out
+PAIR = 2  # blocks of threads that share activations
+
+
+class Plan(NamedTuple):
+    """What a block of threads does at a time.
+
+    blocks   of 64 rows of weights that a warpgroup has
+    tokens   of a tile
+    slots    steps of activations in shared memory
+    stored   tokens of a block that go out at a time
+    """
+
+    blocks: int
+    tokens: int
+    slots: int
+    stored: int
+
+
+@functools.partial(jax.jit, static_argnames=("format", "n", "shared", "plan"))
+def int_gemm(
+    a: jax.Array,
+    scale: jax.Array,
+    weights: tuple[dict[str, jax.Array], ...],
+    layer: jax.Array,
+    n: int,
+    residual: jax.Array | None = None,
+    *,
+    format: str,
+    shared: int,
+    plan: Plan | None = None,
+) -> jax.Array:
+    """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
+
+    a         float16 [M, K] in the order of columns above, with zeros behind K up to a multiple of 256, as
+              half_rows makes it
+    scale     float32 [M], s
+    weights   of W, or of G and U: the fields that the format's `tile` makes, stacked by layer
+    layer     int32 [], the index into them
+    n         outputs
+    residual  float32 [M, n]
+    format    of the weights, one of int_gemv's
+    shared    bytes of shared memory that a block may take
+    plan      instead of the one chosen for these sizes
+    Returns float32 [M, n].
+    """
+    m = a.shape[0]
+    names = tuple(sorted(weights[0]))
+    shapes = tuple(weights[0][name].shape[3:] for name in names)
+    tiles = weights[0]["words"].shape[1]
+    scale_bytes = half_weights.bytes_of_scales(formats.get(format))
+    item_bytes = 4 * WEIGHT_SLOTS * sum(map(math.prod, shapes)) + len(weights) * scale_bytes
+    plan = plan or planned(m, tiles, len(weights), item_bytes, shared)
+    blocks, tokens, slots, stored = plan
+    outputs = 64 // len(weights)  # of a block
+    rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * WARPGROUPS * blocks * outputs))
+
+    # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
+    whole = (m + -m % 8, n + -n % 32)
+    operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
+    operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
+    operands += [_by_lanes(fields[name]) for fields in weights for name in names]
+    if residual is not None:
+        operands.append(jnp.pad(residual, ((0, whole[0] - m), (0, whole[1] - n))))
+    body = functools.partial(
+        _body,
+        format=format, names=names, shapes=shapes, plan=plan, grid=(rows, columns), matrices=len(weights),
+        added=residual is not None,
+    )  # fmt: skip
+    scratch = {
+        "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
+        "weights_smem": {
+            name: plgpu.SMEM((WEIGHT_SLOTS, 8 * blocks, *_shape_by_lanes(shape)), jnp.uint32)
+            for name, shape in zip(names, shapes, strict=True)
+        },
+        "decoded_smem": plgpu.SMEM((len(weights), WARPGROUPS * blocks, 4, scale_bytes // 4), jnp.float32),
+        "stage_smem": plgpu.SMEM((WARPGROUPS * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
+        "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens), jnp.float32),
+        "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
+        "a_free": plgpu.ClusterBarrier(
+            collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=slots
+        ),
+        "weights_full": plgpu.Barrier(num_arrivals=len(weights) * len(names), num_barriers=WEIGHT_SLOTS),
+        "weights_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=WEIGHT_SLOTS),
+        "scale_full": plgpu.Barrier(num_arrivals=1, num_barriers=WEIGHT_SLOTS + 1),
+        "stage_full": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
+    }
+    kernel = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct(whole, jnp.float32),
+        grid=(min(SMS // PAIR, rows * columns),),
+        grid_names=("pair",),
+        cluster=(PAIR,),
+        cluster_names=("member",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        scratch_types=scratch,
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )
+    return kernel(*operands)[:m, :n]
+
+
+def planned(m: int, tiles: int, matrices: int, item_bytes: int, shared: int) -> Plan:
+    """The largest tile that leaves few blocks of threads idle in the last round, and what shared memory has
+    room for.
+
+    tiles       of 16 rows of a matrix
+    item_bytes  of shared memory that each tile of a block of threads takes
+    """
+    best = []
+    for blocks, tokens, cost in ((1, 256, 1.0), (2, 128, 1.15), (1, 128, 1.3)):
+        outputs = PAIR * WARPGROUPS * 64 * blocks // matrices
+        count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs), SMS // PAIR
+        waste = -(-count // pairs) * pairs * tokens * outputs / (m * tiles * ROWS)
+        room = shared - 4096 - 8 * blocks * item_bytes  # 4096: scales of tokens, barriers
+        for stored, least in ((64, STEPS), (32, STEPS), (32, 3), (16, 2)):
+            slots = (room - WARPGROUPS * STAGES * stored * 64 // matrices * 4) // (tokens * STEP_BYTES)
+            if slots >= least:
+                cost *= 1 if slots >= STEPS else 1.2
+                best.append((waste * cost, Plan(blocks, tokens, min(slots, STEPS), stored)))
+                break
+    return min(best)[1]
+
+
+def _shape_by_lanes(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a field's words of one tile, as they stand: vectors apart, lanes and their words together."""
+    return (*shape[:-2], math.prod(shape[-2:]))
+
+
+def _by_lanes(field: jax.Array) -> jax.Array:
+    return field.reshape(*field.shape[:3], *_shape_by_lanes(field.shape[3:]))
+
+
+def _body(
+    a_gmem, scale_gmem, layer_gmem, *refs,
+    a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
+    a_full, a_free, weights_full, weights_free, scale_full, stage_full,
+    format, names, shapes, plan, grid, matrices, added,
+):  # fmt: skip
+    refs = list(refs)
+    weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
+    residual_gmem = refs.pop(0) if added else None
+    (out_gmem,) = refs
+    blocks, tokens, slots, stored = plan
+    rows, columns = grid
+    items = weights[0]["words"].shape[2]
+    steps = STEPS * items
+    tiles = 8 * blocks // matrices  # of a matrix in a tile of the product
+    outputs = 64 // matrices  # of a block
+    pair, member = lax.axis_index("pair"), lax.axis_index("member")
+    warpgroup = lax.axis_index("warpgroup")
+    pairs = min(SMS // PAIR, rows * columns)
+    count = lax.div(rows * columns - pair + pairs - 1, pairs)  # tiles of the product for this block
+
+    def token_of(i):
+        return lax.rem(pair + i * pairs, rows) * tokens
+
+    def column_of(i):
+        return PAIR * lax.div(pair + i * pairs, rows) + member
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _multiply():
+        plgpu.set_max_registers(232, action="increase")  # 2 x 232 + 40 <= 512: more would wait forever
+        # What of a tile's results leaves together: (block, first token).
+        parts = [(block, first) for block in range(blocks) for first in range(0, tokens, stored)]
+
+        def place(i, part):
+            block, first = parts[part]
+            output = ((column_of(i) * WARPGROUPS + warpgroup) * blocks + block) * outputs
+            return pl.ds(token_of(i) + first, stored), pl.ds(output, outputs)
+
+        def bring_residual(i, part):
+            stage = warpgroup * STAGES + part % STAGES
+            plgpu.copy_gmem_to_smem(
+                residual_gmem.at[place(i, part)], stage_smem.at[stage], stage_full.at[stage]
+            )
+
+        def words_of(slot, block, name):
+            """Of each matrix its tiles of a block."""
+            own = 4 // matrices
+            first = (warpgroup * blocks + block) * own
+            return [weights_smem[name].at[slot, pl.ds(m * tiles + first, own)] for m in range(matrices)]
+
+        def scales_of(slot, block):
+            """With two matrices a warp's are for another too, which may still want those of the item
+            before."""
+            return decoded_smem.at[slot if matrices == 2 else 0, warpgroup * blocks + block]
+
+        def products(i):
+            """The products of a tile, without their scales."""
+
+            def multiply(*sums):
+                @pl.loop(0, items)
+                def _item(item):
+                    at_weights = i * items + item
+                    slot = lax.rem(at_weights, WEIGHT_SLOTS)
+                    plgpu.barrier_wait(weights_full.at[slot])
+                    for block in range(blocks):
+                        of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
+                        fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
+                        half_weights.put_scales(format, shapes, fields, scales_of(slot, block))
+                    if matrices == 2:
+                        half_weights.seen()
+                    for step in range(STEPS):
+                        at = i * steps + item * STEPS + step
+                        a_slot = step if slots == STEPS else lax.rem(at, slots)
+                        for block in range(blocks):
+                            w = half_weights.operand(
+                                format, step, words_of(slot, block, "words"), scales_of(slot, block)
+                            )
+                            if block == 0:
+                                plgpu.barrier_wait(a_full.at[a_slot])
+                            plgpu.wgmma(sums[block], w, a_smem.at[a_slot].transpose((1, 0)))
+                            plgpu.wgmma_wait(1)  # the one before: its registers and its slot are free
+                            if block == 0:
+                                before = (
+                                    (step - 1) % STEPS if slots == STEPS else lax.rem(at + slots - 1, slots)
+                                )
+                                if step:
+                                    plgpu.barrier_arrive(a_free.at[before])
+                                else:
+                                    pl.when(item > 0)(
+                                        lambda before=before: plgpu.barrier_arrive(a_free.at[before])
+                                    )
+                    plgpu.barrier_arrive(weights_free.at[slot])
+                    if added:
+
+                        @pl.when(item == 0)
+                        def _bring():  # by now the results of the tile before have left
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                            for part in range(min(STAGES, len(parts))):
+                                bring_residual(i, part)
+
+                plgpu.wgmma_wait(0)
+                plgpu.barrier_arrive(a_free.at[lax.rem(i * steps + steps - 1, slots)])
+                return [total[...] for total in sums]
+
+            return pl.run_scoped(multiply, *[plgpu.ACC((64, tokens), jnp.float32)] * blocks)
+
+        @pl.loop(0, count)
+        def _tile(i):
+            sums = products(i)
+            scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
+            plgpu.barrier_wait(scale_full.at[scale_slot])
+            for part, (block, first) in enumerate(parts):
+                stage = warpgroup * STAGES + part % STAGES
+                if added:
+                    plgpu.barrier_wait(stage_full.at[stage])
+                else:
+                    plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
+                stage_results(
+                    sums[block], scale_smem.at[scale_slot, pl.ds(first, stored)], stage_smem.at[stage],
+                    first, matrices, added,
+                )  # fmt: skip
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[place(i, part)])
+                if added and part + STAGES < len(parts):
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    bring_residual(i, part + STAGES)
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _bring():
+        plgpu.set_max_registers(40, action="decrease")
+        # Warps issue from four schedulers, whose time counts: each brings one step of four, where slots are
+        # the steps. Otherwise one warp has to see all of a slot's turns.
+        workers = STEPS if slots == STEPS else 1
+
+        def bring_weights(i, item):
+            at_weights = i * items + item
+            slot = lax.rem(at_weights, WEIGHT_SLOTS)
+
+            @pl.when(at_weights >= WEIGHT_SLOTS)
+            def _wait():
+                plgpu.barrier_wait(weights_free.at[slot])
+
+            for matrix, fields in enumerate(weights):
+                for name, field in fields.items():
+                    plgpu.copy_gmem_to_smem(
+                        field.at[layer_gmem[0], pl.ds(column_of(i) * tiles, tiles), item],
+                        weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
+                        weights_full.at[slot],
+                    )
+
+        def bring_scale(i):  # nobody reads what it overwrites: the tile after that one has been decoded
+            slot = lax.rem(i, WEIGHT_SLOTS + 1)
+            where = pl.ds(token_of(i), tokens)
+            plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])
+
+        def bring_step(i, item, step):
+            at = i * steps + item * STEPS + step
+            slot = step if slots == STEPS else lax.rem(at, slots)
+
+            @pl.when(at >= slots)
+            def _wait():
+                plgpu.barrier_wait(a_free.at[slot])
+
+            where = (pl.ds(token_of(i), tokens), pl.ds((item * STEPS + step) * STEP, STEP))
+            plgpu.copy_gmem_to_smem(
+                a_gmem.at[where], a_smem.at[slot], a_full.at[slot], collective_axes="member"
+            )
+
+        @plgpu.warp_map
+        def _warps(warp):
+            def work(number):
+                @pl.loop(0, count)
+                def _tile(i):
+                    if number == 0:
+                        bring_scale(i)
+
+                    @pl.loop(0, items)
+                    def _item(item):
+                        if number == workers - 1:
+                            bring_weights(i, item)
+                        for step in range(number, STEPS, workers):
+                            bring_step(i, item, step)
+
+                # A block that ended would take away the barriers at which the other still arrives.
+                for k in range(number, slots, workers):
+                    plgpu.barrier_wait(a_free.at[lax.rem(count * steps + k, slots)])
+
+            for number in range(workers):
+                pl.when(warp == number)(functools.partial(work, number))

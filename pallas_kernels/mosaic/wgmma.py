@@ -1,0 +1,97 @@
+"""What the kernels of many rows share: how lanes hold wgmma's operands and sums, and where the sums go."""
+# pyright: reportAbstractUsage=false, reportCallIssue=false
+
+import math
+
+import numpy as np
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental.mosaic.gpu import fragmented_array as fragments
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import lanes, memory
+
+WARPGROUPS = 2  # that multiply
+STEP_BYTES = 128  # of a token's activations in a step: the widest swizzle, 64 columns of float16
+STEP = STEP_BYTES // 2
+SMS = (
+    132  # blocks of threads at once: an H200's multiprocessors. With another number the kernel is only slower
+)
+
+
+def swizzled(item_bytes: int):
+    """How TMA and wgmma want rows of 128 bytes in shared memory."""
+    return plgpu.TilingTransform((8, STEP_BYTES // item_bytes)), plgpu.SwizzleTransform(STEP_BYTES)
+
+
+def silu(x):
+    """x / (1 + exp(-x)), within a few units in the last place."""
+    power = lanes.exp2(arith.mulf(x, lanes.real(-math.log2(math.e))))
+    return arith.mulf(x, lanes.reciprocal(arith.addf(power, lanes.real(1))))
+
+
+def lane(kept: bool = False):
+    """(warp of its warpgroup, lane, g, t) of this thread, lane = 4 g + t. `kept`: what is computed from them
+    may be kept in registers."""
+    thread = lanes.thread(kept)
+    warp = arith.remui(arith.divui(thread, lanes.index(32)), lanes.index(4))
+    number = arith.remui(thread, lanes.index(32))
+    return warp, number, arith.divui(number, lanes.index(4)), arith.remui(number, lanes.index(4))
+
+
+def fragment(registers, shape, layout, signed=None):
+    """Lanes' registers as an array of Mosaic's."""
+    held = np.empty(layout.registers_shape(shape), dtype=object)
+    held.flat[:] = registers
+    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)
+
+
+def stage_results(sums, scale, stage, first: int, matrices: int, added: bool):
+    """sums * scale (+ what is there), or the SwiGLU of its rows, transposed to shared memory for TMA.
+
+    sums   float32 [64 rows, all tokens] in wgmma's layout: 64 outputs; or, with two matrices, of 8 outputs
+           of each warp the gate, and then up
+    scale  ref of the scales of some tokens, `first` the first of them
+    stage  ref of float32 [those tokens, 64 / matrices], with the transforms `swizzled`
+    """
+    stored = scale.shape[0]
+    types = (plgpu.RefType(), plgpu.RefType(swizzled(4)), plgpu.Layout.WGMMA)
+
+    @plgpu.inline_mgpu(arg_types=types)
+    def store(ctx, scale, stage, sums):
+        stored_by_lane(sums, scale, stage, stored, first, matrices, added)
+
+    store(scale, stage, sums)
+
+
+def stored_by_lane(sums, scale, stage, stored: int, first: int, matrices: int, added: bool):
+    """`stage_results` for one lane. It has the tokens 8 j + 2 t + e of the outputs 16 warp + 8 r + g: of tile
+    (j, warp / 2), of 8 x 32, in row 2 t + e. With two matrices: of the outputs 8 warp + g, in tile j. Of a
+    row's pieces of 16 bytes the swizzle puts number i in place i xor row, so that the lanes of a warp write
+    to different banks."""
+    warp, _, g, t = map(lanes.to_integer, lane())
+    base = lanes.plus(memory.shared_address(stage), lanes.scaled(lanes.remainder(g, 4), 4))
+    per_warp = 4 // matrices  # pieces
+    if matrices == 1:
+        base = lanes.plus(base, lanes.scaled(lanes.quotient(warp, 2), 8 * STEP_BYTES))
+        warp = lanes.remainder(warp, 2)
+    piece = lanes.plus(lanes.scaled(warp, per_warp), lanes.quotient(g, 4))
+    places = {}
+    for e in (0, 1):
+        row = lanes.plus(lanes.scaled(t, 2), e)
+        for r in range(2 // matrices):
+            swizzled = arith.xori(lanes.plus(piece, 2 * r), row)
+            places[e, r] = lanes.plus(base, lanes.scaled(row, STEP_BYTES), lanes.scaled(swizzled, 16))
+    values = list(sums.registers.flat)
+    two_t = lanes.to_index(lanes.scaled(t, 2))
+    for j in range(stored // 8):
+        at = 2 // matrices * 8 * STEP_BYTES * j  # a row of tiles behind the one before
+        rows = values[2 * (first // 8 + j) :][:2]
+        for e, s in enumerate(memory.load_reals(2, scale, [lanes.behind(two_t, 8 * j)])):
+            y = [arith.mulf(lanes.element(v, e), s) for v in rows]
+            if matrices == 2:
+                y = [arith.mulf(silu(y[0]), y[1])]
+            for r, out in enumerate(y):
+                if added:
+                    (there,) = memory.load_shared(1, places[e, r], at)
+                    out = arith.addf(out, lanes.as_real(there))
+                memory.store_shared([lanes.as_word(out)], places[e, r], at)
