@@ -18,9 +18,9 @@ weight is in the L2 cache from the time before, and of so many that a call takes
 host's part of it is over while the device still works on the call before.
 
 All programs of a model are compiled first, at the same time (XLA locks the device while it tries candidates),
-and nothing is compiled while the clock runs. The four are timed in turns. They have the same numbers: at these
-rates a GPU is at the limit of its power, and what a product takes of that depends on its operands: with small
-integers cuBLAS is faster than with what a model has.
+and nothing is compiled while the clock runs. The four are timed in turns. They have the same numbers: at
+these rates a GPU is at the limit of its power, and what a product takes of that depends on its operands: with
+small integers cuBLAS is faster than with what a model has.
 """
 
 import argparse

@@ -302,22 +302,24 @@ def prefill_from_steps(model, ids, new) -> Parting:
     return Parting(at, float(log_p[by_steps[at]] - log_p[at_once[at]]), kl)
 
 
+@pytest.mark.parametrize("format", ["q1_0", "q4_k_m"])
 @pytest.mark.parametrize("bits", [8, 16])
 @pytest.mark.parametrize("length", [1, 16, 17, 127, 128, 129, 2047, 5000])  # the last in chunks
-def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits):
+def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits, format):
     """Near-ties aside, the same greedy tokens. (The other tiny models write one token again and again.)
 
-    Prefill rounds activations as steps do, to 8 or 16 bits. What differs is attention, whose weights prefill
-    rounds to bfloat16; behind it an activation may be rounded to the neighbouring whole number. With 16 bits
-    that is less than what counts as a near-tie; there the comparison is strict. With 8 bits it may be as much
-    as what they cost at all, a KL of 3.5e-4 on this model, which is what is bounded. Where tokens may part
-    follows from the KL that was measured: noise of standard deviation s in each token's log-probability gives
-    a KL of s^2 / 2, and the difference of two tokens, which decides who comes first, has noise of s sqrt(2),
-    0.037 nats there. 4 s = 4 sqrt(2 KL) is 2.8 times that. (Steps by the definition on activations rounded to
-    8 bits, on a CPU: KL 2e-4 to 3e-4, parted in four of six texts, at 0.008 to 0.039 nats.)
+    Prefill of Q1_0 rounds activations as steps do, to 8 or 16 bits, that of other formats to float16. What
+    also differs is attention, whose weights prefill rounds to bfloat16; behind it an activation may be
+    rounded to the neighbouring whole number. With 16 bits that is less than what counts as a near-tie; there
+    the comparison is strict. With 8 bits it may be as much as what they cost at all, a KL of 3.5e-4 on this
+    model, which is what is bounded. Where tokens may part follows from the KL that was measured: noise of
+    standard deviation s in each token's log-probability gives a KL of s^2 / 2, and the difference of two
+    tokens, which decides who comes first, has noise of s sqrt(2), 0.037 nats there. 4 s = 4 sqrt(2 KL) is 2.8
+    times that. (Steps by the definition on activations rounded to 8 bits, on a CPU: KL 2e-4 to 3e-4, parted
+    in four of six texts, at 0.008 to 0.039 nats.)
     """
-    model = bj.load("synth:tiny-llama:q1_0", bj.RunConfig(activation_bits=bits, context=8192))
-    assert model.params.layers.wqkv[0].parts[0].impl == "mosaic"
+    model = bj.load(f"synth:tiny-llama:{format}", bj.RunConfig(activation_bits=bits, context=8192))
+    assert model.params.layers.wo.parts[0].gemm == "mosaic"
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
     found = prefill_from_steps(model, ids, 48)
     near = NEAR_TIE if bits == 16 else max(NEAR_TIE, 4 * (2 * found.kl) ** 0.5)
