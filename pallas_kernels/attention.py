@@ -138,7 +138,7 @@ def attend(
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
     rotation   cos and sin of the new tokens' angles, for rope
     impl       "mosaic" runs one token a row in one kernel
-    prefill_impl  for more tokens a row; "mosaic" is mosaic/prefill_attention.py
+    prefill_impl  for more tokens a row: "mosaic" is mosaic/prefill_attention.py, "mma" mma_attention.py there
     mail       where the blocks of the kernel of one token a row meet (`empty_mail`). Handed from layer to
                layer, each once, it spares each launch a memset that it would wait for
     The rest, and errors, as for `attention`. Returns the output, float32 [B, T, H D], the cache's pages with
@@ -173,10 +173,12 @@ def attend(
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
-    if prefill_impl == "mosaic" and T > 1:
-        from pallas_kernels.mosaic.prefill_attention import prefill_attention  # only GPUs need it
+    if prefill_impl != "xla" and T > 1:
+        from pallas_kernels.mosaic.mma_attention import mma_attention  # only GPUs need them
+        from pallas_kernels.mosaic.prefill_attention import prefill_attention
 
-        kernel = jax.custom_batching.sequential_vmap(prefill_attention)
+        kernel = {"mosaic": prefill_attention, "mma": mma_attention}[prefill_impl]
+        kernel = jax.custom_batching.sequential_vmap(kernel)
         out = kernel(q, k_pages, v_pages, block_table, positions, layer)
     else:
         out = attention(q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys)

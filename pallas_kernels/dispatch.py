@@ -56,12 +56,13 @@ KERNELS = {
     "tq2_0": "int_gemv",
     "tq2_0_g128": "int_gemv",
 }
+NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 MOST_ROWS = {"bit_gemv": 8, "int_gemv": 16}  # that they take; more go through the definition
 
 
 def _mosaic(problem: Problem) -> str | None:
     if not problem.platform.startswith("sm_") or int(problem.platform[3:]) < 80:
-        return "needs an NVIDIA GPU of compute capability 8.0 or newer"
+        return NEEDS_AMPERE
     if problem.op == "attention":
         head_dim = problem.shape[-1]
         return None if head_dim in (64, 128) else f"head_dim is {head_dim}; the kernel has 64 and 128"
@@ -72,17 +73,22 @@ def _wgmma(problem: Problem) -> str | None:
     if problem.platform != "sm_90":
         return "needs Hopper's tensor core instructions (compute capability 9.0)"
     if problem.op == "prefill attention":
-        _, _, head_dim, page_size = problem.shape
-        if problem.format != "bfloat16":
-            return f"the cache is {problem.format}; the kernel reads bfloat16"
-        if head_dim not in (64, 128):
-            return f"head_dim is {head_dim}; the kernel has 64 and 128"
-        return f"pages of {page_size} are no multiple of 64" if page_size % 64 else None
+        page_size = problem.shape[3]
+        return _mma(problem) or (f"pages of {page_size} are no multiple of 64" if page_size % 64 else None)
     if problem.format not in KERNELS:
         return _no_kernel(problem)
     if problem.format == "q1_0" and -(-problem.shape[0] // 16) % 4:
         return "its tiles are 64 outputs"
     return None
+
+
+def _mma(problem: Problem) -> str | None:
+    if not problem.platform.startswith("sm_") or int(problem.platform[3:]) < 80:
+        return NEEDS_AMPERE
+    if problem.format != "bfloat16":
+        return f"the cache is {problem.format}; the kernel reads bfloat16"
+    head_dim = problem.shape[2]
+    return None if head_dim in (64, 128) else f"head_dim is {head_dim}; the kernel has 64 and 128"
 
 
 def _library(problem: Problem) -> str | None:
@@ -126,7 +132,7 @@ CANDIDATES = {
     "matmul": _KERNELS,
     "gemm": {"mosaic": _wgmma, "library": _library, "xla": lambda problem: None},
     "attention": _KERNELS,
-    "prefill attention": {"mosaic": _wgmma, "xla": lambda problem: None},
+    "prefill attention": {"mosaic": _wgmma, "mma": _mma, "xla": lambda problem: None},
     "layers": {"one_launch": _one_launch, "launches": lambda problem: None},
 }
 

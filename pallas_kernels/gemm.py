@@ -56,7 +56,9 @@ def rounded(
     x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     held = leaves(weights)
     by_kernel = all(w.gemm == "mosaic" for w in held)
-    if by_kernel or (gamma is not None and any(w.impl == "mosaic" for w in held)):
+    # Without a norm XLA can round x while it makes it; but not where a kernel has made it, as SwiGLU's on Hopper.
+    made = gamma is not None or device.platform() == "sm_90"
+    if by_kernel or (made and any(w.impl == "mosaic" for w in held)):
         from pallas_kernels.mosaic.code_rows import code_rows  # only GPUs need it
         from pallas_kernels.mosaic.half_rows import half_rows
 
@@ -72,7 +74,6 @@ def rounded(
         group = formats.get(held[0].format).GROUP if by_kernel else None
         a, scale = half_rows(x, gamma, index, eps, group=group)
         return a, scale[:, None]
-    # What has no norm is left to XLA, which rounds it while it makes it.
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma
     return scaled_to_half(x if gamma is None else rms_norm(x, gamma, eps))
 

@@ -26,6 +26,7 @@ from pallas_kernels.mosaic.dense import dense
 from pallas_kernels.mosaic.half_rows import half_rows
 from pallas_kernels.mosaic.int_gemm import int_gemm
 from pallas_kernels.mosaic.int_gemv import int_gemv
+from pallas_kernels.mosaic.mma_attention import mma_attention
 from pallas_kernels.mosaic.prefill_attention import prefill_attention
 from pallas_kernels.qtensor import tile
 from tests.aot import compile_for_gpu
@@ -269,10 +270,10 @@ def _many_rows_of_integers(format, n, k, matrices, rows):
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
 
-def _many_queries(heads, kv_heads, head_dim, tokens):
+def _many_queries(kernel, heads, kv_heads, head_dim, tokens):
     i32, pages = jnp.int32, 40
     cache = jax.ShapeDtypeStruct((4, pages, 64, kv_heads, head_dim), jnp.bfloat16)
-    return prefill_attention, (
+    return kernel, (
         jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
         jax.ShapeDtypeStruct((), i32),
@@ -339,6 +340,8 @@ def _one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8):
 
 
 HOT = {
+    "many queries, by mma": lambda: _many_queries(mma_attention, 32, 8, 128, 2048),
+    "many queries of 64, by mma": lambda: _many_queries(mma_attention, 14, 2, 64, 2048),
     "q4_k gate and up": lambda: _integers("q4_k", 12288, 4096, 2, 1),
     "q4_k gate and up, 8 rows": lambda: _integers("q4_k", 12288, 4096, 2, 8),
     "q4_k down, 16 bits": lambda: _integers("q4_k", 4096, 12288, 1, 1, 16),
@@ -383,6 +386,7 @@ HOT_ON_HOPPER = {
     "many: q5_k down": lambda: _many_rows_of_integers("q5_k", 4096, 12288, 1, 2048),
     "many: q4_1 down": lambda: _many_rows_of_integers("q4_1", 4096, 12288, 1, 2048),
     "many: pq2_0 gate and up": lambda: _many_rows_of_integers("pq2_0", 12288, 4096, 2, 2048),
+    "rounding": lambda: _rows(half_rows, 2048, 12288, normed=False),
     "norm, in groups of 32": lambda: _rows(half_rows, 2048, 4096, group=32),
     "norm, in groups of 16": lambda: _rows(half_rows, 2048, 4096, group=16),
     "norm, in groups of 32, no whole 256 columns": lambda: _rows(half_rows, 2048, 896, group=32),
@@ -393,7 +397,7 @@ HOT_ON_HOPPER = {
     "codes behind a norm, no fours of groups": lambda: _rows(code_rows, 2048, 896),
     "codes": lambda: _rows(code_rows, 2048, 12288, normed=False),
     "codes, 16 bits, 28672 wide": lambda: _rows(code_rows, 512, 28672, normed=False, bits=16),
-    "many queries": lambda: _many_queries(32, 8, 128, 2048),
+    "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
     "one launch, 8B": lambda: _one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: _one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: _one_launch(28, 2048, 6144, 16, 8, 128),

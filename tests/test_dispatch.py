@@ -129,6 +129,23 @@ def test_it_is_explained_how_prefill_gets_at_the_weights(format, platform, how):
     assert (taken.impl, taken.reason) == ("library", f"the first that can run it: {how}")
 
 
+@pytest.mark.parametrize(
+    ("platform", "cache", "page_size", "taken"),
+    [
+        ("sm_90", "bfloat16", 64, "mosaic"),
+        ("sm_90", "bfloat16", 16, "mma"),
+        ("sm_80", "bfloat16", 64, "mma"),
+        ("sm_89", "bfloat16", 16, "mma"),
+        ("sm_80", "float32", 64, "xla"),
+        ("sm_75", "bfloat16", 64, "xla"),
+        ("cpu", "bfloat16", 64, "xla"),
+    ],
+)
+def test_many_queries_attend_by_a_kernel_on_every_gpu_since_ampere(platform, cache, page_size, taken):
+    problem = Problem("prefill attention", platform, cache, (32, 8, 128, page_size))
+    assert dispatch.choose(problem) == taken
+
+
 @pytest.mark.parametrize("format", sorted(dispatch.KERNELS))
 def test_hopper_multiplies_many_rows_without_decoding_to_memory(format):
     assert dispatch.choose(Problem("gemm", "sm_90", format, (4096, 4096))) == "mosaic"

@@ -1,14 +1,17 @@
-"""Decode attention in numpy (lockstep) against its definition."""
+"""Decode attention in numpy (lockstep) against its definition; what prefill's attention by mma brings."""
 
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attend, device
 from pallas_kernels.attention import empty_mail
+from pallas_kernels.mosaic import lanes, memory, mma_attention
 from tests.lockstep import lockstep
 
 
@@ -102,3 +105,44 @@ def test_mail_that_is_too_small_is_refused():
     refused = pytest.raises(ValueError, match="mail has 100 words, but 1584 are exchanged")
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 12), refused:
         attend(*args, **rest, impl="mosaic", mail=empty_mail(2, 4, 2, 64)[:100])
+
+
+@pytest.mark.parametrize(("D", "page_size", "step"), [(128, 64, 1), (64, 16, 0), (128, 128, 0), (64, 96, 3)])
+def test_mma_attention_brings_keys_to_where_it_reads_them(D, page_size, step):
+    """64 keys of a head out of their pages, into tiles of 8 keys x 64 dimensions, whose rows' pieces of 16
+    bytes are xored with the row. Behind the table's end anything may come."""
+    layers, pages, kv_heads, table_pages = 2, 9, 3, 3
+    row, layer, kv_head = 1, 1, 2
+    rng = np.random.default_rng(D + step)
+    held = rng.standard_normal((layers, pages, page_size, kv_heads, D)).astype(ml_dtypes.bfloat16)
+    table = rng.permutation(pages)[: 2 * table_pages].reshape(2, table_pages).astype(np.int32)
+
+    def body(source, table, out, target):
+        numbers = map(lanes.integer, (step, row, layer, kv_head))
+        mma_attention.bring_by_lane(list(numbers), source, table, target)
+        memory.commit_copies()
+        memory.wait_copies(0)
+        lanes.block_barrier()
+        words = mma_attention.KEYS * D // mma_attention.THREADS
+        first = lanes.scaled(lanes.to_integer(lanes.thread()), words)
+        for i in range(words):
+            at = lanes.to_index(lanes.plus(first, i))
+            memory.store(memory.load(target, at), out, at)
+
+    with lockstep():
+        size = (mma_attention.KEYS * D,)
+        kernel = mma_attention.plgpu.kernel(  # pyright: ignore[reportCallIssue]
+            body, out_type=jax.ShapeDtypeStruct(size, jnp.bfloat16), grid=(1,), num_threads=2,
+            scratch_types=[plgpu.SMEM(size, jnp.bfloat16)],
+        )  # fmt: skip
+        got = np.asarray(kernel(held, table))
+    tokens = step * mma_attention.KEYS + np.arange(mma_attention.KEYS)
+    there = tokens < table_pages * page_size
+    page = table[row, np.minimum(tokens // page_size, table_pages - 1)]
+    want = held[layer, page, tokens % page_size, kv_head].reshape(8, 8, D // 64, 8, 8)  # tile, r, half, piece
+    r, piece = np.ogrid[:8, :8]
+    want = want.transpose(0, 2, 1, 3, 4)[:, :, r, piece ^ r]
+    want, got = (x.reshape(8, D // 64, 8, 64) for x in (want, got))
+    there = np.broadcast_to(there.reshape(8, 1, 8, 1), want.shape)
+    np.testing.assert_array_equal(got[there], want[there])
+    assert there.any()

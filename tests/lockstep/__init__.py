@@ -33,6 +33,7 @@ from pallas_kernels.mosaic import (
     int_phase,
     lanes,
     memory,
+    mma_attention,
     tensor_cores,
     wgmma,
 )
@@ -118,7 +119,7 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = (bit_gemv, bit_rows, int_gemv, code_rows, dense, half_rows, decode_attention, decode_layers)
-    parts = (attention_splits, bit_gemm, half_weights, int_codes, int_phase, wgmma, int_gemm)
+    parts = (attention_splits, bit_gemm, half_weights, int_codes, int_phase, wgmma, int_gemm, mma_attention)
     modules = (lanes, memory, tensor_cores, *parts, *kernels)
     with contextlib.ExitStack() as stack:
         for name, fake in running.patches().items():

@@ -261,8 +261,9 @@ class Machine:
         for mask, ref, at in self.pointed(source, behind):
             with self.masked(mask):
                 to_word = (self.of_active(to).astype(np.int64) + behind) // 4
-                assert (at % (size // 4) == 0).all() and (to_word % (size // 4) == 0).all(), "not aligned"
-                data = self.load_cells(ref, at, size // 4).view(np.int32)
+                count = size // ref.cells.itemsize
+                assert (at % count == 0).all() and (to_word % (size // 4) == 0).all(), "not aligned"
+                data = self.load_cells(ref, at, count).view(np.int32)
                 self.store_cells(whole, to_word, np.full_like(data, -1))
                 place = (self.block[mask][:, None], to_word[:, None] + np.arange(size // 4))
                 self.group.append((whole.cells, place, data))

@@ -1,0 +1,188 @@
+"""Attention of many queries a row (prefill) over a paged cache, on the tensor cores that every GPU since
+compute capability 8.0 has (mma.sync): for those that are not Hopper, which have prefill_attention.py's wgmma.
+
+A block has 64 queries for each of two warpgroups: of two query heads that share a KV head, or 128 queries of
+one head. All its threads bring keys and values from their pages, 64 at a time, a step ahead (cp.async);
+nothing of the cache is copied or gathered in memory.
+
+    per step of 64 keys:   S = Q K^T  (mma, bf16)  -> mask -> online softmax in float32 (base 2)
+                           O = O c + P V  (mma, P in registers as bf16)
+
+Arguments, what is visited, what is masked and what is lost are prefill_attention.py's.
+"""
+# pyright: reportAbstractUsage=false, reportCallIssue=false
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax._src.lib.mlir.dialects import arith
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.mosaic import lanes, memory
+from pallas_kernels.mosaic.prefill_attention import QUERIES, Tiles, softmax_step
+from pallas_kernels.mosaic.wgmma import fragment
+
+KEYS = 64  # of a step
+SLOTS = 2  # steps in shared memory
+THREADS = 256
+TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+ACC, LHS, RHS = (
+    layout(jnp.bfloat16) for layout in (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS)
+)
+
+
+@jax.jit
+def mma_attention(
+    q: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    block_table: jax.Array,
+    positions: jax.Array,
+    layer: jax.Array,
+) -> jax.Array:
+    """attention.attention's candidate: the same arguments, for a bfloat16 cache and head_dim 64 or 128.
+
+    Returns float32 [B, T, H, D].
+    """
+    tiles = Tiles.of(q, k_pages.shape[3])
+    B, T, H, D = q.shape
+    q, positions, steps = tiles.prepared(q, positions, KEYS)
+    kernel = plgpu.kernel(
+        functools.partial(_body, tiles=tiles, group=H // k_pages.shape[3]),
+        out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
+        grid=(H // tiles.heads, tiles.count, B),
+        grid_names=("heads", "tiles", "rows"),
+        num_threads=2,
+        thread_name="warpgroup",
+        scratch_types={
+            "k_smem": plgpu.SMEM((SLOTS, KEYS, D), jnp.bfloat16, transforms=TRANSFORMS),
+            "v_smem": plgpu.SMEM((SLOTS, KEYS, D), jnp.bfloat16, transforms=TRANSFORMS),
+        },
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
+        ),
+    )
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    return kernel(q, k_pages, v_pages, block_table, positions, steps, layer)[:, :T]
+
+
+def _body(
+    q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
+    *, k_smem, v_smem, tiles, group,
+):  # fmt: skip
+    row = lax.axis_index("rows")
+    at = tiles.count - 1 - lax.axis_index("tiles")  # the longest first
+    first_head = lax.axis_index("heads") * tiles.heads
+    warpgroup = lax.axis_index("warpgroup")
+    steps, unmasked = steps_gmem[row, at, 0], steps_gmem[row, at, 1]
+    head = first_head + (warpgroup if tiles.heads == 2 else 0)
+    queries = pl.ds(at * tiles.queries + (0 if tiles.heads == 2 else warpgroup * QUERIES), QUERIES)
+    rows, D = ACC.reduce(1), k_smem.shape[-1]
+    my_q = plgpu.load(q_gmem.at[row, queries, head], layout=LHS, optimized=False)
+    position = plgpu.load(positions_gmem.at[row, queries], layout=rows, optimized=False)
+    carry = (
+        plgpu.layout_cast(jnp.zeros((QUERIES, D), jnp.float32), ACC),
+        plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), rows),
+        plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
+    )
+
+    def bring(step):
+        slot = lax.rem(step, SLOTS)
+        numbers = (step, row, layer_gmem[0], lax.div(first_head, group))
+        for source, target in ((k_gmem, k_smem), (v_gmem, v_smem)):
+            _bring(tuple(map(jnp.int32, numbers)), source, table_gmem, target.at[slot])
+        _commit()
+
+    pl.when(steps > 0)(lambda: bring(jnp.int32(0)))
+
+    def visit(step, carry, masked):
+        out, maximum, total = carry
+        slot = lax.rem(step, SLOTS)
+        _arrived()  # everybody's part of this step; and nobody reads the step before any more
+        pl.when(step + 1 < steps)(lambda: bring(step + 1))
+        k = plgpu.load(k_smem.at[slot].transpose((1, 0)), layout=RHS)
+        s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, KEYS), jnp.float32), ACC), my_q, k)
+        if masked:
+            key = plgpu.broadcasted_iota(jnp.int32, (QUERIES, KEYS), 1, layout=ACC)
+            last = lax.broadcast_in_dim(position - step * KEYS, (QUERIES, KEYS), [0])
+            s = jnp.where(key <= last, s, -jnp.inf)
+        out, maximum, total, p = softmax_step(s, out, maximum, total)
+        v = plgpu.load(v_smem.at[slot], layout=RHS)
+        return plgpu.mma(out, _as_operand(p), v), maximum, total
+
+    carry = lax.fori_loop(0, unmasked, functools.partial(visit, masked=False), carry)
+    out, _, total = lax.fori_loop(unmasked, steps, functools.partial(visit, masked=True), carry)
+    out = out / lax.broadcast_in_dim(total, out.shape, [0])
+    seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0  # else it was padding: 0 / 0
+    out_gmem[row, queries, head] = jnp.where(seen, out, 0.0)
+
+
+def _bring(numbers, source, table_gmem, target):
+    """`bring_by_lane` for all lanes; numbers: step, row, layer, KV head."""
+    plain, swizzled = plgpu.RefType(), plgpu.RefType(TRANSFORMS)
+
+    @plgpu.inline_mgpu(arg_types=((plgpu.Layout.WG_SPLAT,) * 4, plain, plain, swizzled))
+    def bring(ctx, numbers, source, table, target):
+        bring_by_lane([v.registers.item() for v in numbers], source, table, target)
+
+    bring(numbers, source, table_gmem, target)
+
+
+def bring_by_lane(numbers, source, table, target):
+    """Ask for a step's keys (or values) of a head: this thread's part of it, 16 bytes of a key at a time.
+
+    numbers  i32 step, row, layer, KV head
+    target   ref of bfloat16 [64, D], in tiles of 8 x 64; of a row's pieces of 16 bytes number i is in place
+             i xor the row
+    """
+    step, row, layer, kv_head = numbers
+    pages, page_size, kv_heads, D = source.type.shape[1:]
+    thread = lanes.to_integer(lanes.thread())
+    base, shared = memory.address(source), memory.shared_address(target)
+    pieces = D // 8  # of a key
+    for first in range(0, KEYS * pieces, THREADS):
+        number = lanes.plus(thread, first)
+        key, piece = lanes.quotient(number, pieces), lanes.remainder(number, pieces)
+        token = lanes.plus(lanes.scaled(step, KEYS), key)
+        # Behind the table's end anything will do: it is masked.
+        page = arith.minui(lanes.quotient(token, page_size), lanes.integer(table.type.shape[1] - 1))
+        page = memory.load(table, lanes.to_index(row), lanes.to_index(page))
+        page = lanes.plus(lanes.scaled(layer, pages), page)
+        place = lanes.plus(lanes.scaled(page, page_size), lanes.remainder(token, page_size))
+        within = lanes.plus(lanes.scaled(kv_head, 2 * D), lanes.scaled(piece, 16))
+        at = memory.at_byte(base, place, 2 * kv_heads * D, within)
+        r = lanes.remainder(key, 8)
+        tile = lanes.plus(lanes.scaled(lanes.quotient(key, 8), D // 64), lanes.quotient(piece, 8))
+        there = lanes.plus(
+            lanes.scaled(tile, 1024),
+            lanes.scaled(r, 128),
+            lanes.scaled(arith.xori(lanes.remainder(piece, 8), r), 16),
+        )
+        memory.copy_async(lanes.plus(shared, there), at, 16)
+
+
+def _as_operand(p):
+    """bfloat16 [64, K] as mma gave it, as mma wants its first operand: each lane has the same of both, in the
+    same order."""
+
+    @plgpu.inline_mgpu(arg_types=(ACC,), return_type=plgpu.ShapeDtypeStruct(p.shape, p.dtype, layout=LHS))
+    def relabeled(ctx, p):
+        return fragment(list(p.registers.flat), p.shape, LHS.to_mgpu())
+
+    return relabeled(p)
+
+
+def _commit():
+    plgpu.inline_mgpu(arg_types=())(lambda ctx: memory.commit_copies())()
+
+
+def _arrived():
+    @plgpu.inline_mgpu(arg_types=())
+    def arrived(ctx):
+        memory.wait_copies(0)
+        lanes.block_barrier()
+
+    arrived()
