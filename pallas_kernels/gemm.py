@@ -56,7 +56,7 @@ def rounded(
     x = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
     held = leaves(weights)
     by_kernel = all(w.gemm == "mosaic" for w in held)
-    # Without a norm XLA can round x while it makes it; but not where a kernel has made it, as SwiGLU's on Hopper.
+    # Without a norm XLA can round x while it makes it, but not what a kernel has made, as SwiGLU's on Hopper.
     made = gamma is not None or device.platform() == "sm_90"
     if by_kernel or (made and any(w.impl == "mosaic" for w in held)):
         from pallas_kernels.mosaic.code_rows import code_rows  # only GPUs need it
