@@ -392,6 +392,8 @@ HOT_ON_HOPPER = {
     "norm, in groups of 32, no whole 256 columns": lambda: _rows(half_rows, 2048, 896, group=32),
     "rounding, in groups of 32": lambda: _rows(half_rows, 2048, 12288, normed=False, group=32),
     "rounding, in groups of 32, 28672 wide": lambda: _rows(half_rows, 512, 28672, normed=False, group=32),
+    "many: output matrix": lambda: _many_rows(151669, 4096, 1, 256),
+    "many: q6_k output matrix": lambda: _many_rows_of_integers("q6_k", 151669, 4096, 1, 256),
     "many: out, 16 bits": lambda: _many_rows(4096, 4096, 1, 2048, bits=16),
     "codes behind a norm": lambda: _rows(code_rows, 2048, 4096),
     "codes behind a norm, no fours of groups": lambda: _rows(code_rows, 2048, 896),

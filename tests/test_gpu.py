@@ -365,6 +365,7 @@ def test_kernel_steps_update_the_cache_in_place():
     [
         (64, 256, 9, "plain"),
         (960, 896, 200, "normed"),  # neither whole tiles of outputs nor of tokens, nor whole pairs of groups
+        (1013, 512, 70, "plain"),  # as many as no instruction likes
         (4096, 4096, 512, "added"),
         (2560, 2560, 300, "gated"),
         (4096, 12288, 640, "added"),
@@ -416,6 +417,7 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, gemm,
     [
         (64, 256, 17, "plain"),
         (904, 768, 200, "normed"),  # neither whole tiles of outputs nor of tokens
+        (1013, 512, 70, "added"),
         (4096, 4096, 512, "added"),
         (4096, 1024, 2000, "added"),
         (2560, 2560, 300, "gated"),

@@ -82,8 +82,9 @@ def bit_gemm(
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
+    whole = n + -n % WIDTH  # as TMA counts results
     if residual is not None:
-        operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, 0))))
+        operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, whole - n))))
     tiles = 8 // matrices  # of 16 rows, of a matrix
     scratch = {
         "q_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
@@ -102,7 +103,7 @@ def bit_gemm(
             matrices=matrices, planes=planes, steps=steps, pairs=pairs, tokens=tokens, grid=grid,
             added=residual is not None,
         ),
-        out_type=jax.ShapeDtypeStruct((m, n), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((m, whole), jnp.float32),
         grid=(min(SMS, math.prod(grid)),),
         grid_names=("sm",),
         num_threads=WARPGROUPS + 1,
@@ -110,7 +111,7 @@ def bit_gemm(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )  # fmt: skip
-    return kernel(*operands)
+    return kernel(*operands)[:, :n]
 
 
 def tokens_of_tile(m: int, n: int, matrices: int) -> int:
