@@ -144,6 +144,36 @@ def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
     assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * config.vocab_size * config.hidden
 
 
+@pytest.mark.parametrize("source", ["synth:bonsai-8b:q1_0", "synth:bonsai-8b:q4_k_m"])
+def test_logits_after_every_token_compile(source):
+    """The output matrix as a product of many rows: 151,669 outputs, which TMA does not take as they are."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes(source, context=512)
+        tokens, lengths = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        compile_for_gpu(
+            lambda p, cache, t, n: core.teacher_forced_logits(p, cache, t, n, config),
+            params, state.cache, tokens, lengths,
+        )  # fmt: skip
+
+
+def check_prefill(source, capability):
+    """Prefill of a model compiles for GPUs that have no wgmma; its attention is a kernel there too."""
+    with as_on_a_gpu(capability):
+        params, state, config = shapes(source)
+        assert state.cache.prefill_impl == "mma"
+        tokens, lengths = jax.ShapeDtypeStruct((1, 300), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        compile_for_gpu(
+            lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths,
+            compute_capability=capability,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)], ids=str)
+@pytest.mark.parametrize("source", ["synth:tiny-llama:q1_0", "synth:tiny-llama:q4_k_m"])
+def test_prefill_compiles_for_older_gpus(source, capability):
+    in_a_process(f"from tests.test_aot import check_prefill; check_prefill({source!r}, {capability})")
+
+
 def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
     """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
     with as_on_a_gpu((9, 0)):
