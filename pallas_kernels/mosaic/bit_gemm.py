@@ -43,7 +43,7 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.mosaic import lanes, memory
-from pallas_kernels.mosaic.wgmma import SMS, WARPGROUPS, fragment, swizzled
+from pallas_kernels.mosaic.wgmma import SMS, WARPGROUPS, fragment, lane, silu, swizzled
 
 GROUP = 128
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
@@ -274,7 +274,8 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
         return_type=plgpu.ShapeDtypeStruct((64, tokens), jnp.float32, layout=plgpu.Layout.WGMMA),
     )
     def add(ctx, sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
-        warpgroup, warp, lane, g, t = _lane()
+        warp, number, g, t = map(lanes.to_integer, lane())
+        warpgroup = lanes.quotient(lanes.to_integer(lanes.thread()), 128)
         index, plus = lanes.to_index, lanes.plus
         tile = index(plus(lanes.scaled(warpgroup, 4 // matrices), lanes.quotient(warp, matrices)))
         half = lanes.remainder(warp, 2)  # of two matrices: whether rows g + 8
@@ -284,7 +285,7 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
             """Of each of a pair of groups the words and d of this lane's rows: g and g + 8 of a tile, or one
             of them of both matrices."""
             at = [(lanes.index(w), tile, lanes.index(pair)) for w in range(matrices)]
-            four = [memory.load_words(4, words_smem, [*of_w, index(lanes.scaled(lane, 4))]) for of_w in at]
+            four = [memory.load_words(4, words_smem, [*of_w, index(lanes.scaled(number, 4))]) for of_w in at]
             d = [[memory.load(d_smem, *of_w, lanes.behind(index(g), 8 * h)) for of_w in at] for h in (0, 1)]
             if matrices == 1:
                 return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
@@ -386,7 +387,7 @@ def _store(sums, out_smem, matrices: int, added: bool):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(swizzled(4))))
     def store(ctx, sums, out_smem):
-        _, warp, _, g, t = _lane()
+        warp, _, g, t = map(lanes.to_integer, lane())
         values = [[lanes.element(v, e) for e in (0, 1)] for v in sums.registers.flat]
         # Element (token, output) lies at [token / 8, output / 32, token % 8, (output % 32) ^ 4 (token % 8)].
         for e in (0, 1):
@@ -400,31 +401,9 @@ def _store(sums, out_smem, matrices: int, added: bool):
                 there = [memory.load(out_smem, *place) for place in places] if added else []
                 for j, place in enumerate(places):
                     if matrices == 2:
-                        y = arith.mulf(_silu(values[2 * j][e]), values[2 * j + 1][e])
+                        y = arith.mulf(silu(values[2 * j][e]), values[2 * j + 1][e])
                     else:
                         y = values[2 * j + r][e]
                     memory.store(arith.addf(y, there[j]) if added else y, out_smem, *place)
 
     store(*(sums, out_smem))
-
-
-def _silu(x):
-    """x / (1 + exp(-x)), within a few units in the last place."""
-    power = lanes.ptx(
-        lanes.f32(), [arith.mulf(x, lanes.real(-math.log2(math.e)))], "ex2.approx.f32 $0, $1;", "=f,f"
-    )
-    whole = arith.addf(power, lanes.real(1))
-    return arith.mulf(x, lanes.ptx(lanes.f32(), [whole], "rcp.approx.f32 $0, $1;", "=f,f"))
-
-
-def _lane():
-    """(warpgroup, warp of it, lane, g, t) of this thread, as i32."""
-    thread = lanes.to_integer(lanes.thread())
-    lane = lanes.remainder(thread, 32)
-    return (
-        lanes.quotient(thread, 128),
-        lanes.remainder(lanes.quotient(thread, 32), 4),
-        lane,
-        lanes.quotient(lane, 4),
-        lanes.remainder(lane, 4),
-    )
