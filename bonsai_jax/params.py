@@ -212,6 +212,24 @@ def planned_layers_problem(
     return _layers_problem(held if joined else set(), config, rows)
 
 
+def in_mixed_stacks(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> set[str]:
+    """Names of the tensors whose stack has several formats: in other layers, or in what it is joined with (q,
+    k and v)."""
+    joined = {"wq", "wk", "wv"} if config.q_width % 16 == config.kv_width % 16 == 0 else set()
+    stacks: dict[str, list[str]] = {}
+    for spec in specs:
+        if "{}" in spec.gguf and len(spec.shape) == 2 and (name := spec.name(checkpoint.naming)):
+            of_layers = [name.format(i) for i in range(config.num_layers)]
+            stacks.setdefault("wqkv" if spec.field in joined else spec.field, []).extend(of_layers)
+    there = checkpoint.tensors
+    return {
+        name
+        for names in stacks.values()
+        if len({there[name].format for name in names if name in there}) > 1
+        for name in names
+    }
+
+
 def _layers_problem(held: set[tuple[str, str]], config: ModelConfig, rows: int) -> dispatch.Problem:
     """`held`: formats and implementations of five matrices a layer; empty where there are more."""
     format = next(iter(held))[0] if len(held) == 1 and next(iter(held))[1] == "mosaic" else ""

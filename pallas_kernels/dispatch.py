@@ -17,17 +17,18 @@ class Problem:
               cache, its dtype
     shape     (N, K); (query heads, KV heads, head_dim), in prefill with the page size behind; or (rows,
               hidden, ffn, query heads, KV heads, head_dim)
+    mixed     of a gemm: whether other layers of its stack, or what it is joined with, have other formats
     """
 
     op: str
     platform: str
     format: str = ""
     shape: tuple[int, ...] = ()
+    mixed: bool = False
 
     def __str__(self):
-        return " ".join(
-            [self.op, self.format, " x ".join(map(str, self.shape)), f"on {self.platform}"]
-        ).replace("  ", " ")
+        shape, where = " x ".join(map(str, self.shape)), "in a mixed stack " * self.mixed
+        return " ".join([self.op, self.format, shape, f"{where}on {self.platform}"]).replace("  ", " ")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +78,8 @@ def _wgmma(problem: Problem) -> str | None:
         return _mma(problem) or (f"pages of {page_size} are no multiple of 64" if page_size % 64 else None)
     if problem.format not in KERNELS:
         return _no_kernel(problem)
+    if problem.mixed:
+        return "to choose between kernels by a layer's format XLA would branch, and wait for the host"
     if problem.format == "q1_0" and -(-problem.shape[0] // 16) % 4:
         return "its tiles are 64 outputs"
     return None

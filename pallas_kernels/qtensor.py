@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels import formats
+from pallas_kernels import device, dispatch, formats
 
 
 class QTensor(struct.PyTreeNode):
@@ -143,16 +143,18 @@ def leaves(weights) -> list[QTensor]:
 
 
 def settled(stack: LayerStack) -> LayerStack:
-    """Products of many rows with a stack of several formats: all by the library, if one is by a kernel.
-
-    mosaic/dense.py finds inside its kernel what a layer is in; to choose between kernels by a traced layer,
-    XLA would branch, and wait for the host.
-    """
+    """Products of many rows with a stack of several formats: chosen anew, as its layers cannot each have a
+    choice of their own (dispatch says why). The library's kernel, mosaic/dense.py, finds inside what a layer
+    is in."""
     held = leaves(stack)
     if len(held) == 1 or any(w.gemm == "xla" for w in held):
         return stack
-    one = lambda w: w.replace(gemm="library")  # noqa: E731
-    return jax.tree.map(one, stack, is_leaf=lambda leaf: isinstance(leaf, QTensor))
+
+    def again(w: QTensor) -> QTensor:
+        problem = dispatch.Problem("gemm", device.platform(), w.format, w.shape, mixed=True)
+        return w.replace(gemm=dispatch.choose(problem))
+
+    return jax.tree.map(again, stack, is_leaf=lambda leaf: isinstance(leaf, QTensor))
 
 
 def joined(stacks: Sequence[LayerStack]) -> tuple[LayerStack, ...]:

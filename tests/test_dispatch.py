@@ -129,6 +129,28 @@ def test_it_is_explained_how_prefill_gets_at_the_weights(format, platform, how):
     assert (taken.impl, taken.reason) == ("library", f"the first that can run it: {how}")
 
 
+@pytest.mark.parametrize("format", ["q1_0", "q4_k", "q4_k_m", "q8_0", "f16"])
+@pytest.mark.parametrize("name", ["bonsai-1.7b", "tiny-qwen2", "tiny-llama"])
+def test_inspect_says_what_multiplies_many_rows_as_loading_chooses(name, format, monkeypatch):
+    """From the file's table of tensors alone, for stacks of one format and of several."""
+    monkeypatch.setattr(device, "platform", lambda: "sm_90")
+    checkpoint = open_checkpoint(f"synth:{name}:{format}")
+    config = architectures.config_of(checkpoint)
+    run = model.resolve(bj.RunConfig(weights="packed"), config)
+    loaded = jax.eval_shape(lambda: model.load_params(checkpoint, config, run)).layers
+    specs = architectures.get(config.architecture).TENSORS
+    mixed = params.in_mixed_stacks(checkpoint, specs, config)
+    assert bool(mixed) == (format == "q4_k_m")
+    for spec in (spec for spec in specs if "{}" in spec.gguf and len(spec.shape) == 2):
+        (stack,) = loaded.wqkv if spec.field in ("wq", "wk", "wv") else (getattr(loaded, spec.field),)
+        for layer in range(config.num_layers):
+            tensor = spec.name(checkpoint.naming).format(layer)
+            t = checkpoint.tensors[tensor]
+            planned = dispatch.choose(Problem("gemm", "sm_90", t.format, t.shape, mixed=tensor in mixed))
+            part, _ = stack.where[layer]
+            assert {w.gemm for w in leaves(stack.parts[part])} == {planned}
+
+
 @pytest.mark.parametrize(
     ("platform", "cache", "page_size", "taken"),
     [

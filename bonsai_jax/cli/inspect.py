@@ -147,17 +147,20 @@ def _choices(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") 
     from pallas_kernels import device, dispatch
 
     decoded = run.weights == "decoded"
-    products = Counter(
-        dispatch.Problem("matmul", device.platform(), "f32" if decoded else t.format, t.shape)
-        for t in checkpoint.tensors.values()
-        if len(t.shape) == 2
-    )
+    specs = architectures.get(config.architecture).TENSORS
+    mixed = set() if decoded else params.in_mixed_stacks(checkpoint, specs, config)
+    products, of_many = Counter(), Counter()
+    for name, t in checkpoint.tensors.items():
+        if len(t.shape) == 2:
+            format = "f32" if decoded else t.format
+            problem = dispatch.Problem("matmul", device.platform(), format, t.shape)
+            products[problem] += 1
+            of_many[dataclasses.replace(problem, op="gemm", mixed=name in mixed)] += 1
     many = "xla" if run.impl == "xla" else "auto"  # naming a kernel names the one of a decode step
     chosen = [(problem, run.impl, count) for problem, count in products.items()]
-    chosen += [(dataclasses.replace(problem, op="gemm"), many, n) for problem, n in products.items()]
+    chosen += [(problem, many, count) for problem, count in of_many.items()]
     one, prefill = kv.attention_problems(config, run)
     chosen += [(one, run.impl, config.num_layers), (prefill, many, config.num_layers)]
-    specs = architectures.get(config.architecture).TENSORS
     step = params.planned_layers_problem(checkpoint, specs, config, impl=run.impl, decoded=decoded)
     chosen.append((step, run.schedule, 1))
     return [
