@@ -1,4 +1,4 @@
-"""Weights of 4 to 8 bits from int_gemv's layout to float16, for a GEMM of many rows to read.
+"""Weights of 2 to 8 bits from int_gemv's layout to float16, for a GEMM of many rows to read.
 
 A warp takes 16 rows x 256 columns at a time: of a row of a group, a lane has 8 neighbouring columns (4 where
 groups have 16), four neighbouring lanes have the group, and one of the four has its d and m. half_weights.py

@@ -1,4 +1,4 @@
-"""Weights of 4 to 8 bits in int_gemv's layout to float16, as one lane does it: for whoever multiplies them
+"""Weights of 2 to 8 bits in int_gemv's layout to float16, as one lane does it: for whoever multiplies them
 with many rows (dense.py writes them to memory, int_gemm.py multiplies them out of registers).
 
     w = q d - m in float32, rounded to float16

@@ -1,4 +1,4 @@
-"""Products of many rows with weights of 4 to 8 bits on Hopper's tensor cores, decoded in registers.
+"""Products of many rows with weights of 2 to 8 bits on Hopper's tensor cores, decoded in registers.
 
 wgmma takes its first operand from registers, 64 rows x 16 columns at a time, and lane 4 g + t of warp w holds
 of it rows 16 w + g and 16 w + g + 8 and the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In the layout of int_gemv
