@@ -41,6 +41,15 @@ FALLS_BACK = {
 }
 
 
+def loaded_as_on_hopper(source, monkeypatch):
+    """(checkpoint, config, run, shapes of the params) with the implementations that an H200 would have."""
+    monkeypatch.setattr(device, "platform", lambda: "sm_90")
+    checkpoint = open_checkpoint(source)
+    config = architectures.config_of(checkpoint)
+    run = model.resolve(bj.RunConfig(weights="packed"), config)
+    return checkpoint, config, run, jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
+
+
 def problems(platform: str):
     """(op, format, model) and Problem: each matrix of each synthetic model in every format, and all heads."""
     heads = dict(OTHER_HEADS)
@@ -85,11 +94,7 @@ def test_elsewhere_everything_falls_back(platform):
 
 @pytest.mark.parametrize("format", formats.names())
 def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
-    monkeypatch.setattr(device, "platform", lambda: "sm_90")
-    checkpoint = open_checkpoint(f"synth:tiny-qwen3:{format}")
-    config = architectures.config_of(checkpoint)
-    run = model.resolve(bj.RunConfig(weights="packed"), config)
-    params = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
+    _, config, run, params = loaded_as_on_hopper(f"synth:tiny-qwen3:{format}", monkeypatch)
     falls_back = ("matmul", format, MODELS) in FALLS_BACK
     matrices = [params.embed, *params.layers.wqkv[0].parts, *params.layers.w_down.parts]
     assert {w.impl for w in matrices} == {"xla" if falls_back else "mosaic"}
@@ -100,11 +105,7 @@ def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
 @pytest.mark.parametrize("name", ["bonsai-1.7b", "tiny-qwen2", "tiny-llama"])
 def test_the_schedule_is_the_same_before_and_after_loading(name, format, monkeypatch):
     """`inspect` and the refusal of a named schedule know it from the file's table of tensors alone."""
-    monkeypatch.setattr(device, "platform", lambda: "sm_90")
-    checkpoint = open_checkpoint(f"synth:{name}:{format}")
-    config = architectures.config_of(checkpoint)
-    run = model.resolve(bj.RunConfig(weights="packed"), config)
-    loaded = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
+    checkpoint, config, _, loaded = loaded_as_on_hopper(f"synth:{name}:{format}", monkeypatch)
     specs = architectures.get(config.architecture).TENSORS
     planned = params.planned_layers_problem(checkpoint, specs, config)
     assert planned == params.layers_problem(loaded.layers, config, rows=1)
@@ -133,16 +134,14 @@ def test_it_is_explained_how_prefill_gets_at_the_weights(format, platform, how):
 @pytest.mark.parametrize("name", ["bonsai-1.7b", "tiny-qwen2", "tiny-llama"])
 def test_inspect_says_what_multiplies_many_rows_as_loading_chooses(name, format, monkeypatch):
     """From the file's table of tensors alone, for stacks of one format and of several."""
-    monkeypatch.setattr(device, "platform", lambda: "sm_90")
-    checkpoint = open_checkpoint(f"synth:{name}:{format}")
-    config = architectures.config_of(checkpoint)
-    run = model.resolve(bj.RunConfig(weights="packed"), config)
-    loaded = jax.eval_shape(lambda: model.load_params(checkpoint, config, run)).layers
+    checkpoint, config, _, loaded = loaded_as_on_hopper(f"synth:{name}:{format}", monkeypatch)
     specs = architectures.get(config.architecture).TENSORS
     mixed = params.in_mixed_stacks(checkpoint, specs, config)
     assert bool(mixed) == (format == "q4_k_m")
     for spec in (spec for spec in specs if "{}" in spec.gguf and len(spec.shape) == 2):
-        (stack,) = loaded.wqkv if spec.field in ("wq", "wk", "wv") else (getattr(loaded, spec.field),)
+        (stack,) = (
+            loaded.layers.wqkv if spec.field in ("wq", "wk", "wv") else (getattr(loaded.layers, spec.field),)
+        )
         for layer in range(config.num_layers):
             tensor = spec.name(checkpoint.naming).format(layer)
             t = checkpoint.tensors[tensor]
@@ -176,11 +175,7 @@ def test_hopper_multiplies_many_rows_without_decoding_to_memory(format):
 
 def test_stacks_of_several_formats_are_all_for_the_library(monkeypatch):
     """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
-    monkeypatch.setattr(device, "platform", lambda: "sm_90")
-    checkpoint = open_checkpoint("synth:tiny-llama:q4_k_m")
-    config = architectures.config_of(checkpoint)
-    run = model.resolve(bj.RunConfig(weights="packed"), config)
-    layers = jax.eval_shape(lambda: model.load_params(checkpoint, config, run)).layers
+    layers = loaded_as_on_hopper("synth:tiny-llama:q4_k_m", monkeypatch)[-1].layers
     for stack in (*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down):
         held = leaves(stack)
         assert {w.gemm for w in held} == {"mosaic" if len(held) == 1 else "library"}

@@ -81,10 +81,6 @@ def is_below(a, b):
     return arith.cmpi(arith.CmpIPredicate.ult, a, b)
 
 
-def is_above_zero(x):
-    return arith.cmpf(arith.CmpFPredicate.OGT, x, real(0))
-
-
 def true():
     return arith.constant(ir.IntegerType.get_signless(1), 1)
 
