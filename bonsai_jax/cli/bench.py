@@ -29,11 +29,14 @@ def command(
         str, typer.Option("-n", "--n-gen", metavar="SIZES", help="Sizes of the tg tests; 0: none.")
     ] = "128",
     sampled: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "-g", "--n-sampled", metavar="SIZES", help="Sizes of the gen tests, sampling included; 0: none."
+            "-g",
+            "--n-sampled",
+            metavar="SIZES",
+            help="Sizes of the gen tests, sampling included; 0: none. By default those of -n.",
         ),
-    ] = "128",
+    ] = None,
     depths: Annotated[
         str, typer.Option("-d", "--n-depth", metavar="SIZES", help="Tokens in the cache before each test.")
     ] = "0",
@@ -92,7 +95,7 @@ def command(
     measured, and what wins is written to the user's cache folder, from where it is used from then on.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
-    of_gen = _sizes(sampled)
+    of_gen = _sizes(new_tokens if sampled is None else sampled)
     if not any(sizes[0] + sizes[1] + of_gen + rows):
         raise typer.BadParameter("nothing to measure: -p, -n, -g and -b are all 0")
     if (profile or tune) and data_parallel * tensor_parallel > 1:
