@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from bonsai_jax.config import SamplingParams
-from pallas_kernels import selection, serializable
+from pallas_kernels import device, selection, serializable
 from pallas_kernels.sampling import Rules, draw
 
 
@@ -71,10 +71,13 @@ def no_logprobs(shape: tuple[int, ...], n: int) -> Logprobs:
     return Logprobs(jnp.zeros(shape), jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
 
 
-def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_size: int) -> Sampler:
+def sampler(
+    params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_size: int, impl: str = "auto"
+) -> Sampler:
     """Arrays for `rows` rows from one SamplingParams (whose seed then counts up from row to row) or one per
     row.
 
+    impl  of the draw, as for RunConfig
     Raises ValueError when their number is not `rows` or a logit bias names a token beyond the vocabulary.
     """
     if isinstance(params, SamplingParams):
@@ -119,7 +122,13 @@ def sampler(params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_
         keys=jax.vmap(jax.random.key)(jnp.array([seed % 2**32 for seed in seeds], jnp.uint32)),
         seen=jnp.zeros((rows, vocab_size), bool),
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
+        impl=kernel(vocab_size, impl),
     )
+
+
+def kernel(vocab_size: int, impl: str = "auto") -> str:
+    """What draws tokens on the default device."""
+    return selection.choose(selection.Sampling(device.platform(), vocab_size), impl=impl)
 
 
 def _any_seed() -> int:
@@ -144,7 +153,7 @@ def sample(
 
     with logits' after penalties and bias: pallas_kernels.sampling.draw.
     """
-    words = jax.vmap(lambda key, at: jax.random.key_data(jax.random.fold_in(key, at))[:2])(s.keys, positions)
-    tokens = draw(logits, Rules(*(getattr(s, name) for name in Rules._fields)), words, impl=s.impl)
-    row = jnp.arange(tokens.shape[0])
-    return tokens, s.replace(seen=s.seen.at[row, tokens].set(True), counts=s.counts.at[row, tokens].add(1))
+    rules = Rules(*(getattr(s, name) for name in Rules._fields))
+    keys = jax.random.key_data(s.keys)[:, :2]
+    tokens, seen, counts = draw(logits, rules, keys, positions, impl=s.impl)
+    return tokens, s.replace(seen=seen, counts=counts)

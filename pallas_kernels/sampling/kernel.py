@@ -41,6 +41,7 @@ from pallas_kernels.gpu.values import (
     real,
     select,
     total,
+    true,
 )
 from pallas_kernels.sampling.rules import Rules
 
@@ -56,14 +57,18 @@ LOWEST = -3e38  # instead of -inf, of which differences are no numbers
 
 
 @jax.jit
-def draw(logits: jax.Array, rules: Rules, words: jax.Array) -> jax.Array:
-    """The kernels behind pallas_kernels.sampling.draw; arguments and result are described there."""
+def draw(
+    logits: jax.Array, rules: Rules, keys: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kernels behind pallas_kernels.sampling.draw; arguments and results are described there."""
     rows, vocabulary = logits.shape
     groups = -(-vocabulary // GROUP)
+    seen, counts = map(jax.new_ref, (rules.seen, rules.counts))
     operands = {
         "logits": logits,
-        "rules": rules,
-        "words": jax.lax.bitcast_convert_type(words, jnp.int32),
+        "rules": rules._replace(seen=seen, counts=counts),
+        "keys": jax.lax.bitcast_convert_type(keys, jnp.int32),
+        "positions": positions,
     }
     shape = lambda dtype: jax.ShapeDtypeStruct((rows, groups), dtype)  # noqa: E731
     run = max(1, min(4, rows * groups // 8192))  # groups that a warp has: more where there are more than warps
@@ -82,7 +87,7 @@ def draw(logits: jax.Array, rules: Rules, words: jax.Array) -> jax.Array:
         threads=32 * SCAN_WARPS,
     )
     names = ("maxima", "sums", "winners", "scores")
-    return launch(
+    tokens = launch(
         _draw,
         {**operands, **dict(zip(names, found, strict=True))},
         {"tokens": jax.ShapeDtypeStruct((rows,), jnp.int32)},
@@ -98,12 +103,13 @@ def draw(logits: jax.Array, rules: Rules, words: jax.Array) -> jax.Array:
             "weights_smem": plgpu.SMEM((CANDIDATES,), jnp.float32),
         },
     )
+    return tokens, jax.freeze(seen), jax.freeze(counts)
 
 
 class Row:
     """A row of the batch, as lanes of whole warps read it."""
 
-    def __init__(self, logits, rules: Rules, words, row):
+    def __init__(self, logits, rules: Rules, keys, positions, row):
         self.logits, self.rules, self.row = logits, rules, index(row)
         self.vocabulary = logits.type.shape[1]
         at = lambda ref: memory.load(ref, self.row)  # noqa: E731
@@ -112,7 +118,8 @@ class Row:
         self.penalties = [
             at(ref) for ref in (rules.repetition_penalty, rules.presence_penalty, rules.frequency_penalty)
         ]
-        self.key = [memory.load(words, self.row, i) for i in (0, 1)]
+        self.key = [memory.load(keys, self.row, i) for i in (0, 1)]
+        self.position = at(positions)
         self.greedy = self.temperature == 0
         no_top_k = (self.top_k == 0) | (self.top_k >= self.vocabulary)
         self.truncates_nothing = ~self.greedy & no_top_k & (self.top_p >= 1) & (self.min_p <= 0)
@@ -121,6 +128,10 @@ class Row:
         self.top_p = select(self.greedy, 1.0, self.top_p)
         self.min_p = select(self.greedy, 0.0, self.min_p)
         self.divisor = select(self.greedy, 1.0, self.temperature)
+
+    def at_its_position(self):
+        """The key of the row's noise at its position, for `score`."""
+        return lanes.choose(~self.greedy, lambda: _threefry(self.key, integer(0), self.position), self.key)
 
     def ids(self, group) -> list:
         """The tokens of a group that this lane has, as i32."""
@@ -177,19 +188,19 @@ class Row:
 
         return lanes.loop(0, width, 32, values, of_32)
 
-    def score(self, value, token):
+    def score(self, value, token, key: list):
         """Of a token in the draw, as a word that `sortable` makes."""
-        noisy = lambda: [value / self.divisor + _gumbel(self.key, token)]  # noqa: E731
+        noisy = lambda: [value / self.divisor + _gumbel(key, token)]  # noqa: E731
         return sortable(lanes.choose(~self.greedy, noisy, [value])[0])
 
 
-def _scan(logits, rules, words, maxima, sums, winners, scores, *, run: int):
+def _scan(logits, rules, keys, positions, maxima, sums, winners, scores, *, run: int):
     rows, groups = maxima.type.shape
     warp = lanes.thread() // 32 + lanes.block() * SCAN_WARPS
     runs = -(-groups // run)
     number = warp // runs
     with lanes.when(number < rows):
-        row = Row(logits, rules, words, number)
+        row = Row(logits, rules, keys, positions, number)
         mine = [minimum(warp % runs * run + i, groups - 1) for i in range(run)]
         read = [row.read(group) for group in mine]
         for group, values in zip(mine, read, strict=True):
@@ -204,9 +215,9 @@ def _scan(logits, rules, words, maxima, sums, winners, scores, *, run: int):
                 memory.store(largest, maxima, row.row, group)
                 memory.store(weight, sums, row.row, group)
             with lanes.when(row.truncates_nothing):
-                score, token = best_of_warp(
-                    *best_of_lane([(row.score(x, i), i) for x, i in zip(values, row.ids(group), strict=True)])
-                )
+                key, ids = row.at_its_position(), row.ids(group)
+                scores_here = [row.score(x, i, key) for x, i in zip(values, ids, strict=True)]
+                score, token = best_of_warp(*best_of_lane(list(zip(scores_here, ids, strict=True))))
                 with lanes.when(lanes.thread() % 32 == 0):
                     memory.store(score, scores, row.row, group)
                     memory.store(token, winners, row.row, group)
@@ -270,16 +281,19 @@ class Block:
 
 
 def _draw(
-    logits, rules, words, maxima, sums, winners, scores, tokens,
+    logits, rules, keys, positions, maxima, sums, winners, scores, tokens,
     partial_smem, counts_smem, groups_smem, ids_smem, values_smem, weights_smem,
 ):  # fmt: skip
-    row, block, groups = Row(logits, rules, words, lanes.block()), Block(partial_smem), maxima.type.shape[1]
+    row, block = Row(logits, rules, keys, positions, lanes.block()), Block(partial_smem)
+    groups = maxima.type.shape[1]
     per_thread = -(-groups // THREADS)
     mine = [lanes.thread() + i * THREADS for i in range(per_thread)]
 
     def store(token):
         with lanes.when(lanes.thread() == 0):
             memory.store(token, tokens, row.row)
+            memory.store(true(), rules.seen, row.row, token)
+            memory.store(memory.load(rules.counts, row.row, token) + 1, rules.counts, row.row, token)
 
     def of_groups(ref, otherwise):
         """A word of each of this thread's groups."""
@@ -353,7 +367,7 @@ def _draw(
         by_min_p = (no_top_k | (row.top_p >= 1)) & (exp(number(t) - peak) < row.min_p)
         enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
         with lanes.when(enough):
-            score = select(keep, row.score(value, token), 0)
+            score = select(keep, row.score(value, token, row.at_its_position()), 0)
             store(block.best(score, token)[1])
         with lanes.when(~enough):
             store(_among_all(row, block, maxima, peak))
@@ -464,13 +478,13 @@ def _among_all(row: Row, block: Block, maxima, peak):
         return [block.threshold(lambda t, place: mass(within(t), place) >= target)]
 
     t = lanes.choose(row.top_p < 1, nucleus, [zero])[0]
-    t = maximum(t, kth)
+    t, key = maximum(t, kth), row.at_its_position()
 
     def race(values, ids, carry):
         pairs = [tuple(carry)]
         for x, i in zip(values, ids, strict=True):
             keep = (sortable(x) >= t) & (exp(x - peak) >= row.min_p) & (i < row.vocabulary)
-            pairs.append((select(keep, row.score(x, i), 0), i))
+            pairs.append((select(keep, row.score(x, i, key), 0), i))
         return list(best_of_lane(pairs))
 
     return block.best(*over_tokens(t, [zero, zero], race))[1]
@@ -513,18 +527,18 @@ def _lower_lanes():
 
 def _gumbel(key: list, token):
     """Noise of a token (pallas_kernels.sampling.reference.gumbel)."""
-    bits = _threefry(key, token)
+    bits = _threefry(key, token, integer(0))[0]
     u = (real(bits >> 9) + 0.5) * 2.0**-23
     return -log(-log(u))
 
 
-def _threefry(key: list, count):
-    """First word of Threefry-2x32 of (count, 0), 20 rounds (Salmon et al. 2011)."""
+def _threefry(key: list, x, y) -> list:
+    """Threefry-2x32 of two words, 20 rounds (Salmon et al. 2011)."""
     keys = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
-    x, y = count + keys[0], keys[1]
+    x, y = x + keys[0], y + keys[1]
     for i in range(5):
         for by in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
             x = x + y
             y = x ^ (y << by | y >> 32 - by)
         x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + (i + 1)
-    return x
+    return [x, y]

@@ -10,18 +10,20 @@ from pallas_kernels.sampling.rules import Rules
 CANDIDATES = 128  # a draw looks at so many of the likeliest tokens, and rarely at more
 
 
-def draw(logits: Float[Array, "B V"], rules: Rules, words: UInt32[Array, "B 2"]) -> Int[Array, "B"]:
+def draw(
+    logits: Float[Array, "B V"], rules: Rules, keys: UInt32[Array, "B 2"], positions: Int[Array, "B"]
+) -> tuple[Int[Array, "B"], Bool[Array, "B V"], Int[Array, "B V"]]:
     """As pallas_kernels.sampling.draw says. A batch of greedy rows skips all but the argmax."""
-    logits = penalize(rules, logits.astype(jnp.float32))
     tokens = jax.lax.cond(
         jnp.any(rules.temperature > 0),
         _draw,
-        lambda rules, logits, words: jnp.argmax(logits, -1).astype(jnp.int32),
+        lambda logits, *_: jnp.argmax(logits, -1).astype(jnp.int32),
+        penalize(rules, logits.astype(jnp.float32)),
         rules,
-        logits,
-        words,
+        jax.vmap(at_position)(keys, positions),
     )
-    return tokens
+    row = jnp.arange(len(tokens))
+    return tokens, rules.seen.at[row, tokens].set(True), rules.counts.at[row, tokens].add(1)
 
 
 def penalize(rules: Rules, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -34,7 +36,7 @@ def penalize(rules: Rules, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
     return logits.at[row, rules.bias_ids].add(rules.bias, mode="drop")
 
 
-def _draw(rules: Rules, logits: jax.Array, words: jax.Array) -> jax.Array:
+def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:
     """Among the likeliest tokens, where they hold all that truncation keeps in every row; else among all.
     Noise is a token's own, so that both draw the same."""
     # Without barriers XLA sees slices of a sort, and sorts the vocabulary. One for both outputs would be a
@@ -46,7 +48,7 @@ def _draw(rules: Rules, logits: jax.Array, words: jax.Array) -> jax.Array:
     temperature = jnp.where(greedy, 1.0, rules.temperature)[:, None]
 
     def race(logits, keep, ids):
-        noise = jax.vmap(gumbel)(words, ids)
+        noise = jax.vmap(gumbel)(keys, ids)
         return jnp.argmax(jnp.where(keep, logits / temperature + noise, -jnp.inf), -1)
 
     def among_candidates():
@@ -65,10 +67,15 @@ def top_k(x: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Arra
     return jax.lax.top_k(x, k)
 
 
-def gumbel(words: UInt32[Array, "2"], ids: Int[Array, "n"]) -> Float[Array, "n"]:
+def at_position(key: UInt32[Array, "2"], position: Int[Array, ""]) -> UInt32[Array, "2"]:
+    """jax.random.fold_in of a Threefry key: the key of the noise at a position."""
+    return threefry_2x32((key[0], key[1]), jnp.stack([jnp.uint32(0), position.astype(jnp.uint32)]))
+
+
+def gumbel(key: UInt32[Array, "2"], ids: Int[Array, "n"]) -> Float[Array, "n"]:
     """Noise -log(-log u) of tokens, by their ids alone (Threefry counts them)."""
     counts = ids.astype(jnp.uint32)
-    bits = threefry_2x32((words[0], words[1]), jnp.concatenate([counts, jnp.zeros_like(counts)]))[: len(ids)]
+    bits = threefry_2x32((key[0], key[1]), jnp.concatenate([counts, jnp.zeros_like(counts)]))[: len(ids)]
     u = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23  # neither 0 nor 1
     return -jnp.log(-jnp.log(u))
 
