@@ -60,11 +60,13 @@ class Row(bench.Origin):
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def chain(s: sampling.Sampler, logits: list[jax.Array]) -> tuple[sampling.Sampler, jax.Array]:
-    """CHAIN draws: the sampler, and tokens [CHAIN, B]."""
+def chain(
+    s: sampling.Sampler, steps: list[tuple[jax.Array, jax.Array]]
+) -> tuple[sampling.Sampler, jax.Array]:
+    """A draw for each (logits, positions): the sampler, and tokens [steps, B]."""
     drawn = []
-    for position, of_step in enumerate(logits):
-        tokens, s = sampling.sample(s, of_step, jnp.full(len(of_step), position))
+    for logits, positions in steps:
+        tokens, s = sampling.sample(s, logits, positions)
         drawn.append(tokens)
     return s, jnp.stack(drawn)
 
@@ -92,22 +94,25 @@ def main() -> None:
     settings = arguments.only.split(",") if arguments.only else list(SETTINGS)
     for rows in map(int, arguments.rows.split(",")):
         keys = jax.random.split(jax.random.key(rows), CHAIN)
-        logits = [3 * jax.random.normal(key, (rows, vocabulary)) for key in keys]
+        steps = [
+            (3 * jax.random.normal(key, (rows, vocabulary)), jnp.full(rows, position))
+            for position, key in enumerate(keys)
+        ]
         state, tokens, times = {}, {}, {}
         for setting in settings:
             for impl in dict.fromkeys([*impls, "reference"]):
                 s = made(SETTINGS[setting], rows, vocabulary, impl)
-                state[setting, impl], tokens[setting, impl] = chain(s, logits)
+                state[setting, impl], tokens[setting, impl] = chain(s, steps)
         state = {(setting, impl): s for (setting, impl), s in state.items() if impl in impls}
         for _ in range(bench.WARMUP_CALLS):
             for key in state:
-                state[key], _ = chain(state[key], logits)
+                state[key], _ = chain(state[key], steps)
         for _ in range(arguments.repetitions):
             for key, s in state.items():
                 jax.block_until_ready(s)
                 began = time.perf_counter()
                 for _ in range(arguments.calls):
-                    s, _ = chain(s, logits)
+                    s, _ = chain(s, steps)
                 jax.block_until_ready(s)
                 us = 1e6 * (time.perf_counter() - began) / arguments.calls / CHAIN
                 state[key] = s

@@ -50,7 +50,9 @@ EACH = GROUP // 32
 SCAN_WARPS = 8
 THREADS = 512  # of a row's block
 WARPS = THREADS // 32
-NEEDED = 128  # likeliest tokens that are looked for where no top-k asks for fewer
+MOST_NEEDED = 320  # of top-k: so many groups, with two tokens of some, are likely to fit
+NEEDED = 128  # groups that are looked for where there is no top-k, or a larger one
+MORE = 32  # groups than needed that are as good
 CANDIDATES = THREADS  # most tokens among which a row's is drawn without a look at all: one a thread
 AT_A_TIME = 8  # groups that a warp reads at a time
 LOWEST = -3e38  # instead of -inf, of which differences are no numbers
@@ -120,6 +122,7 @@ class Row:
         ]
         self.key = [memory.load(keys, self.row, i) for i in (0, 1)]
         self.position = at(positions)
+        self.first_biases = self._biases(0)
         self.greedy = self.temperature == 0
         no_top_k = (self.top_k == 0) | (self.top_k >= self.vocabulary)
         self.truncates_nothing = ~self.greedy & no_top_k & (self.top_p >= 1) & (self.min_p <= 0)
@@ -157,36 +160,37 @@ class Row:
             return out
 
         any_penalty = (repetition != 1) | (presence != 0) | (frequency != 0)
-        values = self._biased(group, lanes.choose(any_penalty, penalized, logits))
+        values = self._biased(group, lanes.choose(any_penalty, penalized, logits), self.first_biases)
+        width = self.rules.bias.type.shape[1]
+        values = lanes.loop(
+            32, width, 32, values, lambda i, values: self._biased(group, values, self._biases(i))
+        )
         return [
             select(token < self.vocabulary, x, -float("inf")) for token, x in zip(ids, values, strict=True)
         ]
 
-    def values(self, group) -> list:
-        return self.changed(group, self.read(group))
+    def _biases(self, first):
+        """Of 32 biases, this lane's: its token, or one beyond the vocabulary, and what it adds, as words."""
+        width = self.rules.bias.type.shape[1]
+        mine = integer(first) + integer(lanes.thread() % 32)
+        at = self.row, minimum(mine, width - 1)
+        token = select(mine < width, memory.load(self.rules.bias_ids, *at), self.vocabulary)
+        return [token, as_word(memory.load(self.rules.bias, *at))]
 
-    def _biased(self, group, values: list) -> list:
-        bias_ids, bias = self.rules.bias_ids, self.rules.bias
-        width = bias_ids.type.shape[1]
+    def _biased(self, group, values: list, biases: list) -> list:
+        """The values of a group's tokens, with 32 biases."""
+        lane = integer(lanes.thread() % 32)
+        token = biases[0] - integer(group) * GROUP  # from 0 to GROUP - 1: of this group
 
-        def of_32(first, values):
-            lane = integer(lanes.thread() % 32)
-            mine = integer(first) + lane
-            at = self.row, minimum(mine, width - 1)
-            token = memory.load(bias_ids, *at) - integer(group) * GROUP
-            token = select(mine < width, token, GROUP)  # of the group; else it is none's
-            added = memory.load(bias, *at)
+        def one(of, values):
+            there, added = (lanes.from_lane(word, integer(of)) for word in (token, biases[1]))
+            return [
+                select(there == lane + 32 * i, x + as_real(added), x) for i, x in enumerate(values)
+            ]
 
-            def one(of, values):
-                there, more = (lanes.from_lane(word, integer(of)) for word in (token, as_word(added)))
-                return [
-                    select(there == lane + 32 * i, x + as_real(more), x) for i, x in enumerate(values)
-                ]
-
-            some = lanes.any_lane(select(token < GROUP, 1, 0))
-            return lanes.choose(some, lambda: lanes.loop(0, 32, 1, values, one), values)
-
-        return lanes.loop(0, width, 32, values, of_32)
+        some = lanes.any_lane(select((token < GROUP) & (biases[0] < self.vocabulary), 1, 0))
+        count = lanes.anew(integer(32))  # not unrolled
+        return lanes.choose(some, lambda: lanes.loop(0, count, 1, values, one), values)
 
     def score(self, value, token, key: list):
         """Of a token in the draw, as a word that `sortable` makes."""
@@ -253,31 +257,36 @@ class Block:
     def sum(self, count, place=None):
         """Of s32."""
         place = self.place() if place is None else place
-        return total(self.gathered([lanes.warp_sum(count)], place)[0])
+        return _tree(self.gathered([lanes.warp_sum(count)], place)[0])
 
     def sums(self, numbers: list, place=None) -> list:
         """Of float32, always in the same order."""
         place = self.place(len(numbers)) if place is None else place
         words = [as_word(lanes.warp_sum_real(x)) for x in numbers]
-        return [total(list(map(as_real, of_warps))) for of_warps in self.gathered(words, place)]
+        return [_tree(list(map(as_real, of_warps))) for of_warps in self.gathered(words, place)]
 
     def best(self, score, token):
         """(score, token) of the largest score; of several the lowest token."""
         scores, tokens = self.gathered(list(best_of_warp(score, token)), self.place(2))
         return best_of_lane(list(zip(scores, tokens, strict=True)))
 
-    def threshold(self, reached: Callable[[Any, Any], Any]):
-        """The largest word t for which reached(t, place) holds, which holds for all words below too; 0 if for
-        none. Its places: two in turn."""
+    def threshold(self, amount: Callable[[Any, Any], Any], least, most):
+        """A word t for which amount(t, place), which falls as t grows, is `least` or more, and the largest
+        one unless a smaller has no more than `most`; 0 if there is none. From the highest bit down."""
         first = self.place(2)
 
         def one(bit, carry):
-            (t,) = carry
-            candidate = t | integer(1) << 31 - integer(bit)
-            place = first + bit % 2 * WARPS
-            return [select(reached(candidate, place), candidate, t)]
+            t, looking = carry
 
-        return lanes.loop(0, 32, 1, [integer(0)], one)[0]
+            def tried():
+                candidate = t | integer(1) << 31 - integer(bit)
+                found = amount(candidate, first + bit % 2 * WARPS)
+                reached = found >= least
+                return [select(reached, candidate, t), select(reached & (found <= most), 0, 1)]
+
+            return lanes.choose(looking != 0, tried, carry)
+
+        return lanes.loop(0, lanes.anew(integer(32)), 1, [integer(0), integer(1)], one)[0]
 
 
 def _draw(
@@ -309,12 +318,9 @@ def _draw(
         keys = [select(g < groups, sortable(x), 0) for g, x in zip(mine, largest, strict=True)]
         (of_warps,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
         peak = number(greatest(of_warps))
-        needed = minimum(row.k, NEEDED)
-
-        def reached(t, place):
-            return block.sum(total([select(key >= t, 1, 0) for key in keys]), place) >= needed
-
-        t = block.threshold(reached)
+        needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
+        count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
+        t = block.threshold(count, needed, needed + MORE)
         there = [(key >= t) & (g < groups) for g, key in zip(mine, keys, strict=True)]
         count = _listed(there, mine, counts_smem, groups_smem)
         # Also a barrier, behind which the list is read.
@@ -448,37 +454,60 @@ def _among_all(row: Row, block: Block, maxima, peak):
     """The token drawn among all that truncation leaves of a row, as the definition finds it."""
     groups, zero = maxima.type.shape[1], integer(0)
 
-    def over_tokens(t, carry: list, body) -> list:
+    def over_tokens(t, carry: list, body, at_a_time: int = AT_A_TIME) -> list:
         """carry = body(values, ids, carry) for every group that reaches t, shared out over warps."""
 
-        def one(group, carry):
-            reaches = sortable(memory.load(maxima, row.row, group)) >= t
-            return lanes.choose(reaches, lambda: body(row.values(group), row.ids(group), carry), carry)
+        def some(first, carry):
+            mine = [integer(first + WARPS * r) for r in range(at_a_time)]
+            there = [minimum(group, groups - 1) for group in mine]
+            keys = [sortable(memory.load(maxima, row.row, group)) for group in there]
+            reaches = [(group < groups) & (key >= t) for group, key in zip(mine, keys, strict=True)]
+            read = [
+                lanes.choose(ok, lambda group=group: row.read(group), [real(0)] * EACH)
+                for ok, group in zip(reaches, there, strict=True)
+            ]
+            for ok, group, logits in zip(reaches, there, read, strict=True):
+                one = lambda group=group, logits=logits, carry=carry: body(  # noqa: E731
+                    row.changed(group, logits), row.ids(group), carry
+                )
+                carry = lanes.choose(ok, one, carry)
+            return carry
 
-        return lanes.loop(lanes.thread() // 32, groups, WARPS, carry, one)
+        return lanes.loop(lanes.thread() // 32, groups, WARPS * at_a_time, carry, some)
 
-    def count(t, place):
-        body = lambda values, _, so_far: [  # noqa: E731
-            so_far[0] + total([select(sortable(x) >= t, 1, 0) for x in values])
-        ]
-        return block.sum(over_tokens(t, [zero], body)[0], place)
+    places = block.place(5)  # two in turn for each threshold, as steps may be left out between them
 
-    def mass(t, place):
-        body = lambda values, _, so_far: [  # noqa: E731
-            so_far[0] + total([select(sortable(x) >= t, exp(x - peak), 0.0) for x in values])
-        ]
-        return block.sums(over_tokens(t, [real(0)], body), place)[0]
+    def tried(step, t, floor, least):
+        """One of 65 steps: 32 bits of top-k's threshold, by counting; the sum of what reaches it; and 32 bits
+        of top-p's, by sums."""
+        counts, sums = step < 32, step == 32
+        bit = integer(1) << 31 - (step - select(counts, 0, 33) & 31)
+        candidate = maximum(select(sums, t, t | bit), floor)
 
-    cuts = row.k < row.vocabulary
-    kth = lanes.choose(cuts, lambda: [block.threshold(lambda t, place: count(t, place) >= row.k)], [zero])[0]
+        def body(values, _, so_far):
+            weights = [select(counts, 1.0, exp(x - peak)) for x in values]
+            reach = [select(sortable(x) >= candidate, w, 0.0) for x, w in zip(values, weights, strict=True)]
+            return [so_far[0] + total(reach)]
 
-    def nucleus():
-        target = maximum(row.top_p * mass(kth, block.place()), 1e-30)  # the likeliest stays
-        within = lambda t: select(t > kth, t, kth)  # noqa: E731
-        return [block.threshold(lambda t, place: mass(within(t), place) >= target)]
+        here = over_tokens(candidate, [real(0)], body)
+        place = select(sums, 4, step % 2 + select(counts, 0, 2))
+        amount = block.sums(here, places + index(place) * WARPS)[0]
+        reached = amount >= least
+        going_on = [select(reached, candidate, t), floor, least, select(reached & (amount == least), 0, 1)]
+        # The likeliest stays, whatever top_p.
+        turned = [zero, t, maximum(row.top_p * amount, 1e-30), integer(1)]
+        return [select(sums, *pair) for pair in zip(turned, going_on, strict=True)]
 
-    t = lanes.choose(row.top_p < 1, nucleus, [zero])[0]
-    t, key = maximum(t, kth), row.at_its_position()
+    def one(step, carry):
+        step, looking = integer(step), carry.pop() != 0
+        wanted = looking & (step != 32) | (step == 32) & (row.top_p < 1)
+        none = integer(0)
+        return lanes.choose(wanted, lambda: tried(step, *carry), [*carry, none])
+
+    k = real(minimum(row.k, row.vocabulary))
+    begin = [zero, zero, k, select(row.k < row.vocabulary, 1, 0)]
+    t, floor, *_ = lanes.loop(0, 65, 1, begin, one)
+    t, key = maximum(t, floor), row.at_its_position()
 
     def race(values, ids, carry):
         pairs = [tuple(carry)]
@@ -487,7 +516,7 @@ def _among_all(row: Row, block: Block, maxima, peak):
             pairs.append((select(keep, row.score(x, i, key), 0), i))
         return list(best_of_lane(pairs))
 
-    return block.best(*over_tokens(t, [zero, zero], race))[1]
+    return block.best(*over_tokens(t, [zero, zero], race, 1))[1]
 
 
 def sortable(x):
@@ -499,6 +528,13 @@ def sortable(x):
 def number(word):
     """The float32 of which `sortable` made a word."""
     return as_real(select(word >> 31 != 0, word ^ 1 << 31, ~word))
+
+
+def _tree(numbers: list):
+    """Their sum, neighbours first: a power of two of them."""
+    while len(numbers) > 1:
+        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
 
 
 def greatest(words: list):
