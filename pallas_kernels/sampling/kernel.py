@@ -52,9 +52,8 @@ THREADS = 512  # of a row's block
 WARPS = THREADS // 32
 MOST_NEEDED = 320  # of top-k: so many groups, with two tokens of some, are likely to fit
 NEEDED = 128  # groups that are looked for where there is no top-k, or a larger one
-MORE = 32  # groups than needed that are as good
 CANDIDATES = THREADS  # most tokens among which a row's is drawn without a look at all: one a thread
-AT_A_TIME = 8  # groups that a warp reads at a time
+AT_A_TIME = 4  # groups that a warp reads at a time
 LOWEST = -3e38  # instead of -inf, of which differences are no numbers
 
 
@@ -320,7 +319,7 @@ def _draw(
         peak = number(greatest(of_warps))
         needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
         count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
-        t = block.threshold(count, needed, needed + MORE)
+        t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
         there = [(key >= t) & (g < groups) for g, key in zip(mine, keys, strict=True)]
         count = _listed(there, mine, counts_smem, groups_smem)
         # Also a barrier, behind which the list is read.
@@ -482,14 +481,15 @@ def _among_all(row: Row, block: Block, maxima, peak):
         of top-p's, by sums."""
         counts, sums = step < 32, step == 32
         bit = integer(1) << 31 - (step - select(counts, 0, 33) & 31)
-        candidate = maximum(select(sums, t, t | bit), floor)
+        candidate = select(sums, t, t | bit)
+        within = maximum(candidate, floor)
 
         def body(values, _, so_far):
             weights = [select(counts, 1.0, exp(x - peak)) for x in values]
-            reach = [select(sortable(x) >= candidate, w, 0.0) for x, w in zip(values, weights, strict=True)]
+            reach = [select(sortable(x) >= within, w, 0.0) for x, w in zip(values, weights, strict=True)]
             return [so_far[0] + total(reach)]
 
-        here = over_tokens(candidate, [real(0)], body)
+        here = over_tokens(within, [real(0)], body)
         place = select(sums, 4, step % 2 + select(counts, 0, 2))
         amount = block.sums(here, places + index(place) * WARPS)[0]
         reached = amount >= least
