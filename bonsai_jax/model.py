@@ -163,7 +163,7 @@ def start_state(
     stop_ids = [] if ignore_eos else sorted(model.tokenizer.eos_ids)
     state = core.start(
         cache,
-        sampling_arrays.sampler(params, rows, model.config.vocab_size),
+        sampling_arrays.sampler(params, rows, model.config.vocab_size, model.run.impl),
         jnp.broadcast_to(jnp.array(stop_ids or [core.NO_TOKEN], jnp.int32), (rows, len(stop_ids) or 1)),
         jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (rows,)),
     )

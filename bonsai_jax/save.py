@@ -16,7 +16,7 @@ from bonsai_jax.cache import KVCache
 from bonsai_jax.decoding import State
 from bonsai_jax.model import Model
 from bonsai_jax.plan import attention_kernels
-from bonsai_jax.sampling import Sampler
+from bonsai_jax.sampling import Sampler, kernel
 from pallas_kernels import cache_layouts
 
 KINDS = ("State", "KVCache")
@@ -50,7 +50,7 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
 def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     """What `save_state` wrote, on this model's devices: generation goes on as if it had never stopped.
 
-    Kernels of attention are those that this process chooses for the model, whatever wrote the file.
+    Kernels of attention and of the draw are those that this process chooses for the model, whatever wrote the file.
     Raises ValueError for another file, and for a state that does not fit the model: layers, KV heads,
     head_dim, dtype of the cache or vocabulary. Weights are not compared: the cache of another model of the
     same shape loads, and means nothing.
@@ -74,7 +74,8 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
             return parallel.place_state(cache, model.mesh)
         sampler = fields.pop("sampler")
         keys = jax.random.wrap_key_data(sampler.pop("keys"), impl=metadata["random_keys"])
-        state = State(cache=cache, sampler=Sampler(keys=keys, **sampler), **fields)
+        sampler = Sampler(keys=keys, impl=kernel(model.config.vocab_size, model.run.impl), **sampler)
+        state = State(cache=cache, sampler=sampler, **fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: this state lacks a field, or has one too many: {error}") from error
     _check(path, "vocabulary", state.sampler.seen.shape[1], model.config.vocab_size)

@@ -14,6 +14,8 @@
                any                 other                       or none    reference
     Step       q1                  as many as have room        from 9.0   one_launch
                any                 other                       any        launches
+    Sampling   any                 any                         from 8.0   two_launches
+               any                 any                         or none    reference
 
 A family is what a format's file says its tiles are for (pallas_kernels/formats). Candidates are asked in the
 order of the table; each says why it cannot, or takes the problem.
@@ -102,7 +104,18 @@ class Step:
         return f"decode step, rows: {self.rows}, {sizes} on {self.platform}"
 
 
-Problem = Matmul | Attention | Step
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The draw of each row's next token from logits over a vocabulary."""
+
+    platform: str
+    vocabulary: int
+
+    def __str__(self):
+        return f"sampling of {self.vocabulary} tokens on {self.platform}"
+
+
+Problem = Matmul | Attention | Step | Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,6 +243,10 @@ def _one_launch(problem: Step) -> str | None:
     return Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses()
 
 
+def _two_launches(problem: Sampling) -> str | None:
+    return NEEDS_AMPERE if _older_than(problem.platform, 80) else None
+
+
 def _never(problem: Problem) -> None:
     return None
 
@@ -254,6 +271,10 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
     Step: {
         "one_launch": Candidate(_one_launch),
         "launches": Candidate(_never),
+    },
+    Sampling: {
+        "two_launches": Candidate(_two_launches),
+        "reference": Candidate(_never, pallas=False),
     },
 }
 

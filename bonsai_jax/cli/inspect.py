@@ -161,7 +161,7 @@ def _weights(checkpoint: "Checkpoint", config: "ModelConfig", asked: "RunConfig"
 
 
 def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[dict[str, Any]]:
-    """For every matrix, attention and the decode step the kernel for each number of rows, and why those
+    """For every matrix, attention, the decode step and the draw the kernel for each number of rows, and why those
     before it in the order of preference were not taken."""
     from bonsai_jax.plan import attention_problems
     from pallas_kernels import selection
@@ -189,7 +189,8 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     step = entry("decode step", plan.problem, 1, {"1 row": (1, run.schedule)})
     if plan.step.one_launch_rows:
         step["kernels"] = {f"to {plan.step.one_launch_rows} rows": "one_launch", "more": "launches"}
-    return [*found, step]
+    draw = selection.Sampling(decode.platform, config.vocab_size)
+    return [*found, step, entry("sampling", draw, 1, {"any": (1, run.impl)})]
 
 
 def _one_line(entry: dict[str, Any]) -> tuple[str, ...]:

@@ -129,6 +129,17 @@ def any_lane(word):
     return ptx(i32(), [word], text, "=r,r", effects=True) != 0
 
 
+def ballot(condition):
+    """A bit for every lane of the warp whose condition holds."""
+    text = "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff; }"
+    return ptx(i32(), [select(condition, 1, 0)], text, "=r,r", effects=True)
+
+
+def ones(word):
+    """How many bits of a word are 1."""
+    return ptx(i32(), [word], "popc.b32 $0, $1;", "=r,r")
+
+
 def from_lane(word, lane):
     """The word of another lane; `lane` is an i32 of this lane's choice."""
     text = "shfl.sync.idx.b32 $0, $1, $2, 31, 0xffffffff;"

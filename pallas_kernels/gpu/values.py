@@ -172,6 +172,10 @@ def exp(x):
     return of(mlir_math.exp(x))
 
 
+def log(x):
+    return of(mlir_math.log(x))
+
+
 def rsqrt(x):
     return of(mlir_math.rsqrt(x))
 

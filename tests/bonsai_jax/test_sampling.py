@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bonsai_jax import sampling
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.sampling import read_prompt, sample, sampler
+from pallas_kernels.sampling import reference
 
 V = 50
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
@@ -107,8 +107,8 @@ def test_candidates_hold_what_the_whole_vocabulary_would_keep(digits, spread):
     rows = [dataclasses.replace(PLAIN, **change) for change in MANY]
     s, x = sampler(rows, len(rows), 700), jnp.asarray(logits)
     top, ids = jax.lax.top_k(x, 128)
-    here, enough = jax.jit(sampling._truncate_sorted)(s, top, x)
-    dense = np.asarray(jax.jit(sampling._truncate)(s, x))
+    here, enough = jax.jit(reference.truncate_sorted)(s, top, x)
+    dense = np.asarray(jax.jit(reference.truncate)(s, x))
     for row, params in enumerate(rows):
         want, close = kept_with_ties(logits[row], params)
         assert close or (dense[row] == want).all(), params
@@ -124,7 +124,7 @@ def test_a_draw_is_the_same_however_many_candidates_there_are(digits, monkeypatc
     rows = [dataclasses.replace(PLAIN, **change, seed=i) for i, change in enumerate(MANY)]
     drawn = []
     for candidates in (1, 16, 400):
-        monkeypatch.setattr(sampling, "CANDIDATES", candidates)
+        monkeypatch.setattr(reference, "CANDIDATES", candidates)
         run = jax.jit(lambda s, x, p: sample(s, x, p)[0])
         s, x = sampler(rows, len(rows), 400), jnp.asarray(logits, jnp.float32)
         drawn.append([np.asarray(run(s, x, jnp.full(len(rows), position))) for position in range(20)])

@@ -26,6 +26,8 @@ from pallas_kernels.matmul.kq_dequantize import kq_dequantize
 from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
 from pallas_kernels.matmul.q1_prefill_sm90 import q1_prefill_sm90
 from pallas_kernels.qtensor import tile
+from pallas_kernels.sampling import Rules
+from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import Matmul, choose
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from tests.pallas_kernels.aot import OTHERS, TARGETS, Compilers, compile_for_gpu, for_target
@@ -351,6 +353,18 @@ def _decoded(formats_of, n, k):
     return f, (tuple(((fields(format),),) for format in formats_of), places)
 
 
+def _draw(rows, vocabulary):
+    """The next token of each row."""
+    columns = {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in Rules._fields[:7]}
+    columns["top_k"] = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    tables = [jax.ShapeDtypeStruct((rows, vocabulary), dtype) for dtype in (jnp.float32, bool, jnp.int32)]
+    biases = [jax.ShapeDtypeStruct((rows, 1), dtype) for dtype in (jnp.int32, jnp.float32)]
+    keys, positions = jax.ShapeDtypeStruct((rows, 2), jnp.uint32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    logits, seen, counts = tables
+    return draw, (logits, Rules(**columns, bias_ids=biases[0], bias=biases[1], seen=seen, counts=counts),
+                  keys, positions)  # fmt: skip
+
+
 def _rows(f, rows, k, normed=True, **options):
     x, layer = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
     arguments = (x, jax.ShapeDtypeStruct((36, k), jnp.float32), layer) if normed else (x,)
@@ -401,6 +415,7 @@ HOT = {
     "decoded: q6_k": lambda: _decoded(("q6_k",), 4096, 12288),
     "decoded: q8_0": lambda: _decoded(("q8_0",), 4096, 12288),
     "decoded: q4_0 and q4_1, no whole tiles": lambda: _decoded(("q4_0", "q4_1"), 904, 576),
+    "draw of a token, 8 rows": lambda: _draw(8, 151669),
     "norm": lambda: _rows(activations_float16, 2048, 4096),
     "norm, 8192 wide": lambda: _rows(activations_float16, 512, 8192),
     "gate and up": lambda: _product(12288, 4096, 2, 1),

@@ -36,6 +36,7 @@ from pallas_kernels.matmul import (
     q1_decode_b1,
     q1_decode_s8,
 )
+from pallas_kernels.sampling import kernel as sampling
 from pallas_kernels.step import decode_layers
 from tests.pallas_kernels.lockstep import ptx, values
 from tests.pallas_kernels.lockstep.machine import Machine
@@ -138,7 +139,7 @@ def lockstep(at_a_time: int | None = None):
         *((q1_decode_b1, "q1_decode_b1"), (q1_decode_s8, "q1_decode_s8"), (q1_decode_s8, "quantize_rows")),
         *((kq_decode, "kq_decode"), (kq_dequantize, "kq_dequantize")),
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
-        *((decode, "decode_attention"), (decode_layers, "decode_layers")),
+        *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
     ]
     for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
         importlib.import_module(found.name)  # formats and layouts import what they need when it is needed

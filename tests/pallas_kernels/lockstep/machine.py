@@ -16,6 +16,7 @@ from tests.pallas_kernels.lockstep.values import NUMPY, Type, Value
 FAR = 40  # an address in global memory: the number of its buffer above so many bits, bytes below
 ELEMENTS = {
     "uint32": "i32", "int32": "i32", "int8": "i8", "float32": "f32", "bfloat16": "bf16", "float16": "f16",
+    "bool": "i1",
 }  # fmt: skip
 
 

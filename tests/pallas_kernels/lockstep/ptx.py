@@ -140,6 +140,18 @@ def _any(machine, match, word):
     return i32(np.repeat((_lanes(machine, word) != 0).any(axis=1), 32))
 
 
+@instruction(r"vote\.sync\.ballot\.b32 \$0, p, 0xffffffff")
+def _ballot(machine, match, word):
+    machine.whole_warps()
+    bits = (_lanes(machine, word) != 0).astype(np.int64) << np.arange(32)
+    return i32(np.repeat(bits.sum(axis=1), 32))
+
+
+@instruction(r"popc\.b32 \$0, \$1")
+def _ones(machine, match, word):
+    return i32(np.bitwise_count(unsigned(word)))
+
+
 @instruction(r"redux\.sync\.(max\.u32|add\.s32) \$0, \$1, 0xffffffff")
 def _reduce(machine, match, word):
     machine.whole_warps()

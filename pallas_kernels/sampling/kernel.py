@@ -1,0 +1,580 @@
+"""The draw of a token for every row in two launches, without a sort and without a decision of the host.
+
+    scan   a warp for every 128 neighbouring tokens (a group): their largest logit, and the sum of exp; of
+           rows that truncate nothing the winner of the draw among them
+    draw   a block for every row:
+           largest logits of groups -> t, the k-th largest of them (128 where no top-k asks for fewer)
+           groups that reach t -> tokens that do: the candidates, in order of id
+           how many candidates are likelier, and how likely they are together -> what truncation keeps
+           noise, argmax
+
+At least k tokens reach t, one in each of k groups: so the candidates hold the k likeliest tokens, and all
+that are as likely. Where truncation may leave others too, or candidates are more than CANDIDATES, the block
+looks at the whole row, as the definition does: thresholds bit by bit, in up to 65 passes, of which groups
+below the threshold are spared.
+
+Penalties and biases are applied wherever a logit is read: nothing of a row's length is written, and the
+tables of tokens seen are read for rows with penalties only. Sums are made in another order than the
+definition's, and exp and log may differ in the last place: tokens at a boundary of top-p may fall on its
+other side, by parts in a million.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    exp,
+    index,
+    integer,
+    log,
+    maximum,
+    minimum,
+    real,
+    select,
+    total,
+    true,
+)
+from pallas_kernels.sampling.rules import Rules
+
+GROUP = 128  # neighbouring tokens: four of each lane of a warp
+EACH = GROUP // 32
+SCAN_WARPS = 8
+THREADS = 512  # of a row's block
+WARPS = THREADS // 32
+MOST_NEEDED = 320  # of top-k: so many groups, with two tokens of some, are likely to fit
+NEEDED = 128  # groups that are looked for where there is no top-k, or a larger one
+CANDIDATES = THREADS  # most tokens among which a row's is drawn without a look at all: one a thread
+AT_A_TIME = 4  # groups that a warp reads at a time
+LOWEST = -3e38  # instead of -inf, of which differences are no numbers
+
+
+@jax.jit
+def draw(
+    logits: jax.Array, rules: Rules, keys: jax.Array, positions: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kernels behind pallas_kernels.sampling.draw; arguments and results are described there."""
+    rows, vocabulary = logits.shape
+    groups = -(-vocabulary // GROUP)
+    seen, counts = map(jax.new_ref, (rules.seen, rules.counts))
+    operands = {
+        "logits": logits,
+        "rules": rules._replace(seen=seen, counts=counts),
+        "keys": jax.lax.bitcast_convert_type(keys, jnp.int32),
+        "positions": positions,
+    }
+    shape = lambda dtype: jax.ShapeDtypeStruct((rows, groups), dtype)  # noqa: E731
+    run = max(1, min(4, rows * groups // 8192))  # groups that a warp has: more where there are more than warps
+    warps = rows * -(-groups // run)
+    found = launch(
+        functools.partial(_scan, run=run),
+        operands,
+        {
+            "maxima": shape(jnp.float32),
+            "sums": shape(jnp.float32),
+            "winners": shape(jnp.int32),
+            "scores": shape(jnp.int32),
+        },
+        name="sampling_scan",
+        blocks=-(-warps // SCAN_WARPS),
+        threads=32 * SCAN_WARPS,
+    )
+    names = ("maxima", "sums", "winners", "scores")
+    tokens = launch(
+        _draw,
+        {**operands, **dict(zip(names, found, strict=True))},
+        {"tokens": jax.ShapeDtypeStruct((rows,), jnp.int32)},
+        name="sampling_draw",
+        blocks=rows,
+        threads=THREADS,
+        scratch={
+            "partial_smem": plgpu.SMEM((Block.SLOTS * WARPS,), jnp.int32),
+            "counts_smem": plgpu.SMEM((max(AT_A_TIME, -(-groups // THREADS)) * WARPS,), jnp.int32),
+            "groups_smem": plgpu.SMEM((groups,), jnp.int32),
+            "ids_smem": plgpu.SMEM((CANDIDATES,), jnp.int32),
+            "values_smem": plgpu.SMEM((CANDIDATES,), jnp.float32),
+            "weights_smem": plgpu.SMEM((CANDIDATES,), jnp.float32),
+        },
+    )
+    return tokens, jax.freeze(seen), jax.freeze(counts)
+
+
+class Row:
+    """A row of the batch, as lanes of whole warps read it."""
+
+    def __init__(self, logits, rules: Rules, keys, positions, row):
+        self.logits, self.rules, self.row = logits, rules, index(row)
+        self.vocabulary = logits.type.shape[1]
+        at = lambda ref: memory.load(ref, self.row)  # noqa: E731
+        self.temperature, self.top_k = at(rules.temperature), at(rules.top_k)
+        self.top_p, self.min_p = at(rules.top_p), at(rules.min_p)
+        self.penalties = [
+            at(ref) for ref in (rules.repetition_penalty, rules.presence_penalty, rules.frequency_penalty)
+        ]
+        self.key = [memory.load(keys, self.row, i) for i in (0, 1)]
+        self.position = at(positions)
+        self.first_biases = self._biases(0)
+        self.greedy = self.temperature == 0
+        no_top_k = (self.top_k == 0) | (self.top_k >= self.vocabulary)
+        self.truncates_nothing = ~self.greedy & no_top_k & (self.top_p >= 1) & (self.min_p <= 0)
+        # To be greedy is to draw the likeliest one without noise.
+        self.k = select(self.greedy, 1, select(no_top_k, self.vocabulary, self.top_k))
+        self.top_p = select(self.greedy, 1.0, self.top_p)
+        self.min_p = select(self.greedy, 0.0, self.min_p)
+        self.divisor = select(self.greedy, 1.0, self.temperature)
+
+    def at_its_position(self):
+        """The key of the row's noise at its position, for `score`."""
+        return lanes.choose(~self.greedy, lambda: _threefry(self.key, integer(0), self.position), self.key)
+
+    def ids(self, group) -> list:
+        """The tokens of a group that this lane has, as i32."""
+        first = integer(group) * GROUP + integer(lanes.thread() % 32)
+        return [first + 32 * i for i in range(EACH)]
+
+    def read(self, group) -> list:
+        """Logits of this lane's tokens of a group, as the model made them."""
+        last = self.vocabulary - 1
+        return [memory.load(self.logits, self.row, minimum(i, last)) for i in self.ids(group)]
+
+    def changed(self, group, logits: list) -> list:
+        """What `read` read after penalties and biases; -inf beyond the vocabulary."""
+        ids, (repetition, presence, frequency) = self.ids(group), self.penalties
+
+        def penalized():
+            out = []
+            for token, x in zip(ids, logits, strict=True):
+                at = self.row, minimum(token, self.vocabulary - 1)
+                seen, count = memory.load(self.rules.seen, *at), memory.load(self.rules.counts, *at)
+                x = select(seen, select(x > 0, x / repetition, x * repetition), x)
+                out.append(x - (frequency * real(count) + select(count != 0, presence, 0.0)))
+            return out
+
+        any_penalty = (repetition != 1) | (presence != 0) | (frequency != 0)
+        values = self._biased(group, lanes.choose(any_penalty, penalized, logits), self.first_biases)
+        width = self.rules.bias.type.shape[1]
+        values = lanes.loop(
+            32, width, 32, values, lambda i, values: self._biased(group, values, self._biases(i))
+        )
+        return [
+            select(token < self.vocabulary, x, -float("inf")) for token, x in zip(ids, values, strict=True)
+        ]
+
+    def _biases(self, first):
+        """Of 32 biases, this lane's: its token, or one beyond the vocabulary, and what it adds, as words."""
+        width = self.rules.bias.type.shape[1]
+        mine = integer(first) + integer(lanes.thread() % 32)
+        at = self.row, minimum(mine, width - 1)
+        token = select(mine < width, memory.load(self.rules.bias_ids, *at), self.vocabulary)
+        return [token, as_word(memory.load(self.rules.bias, *at))]
+
+    def _biased(self, group, values: list, biases: list) -> list:
+        """The values of a group's tokens, with 32 biases."""
+        lane = integer(lanes.thread() % 32)
+        token = biases[0] - integer(group) * GROUP  # from 0 to GROUP - 1: of this group
+
+        def one(of, values):
+            there, added = (lanes.from_lane(word, integer(of)) for word in (token, biases[1]))
+            return [
+                select(there == lane + 32 * i, x + as_real(added), x) for i, x in enumerate(values)
+            ]
+
+        some = lanes.any_lane(select((token < GROUP) & (biases[0] < self.vocabulary), 1, 0))
+        count = lanes.anew(integer(32))  # not unrolled
+        return lanes.choose(some, lambda: lanes.loop(0, count, 1, values, one), values)
+
+    def score(self, value, token, key: list):
+        """Of a token in the draw, as a word that `sortable` makes."""
+        noisy = lambda: [value / self.divisor + _gumbel(key, token)]  # noqa: E731
+        return sortable(lanes.choose(~self.greedy, noisy, [value])[0])
+
+
+def _scan(logits, rules, keys, positions, maxima, sums, winners, scores, *, run: int):
+    rows, groups = maxima.type.shape
+    warp = lanes.thread() // 32 + lanes.block() * SCAN_WARPS
+    runs = -(-groups // run)
+    number = warp // runs
+    with lanes.when(number < rows):
+        row = Row(logits, rules, keys, positions, number)
+        mine = [minimum(warp % runs * run + i, groups - 1) for i in range(run)]
+        read = [row.read(group) for group in mine]
+        for group, values in zip(mine, read, strict=True):
+            values = row.changed(group, values)
+            largest = values[0]
+            for x in values[1:]:
+                largest = maximum(largest, x)
+            largest = lanes.largest_of_warp(largest)
+            from_here = maximum(largest, LOWEST)
+            weight = lanes.warp_sum_real(total([exp(x - from_here) for x in values]))
+            with lanes.when(lanes.thread() % 32 == 0):
+                memory.store(largest, maxima, row.row, group)
+                memory.store(weight, sums, row.row, group)
+            with lanes.when(row.truncates_nothing):
+                key, ids = row.at_its_position(), row.ids(group)
+                scores_here = [row.score(x, i, key) for x, i in zip(values, ids, strict=True)]
+                score, token = best_of_warp(*best_of_lane(list(zip(scores_here, ids, strict=True))))
+                with lanes.when(lanes.thread() % 32 == 0):
+                    memory.store(score, scores, row.row, group)
+                    memory.store(token, winners, row.row, group)
+
+
+class Block:
+    """Sums and maxima over a block of threads, through shared memory. Every use has places of its own, and
+    one in a loop two in turn, so that a barrier each is enough."""
+
+    SLOTS = 16
+
+    def __init__(self, partial_smem):
+        self.smem, self.used = partial_smem, 0
+
+    def place(self, count: int = 1):
+        self.used += count
+        assert self.used <= self.SLOTS
+        return index((self.used - count) * WARPS)
+
+    def gathered(self, words: list, place) -> list:
+        """A word or more of each warp (the same in its lanes) -> of every warp, as lists in the order of
+        warps."""
+        warp = lanes.thread() // 32
+        with lanes.when(lanes.thread() % 32 == 0):
+            for i, word in enumerate(words):
+                memory.store(word, self.smem, place + WARPS * i + warp)
+        lanes.block_barrier()
+        return [
+            [w for j in range(0, WARPS, 4) for w in memory.load_words(4, self.smem, [place + (WARPS * i + j)])]
+            for i in range(len(words))
+        ]
+
+    def sum(self, count, place=None):
+        """Of s32."""
+        place = self.place() if place is None else place
+        return _tree(self.gathered([lanes.warp_sum(count)], place)[0])
+
+    def sums(self, numbers: list, place=None) -> list:
+        """Of float32, always in the same order."""
+        place = self.place(len(numbers)) if place is None else place
+        words = [as_word(lanes.warp_sum_real(x)) for x in numbers]
+        return [_tree(list(map(as_real, of_warps))) for of_warps in self.gathered(words, place)]
+
+    def best(self, score, token):
+        """(score, token) of the largest score; of several the lowest token."""
+        scores, tokens = self.gathered(list(best_of_warp(score, token)), self.place(2))
+        return best_of_lane(list(zip(scores, tokens, strict=True)))
+
+    def threshold(self, amount: Callable[[Any, Any], Any], least, most):
+        """A word t for which amount(t, place), which falls as t grows, is `least` or more, and the largest
+        one unless a smaller has no more than `most`; 0 if there is none. From the highest bit down."""
+        first = self.place(2)
+
+        def one(bit, carry):
+            t, looking = carry
+
+            def tried():
+                candidate = t | integer(1) << 31 - integer(bit)
+                found = amount(candidate, first + bit % 2 * WARPS)
+                reached = found >= least
+                return [select(reached, candidate, t), select(reached & (found <= most), 0, 1)]
+
+            return lanes.choose(looking != 0, tried, carry)
+
+        return lanes.loop(0, lanes.anew(integer(32)), 1, [integer(0), integer(1)], one)[0]
+
+
+def _draw(
+    logits, rules, keys, positions, maxima, sums, winners, scores, tokens,
+    partial_smem, counts_smem, groups_smem, ids_smem, values_smem, weights_smem,
+):  # fmt: skip
+    row, block = Row(logits, rules, keys, positions, lanes.block()), Block(partial_smem)
+    groups = maxima.type.shape[1]
+    per_thread = -(-groups // THREADS)
+    mine = [lanes.thread() + i * THREADS for i in range(per_thread)]
+
+    def store(token):
+        with lanes.when(lanes.thread() == 0):
+            memory.store(token, tokens, row.row)
+            memory.store(true(), rules.seen, row.row, token)
+            memory.store(memory.load(rules.counts, row.row, token) + 1, rules.counts, row.row, token)
+
+    def of_groups(ref, otherwise):
+        """A word of each of this thread's groups."""
+        return [
+            select(g < groups, memory.load(ref, row.row, minimum(g, groups - 1)), otherwise) for g in mine
+        ]
+
+    with lanes.when(row.truncates_nothing):
+        found = best_of_lane(list(zip(of_groups(scores, 0), of_groups(winners, 0), strict=True)))
+        store(block.best(*found)[1])
+    with lanes.when(~row.truncates_nothing):
+        largest = of_groups(maxima, -float("inf"))
+        keys = [select(g < groups, sortable(x), 0) for g, x in zip(mine, largest, strict=True)]
+        (of_warps,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
+        peak = number(greatest(of_warps))
+        needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
+        count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
+        t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
+        there = [(key >= t) & (g < groups) for g, key in zip(mine, keys, strict=True)]
+        count = _listed(there, mine, counts_smem, groups_smem)
+        # Also a barrier, behind which the list is read.
+        lanes.block_barrier()
+        few = count <= CANDIDATES
+        n = lanes.choose(
+            few,
+            lambda: [_candidates(row, t, count, counts_smem, groups_smem, ids_smem, values_smem)],
+            [integer(CANDIDATES + 1)],
+        )[0]
+
+        # Threads have a candidate each, the others one that counts for nothing.
+        i, slot = integer(lanes.thread()), lanes.thread()
+        present = (i < n) & (n <= CANDIDATES)
+        value = select(present, memory.load(values_smem, slot), -float("inf"))
+        weight = select(present, exp(value - peak), 0.0)
+        token = memory.load(ids_smem, slot)
+        memory.store(value, values_smem, slot)
+        memory.store(weight, weights_smem, slot)
+        lanes.block_barrier()
+
+        def likelier(j, carry):
+            above, mass = carry
+            values, weights = (memory.load_reals(4, smem, [j]) for smem in (values_smem, weights_smem))
+            for v, w in zip(values, weights, strict=True):
+                above = above + select(v > value, 1, 0)
+                mass = mass + select(v > value, w, 0.0)
+            return [above, mass]
+
+        first_of_warp = i & 0xFFFFFFE0
+        stop = select((first_of_warp < n) & (n <= CANDIDATES), n, 0)
+        above, mass = lanes.loop(0, stop, 4, [integer(0), real(0)], likelier)
+        in_top_k = present & (above < row.k)
+        no_top_k = row.k == row.vocabulary
+
+        def of_all():
+            weights = of_groups(sums, 0.0)
+            return [total([w * exp(m - peak) for w, m in zip(weights, largest, strict=True)])]
+
+        share = lanes.choose(no_top_k, of_all, [select(in_top_k, weight, 0.0)])[0]
+        everything, of_candidates = block.sums([share, weight])
+        target = row.top_p * everything
+        keep = (
+            in_top_k
+            & ((row.top_p >= 1) | (mass < target) | (mass == 0))  # the likeliest stays, whatever top_p
+            & (weight >= row.min_p)
+        )
+        by_top_k = row.k <= n
+        by_top_p = no_top_k & (row.top_p < 1) & (of_candidates >= target)
+        by_min_p = (no_top_k | (row.top_p >= 1)) & (exp(number(t) - peak) < row.min_p)
+        enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
+        with lanes.when(enough):
+            score = select(keep, row.score(value, token, row.at_its_position()), 0)
+            store(block.best(score, token)[1])
+        with lanes.when(~enough):
+            store(_among_all(row, block, maxima, peak))
+
+
+def _listed(there: list, items: list, counts_smem, list_smem):
+    """Items whose condition holds into a list in shared memory, in the order of items: thread t has t, t +
+    THREADS, ... Returns how many they are; a barrier must follow."""
+    ballots = [lanes.ballot(condition) for condition in there]
+    warp = lanes.thread() // 32
+    with lanes.when(lanes.thread() % 32 == 0):
+        for i, ballot in enumerate(ballots):
+            memory.store(lanes.ones(ballot), counts_smem, warp + WARPS * i)
+    lanes.block_barrier()
+    firsts, count = _before(counts_smem, len(there))
+    for condition, item, ballot, first in zip(there, items, ballots, firsts, strict=True):
+        with lanes.when(condition):
+            memory.store(integer(item), list_smem, first + lanes.ones(ballot & _lower_lanes()))
+    return count
+
+
+def _before(counts_smem, rounds: int):
+    """Counts of warps in so many rounds -> for each round what comes before this warp's; and their sum."""
+    lane, warp = lanes.thread() % 32, integer(lanes.thread() // 32)
+    places = [integer(lane) + 32 * i for i in range(-(-rounds * WARPS // 32))]
+    last = rounds * WARPS - 1
+    counts = [
+        select(place <= last, memory.load(counts_smem, minimum(place, last)), 0) for place in places
+    ]
+    before = [
+        lanes.warp_sum(
+            total([select(p < warp + WARPS * r, c, 0) for p, c in zip(places, counts, strict=True)])
+        )
+        for r in range(rounds)
+    ]
+    return before, lanes.warp_sum(total(counts))
+
+
+def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_smem):
+    """Tokens that reach t, of the listed groups, into shared memory in the order of ids: how many they are,
+    of which the first CANDIDATES are there. Ends with a barrier."""
+    warp = integer(lanes.thread() // 32)
+
+    def some(first, carry):
+        (base,) = carry
+        entries = [integer(first) + (warp + WARPS * r) for r in range(AT_A_TIME)]
+        listed = [memory.load(groups_smem, minimum(entry, count - 1)) for entry in entries]
+        read = [row.read(group) for group in listed]
+        values = [row.changed(group, x) for group, x in zip(listed, read, strict=True)]
+        there = [
+            [(entry < count) & (sortable(x) >= t) & (i < row.vocabulary) for x, i in zip(of_group, row.ids(group), strict=True)]
+            for entry, of_group, group in zip(entries, values, listed, strict=True)
+        ]
+        ballots = [[lanes.ballot(condition) for condition in of_group] for of_group in there]
+        with lanes.when(lanes.thread() % 32 == 0):
+            for r, of_group in enumerate(ballots):
+                found = total([lanes.ones(ballot) for ballot in of_group])
+                memory.store(found, counts_smem, warp + WARPS * r)
+        lanes.block_barrier()
+        before, found = _before(counts_smem, AT_A_TIME)
+        for r in range(AT_A_TIME):
+            at = base + before[r]
+            for x, i, condition, ballot in zip(
+                values[r], row.ids(listed[r]), there[r], ballots[r], strict=True
+            ):
+                place = at + lanes.ones(ballot & _lower_lanes())
+                with lanes.when(condition & (place < CANDIDATES)):
+                    memory.store(x, values_smem, place)
+                    memory.store(i, ids_smem, place)
+                at = at + lanes.ones(ballot)
+        lanes.block_barrier()
+        return [base + found]
+
+    return lanes.loop(0, count, WARPS * AT_A_TIME, [integer(0)], some)[0]
+
+
+def _among_all(row: Row, block: Block, maxima, peak):
+    """The token drawn among all that truncation leaves of a row, as the definition finds it."""
+    groups, zero = maxima.type.shape[1], integer(0)
+
+    def over_tokens(t, carry: list, body, at_a_time: int = AT_A_TIME) -> list:
+        """carry = body(values, ids, carry) for every group that reaches t, shared out over warps."""
+
+        def some(first, carry):
+            mine = [integer(first + WARPS * r) for r in range(at_a_time)]
+            there = [minimum(group, groups - 1) for group in mine]
+            keys = [sortable(memory.load(maxima, row.row, group)) for group in there]
+            reaches = [(group < groups) & (key >= t) for group, key in zip(mine, keys, strict=True)]
+            read = [
+                lanes.choose(ok, lambda group=group: row.read(group), [real(0)] * EACH)
+                for ok, group in zip(reaches, there, strict=True)
+            ]
+            for ok, group, logits in zip(reaches, there, read, strict=True):
+                one = lambda group=group, logits=logits, carry=carry: body(  # noqa: E731
+                    row.changed(group, logits), row.ids(group), carry
+                )
+                carry = lanes.choose(ok, one, carry)
+            return carry
+
+        return lanes.loop(lanes.thread() // 32, groups, WARPS * at_a_time, carry, some)
+
+    places = block.place(5)  # two in turn for each threshold, as steps may be left out between them
+
+    def tried(step, t, floor, least):
+        """One of 65 steps: 32 bits of top-k's threshold, by counting; the sum of what reaches it; and 32 bits
+        of top-p's, by sums."""
+        counts, sums = step < 32, step == 32
+        bit = integer(1) << 31 - (step - select(counts, 0, 33) & 31)
+        candidate = select(sums, t, t | bit)
+        within = maximum(candidate, floor)
+
+        def body(values, _, so_far):
+            weights = [select(counts, 1.0, exp(x - peak)) for x in values]
+            reach = [select(sortable(x) >= within, w, 0.0) for x, w in zip(values, weights, strict=True)]
+            return [so_far[0] + total(reach)]
+
+        here = over_tokens(within, [real(0)], body)
+        place = select(sums, 4, step % 2 + select(counts, 0, 2))
+        amount = block.sums(here, places + index(place) * WARPS)[0]
+        reached = amount >= least
+        going_on = [select(reached, candidate, t), floor, least, select(reached & (amount == least), 0, 1)]
+        # The likeliest stays, whatever top_p.
+        turned = [zero, t, maximum(row.top_p * amount, 1e-30), integer(1)]
+        return [select(sums, *pair) for pair in zip(turned, going_on, strict=True)]
+
+    def one(step, carry):
+        step, looking = integer(step), carry.pop() != 0
+        wanted = looking & (step != 32) | (step == 32) & (row.top_p < 1)
+        none = integer(0)
+        return lanes.choose(wanted, lambda: tried(step, *carry), [*carry, none])
+
+    k = real(minimum(row.k, row.vocabulary))
+    begin = [zero, zero, k, select(row.k < row.vocabulary, 1, 0)]
+    t, floor, *_ = lanes.loop(0, 65, 1, begin, one)
+    t, key = maximum(t, floor), row.at_its_position()
+
+    def race(values, ids, carry):
+        pairs = [tuple(carry)]
+        for x, i in zip(values, ids, strict=True):
+            keep = (sortable(x) >= t) & (exp(x - peak) >= row.min_p) & (i < row.vocabulary)
+            pairs.append((select(keep, row.score(x, i, key), 0), i))
+        return list(best_of_lane(pairs))
+
+    return block.best(*over_tokens(t, [zero, zero], race, 1))[1]
+
+
+def sortable(x):
+    """A float32 as a word in the same order, 0 below all (pallas_kernels.sampling.reference.sortable)."""
+    bits = as_word(select(x == 0, 0.0, x))  # -0 becomes +0
+    return select(bits >> 31 != 0, ~bits, bits | 1 << 31)
+
+
+def number(word):
+    """The float32 of which `sortable` made a word."""
+    return as_real(select(word >> 31 != 0, word ^ 1 << 31, ~word))
+
+
+def _tree(numbers: list):
+    """Their sum, neighbours first: a power of two of them."""
+    while len(numbers) > 1:
+        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
+
+
+def greatest(words: list):
+    return functools.reduce(maximum, words)
+
+
+def best_of_lane(pairs: list):
+    """(score, token) of the largest score; of several the lowest token."""
+    score, token = pairs[0]
+    for other, of_it in pairs[1:]:
+        better = (other > score) | (other == score) & (of_it < token)
+        score, token = select(better, other, score), select(better, of_it, token)
+    return score, token
+
+
+def best_of_warp(score, token):
+    """As `best_of_lane`, over the lanes of a warp, in each of them."""
+    best = lanes.warp_max(score)
+    return best, ~lanes.warp_max(select(score == best, ~token, 0))
+
+
+def _lower_lanes():
+    """A bit for every lane before this one."""
+    return (integer(1) << integer(lanes.thread() % 32)) - 1
+
+
+def _gumbel(key: list, token):
+    """Noise of a token (pallas_kernels.sampling.reference.gumbel)."""
+    bits = _threefry(key, token, integer(0))[0]
+    u = (real(bits >> 9) + 0.5) * 2.0**-23
+    return -log(-log(u))
+
+
+def _threefry(key: list, x, y) -> list:
+    """Threefry-2x32 of two words, 20 rounds (Salmon et al. 2011)."""
+    keys = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
+    x, y = x + keys[0], y + keys[1]
+    for i in range(5):
+        for by in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
+            x = x + y
+            y = x ^ (y << by | y >> 32 - by)
+        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + (i + 1)
+    return [x, y]

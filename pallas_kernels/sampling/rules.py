@@ -1,0 +1,33 @@
+"""What a draw goes by, row by row."""
+
+from typing import NamedTuple
+
+from jaxtyping import Array, Bool, Float, Int
+
+
+class Rules(NamedTuple):
+    """How the next token of each of B rows is drawn.
+
+    temperature         0: the likeliest token, and the truncations do not matter
+    top_k               keep the k likeliest, and those tied with the k-th; 0: all
+    top_p               keep the fewest likeliest that have p or more of what top-k keeps, and those tied with
+                        the last; 1: all
+    min_p               keep those at least min_p times as likely as the likeliest
+    repetition_penalty  logits of tokens that are `seen` are divided by it if positive, else multiplied
+    presence_penalty    subtracted from the logits of tokens with a count
+    frequency_penalty   times the count, subtracted too
+    bias_ids, bias      added to the logits of these tokens; an id beyond the vocabulary is nobody's
+    seen, counts        of each token of the vocabulary; read for rows with penalties only
+    """
+
+    temperature: Float[Array, "B"]
+    top_k: Int[Array, "B"]
+    top_p: Float[Array, "B"]
+    min_p: Float[Array, "B"]
+    repetition_penalty: Float[Array, "B"]
+    presence_penalty: Float[Array, "B"]
+    frequency_penalty: Float[Array, "B"]
+    bias_ids: Int[Array, "B M"]
+    bias: Float[Array, "B M"]
+    seen: Bool[Array, "B V"]
+    counts: Int[Array, "B V"]

@@ -1,0 +1,105 @@
+"""The kernels of the draw in numpy (lockstep): the definition's tokens, and its tables."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.sampling import Rules, kernel, reference
+from tests.pallas_kernels.lockstep import lockstep
+
+PLAIN = {
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+    "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+}  # fmt: skip
+ROWS = [
+    {},  # by groups
+    {"temperature": 0.0},
+    *({"top_k": k} for k in (1, 5, 20)),
+    *({"top_k": 20, "top_p": p, "min_p": 0.02} for p in (0.9, 0.4, 0.0)),
+    {"top_p": 0.01},
+    {"min_p": 0.5},
+    # The whole row, unless there are few.
+    *({"top_k": k} for k in (300, 1000)),
+    {"top_k": 1000, "top_p": 0.7},
+    {"top_p": 0.95},
+    {"top_p": 0.0, "temperature": 3.0},
+]
+
+
+def rules(rows: list[dict], vocabulary: int, biases: int = 1, tables=None) -> Rules:
+    """Arrays of these settings; biases and tables of tokens that count for nothing, if none are given."""
+    columns = {
+        name: jnp.array([{**PLAIN, **row}[name] for row in rows], jnp.int32 if name == "top_k" else jnp.float32)
+        for name in PLAIN
+    }
+    shape = len(rows), vocabulary
+    seen, counts = tables or (np.zeros(shape, bool), np.zeros(shape, np.int32))
+    return Rules(
+        **columns,
+        bias_ids=jnp.full((len(rows), biases), vocabulary, jnp.int32),
+        bias=jnp.zeros((len(rows), biases)),
+        seen=jnp.asarray(seen),
+        counts=jnp.asarray(counts),
+    )
+
+
+def check(logits, rules, seed=0):
+    """The kernels draw what the definition draws: its tokens."""
+    rng, rows = np.random.default_rng(seed), len(logits)
+    keys = jnp.asarray(rng.integers(0, 2**32, (rows, 2), dtype=np.uint32))
+    positions = jnp.asarray(rng.integers(0, 10**6, rows), jnp.int32)
+    with lockstep(at_a_time=len(logits)):
+        got = kernel.draw(jnp.asarray(logits), rules, keys, positions)
+    want = jax.jit(reference.draw)(jnp.asarray(logits), rules, keys, positions)
+    for mine, its in zip(got, want, strict=True):
+        np.testing.assert_array_equal(mine, its)
+    return np.asarray(want[0])
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "digits", "spread"),
+    [(3001, 8, 2.0), (3001, 0, 2.0), (3001, 8, 0.1), (3001, 1, 8.0), (129, 1, 2.0), (50, 8, 2.0)],
+    ids=["usual", "heavy ties", "flat", "peaked", "a group and a token", "less than a group"],
+)
+def test_the_kernels_draw_what_the_definition_draws(vocabulary, digits, spread):
+    logits = np.random.default_rng(vocabulary).normal(0, spread, (len(ROWS), vocabulary))
+    check(logits.round(digits).astype(np.float32), rules(ROWS, vocabulary))
+
+
+def test_penalties_and_biases_are_the_definitions():
+    """Sums and products that are exact, so that no rounding decides."""
+    vocabulary, rng = 2000, np.random.default_rng(0)
+    rows = [
+        {"temperature": 0.0},
+        {"repetition_penalty": 2.0, "top_k": 10},
+        {"presence_penalty": 0.5, "frequency_penalty": 0.25, "top_k": 10},
+        {"repetition_penalty": 0.5, "frequency_penalty": -0.25},
+        {},
+        {"top_k": 3},
+    ]
+    shape = len(rows), vocabulary
+    logits = (rng.integers(-64, 64, shape) / 16).astype(np.float32)
+    tables = rng.random(shape) < 0.2, (rng.integers(0, 4, shape) * (rng.random(shape) < 0.2)).astype(np.int32)
+    r = rules(rows, vocabulary, biases=64, tables=tables)
+    ids = np.stack([rng.permutation(vocabulary)[:64] for _ in rows]).astype(np.int32)
+    ids[:, 40:] = np.where(rng.random((len(rows), 24)) < 0.5, vocabulary, ids[:, 40:])
+    r = r._replace(bias_ids=jnp.asarray(ids), bias=jnp.asarray(rng.integers(-8, 8, ids.shape), jnp.float32))
+    check(logits, r)
+
+
+@pytest.mark.parametrize("row", [{}, {"top_k": 20, "top_p": 0.9}, {"temperature": 0.0}], ids=str)
+def test_one_token_is_allowed(row):
+    vocabulary, allowed = 400, [7, 399]
+    logits = np.full((2, vocabulary), -np.inf, np.float32)
+    logits[[0, 1], allowed] = 1.0, -50.0
+    assert check(logits, rules([row] * 2, vocabulary)).tolist() == allowed
+
+
+def test_more_candidates_than_there_is_room_for():
+    """Of 600 likeliest ones, in nine groups of which each has more than nine."""
+    vocabulary, rows = 1300, [{"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"temperature": 0.0}, {"top_p": 0.5}]
+    logits = np.zeros((len(rows), vocabulary), np.float32)
+    logits[:, rows_of_ties := np.arange(100, 1300, 2)] = 2.0
+    drawn = np.array([check(logits, rules(rows, vocabulary), seed) for seed in range(2)])
+    assert np.isin(drawn, rows_of_ties).all() and (drawn[:, 2] == 100).all()
