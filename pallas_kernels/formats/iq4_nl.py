@@ -43,9 +43,9 @@ def untile(tiled, shape):
 
 def selector_words(codes):
     """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes,
-    4], as `prmt` wants them: vector v has in the four low nibbles of a word four neighbours of group 2 v, in
-    the high ones those of group 2 v + 1."""
-    words = tiles.lane_words(codes, 32)
+    4], as `looked_up` wants them: vector v has four neighbours of group 2 v in the low nibbles of a word,
+    those of group 2 v + 1 in its high nibbles, each with its bit 0 on top of bits 3-1."""
+    words = tiles.lane_words(codes >> 1 | (codes & 1) << 3, 32)
     words = words | words >> 4
     words = words & 0xFF | words >> 8 & 0xFF00
     return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 16
@@ -56,26 +56,40 @@ def selectors_of(words, shape):
     words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
     words = words & 0xFF | words << 8 & 0xFF0000
     words = (words | words << 4) & 0x0F0F0F0F
-    return tiles.codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+    codes = tiles.codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+    return codes << 1 & 15 | codes >> 3
 
 
 def looked_up(vectors):
-    """`Lanes.integers` of `selector_words`: `prmt` looks four codes up in eight VALUES at a time, here in the
-    lower and in the upper eight, and then takes of both what bit 3 says."""
+    """`Lanes.integers` of `selector_words`.
+
+    `prmt` takes four bytes of eight, each named by three bits of a nibble; where the fourth is set it gives,
+    in place of the byte, eight times its top bit. VALUES come in pairs of the same sign s, (even, odd), named
+    by bits 3-1 of a code. Of `even`, the pairs' even values with the sign flipped to 0 throughout, and `odd`,
+    the odd ones as they are:
+
+        bit 0 of the code   from even   from odd    one xor the other
+        0                   even ^ s    s           the even value
+        1                   0           odd         the odd value
+    """
     from pallas_kernels.gpu import lanes
     from pallas_kernels.gpu.values import integer
 
-    values = [integer(int(word)) for word in VALUES.view("<u4")]
+    def table(values):
+        low, high = map(int, values.view("<u4"))
+        return lanes.kept(low), integer(high)
+
+    sign = VALUES[0::2] >> 7
+    assert (sign == VALUES[1::2] >> 7).all()
+    even, odd = table(VALUES[0::2] ^ sign), table(VALUES[1::2].copy())
     groups = []
     for vector in vectors:
         pair = [], []
         for word in vector:
-            low_bits = word & 0x77777777
-            upper = lanes.merged(word >> 1, integer(0x32103210), 0x44444444)
+            other = word ^ 0x88888888
             for group, right in zip(pair, (0, 16), strict=True):
-                index, half = (v >> right for v in (low_bits, upper))
-                lower, higher = (lanes.chosen_bytes(a, b, index) for a, b in (values[:2], values[2:]))
-                group.append(lanes.chosen_bytes(lower, higher, half))
+                first = lanes.chosen_bytes(*even, word >> right)
+                group.append(first ^ lanes.chosen_bytes(*odd, other >> right))
         groups += [tiles.Integers(group) for group in pair]
     return groups
 

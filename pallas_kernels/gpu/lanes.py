@@ -287,6 +287,13 @@ def chosen_bytes(low, high, selector):
     return ptx(i32(), [low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
 
 
+def kept(number: int):
+    """A number in a register, which it keeps: no compiler sees that 1 >> 1 is added. (Of a number that it
+    knows ptxas makes a copy for every `prmt`.)"""
+    one = "mov.u32 r, %lanemask_eq; popc.b32 r, r;"
+    return ptx(i32(), [], f"{{.reg .u32 r; {one} shr.u32 r, r, 1; add.u32 $0, r, {number};}}", "=r")
+
+
 def packed_bytes(words, byte: int):
     """Byte `byte` of each of four words, as one word."""
     which = byte | (4 + byte) << 4

@@ -58,6 +58,11 @@ def _move(machine, match, word):
     return word
 
 
+@instruction(r"lanemask_eq; popc\.b32 r, r; shr\.u32 r, r, 1; add\.u32 \$0, r, (\d+)")
+def _kept(machine, match):
+    return i32(np.array(int(match[1])))
+
+
 @instruction(r"prmt\.b32 \$0, \$1, \$2, (\w+|\$3)")
 def _permute(machine, match, low, high, selector=None):
     selector = np.int64(int(match[1], 0)) if selector is None else unsigned(selector).astype(np.int64)
@@ -65,8 +70,9 @@ def _permute(machine, match, low, high, selector=None):
     out = 0
     for k in range(4):
         n = (selector >> 4 * k) & 15
-        assert (n < 8).all()
-        out = out + ((both >> (8 * n).astype(np.uint64) & np.uint64(255)).astype(np.int64) << 8 * k)
+        byte = (both >> (8 * (n & 7)).astype(np.uint64) & np.uint64(255)).astype(np.int64)
+        byte = np.where(n < 8, byte, (byte >> 7) * 255)  # bit 3: the byte's top bit, eight times
+        out = out + (byte << 8 * k)
     return i32(out)
 
 
