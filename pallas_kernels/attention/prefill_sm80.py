@@ -1,18 +1,19 @@
 """Attention of many queries a row (prefill) over a paged cache, on the tensor cores that every GPU since
 compute capability 8.0 has (mma.sync): for those that are not Hopper, which have prefill_sm90.py's wgmma.
 
-A block has 64 queries for each of two warpgroups: of two query heads that share a KV head, or 128 queries of
-one head. All its threads bring keys and values from their pages, 64 at a time, a step ahead (cp.async);
-nothing of the cache is copied or gathered in memory.
+A block is one warpgroup with one or two parts of 64 queries: of two query heads that share a KV head, or of
+one head. Both parts multiply what a lane read once of keys and values. These all its threads bring from their
+pages, a step ahead (cp.async); nothing of the cache is copied or gathered in memory.
 
-    per step of 64 keys:   S = Q K^T  (mma)  -> mask -> online softmax in float32 (base 2)
-                           O = O c + P V  (mma, P in registers)
+    per step, of each part:   S = Q K^T  (mma)  -> mask -> online softmax in float32 (base 2)
+                              O = O c + P V  (mma, P in registers)
 
 Arguments, what is visited, what is masked and what is rounded are prefill_sm90.py's.
 """
 # pyright: reportAbstractUsage=false, reportCallIssue=false
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,16 +27,25 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, of
 from pallas_kernels.gpu.wgmma import fragment
 
-KEYS = 64  # of a step
 SLOTS = 2  # steps in shared memory
-THREADS = 256
+THREADS = 128
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 ACC, LHS, RHS = (  # of any numbers of 16 bits
     layout(jnp.bfloat16) for layout in (plgpu.Layout.MMA_ACC, plgpu.Layout.MMA_LHS, plgpu.Layout.MMA_RHS)
 )
 
 
-@jax.jit
+class Block(NamedTuple):
+    """parts of 64 queries, and keys of a step."""
+
+    parts: int
+    keys: int
+
+
+BLOCKS = {64: Block(1, 64), 128: Block(2, 32)}  # by head_dim
+
+
+@functools.partial(jax.jit, static_argnames="block")
 def mma_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -43,26 +53,26 @@ def mma_attention(
     block_table: jax.Array,
     positions: jax.Array,
     layer: jax.Array,
+    block: Block | None = None,
 ) -> jax.Array:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
     (cache_layouts: DTYPE is OPERAND) and head_dim 64 or 128.
 
     Returns float32 [B, T, H, D].
     """
-    tiles, layout = Tiles.of(q, k_pages.shape[3]), cache_layouts.of(k_pages)
     B, T, H, D = q.shape
-    q, positions, steps = tiles.prepared(q, positions, KEYS, layout)
+    parts, keys = block or BLOCKS[D]
+    tiles, layout = Tiles.of(q, k_pages.shape[3], parts), cache_layouts.of(k_pages)
+    q, positions, steps = tiles.prepared(q, positions, keys, layout)
     kernel = plgpu.kernel(
-        functools.partial(_body, tiles=tiles, layout=layout, group=H // k_pages.shape[3]),
+        functools.partial(_body, tiles=tiles, layout=layout, parts=parts, group=H // k_pages.shape[3]),
         out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid=(H // tiles.heads, tiles.count, B),
         grid_names=("heads", "tiles", "rows"),
-        num_threads=2,
-        thread_name="warpgroup",
         kernel_name="prefill_sm80",  # as profilers show it
         scratch_types={
-            "k_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS),
-            "v_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS),
+            "k_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=TRANSFORMS),
+            "v_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=TRANSFORMS),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -74,19 +84,20 @@ def mma_attention(
 
 def _body(
     q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
-    *, k_smem, v_smem, tiles, layout, group,
+    *, k_smem, v_smem, tiles, layout, parts, group,
 ):  # fmt: skip
     row = lax.axis_index("rows")
     tile = tiles.count - 1 - lax.axis_index("tiles")  # the longest first
     first_head = lax.axis_index("heads") * tiles.heads
-    warpgroup = lax.axis_index("warpgroup")
     steps, unmasked = steps_gmem[row, tile, 0], steps_gmem[row, tile, 1]
-    head = tiles.head(first_head, warpgroup)
-    queries = pl.ds(tiles.first_query(tile, warpgroup), QUERIES)
-    rows, D = ACC.reduce(1), k_smem.shape[-1]
-    my_q = plgpu.load(q_gmem.at[row, queries, head], layout=LHS, optimized=False)
-    position = plgpu.load(positions_gmem.at[row, queries], layout=rows, optimized=False)
-    carry = (
+    rows, (_, keys, D) = ACC.reduce(1), k_smem.shape
+    places = [
+        (row, pl.ds(tiles.first_query(tile, part), QUERIES), tiles.head(first_head, part))
+        for part in range(parts)
+    ]
+    my_q = [plgpu.load(q_gmem.at[place], layout=LHS, optimized=False) for place in places]
+    position = [plgpu.load(positions_gmem.at[place[:2]], layout=rows, optimized=False) for place in places]
+    nothing = (
         plgpu.layout_cast(jnp.zeros((QUERIES, D), jnp.float32), ACC),
         plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
@@ -96,69 +107,73 @@ def _body(
         slot = lax.rem(step, SLOTS)
         numbers = (step, row, layer_gmem[0], lax.div(first_head, group))
         for source, target in ((k_gmem, k_smem), (v_gmem, v_smem)):
-            _bring(tuple(map(jnp.int32, numbers)), source, table_gmem, target.at[slot])
+            _bring(tuple(map(jnp.int32, numbers)), source, table_gmem, target.at[slot], keys)
         _commit()
 
     pl.when(steps > 0)(lambda: bring(jnp.int32(0)))
 
     def visit(step, carry, masked):
-        out, maximum, total = carry
         slot = lax.rem(step, SLOTS)
         _arrived()  # everybody's part of this step; and nobody reads the step before any more
         pl.when(step + 1 < steps)(lambda: bring(step + 1))
         k = plgpu.load(k_smem.at[slot].transpose((1, 0)), layout=RHS)
-        s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, KEYS), jnp.float32), ACC), my_q, k)
-        if masked:
-            s = visible(s, position, step * KEYS, ACC)
-        out, maximum, total, p = softmax_step(s, out, maximum, total, layout)
+        softmaxes = []
+        for q, at, (out, maximum, total) in zip(my_q, position, carry, strict=True):
+            s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, keys), jnp.float32), ACC), q, k)
+            if masked:
+                s = visible(s, at, step * keys, ACC)
+            softmaxes.append(softmax_step(s, out, maximum, total, layout))
         v = plgpu.load(v_smem.at[slot], layout=RHS)
-        return plgpu.mma(out, _as_operand(p), v), maximum, total
+        return [(plgpu.mma(out, _as_operand(p), v), maximum, total) for out, maximum, total, p in softmaxes]
 
-    carry = lax.fori_loop(0, unmasked, functools.partial(visit, masked=False), carry)
-    out, _, total = lax.fori_loop(unmasked, steps, functools.partial(visit, masked=True), carry)
-    out = out / lax.broadcast_in_dim(total, out.shape, [0])
-    seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0  # else it was padding: 0 / 0
-    out_gmem[row, queries, head] = jnp.where(seen, out, 0.0)
+    carry = lax.fori_loop(0, unmasked, functools.partial(visit, masked=False), [nothing] * parts)
+    carry = lax.fori_loop(unmasked, steps, functools.partial(visit, masked=True), carry)
+    for place, at, (out, _, total) in zip(places, position, carry, strict=True):
+        out = out / lax.broadcast_in_dim(total, out.shape, [0])
+        seen = lax.broadcast_in_dim(at, out.shape, [0]) >= 0  # else it was padding: 0 / 0
+        out_gmem[place] = jnp.where(seen, out, 0.0)
 
 
-def _bring(numbers, source, table_gmem, target):
+def _bring(numbers, source, table_gmem, target, keys: int):
     """`bring_by_lane` for all lanes; numbers: step, row, layer, KV head."""
     plain, swizzled = plgpu.RefType(), plgpu.RefType(TRANSFORMS)
 
     @plgpu.inline_mgpu(arg_types=((plgpu.Layout.WG_SPLAT,) * 4, plain, plain, swizzled))
     def bring(ctx, numbers, source, table, target):
-        bring_by_lane([of(v.registers.item()) for v in numbers], source, table, target)
+        bring_by_lane([of(v.registers.item()) for v in numbers], source, table, target, keys)
 
     bring(numbers, source, table_gmem, target)
 
 
-def bring_by_lane(numbers, source, table, target):
+def bring_by_lane(numbers, source, table, target, keys: int):
     """Ask for a step's keys (or values) of a head: this thread's part of it, 16 bytes of a key at a time.
 
     numbers  i32 step, row, layer, KV head
-    target   ref of 16-bit numbers [64, D], in tiles of 8 x 64; of a row's pieces of 16 bytes number i is in
+    target   ref of 16-bit numbers [keys, D], in tiles of 8 x 64; of a row's pieces of 16 bytes number i is in
              place i xor the row
     """
     step, row, layer, kv_head = numbers
     pages, page_size, kv_heads, D = source.type.shape[1:]
-    thread = integer(lanes.thread())
-    base, shared = memory.address(source), memory.shared_address(target)
     pieces = D // 8  # of a key
-    for first in range(0, KEYS * pieces, THREADS):
-        number = thread + first
-        key, piece = number // pieces, number % pieces
-        token = step * KEYS + key
+    at_once = THREADS // pieces  # keys, a multiple of 8
+    thread = integer(lanes.thread())
+    key, piece = thread // pieces, thread % pieces
+
+    def address_of(token):
         # Behind the table's end anything will do: it is masked.
         page = minimum(token // page_size, table.type.shape[1] - 1)
-        page = memory.load(table, index(row), index(page))
-        page = layer * pages + page
+        page = layer * pages + memory.load(table, index(row), index(page))
         place = page * page_size + token % page_size
-        within = kv_head * (2 * D) + piece * 16
-        at = memory.at_byte(base, place, 2 * kv_heads * D, within)
-        r = key % 8
-        tile = key // 8 * (D // 64) + piece // 8
-        there = tile * 1024 + r * 128 + (piece % 8 ^ r) * 16
-        memory.copy_async(shared + there, at, 16)
+        return memory.at_byte(memory.address(source), place, kv_heads * D * 2, kv_head * (2 * D) + piece * 16)
+
+    r = key % 8
+    there = memory.shared_address(target) + key // 8 * (D * 16) + piece // 8 * 1024
+    there = there + r * 128 + (piece % 8 ^ r) * 16
+    first = address_of(step * keys + key)
+    of_one_page = page_size % keys == 0
+    for done in range(0, keys, at_once):
+        at = first + done * (kv_heads * D * 2) if of_one_page else address_of(step * keys + key + done)
+        memory.copy_async(there + done * (D * 2), at, 16)
 
 
 def _as_operand(p):

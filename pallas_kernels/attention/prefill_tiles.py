@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-QUERIES = 64  # of a warpgroup
+QUERIES = 64  # of a part of a block: as many as one product has
 
 
 class Tiles(NamedTuple):
-    """How queries are shared out to blocks of two warpgroups.
+    """How queries are shared out to blocks, of one or two parts.
 
-    heads    of a block: 2 that share a KV head, or 1
+    heads    of a block: as many as its parts, which share a KV head, or 1
     queries  of a block, per head
     count    tiles of so many queries
     """
@@ -26,10 +26,10 @@ class Tiles(NamedTuple):
     count: int
 
     @classmethod
-    def of(cls, q: jax.Array, kv_heads: int) -> "Tiles":
+    def of(cls, q: jax.Array, kv_heads: int, parts: int = 2) -> "Tiles":
         T, H = q.shape[1:3]
-        heads = 2 if (H // kv_heads) % 2 == 0 else 1
-        queries = 2 * QUERIES // heads
+        heads = parts if (H // kv_heads) % parts == 0 else 1
+        queries = parts * QUERIES // heads
         return cls(heads, queries, -(-T // queries))
 
     def prepared(self, q: jax.Array, positions: jax.Array, keys: int, layout: ModuleType):
@@ -44,16 +44,16 @@ class Tiles(NamedTuple):
         by_tile = positions.reshape(B, self.count, self.queries)
         return q, positions, jnp.stack([by_tile.max(-1) // keys + 1, (by_tile.min(-1) + 1) // keys], axis=-1)
 
-    def first_query(self, tile, warpgroup):
-        """Of a warpgroup's 64, in its head."""
-        return tile * self.queries + (0 if self.heads == 2 else warpgroup * QUERIES)
+    def first_query(self, tile, part):
+        """Of a part's 64, in its head."""
+        return tile * self.queries + (0 if self.heads == 2 else part * QUERIES)
 
-    def head(self, first_head, warpgroup):
-        return first_head + (warpgroup if self.heads == 2 else 0)
+    def head(self, first_head, part):
+        return first_head + (part if self.heads == 2 else 0)
 
 
 def softmax_step(s, out, maximum, total, layout: ModuleType):
-    """The online softmax of a warpgroup's scores s, in base 2: (out and total for the new maximum, it, the
+    """The online softmax of a part's scores s, in base 2: (out and total for the new maximum, it, the
     weights as tensor cores multiply them)."""
     largest = s.max(axis=1)
     if layout.WEIGHT_EXPONENT:

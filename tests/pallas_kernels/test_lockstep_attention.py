@@ -166,9 +166,19 @@ def test_a_workspace_that_is_too_small_is_refused():
         attend(*args, **rest, impl="decode", workspace=empty_workspace(2, 4, args[1])[:100])
 
 
-@pytest.mark.parametrize(("D", "page_size", "step"), [(128, 64, 1), (64, 16, 0), (128, 128, 0), (64, 96, 3)])
-def test_mma_attention_brings_keys_to_where_it_reads_them(D, page_size, step):
-    """64 keys of a head out of their pages, into tiles of 8 keys x 64 dimensions, whose rows' pieces of 16
+@pytest.mark.parametrize(
+    ("D", "keys", "page_size", "step"),
+    [
+        (128, 64, 64, 1),
+        (128, 32, 64, 1),
+        (64, 64, 16, 0),
+        (128, 32, 128, 3),
+        (64, 64, 96, 3),
+        (128, 32, 24, 2),
+    ],
+)
+def test_mma_attention_brings_keys_to_where_it_reads_them(D, keys, page_size, step):
+    """Keys of a head out of their pages, into tiles of 8 keys x 64 dimensions, whose rows' pieces of 16
     bytes are xored with the row. Behind the table's end anything may come."""
     layers, pages, kv_heads, table_pages = 2, 9, 3, 3
     row, layer, kv_head = 1, 1, 2
@@ -178,30 +188,32 @@ def test_mma_attention_brings_keys_to_where_it_reads_them(D, page_size, step):
 
     def body(source, table, out, target):
         numbers = map(integer, (step, row, layer, kv_head))
-        prefill_sm80.bring_by_lane(list(numbers), source, table, target)
+        prefill_sm80.bring_by_lane(list(numbers), source, table, target, keys)
         memory.commit_copies()
         memory.wait_copies(0)
         lanes.block_barrier()
-        words = prefill_sm80.KEYS * D // prefill_sm80.THREADS
+        words = keys * D // prefill_sm80.THREADS
         first = integer(lanes.thread()) * words
         for i in range(words):
             at = index(first + i)
             memory.store(memory.load(target, at), out, at)
 
     with lockstep():
-        size = (prefill_sm80.KEYS * D,)
+        size = (keys * D,)
         kernel = prefill_sm80.plgpu.kernel(  # pyright: ignore[reportCallIssue]
-            body, out_type=jax.ShapeDtypeStruct(size, jnp.bfloat16), grid=(1,), num_threads=2,
+            body, out_type=jax.ShapeDtypeStruct(size, jnp.bfloat16), grid=(1,), num_threads=1,
             scratch_types=[plgpu.SMEM(size, jnp.bfloat16)],
         )  # fmt: skip
         got = np.asarray(kernel(held, table))
-    tokens = step * prefill_sm80.KEYS + np.arange(prefill_sm80.KEYS)
+    tokens = step * keys + np.arange(keys)
     there = tokens < table_pages * page_size
     page = table[row, np.minimum(tokens // page_size, table_pages - 1)]
-    want = held[layer, page, tokens % page_size, kv_head].reshape(8, 8, D // 64, 8, 8)  # tile, r, half, piece
+    want = held[layer, page, tokens % page_size, kv_head].reshape(
+        keys // 8, 8, D // 64, 8, 8
+    )  # tile, r, half, piece
     r, piece = np.ogrid[:8, :8]
     want = want.transpose(0, 2, 1, 3, 4)[:, :, r, piece ^ r]
-    want, got = (x.reshape(8, D // 64, 8, 64) for x in (want, got))
-    there = np.broadcast_to(there.reshape(8, 1, 8, 1), want.shape)
+    want, got = (x.reshape(keys // 8, D // 64, 8, 64) for x in (want, got))
+    there = np.broadcast_to(there.reshape(keys // 8, 1, 8, 1), want.shape)
     np.testing.assert_array_equal(got[there], want[there])
     assert there.any()
