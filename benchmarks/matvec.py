@@ -82,7 +82,7 @@ def codes(format: str, bits: int) -> tuple[int, int]:
     if formats.family(format) != "kq":
         return 128, 2 ** (bits - 1) - 1
     # Of two digits, each a signed byte.
-    return formats.get(format).LANES.group, 127 if bits == 8 else 127 * 257
+    return formats.get(format).LANES.activation_group, 127 if bits == 8 else 127 * 257
 
 
 def exact_activations(rng: np.random.Generator, rows: int, columns: int, format: str, bits: int) -> jax.Array:

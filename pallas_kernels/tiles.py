@@ -48,6 +48,19 @@ class Scales(NamedTuple):
     of_lane: Callable[[Word, int], list[list[list[Real]]]] | None = None
 
 
+class WholeScales(NamedTuple):
+    """Scales (and minimums) that are whole numbers times numbers of the row, for lane 4 g + t: float32 and
+    words of signed bytes, scale first, then minimum in formats that have it.
+
+    rows    of each kind [rows g, g + 8]
+    eights  of each eight groups, of each kind a word: byte 2 r + h is of row g + 8 r and group 2 t + h. A
+            number of the row times this byte is a scale or minimum as in Scales
+    """
+
+    rows: list[list[Real]]
+    eights: list[list[Word]]
+
+
 @dataclasses.dataclass(frozen=True)
 class Lanes:
     """How a lane reads its share of a tile: all that the "kq" kernels ask of a format.
@@ -61,7 +74,9 @@ class Lanes:
                  up here. In every vector of four, rows g and g + 8 take turns, so that a lane may also hold
                  row g of one matrix and row g of another
     scales       {field: the lane's words, or vectors of four}, the lane's number -> of each eight groups
-                 their Scales
+                 their Scales, or WholeScales
+    whole_scales  whether they are WholeScales, which only groups of 16 can have. kq_decode then adds whole
+                 numbers of 32 columns before it multiplies by anything else
     half_scales  the same fields -> [groups 2 t, 2 t + 1 of each eight][rows g, g + 8][scale times unit,
                  -minimum (if there is one)], each a pair of the same float16. None: `scales`, rounded. Worth
                  having where they are made of integers, as float16 does two at a time
@@ -74,9 +89,15 @@ class Lanes:
     signed: bool
     minimums: bool
     integers: Callable[[list[list[Word]]], list[Integers]]
-    scales: Callable[[dict[str, Any], Word], list[Scales]]
+    scales: Callable[[dict[str, Any], Word], list[Scales] | WholeScales]
+    whole_scales: bool = False
     units: tuple[int, int] = (1, 1)
     half_scales: Callable[[dict[str, Any]], list[list[list[Word]]]] | None = None
+
+    @property
+    def activation_group(self) -> int:
+        """Columns of activations that share a scale where a kernel quantizes them by groups."""
+        return 2 * self.group if self.whole_scales else self.group
 
 
 def lane_words(codes: jax.Array, group: int) -> jax.Array:

@@ -82,8 +82,6 @@ def untile(tiled, shape):
 
 def _integers(vectors):
     """The code in even groups, 4 times it in odd ones."""
-    from pallas_kernels.gpu import lanes
-
     out = []
     for rows in (slice(0, 2), slice(2, 4)):
         for words in (vector[rows] for vector in vectors):
@@ -93,17 +91,23 @@ def _integers(vectors):
 
 
 def _scales(fields, lane):
+    """d / 4 times 4 sc in even groups, times sc in odd ones."""
     from pallas_kernels.gpu import lanes
 
     d, dmin = (lanes.halves(fields[name][0]) for name in ("d", "dmin"))
-    d = [[v, v * (1 / 4)] for v in d]
-    out = []
+    eights = []
     for word in fields["scales"]:
-        sc = lanes.bytes_as_reals(word & 0x0F0F0F0F)
-        m = lanes.bytes_as_reals(word >> 4 & 0x0F0F0F0F)
-        scale = [[d[r][h] * sc[2 * r + h] for h in (0, 1)] for r in (0, 1)]
-        out.append(tiles.Scales(scale, [[dmin[r] * m[2 * r + h] for h in (0, 1)] for r in (0, 1)]))
-    return out
+        scale = word & 0x0F000F00 | (word & 0x000F000F) << 2
+        eights.append([scale, word >> 4 & 0x0F0F0F0F])
+    return tiles.WholeScales([[v * (1 / 4) for v in d], dmin], eights)
 
 
-LANES = tiles.Lanes(group=16, signed=False, minimums=True, units=(1, 4), integers=_integers, scales=_scales)
+LANES = tiles.Lanes(
+    group=16,
+    signed=False,
+    minimums=True,
+    units=(1, 4),
+    integers=_integers,
+    scales=_scales,
+    whole_scales=True,
+)

@@ -50,7 +50,7 @@ BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row a
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 3, 32, 4], "scales": uint32 [..., 32], "high":
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 3, 32, 4], "scales": uint32 [..., 32], "low":
     uint32 [..., 16], "d": uint32 [..., 8]} (pallas_kernels/tiles.py), the file's 3.4375 bits a weight.
 
     32 (q - 4) is a signed byte whose five low bits are free. Of eight groups of a row, three words:
@@ -62,12 +62,12 @@ def tile(block):
 
     A vector has one of these of rows g and g + 8, then those of the other eight groups.
 
-    sc of groups 2 t and 2 t + 1 of rows g and g + 8 have a byte each in a lane's "scales", and in the word
-    of "high" that it shares with its neighbour:
+    sc - 32, signed, of groups 2 t and 2 t + 1 of rows g and g + 8 have a byte each in a lane's "scales", and
+    in the word of "low" that it shares with its neighbour:
 
-        scales   bits 3-0: bits 3-0 of sc of the first eight groups, bits 7-4: of the other eight
-        high     bits 1-0: bits 5-4 of sc of the first eight groups, bits 3-2: of the other eight; bits 7-4
-                 are those of the lane with an odd number
+        scales   bits 7-4: bits 5-2 of sc - 32 of the first eight groups, bits 3-0: of the other eight
+        low      bits 3-2: bits 1-0 of sc - 32 of the first eight groups, bits 1-0: of the other eight; bits
+                 7-4 are those of the lane with an odd number
     """
     q = (_codes(block) ^ 4).reshape(*block["d"].shape[:-1], -1)
     words = tiles.lane_words(q, 16)  # [..., 16 groups, 32 lanes, 2 rows]
@@ -77,16 +77,16 @@ def tile(block):
     y = g[2] << 5 | g[3] << 2 | g[7] >> 1 & 3 * ONES
     z = g[4] << 5 | g[5] << 2 | (g[6] & ONES) << 1 | g[7] & ONES
     words = jnp.moveaxis(jnp.stack([x, y, z], axis=-3), -4, -2)  # [..., 3, 32, 2 eights of groups, 2 rows]
-    sc = _scale_codes(block)
+    sc = _scale_codes(block) ^ 32
     sc = tiles.lane_scales(sc.reshape(*sc.shape[:-2], -1).astype(jnp.uint32), 16)  # [..., 2, 32, 2, 2]
-    low, high = (
-        ((part[..., 0, :, :, :] | part[..., 1, :, :, :] << bits) << BYTE).sum(axis=(-2, -1), dtype=jnp.uint32)
-        for part, bits in ((sc & 15, 4), (sc >> 4, 2))
+    high, low = (
+        ((part[..., 0, :, :, :] << bits | part[..., 1, :, :, :]) << BYTE).sum(axis=(-2, -1), dtype=jnp.uint32)
+        for part, bits in ((sc >> 2, 4), (sc & 3, 2))
     )
     return {
         "words": words.reshape(*words.shape[:-2], 4),
-        "scales": low,
-        "high": high[..., 0::2] | high[..., 1::2] << 4,
+        "scales": high,
+        "low": low[..., 0::2] | low[..., 1::2] << 4,
         "d": tiles.bits(tiles.lane_rows(block["d"])),
     }
 
@@ -105,10 +105,10 @@ def untile(tiled, shape):
     qs = ((q & 3) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
     hmask = (q >> 2).reshape(*q.shape[:-3], 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
 
-    high = jnp.stack([tiled["high"], tiled["high"] >> 4], axis=-1).reshape(tiled["scales"].shape)
-    low, high = (part[..., None, None] >> BYTE for part in (tiled["scales"], high))
-    sc = [low >> 4 * u & 15 | (high >> 2 * u & 3) << 4 for u in (0, 1)]
-    sc = tiles.scales_of(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8)
+    low = jnp.stack([tiled["low"], tiled["low"] >> 4], axis=-1).reshape(tiled["scales"].shape)
+    high, low = (part[..., None, None] >> BYTE for part in (tiled["scales"], low))
+    sc = [(high >> 4 * u & 15) << 2 | low >> 2 * u & 3 for u in (1, 0)]
+    sc = tiles.scales_of(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
     sc = sc.reshape(*sc.shape[:-1], -1, 16)
     nibbles = sc[..., :8] & 15 | (sc[..., 8:] & 15) << 4
     pairs = ((sc >> 4).reshape(*sc.shape[:-1], 4, 4) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
@@ -136,16 +136,22 @@ def _integers(vectors):
 
 
 def _scales(fields, lane):
+    """4 (sc - 32), and d / 4 for one."""
     from pallas_kernels.gpu import lanes
 
-    (low,), (high,) = fields["scales"], fields["high"]
-    high = high >> (lane & 1) * 4
-    d = [v * (1 / 32) for v in lanes.halves(fields["d"][0])]
-    out = []
-    for word, top in ((low, high << 4), (low >> 4, high << 2)):
-        sc = lanes.bytes_as_reals(lanes.merged(word, top, 0x0F0F0F0F) & 0x3F3F3F3F, less=32)
-        out.append(tiles.Scales([[d[r] * sc[2 * r + h] for h in (0, 1)] for r in (0, 1)]))
-    return out
+    (high,), (low,) = fields["scales"], fields["low"]
+    low = low >> (lane & 1) * 4
+    d = [v * (1 / 128) for v in lanes.halves(fields["d"][0])]
+    both = ((high, low), (high << 4, low << 2))
+    return tiles.WholeScales([d], [[lanes.merged(*words, 0xF0F0F0F0) & 0xFCFCFCFC] for words in both])
 
 
-LANES = tiles.Lanes(group=16, signed=True, minimums=False, units=(32, 32), integers=_integers, scales=_scales)
+LANES = tiles.Lanes(
+    group=16,
+    signed=True,
+    minimums=False,
+    units=(32, 32),
+    integers=_integers,
+    scales=_scales,
+    whole_scales=True,
+)

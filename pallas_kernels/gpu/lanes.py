@@ -267,6 +267,18 @@ def bytes_as_reals(word, signed: bool = False, less: int = 0) -> list:
     return [as_real(bytes_of(word, one, 0x7440 + i)) - base for i in range(4)]
 
 
+def signed_byte_word(word, i: int):
+    """Byte i of a word as s32."""
+    return bytes_of(word, word, i | 0x1110 * (8 + i))  # 8 + i: its sign, eight times
+
+
+def dot_of_halves(halves, bytes_, first: int):
+    """Two s16 times two neighbouring s8 of a word, `first` (0 or 2) and the next: s32."""
+    kind = "lo" if first == 0 else "hi"
+    text = f"dp2a.{kind}.s32.s32 $0, $1, $2, $3;"
+    return ptx(i32(), [halves, bytes_, integer(0)], text, "=r,r,r,r")
+
+
 def sum_of_bytes(word, total):
     """total + the four signed bytes of a word."""
     ones = integer(0x01010101)

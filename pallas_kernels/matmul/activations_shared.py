@@ -4,7 +4,9 @@
         -> times gamma, squares added up -> absmax of a scale group -> q, signed, of 8 or 16 bits
 
     q      [digit of 8 bits, the lowest first][row of x, padded] of row_bytes: a byte a column
-    stats  [chunk of `width` rows][scale group][row in the chunk]: (scale, sum of x as rounded), float32
+    stats  [chunk of `width` rows][scale group][row in the chunk]: the scale, float32; where the format
+           subtracts something also the sum of x as rounded, float32, or for tiles.WholeScales of each digit
+           the sums of q over the group's halves, two s16
 
 The loads of one pass are on their way while the pass before it is worked on. Passes behind a warp's last step
 are done again, and count nothing.
@@ -16,8 +18,9 @@ import jax
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_word, index, integer, minimum, of, real, select, sum_of_squares
+from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import COLUMNS, Lanes
 
 
 class WarpActivations(NamedTuple):
@@ -27,7 +30,7 @@ class WarpActivations(NamedTuple):
     gamma_gmem       float32 [L, K], of which it takes norm_layer; None without a norm
     first_step, mine its steps of 256 columns
     per_warp, steps  the most that a warp has, and all
-    group            columns that share a scale
+    kq               the format's tiles.Lanes
     bits             8 or 16
     rows, width, padded, row_bytes   as in kq_decode_plan
     """
@@ -40,7 +43,7 @@ class WarpActivations(NamedTuple):
     mine: Any
     per_warp: int
     steps: int
-    group: int
+    kq: Lanes
     bits: int
     rows: int
     width: int
@@ -99,7 +102,8 @@ class WarpActivations(NamedTuple):
         return self._steps_at(s), x, values[len(x) :]
 
     def _store_pass(self, squares, s, passes, q, stats):
-        lane, group = of(self.lane), self.group
+        lane, group = of(self.lane), self.kq.activation_group
+        stat_words = kq_decode_plan.stat_words(self.kq, self.bits)
         groups = self.steps * COLUMNS // group
         step, x, gammas = passes
         for u in range(self.at_once):
@@ -109,15 +113,16 @@ class WarpActivations(NamedTuple):
                     counts = s + u < self.mine
                     squares[row] = squares[row] + select(counts, sum_of_squares(v), 0.0)
                     v = [a * b for a, b in zip(v, gammas[u], strict=True)]
-                words, scale, total = _quantize(v, group // 8, self.bits)
+                words, stats_of_group = _quantize(v, self.kq, self.bits)
                 at = q + step[u] * COLUMNS + lane * 8 + row * self.row_bytes
                 for digit, pair in enumerate(words):
                     memory.store_shared(pair, at, digit * self.padded * self.row_bytes)
                 chunk, inside = divmod(row, self.width)
                 with lanes.when(lane % (group // 8) == 0):
                     at_group = step[u] * (COLUMNS // group) + lane // (group // 8)
-                    at = stats + at_group * (self.width * 8) + (chunk * groups * self.width + inside) * 8
-                    memory.store_shared([as_word(scale), as_word(total)], at)
+                    at = stats + at_group * (self.width * 4 * stat_words)
+                    at = at + (chunk * groups * self.width + inside) * 4 * stat_words
+                    memory.store_shared(stats_of_group + stats_of_group[:1] * (len(stats_of_group) == 3), at)
         return squares
 
 
@@ -126,23 +131,30 @@ def _flat_pass(loaded) -> list:
     return [v for values in [*x.values(), *gammas] for v in values]
 
 
-def _quantize(x, lanes_of_group: int, bits: int):
-    """Neighbouring lanes' 8 activations each -> (words, scale, sum of x as rounded); the last two in all of
-    them.
+def _quantize(x, kq: Lanes, bits: int):
+    """Neighbouring lanes' 8 activations each -> (words, stats), the stats in the first of a group's lanes.
 
     words   per 8 bits of q, the lowest first, two words of signed bytes
+    stats   words of a group, as the module says
     """
     top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
+    lanes_of_group = kq.activation_group // 8
     largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, lanes_of_group))
     q = magic_words(x, top, largest, fused=True)
-    words, total = [], None
+    words, sums = [], []
     for digit in range(bits // 8):
         if digit:
             q = [v + 128 for v in q]  # what the signed low digit has taken
         word = packed_digits(q, digit)
-        part = lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], integer(0)))
-        total = part if total is None else total + (part << 8)
+        sums.append(lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], integer(0))))
         words.append(word)
-    total = lanes.warp_sum_real(total, lanes_of_group)
     scale = largest * (1 / top)
-    return words, scale, scale * real(total)
+    if not kq.minimums:
+        return words, [as_word(scale)]
+    if kq.whole_scales:
+        halves = [lanes.warp_sum_real(v, lanes_of_group // 2) for v in sums]
+        pairs = [lanes.bytes_of(v, lanes.swapped(v, lanes_of_group // 2), 0x5410) for v in halves]
+        return words, [as_word(scale), *pairs]
+    low, *high = sums
+    total = lanes.warp_sum_real(low + (high[0] << 8) if high else low, lanes_of_group)
+    return words, [as_word(scale), as_word(scale * real(total))]

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.gpu import lanes
 from pallas_kernels.gpu.values import as_real, as_word
-from pallas_kernels.tiles import Lanes
+from pallas_kernels.tiles import Lanes, Scales
 
 
 class Unit(NamedTuple):
@@ -28,10 +28,46 @@ def units(kq: Lanes, fields: dict[str, Any], lane) -> list[Unit]:
     """All of a tile. fields: the lane's words by name, or vectors of four."""
     a = [_bytes(*group) for group in kq.integers(fields["words"])]
     out = []
-    for u, of in enumerate(kq.scales(fields, lane)):
-        scales = [of.scale] + ([of.minimum] if of.minimum is not None else [])
-        assert len(scales) == 1 + kq.minimums
-        out.append(Unit(a[8 * u : 8 * u + 8], scales, of.of_lane or _fetched(scales)))
+    for u, of in enumerate(scales(kq, fields, lane)):
+        values = [of.scale] + ([of.minimum] if of.minimum is not None else [])
+        assert len(values) == 1 + kq.minimums
+        out.append(Unit(a[8 * u : 8 * u + 8], values, of.of_lane or _fetched(values)))
+    return out
+
+
+class WholeUnit(NamedTuple):
+    """As Unit, in a format with WholeScales.
+
+    words    of scale bytes, or of these and minimums' bytes
+    largest  that the absolute value of a byte of `a` can be
+    """
+
+    a: list
+    words: list
+    largest: int
+
+
+def whole_units(kq: Lanes, fields: dict[str, Any], lane) -> tuple[list, list[WholeUnit]]:
+    """All of a tile: (WholeScales.rows, units)."""
+    groups, of = kq.integers(fields["words"]), kq.scales(fields, lane)
+    largest = 128 if kq.signed else max(mask for _, mask in groups)
+    a = [_bytes(*group) for group in groups]
+    assert all(len(words) == 1 + kq.minimums for words in (of.rows, *of.eights))
+    return of.rows, [WholeUnit(a[8 * u : 8 * u + 8], words, largest) for u, words in enumerate(of.eights)]
+
+
+def scales(kq: Lanes, fields: dict[str, Any], lane) -> list[Scales]:
+    """As float32, whichever kind the format has."""
+    of = kq.scales(fields, lane)
+    if not kq.whole_scales:
+        return of
+    out = []
+    for words in of.eights:
+        kinds = []
+        for row, word in zip(of.rows, words, strict=True):
+            number = lanes.bytes_as_reals(word, signed=True)
+            kinds.append([[row[r] * number[2 * r + h] for h in (0, 1)] for r in (0, 1)])
+        out.append(Scales(*kinds))
     return out
 
 

@@ -6,9 +6,13 @@ integer q of 8 (or 16) bits times the scale s of its group, the same group. So
 
     sum_k w_k x_k = sum over groups of   d s (sum_k q_k q'_k)  -  m s (sum_k q'_k)
 
-and one mma has 16 rows of weights, the columns of one group, and 8 columns of activations. Where x has fewer
-than 8 rows, columns are groups instead: the fragment of group i meets zeros but in the columns of its own
-slot, so that a chain of mma leaves the products of 8 / rows groups side by side and no lane scales in vain.
+Where groups of 16 have scales that are whole numbers times d of a row's 256 columns (tiles.WholeScales), two
+groups share s, and the sum over both of scale times sum is a whole number too, exact.
+
+One mma has 16 rows of weights, the columns of one group, and 8 columns of activations. Where x has fewer than
+8 rows, columns are groups instead: the fragment of group i meets zeros but in the columns of its own slot, so
+that a chain of mma leaves the products of 8 / rows groups side by side and no lane scales in vain. (There one
+mma has two groups of 16, in a slot each.)
 
     columns of the tensor core    0    1    2    3    4    5    6    7
     1 row of x, set 0             g0   g1   g2   g3   g4   g5   g6   g7
@@ -172,7 +176,10 @@ def kq_decode(
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
     warps, q_words = planned.warps, activation_bits // 8 * product.padded * product.row_bytes // 4
     ring = max(warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
-    stats = max(kq_decode_plan.stats_bytes(part.format, steps, product.padded) for part in planned.parts)
+    stats = max(
+        kq_decode_plan.stats_bytes(part.format, steps, product.padded, activation_bits)
+        for part in planned.parts
+    )
     scratch = {
         "ring_smem": plgpu.SMEM((ring // 4,), jnp.int32),
         "q_smem": plgpu.SMEM((q_words,), jnp.int32),

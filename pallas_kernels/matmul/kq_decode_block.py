@@ -7,12 +7,13 @@ from typing import Any, NamedTuple
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels import formats
-from pallas_kernels.gpu import lanes, memory, tensor_cores
-from pallas_kernels.gpu.values import as_real, fma, index, integer, minimum, of, real, select, total
-from pallas_kernels.matmul import kq_bytes, kq_decode_plan
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import index, integer, minimum, of, real, select, total
+from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.activations_shared import WarpActivations
 from pallas_kernels.matmul.epilogue import finished, inverse_rms, over_warps
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.matmul.kq_decode_columns import Columns, WholeColumns
+from pallas_kernels.tiles import ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Block:
         self.activations = WarpActivations(
             x_gmem=x_gmem, gamma_gmem=gamma_gmem, norm_layer=norm_layer, lane=self.lane,
             first_step=self.first_step, mine=self.mine, per_warp=sizes.per_warp, steps=sizes.steps,
-            group=self.kq.group, bits=sizes.bits, rows=sizes.rows, width=sizes.width, padded=sizes.padded,
+            kq=self.kq, bits=sizes.bits, rows=sizes.rows, width=sizes.width, padded=sizes.padded,
             row_bytes=sizes.row_bytes,
         )  # fmt: skip
 
@@ -103,7 +104,7 @@ class Block:
             for row, squares_of_row in enumerate(squares):
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, row, self.warp)
         lanes.warp_barrier()
-        columns = LaneColumns(self, q, stats)
+        columns = (WholeColumns if self.kq.whole_scales else Columns)(self, q, stats)
         together = self.sizes.plan.together
 
         def one_round(first, carry):
@@ -126,12 +127,12 @@ class Block:
         lanes.loop(0, self.count, together, [*ahead, integer(0)], one_round)
         memory.wait_copies(0)
 
-    def one_tile(self, ring: "Ring", columns: "LaneColumns", place, carry):
+    def one_tile(self, ring: "Ring", columns: Columns, place, carry):
         """This warp's sums of a tile to shared memory, as number `place` of the round.
 
         carry  (tile, step) of the item to copy next, and the slot of the item to multiply
         """
-        shape = (self.sizes.matrices, self.sizes.chunks, 2, 2)
+        shape = (self.sizes.matrices, self.sizes.chunks, 2, columns.results)
 
         def one_item(s, carry):
             (next_tile, next_step, slot), y = carry[:3], _folded(carry[3:], shape)
@@ -139,9 +140,7 @@ class Block:
             at_slot = ring.arrived(slot)
             at_q, at_stats = columns.of_step(s)
             for m in range(self.sizes.matrices):
-                words = ring.words(m, at_slot)
-                for u, unit in enumerate(kq_bytes.units(self.kq, words, self.lane)):
-                    columns.multiply(unit, u, at_q, at_stats, y[m])
+                columns.multiply(ring.words(m, at_slot), at_q, at_stats, y[m])
             ring.copy(next_tile, next_step, slot)
             next_slot = slot + 1
             next_slot = select(next_slot == self.part.depth, 0, next_slot)
@@ -153,8 +152,8 @@ class Block:
             self.store_sums(columns, of_matrix, index(place) * self.sizes.matrices + m)
         return carry[:3]
 
-    def store_sums(self, columns: "LaneColumns", y: list, place):
-        """y[chunk][rows g, g + 8][columns 2 t, 2 t + 1], whose slots are added up."""
+    def store_sums(self, columns: Columns, y: list, place):
+        """y[chunk][rows g, g + 8][results], whose slots are added up."""
         width = self.sizes.width
         for chunk, of_chunk in enumerate(y):
             for r, values in enumerate(of_chunk):
@@ -280,75 +279,6 @@ class Ring:
             ]
             words[name] = loaded if len(field.shape) == 3 else loaded[0]
         return words
-
-
-class LaneColumns:
-    """This lane as column g of B: a slot of groups and a row of x. As columns 2 t and 2 t + 1 of the result:
-    a slot, and two rows (or, for one row, two slots).
-
-    q, stats    addresses of what activations_shared.py has made
-    neighbours  lanes of a quad whose slots are the same
-    """
-
-    def __init__(self, block: Block, q, stats):
-        self.sizes, self.kq = block.sizes, block.kq
-        width, group = self.sizes.width, self.kq.group
-        slot, row = block.g // width, block.g % width
-        of_row, of_slot = row * self.sizes.row_bytes, slot * (width * group)
-        self.q = q + block.first_step * COLUMNS + of_row + of_slot + block.t * (group // 4)
-        self.in_slot = [
-            select(slot == s, 0xFFFFFFFF, 0) if self.sizes.slots > 1 else None
-            for s in range(self.sizes.slots)
-        ]
-        result = block.t * 2
-        if width == 1:
-            self.neighbours, at = 1, result * 8
-        else:
-            self.neighbours, slot = width // 2, result // width
-            at = (slot * (width * width) + result % width) * 8
-        self.stats = stats + block.first_step * (COLUMNS // group * width * 8) + at
-        # The lane of this quad that has the scales of groups 2 n and 2 n + 1 of this lane's slot.
-        quad = block.t // self.neighbours * self.neighbours
-        self.quad = [(block.lane & 0xFFFFFFFC) + (quad + n) for n in range(self.neighbours)]
-
-    def of_step(self, s) -> tuple:
-        """q and stats at a step of this warp."""
-        of_stats = COLUMNS // self.kq.group * self.sizes.width * 8
-        return self.q + s * COLUMNS, self.stats + s * of_stats
-
-    def multiply(self, unit: kq_bytes.Unit, u: int, at_q, at_stats, y: list):
-        """y += a unit's products; y[chunk][rows g, g + 8][columns 2 t, 2 t + 1]."""
-        sizes, width, scales = self.sizes, self.sizes.width, unit.scales
-        groups = sizes.steps * COLUMNS // self.kq.group
-        for j in range(width):
-            if self.neighbours > 1 and j % 2 == 0:  # here, and not for all j before: fewer registers
-                scales = unit.of_lane(self.quad[j // 2], j // 2)
-            for chunk in range(sizes.chunks):
-                sums = self.sums_of_groups(unit, u * 8 + j, j, chunk, at_q)
-                at = (chunk * groups + u * 8 + j) * width * 8
-                stats = [as_real(v) for v in memory.load_shared(4, at_stats, at)]
-                for r in (0, 1):
-                    for c in (0, 1):
-                        h = c if width == 1 else j % 2
-                        step, sum_of_x = stats[2 * c : 2 * c + 2]
-                        value = fma(scales[0][r][h] * real(sums[2 * r + c]), step, y[chunk][r][c])
-                        if self.kq.minimums:
-                            value = fma(-scales[1][r][h], sum_of_x, value)
-                        y[chunk][r][c] = value
-
-    def sums_of_groups(self, unit: kq_bytes.Unit, at_group: int, j: int, chunk: int, at_q) -> list:
-        """Integer products of set j of a unit's groups, one in each slot, with a chunk of rows: s32, [rows g,
-        g + 8][columns 2 t, 2 t + 1]."""
-        sizes, group, sums = self.sizes, self.kq.group, []
-        for digit in range(sizes.bits // 8):  # the second is the high one
-            at = at_group * group + (digit * sizes.padded + chunk * sizes.width) * sizes.row_bytes
-            b = memory.load_shared(group // 16, at_q, at)
-            c = [integer(0)] * 4
-            for s, mask in enumerate(self.in_slot):
-                b_s = b if mask is None else [word & mask for word in b]
-                c = tensor_cores.multiply_bytes(unit.a[sizes.width * s + j], b_s, c, self.kq.signed)
-            sums = [low + (high << 8) for low, high in zip(sums, c, strict=True)] if sums else c
-        return sums
 
 
 def _flat(nested) -> list:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from pallas_kernels import device, formats
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import COLUMNS, Lanes
 
 
 class Part(NamedTuple):
@@ -87,7 +87,7 @@ def plan(
     best = None
     for w in (16, 12, 8, 4) if warps is None else (warps,):
         sums, squares = together * matrices * 16 * padded * w * 4, padded * w * 4
-        stats = max(stats_bytes(part.format, steps, padded) for part in placed)
+        stats = max(stats_bytes(part.format, steps, padded, activation_bits) for part in placed)
         q = activation_bits // 8 * padded * row_bytes(steps)
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         left = shared - shared_memory.bytes_taken(q, stats, sums, squares, 1)
@@ -106,9 +106,18 @@ def plan(
     return best and best[1]
 
 
-def stats_bytes(format: str, steps: int, padded: int) -> int:
-    """Shared memory for a scale and a sum of each group of each row of activations."""
-    return steps * COLUMNS // formats.get(format).LANES.group * padded * 8
+def stat_words(kq: Lanes, activation_bits: int) -> int:
+    """What a lane needs to know of a group of activations, in words: their scale, and where something is
+    subtracted their sum; whole numbers (activations_shared.py) are two to a word for each digit."""
+    if not kq.minimums:
+        return 1
+    return activation_bits // 4 if kq.whole_scales else 2
+
+
+def stats_bytes(format: str, steps: int, padded: int, activation_bits: int) -> int:
+    """Shared memory for `stat_words` of each group of each row of activations."""
+    kq = formats.get(format).LANES
+    return steps * COLUMNS // kq.activation_group * padded * 4 * stat_words(kq, activation_bits)
 
 
 def row_bytes(steps: int) -> int:

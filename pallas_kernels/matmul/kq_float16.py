@@ -26,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, select
 from pallas_kernels.gpu.wgmma import STEP, fragment, lane
+from pallas_kernels.matmul import kq_bytes
 from pallas_kernels.tiles import COLUMNS, Lanes
 
 
@@ -129,7 +130,7 @@ def _half_scales(kq: Lanes, fields, number) -> list:
     if kq.half_scales is not None:
         return kq.half_scales(fields)
     out = []
-    for of in kq.scales(fields, integer(number)):
+    for of in kq_bytes.scales(kq, fields, integer(number)):
         for h in (0, 1):
             rows = []
             for r in (0, 1):

@@ -131,7 +131,7 @@ def test_columns_need_no_whole_tile(format, rows):
 def check_product(format, N, K, rows, kind, bits):
     rng = np.random.default_rng(N + K)
     layers, layer = (1, 0) if N > 10000 else (3, 2)
-    group = formats.get(format).LANES.group
+    group = formats.get(format).LANES.activation_group
     stacks = [stack(format, N, K, layers, seed, bits) for seed in range(2 if kind == "gated" else 1)]
     x = exact_activations(rng, rows, K, group, bits)
     gamma = np.repeat(2.0 ** rng.integers(-1, 2, (layers, K // group)), group, axis=1).astype(np.float32)

@@ -1,15 +1,19 @@
 """The integer kernel in numpy (lockstep.py) against float64: what a GPU's run of tests/gpu/test_gpu_int.py
 checks, on any machine."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import formats
+from pallas_kernels import QTensor, dequantize, formats
 from pallas_kernels.matmul import kq_decode
+from pallas_kernels.qtensor import tile
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
 INTEGER = formats.names("kq")
+WHOLE = [format for format in INTEGER if formats.get(format).LANES.whole_scales]
 
 CASES = [
     *(([(format, 48)], 512, 1, "normed", 8) for format in INTEGER),
@@ -27,6 +31,8 @@ CASES = [
     ([("q4_k", 64), ("q6_k", 32), ("q4_1", 16)], 512, 1, "normed", 8),
     ([("tq2_0", 32), ("q4_k", 16)], 512, 3, "normed", 8),
     ([("q4_k", 32), ("q6_k", 16)], 512, 6, "normed", 8),
+    *(([(format, 16)], 512, rows, "normed", 16) for format in WHOLE for rows in (1, 2, 4, 8)),
+    ([("q2_k", 32), ("q3_k", 16)], 512, 16, "gated", 8),
 ]
 
 
@@ -65,3 +71,26 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
             residual=residual if kind == "added" else None, activation_bits=bits, shared=220 * 1024,
         )  # fmt: skip
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("format", WHOLE)
+def test_the_largest_whole_numbers_are_exact(format, rows, bits):
+    """All bits of codes and scales 0, or all 1, and the largest activations: sums of 16 and 32 bits hold
+    them."""
+    K, module = 256, formats.get(format)
+    blocks = {
+        name: np.ones((16, 1), dtype) if dtype.kind == "f" else np.zeros((16, 1, *dtype.shape), dtype.base)
+        for name, (dtype, *_) in module.BLOCK.fields.items()
+    }
+    for value in blocks.values():
+        if value.dtype.kind != "f":
+            value[8:] = np.array(255, np.uint8).view(value.dtype)
+    w = QTensor({name: jnp.asarray(value) for name, value in blocks.items()}, format, (16, K))
+    x = np.full((rows, K), 127 if bits == 8 else 127 * 257, np.float32)
+    want = x.astype(np.float64) @ np.asarray(dequantize(w), np.float64).T
+    fields = {name: value[None] for name, value in jax.device_get(tile(w).fields).items()}
+    with lockstep():
+        got = kq_decode.kq_decode(x, ((fields,),), None, formats_of=(format,), activation_bits=bits)
+    np.testing.assert_allclose(got, want, rtol=1e-6)

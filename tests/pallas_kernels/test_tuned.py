@@ -274,7 +274,7 @@ def test_the_command_writes_what_wins(files, monkeypatch, wins):
 
 def product_of(format, N, K, rows, seed=0):
     """(x, QTensor tiled, what the product is in float64) with activations that 8 bits hold exactly."""
-    group = formats.get(format).LANES.group if format != "q1_0" else 128
+    group = formats.get(format).LANES.activation_group if format != "q1_0" else 128
     fields = formats.random_fields(
         format, jax.random.key(seed), (N, K // formats.get(format).WEIGHTS), 0.0, 0.05
     )

@@ -140,6 +140,13 @@ def _dot(machine, match, a, b, c):
     return i32((a * b).sum(axis=1) + c.a)
 
 
+@instruction(r"dp2a\.(lo|hi)\.s32\.s32")
+def _dot_of_halves(machine, match, a, b, c):
+    a, b = (_fragment(machine, [v], kind).astype(np.int64) for v, kind in ((a, np.int16), (b, np.int8)))
+    first = {"lo": 0, "hi": 2}[match[1]]
+    return i32((a.reshape(-1, 2) * b.reshape(-1, 4)[:, first : first + 2]).sum(axis=1) + c.a)
+
+
 @instruction(r"vote\.sync\.any\.pred q, p, 0xffffffff; selp\.u32 \$0, 1, 0, q;")
 def _any(machine, match, word):
     machine.whole_warps()

@@ -1,0 +1,169 @@
+"""What a lane of kq_decode multiplies its weights by, and what it makes of the products (kq_decode.py has the
+picture)."""
+
+from typing import Any
+
+from pallas_kernels.gpu import lanes, memory, tensor_cores
+from pallas_kernels.gpu.values import as_real, fma, integer, real, select
+from pallas_kernels.matmul import kq_bytes, kq_decode_plan
+from pallas_kernels.tiles import COLUMNS
+
+
+class Columns:
+    """This lane as column g of B: a slot of groups and a row of x. As columns 2 t and 2 t + 1 of the result:
+    a slot, and two rows (or, for one row, two slots).
+
+    sizes, kq   the product, and the format's tiles.Lanes
+    q, stats    addresses of what activations_shared.py has made
+    neighbours  lanes of a quad whose slots are the same
+    results     sums that a lane has of a row of weights
+    """
+
+    results = 2
+
+    def __init__(self, block: Any, q, stats):
+        self.sizes, self.kq = block.sizes, block.kq
+        width, group = self.sizes.width, self.kq.group
+        slot, row = block.g // width, block.g % width
+        of_row, of_slot = row * self.sizes.row_bytes, slot * (width * group)
+        self.q = q + block.first_step * COLUMNS + of_row + of_slot + block.t * (group // 4)
+        self.in_slot = [
+            select(slot == s, 0xFFFFFFFF, 0) if self.sizes.slots > 1 else None
+            for s in range(self.sizes.slots)
+        ]
+        self.stat_words = kq_decode_plan.stat_words(self.kq, self.sizes.bits)
+        # Groups of activations that share a scale: of a step, and of this lane's slot in a unit.
+        self.groups = COLUMNS // self.kq.activation_group
+        of_slot = max(1, width * self.kq.group // self.kq.activation_group)
+        if width == 1:
+            self.neighbours, at = 1, block.t * (2 * self.kq.group // self.kq.activation_group)
+        else:
+            result = block.t * 2
+            self.neighbours, slot = width // 2, result // width
+            at = slot * (of_slot * width) + result % width
+        of_warp = block.first_step * (self.groups * width * 4 * self.stat_words)
+        self.stats = stats + of_warp + at * (4 * self.stat_words)
+        # The lane of this quad that has the scales of groups 2 n and 2 n + 1 of this lane's slot.
+        quad = block.t // self.neighbours * self.neighbours
+        self.quad = [(block.lane & 0xFFFFFFFC) + (quad + n) for n in range(self.neighbours)]
+        self.lane = block.lane
+
+    def of_step(self, s) -> tuple:
+        """q and stats at a step of this warp."""
+        of_stats = self.groups * self.sizes.width * 4 * self.stat_words
+        return self.q + s * COLUMNS, self.stats + s * of_stats
+
+    def multiply(self, words: dict, at_q, at_stats, y: list):
+        """y += products of a tile's 256 columns; y[chunk][rows g, g + 8][results]."""
+        for u, unit in enumerate(kq_bytes.units(self.kq, words, self.lane)):
+            self.multiply_unit(unit, u, at_q, at_stats, y)
+
+    def multiply_unit(self, unit: kq_bytes.Unit, u: int, at_q, at_stats, y: list):
+        sizes, width, scales = self.sizes, self.sizes.width, unit.scales
+        for j in range(width):
+            if self.neighbours > 1 and j % 2 == 0:  # here, and not for all j before: fewer registers
+                scales = unit.of_lane(self.quad[j // 2], j // 2)
+            for chunk in range(sizes.chunks):
+                sums = _joined(self.sums_of_groups(unit.a, u, j, chunk, at_q))
+                stats = self.stats_of(at_stats, chunk, u * 8 + j, 2)
+                for r in (0, 1):
+                    for c in (0, 1):
+                        h = c if width == 1 else j % 2
+                        step, *sum_of_x = map(as_real, stats[c])
+                        value = fma(scales[0][r][h] * real(sums[2 * r + c]), step, y[chunk][r][c])
+                        if self.kq.minimums:
+                            value = fma(-scales[1][r][h], sum_of_x[0], value)
+                        y[chunk][r][c] = value
+
+    def stats_of(self, at_stats, chunk: int, group: int, count: int) -> list:
+        """stat_words of a group of activations and a chunk of rows; of `count` neighbours."""
+        width, each = self.sizes.width, self.stat_words
+        at = (chunk * self.sizes.steps * self.groups + group) * width * 4 * each
+        found = []
+        for first in range(0, count * each, 4):
+            found += memory.load_shared(min(4, count * each), at_stats, at + 4 * first)
+        return [found[k : k + each] for k in range(0, count * each, each)]
+
+    def sums_of_groups(self, a: list, u: int, j: int, chunk: int, at_q) -> list:
+        """Integer products of set j of unit u's groups, one in each slot, with a chunk of rows: of each digit
+        s32, [rows g, g + 8][columns 2 t, 2 t + 1]."""
+        sizes, group, sums = self.sizes, self.kq.group, []
+        for digit in range(sizes.bits // 8):  # the second is the high one
+            at = (u * 8 + j) * group + (digit * sizes.padded + chunk * sizes.width) * sizes.row_bytes
+            b = memory.load_shared(group // 16, at_q, at)
+            c = [integer(0)] * 4
+            if sizes.slots == 1:
+                c = tensor_cores.multiply_bytes(a[j], b, c, self.kq.signed)
+            together = 32 // group if sizes.slots > 1 else 1  # slots in one instruction
+            for s in range(0, sizes.slots if sizes.slots > 1 else 0, together):
+                slots = range(s, s + together)
+                a_s = [word for k in slots for word in a[sizes.width * k + j]]
+                b_s = [word & self.in_slot[k] for k in slots for word in b]
+                c = tensor_cores.multiply_bytes(a_s, b_s, c, self.kq.signed)
+            sums.append(c)
+        return sums
+
+
+class WholeColumns(Columns):
+    """Columns of a format with WholeScales: groups 2 i and 2 i + 1 share a scale of activations. Of the two,
+
+        sum = scale 2 i (sum_k q_k q'_k of 2 i) + scale 2 i + 1 (the same of 2 i + 1)
+
+    and the sum for minimums are whole numbers; only they are multiplied by what the row and the activations
+    have. For one row the two groups are a lane's two columns of the result.
+    """
+
+    def __init__(self, block: Any, q, stats):
+        super().__init__(block, q, stats)
+        self.results = 1 if self.sizes.width == 1 else 2
+
+    def multiply(self, words: dict, at_q, at_stats, y: list):
+        rows, units = kq_bytes.whole_units(self.kq, words, self.lane)
+        for u, unit in enumerate(units):
+            for pair in range(self.neighbours):
+                scale = unit.words
+                if self.neighbours > 1:
+                    scale = [lanes.from_lane(word, self.quad[pair]) for word in scale]
+                for chunk in range(self.sizes.chunks):
+                    sums = self.sums_of_pair(unit.a, u, pair, chunk, at_q)
+                    stats = self.stats_of(at_stats, chunk, u * 4 + pair, self.results)
+                    for r in (0, 1):
+                        for c in range(self.results):
+                            step, *sums_of_x = stats[c]
+                            of_pair = [self.dot(*digit[r][c], scale[0], r, unit.largest) for digit in sums]
+                            value = _real(of_pair) * rows[0][r]
+                            if self.kq.minimums:
+                                x = sums_of_x[: len(sums)]
+                                less = [lanes.dot_of_halves(word, scale[1], 2 * r) for word in x]
+                                value = fma(-_real(less), rows[1][r], value)
+                            y[chunk][r][c] = fma(value, as_real(step), y[chunk][r][c])
+
+    def sums_of_pair(self, a: list, u: int, pair: int, chunk: int, at_q) -> list:
+        """Of each digit [rows g, g + 8][results]: sums of a pair's two groups."""
+        if self.sizes.width == 1:
+            of = self.sums_of_groups(a, u, 0, chunk, at_q)
+            return [[[c[2 * r : 2 * r + 2]] for r in (0, 1)] for c in of]
+        even, odd = (self.sums_of_groups(a, u, 2 * pair + h, chunk, at_q) for h in (0, 1))
+        return [
+            [[(one[2 * r + c], two[2 * r + c]) for c in (0, 1)] for r in (0, 1)]
+            for one, two in zip(even, odd, strict=True)
+        ]
+
+    def dot(self, even, odd, scale, r: int, largest: int):
+        """even and odd times their bytes of a word of scales."""
+        if largest * 128 * self.kq.group < 2**15:
+            return lanes.dot_of_halves(lanes.bytes_of(even, odd, 0x5410), scale, 2 * r)
+        first, second = (lanes.signed_byte_word(scale, 2 * r + h) for h in (0, 1))
+        return even * first + odd * second
+
+
+def _joined(digits: list) -> list:
+    """Of whole numbers by digits, the numbers."""
+    low, *high = digits
+    return [a + (b << 8) for a, b in zip(low, high[0], strict=True)] if high else low
+
+
+def _real(digits: list):
+    """A whole number by its digits as float32."""
+    low, *high = map(real, digits)
+    return fma(high[0], 256.0, low) if high else low
