@@ -17,7 +17,7 @@ def draw(
     tokens = jax.lax.cond(
         jnp.any(rules.temperature > 0),
         _draw,
-        lambda logits, *_: jnp.argmax(logits, -1).astype(jnp.int32),
+        lambda logits, *_: argmax(logits),
         penalize(rules, logits.astype(jnp.float32)),
         rules,
         jax.vmap(at_position)(keys, positions),
@@ -41,7 +41,7 @@ def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:
     Noise is a token's own, so that both draw the same."""
     # Without barriers XLA sees slices of a sort, and sorts the vocabulary. One for both outputs would be a
     # reader of their tuple, at which jaxlib 0.11.2 aborts.
-    best = top_k(logits, min(CANDIDATES, logits.shape[1]))
+    best = jax.lax.top_k(logits, min(CANDIDATES, logits.shape[1]))
     top, ids = (jax.lax.optimization_barrier(array) for array in best)
     keep, all_kept_are_here = truncate_sorted(rules, top, logits)
     greedy = rules.temperature == 0
@@ -49,7 +49,7 @@ def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:
 
     def race(logits, keep, ids):
         noise = jax.vmap(gumbel)(keys, ids)
-        return jnp.argmax(jnp.where(keep, logits / temperature + noise, -jnp.inf), -1)
+        return argmax(jnp.where(keep, logits / temperature + noise, -jnp.inf))
 
     def among_candidates():
         return jnp.take_along_axis(ids, race(top, keep, ids)[:, None], 1)[:, 0]
@@ -62,9 +62,10 @@ def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:
     return jnp.where(greedy, ids[:, 0], drawn)
 
 
-def top_k(x: Float[Array, "B V"], k: int) -> tuple[Float[Array, "B k"], Int[Array, "B k"]]:
-    """jax.lax.top_k: the k largest, the largest first and of equal ones the lowest id."""
-    return jax.lax.top_k(x, k)
+def argmax(x: Float[Array, "B n"]) -> Int[Array, "B"]:
+    """The first of the largest, in two passes that a CPU does 16 numbers at a time, as it does not jnp.argmax."""
+    ids, last = jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[1] - 1
+    return jnp.where(x == x.max(-1, keepdims=True), ids, last).min(-1)
 
 
 def at_position(key: UInt32[Array, "2"], position: Int[Array, ""]) -> UInt32[Array, "2"]:
