@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 from pallas_kernels.sampling.rules import Rules
 
 CANDIDATES = 128  # a draw looks at so many of the likeliest tokens, and rarely at more
+WIDTH = 128  # a CPU goes over 151,680 numbers ten times as fast as over 151,669
 
 
 def draw(
@@ -26,12 +27,13 @@ def draw(
     return tokens, rules.seen.at[row, tokens].set(True), rules.counts.at[row, tokens].add(1)
 
 
-def penalize(rules: Rules, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-    """Logits after penalties and biases."""
+def penalize(rules: Rules, logits: Float[Array, "B V"]) -> Float[Array, "B width"]:
+    """Logits after penalties and biases, and -inf up to a multiple of WIDTH tokens."""
     penalty = rules.repetition_penalty[:, None]
     logits = jnp.where(rules.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     counts = rules.counts
     logits -= rules.frequency_penalty[:, None] * counts + rules.presence_penalty[:, None] * (counts > 0)
+    logits = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % WIDTH)), constant_values=-jnp.inf)
     row = jnp.arange(logits.shape[0])[:, None]
     return logits.at[row, rules.bias_ids].add(rules.bias, mode="drop")
 
