@@ -65,7 +65,7 @@ def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:
 
 
 def argmax(x: Float[Array, "B n"]) -> Int[Array, "B"]:
-    """The first of the largest, in two passes that a CPU does 16 numbers at a time, as it does not jnp.argmax."""
+    """The first of the largest, in two passes that a CPU makes many numbers at a time; not so jnp.argmax."""
     ids, last = jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[1] - 1
     return jnp.where(x == x.max(-1, keepdims=True), ids, last).min(-1)
 

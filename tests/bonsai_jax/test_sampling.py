@@ -15,14 +15,17 @@ V = 50
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
+draw = jax.jit(sample)
+
+
 def draws(params, logits, n=4000):
     """n draws of one row's next token, at n positions."""
     s = sampler([params], 1, len(logits))
 
-    def draw(position):
+    def one(position):
         return sample(s, jnp.asarray(logits, jnp.float32)[None], position[None])[0][0]
 
-    return np.asarray(jax.vmap(draw)(jnp.arange(n)))
+    return np.asarray(jax.vmap(one)(jnp.arange(n)))
 
 
 def kept_by_sorting(logits, params):
@@ -215,21 +218,18 @@ def test_rows_keep_their_own_parameters_and_do_not_depend_on_each_other():
         dataclasses.replace(PLAIN, seed=7),
         dataclasses.replace(PLAIN, top_k=1),
     ]
-    together, _ = sample(sampler(rows, 3, V), logits, jnp.array([5, 5, 5]))
+    together, _ = draw(sampler(rows, 3, V), logits, jnp.array([5, 5, 5]))
     for i, row in enumerate(rows):
-        alone, _ = sample(sampler([row], 1, V), logits[i : i + 1], jnp.array([5]))
+        alone, _ = draw(sampler([row], 1, V), logits[i : i + 1], jnp.array([5]))
         assert together[i] == alone[0]
     assert together[0] == logits[0].argmax() and together[2] == logits[2].argmax()
 
 
 def test_a_shared_seed_counts_up_from_row_to_row():
     logits = jnp.zeros((2, V))
-    both, _ = sample(sampler(dataclasses.replace(PLAIN, seed=3), 2, V), logits, jnp.array([0, 0]))
-    second, _ = sample(sampler([dataclasses.replace(PLAIN, seed=4)], 1, V), logits[:1], jnp.array([0]))
+    both, _ = draw(sampler(dataclasses.replace(PLAIN, seed=3), 2, V), logits, jnp.array([0, 0]))
+    second, _ = draw(sampler([dataclasses.replace(PLAIN, seed=4)], 1, V), logits[:1], jnp.array([0]))
     assert both[1] == second[0] and both[0] != both[1]
-
-
-draw = jax.jit(sample)
 
 
 def penalized(params, logits, prompt, answer):
