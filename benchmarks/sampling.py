@@ -33,7 +33,7 @@ SETTINGS = {
     "no top-k": {"top_k": 0},
     "top-p 0.95 alone": PLAIN | {"top_p": 0.95},
     "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.1},
-    "bias": {"logit_bias": {token: -1.0 for token in range(0, 320, 10)}},
+    "bias": {"logit_bias": dict.fromkeys(range(0, 320, 10), -1.0)},
 }
 
 
@@ -73,8 +73,8 @@ def chain(
 
 def made(change: dict, rows: int, vocabulary: int, impl: str) -> sampling.Sampler:
     s = sampling.sampler(bj.SamplingParams(**{"seed": 1, **change}), rows, vocabulary)
-    prompt = np.random.default_rng(1).integers(0, vocabulary, (rows, 64)).astype(np.int32)
-    return sampling.read_prompt(s, prompt, np.ones(prompt.shape, bool)).replace(impl=impl)
+    prompt = jax.random.randint(jax.random.key(1), (rows, 64), 0, vocabulary)
+    return sampling.read_prompt(s, prompt, jnp.ones(prompt.shape, bool)).replace(impl=impl)
 
 
 def main() -> None:

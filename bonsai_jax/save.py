@@ -50,7 +50,8 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
 def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     """What `save_state` wrote, on this model's devices: generation goes on as if it had never stopped.
 
-    Kernels of attention and of the draw are those that this process chooses for the model, whatever wrote the file.
+    Kernels of attention and of the draw are those that this process chooses for the model, whatever wrote the
+    file.
     Raises ValueError for another file, and for a state that does not fit the model: layers, KV heads,
     head_dim, dtype of the cache or vocabulary. Weights are not compared: the cache of another model of the
     same shape loads, and means nothing.

@@ -126,6 +126,26 @@ def test_a_gemm_alone_is_the_op_but_for_the_rounding_of_its_activations(op, monk
     assert benchmark.matvec.difference(worse, product.definition()["gemm"]) > 5e-3  # the check can fail
 
 
+def test_draws_are_timed_beside_the_definition(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    benchmark = module("sampling")
+    arguments = ["--rows", "2", "--vocabulary", "300", "-r", "2", "--calls", "1", "--only", "defaults,bias"]
+    monkeypatch.setattr(benchmark, "CHAIN", 2)
+    monkeypatch.setattr(benchmark, "SETTINGS", {**benchmark.SETTINGS, "bias": {"logit_bias": {7: 99.0}}})
+    monkeypatch.setattr(sys, "argv", ["", *arguments])
+    drawn, chain = [], benchmark.chain
+    monkeypatch.setattr(benchmark, "chain", lambda *given: drawn.append(chain(*given)) or drawn[-1])
+    benchmark.main()
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["setting"], row["impl"]) for row in rows] == [
+        ("defaults", "reference"),
+        ("bias", "reference"),
+    ]
+    assert all(row["us_max"] >= row["us"] > 0 and row["draws"] == 4 and row["other"] == 0 for row in rows)
+    assert any((tokens == 7).all() for _, tokens in drawn)  # the bias
+    assert any(len(np.unique(tokens)) > 2 for _, tokens in drawn)  # of logits that change
+
+
 def test_a_table_is_for_people():
     lines = script("matvec", *TINY, "-m", "tiny-llama", "-f", "q4_k").splitlines()
     assert lines[0].startswith("| op | model | shape |") and len(lines) == 2 + 5

@@ -161,8 +161,8 @@ def _weights(checkpoint: "Checkpoint", config: "ModelConfig", asked: "RunConfig"
 
 
 def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[dict[str, Any]]:
-    """For every matrix, attention, the decode step and the draw the kernel for each number of rows, and why those
-    before it in the order of preference were not taken."""
+    """For every matrix, attention, the decode step and sampling the kernel for each number of rows, and why
+    those before it in the order of preference were not taken."""
     from bonsai_jax.plan import attention_problems
     from pallas_kernels import selection
 

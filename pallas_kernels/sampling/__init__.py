@@ -1,7 +1,6 @@
 """The draw of a token from logits: the op, its reference, and the kernels."""
 
 from pallas_kernels.sampling.api import draw
-from pallas_kernels.sampling.reference import top_k
 from pallas_kernels.sampling.rules import Rules
 
-__all__ = ["Rules", "draw", "top_k"]
+__all__ = ["Rules", "draw"]

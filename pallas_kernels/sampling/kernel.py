@@ -20,8 +20,6 @@ other side, by parts in a million.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,30 +27,25 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import (
-    as_real,
-    as_word,
-    exp,
-    index,
-    integer,
-    log,
-    maximum,
-    minimum,
-    real,
-    select,
-    total,
-    true,
+from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, real, select, total, true
+from pallas_kernels.sampling.block import (
+    THREADS,
+    WARPS,
+    Block,
+    before_this_warp,
+    best_of_lane,
+    best_of_warp,
+    greatest,
+    listed,
+    lower_lanes,
 )
+from pallas_kernels.sampling.row import EACH, GROUP, Row, number, sortable
 from pallas_kernels.sampling.rules import Rules
 
-GROUP = 128  # neighbouring tokens: four of each lane of a warp
-EACH = GROUP // 32
-SCAN_WARPS = 8
-THREADS = 512  # of a row's block
-WARPS = THREADS // 32
+SCAN_WARPS = 8  # of a block of the first launch
 MOST_NEEDED = 320  # of top-k: so many groups, with two tokens of some, are likely to fit
 NEEDED = 128  # groups that are looked for where there is no top-k, or a larger one
-CANDIDATES = THREADS  # most tokens among which a row's is drawn without a look at all: one a thread
+CANDIDATES = THREADS  # one for each thread of a row's block
 AT_A_TIME = 4  # groups that a warp reads at a time
 LOWEST = -3e38  # instead of -inf, of which differences are no numbers
 
@@ -72,7 +65,9 @@ def draw(
         "positions": positions,
     }
     shape = lambda dtype: jax.ShapeDtypeStruct((rows, groups), dtype)  # noqa: E731
-    run = max(1, min(4, rows * groups // 8192))  # groups that a warp has: more where there are more than warps
+    run = max(
+        1, min(4, rows * groups // 8192)
+    )  # groups that a warp has: more where there are more than warps
     warps = rows * -(-groups // run)
     found = launch(
         functools.partial(_scan, run=run),
@@ -107,96 +102,6 @@ def draw(
     return tokens, jax.freeze(seen), jax.freeze(counts)
 
 
-class Row:
-    """A row of the batch, as lanes of whole warps read it."""
-
-    def __init__(self, logits, rules: Rules, keys, positions, row):
-        self.logits, self.rules, self.row = logits, rules, index(row)
-        self.vocabulary = logits.type.shape[1]
-        at = lambda ref: memory.load(ref, self.row)  # noqa: E731
-        self.temperature, self.top_k = at(rules.temperature), at(rules.top_k)
-        self.top_p, self.min_p = at(rules.top_p), at(rules.min_p)
-        self.penalties = [
-            at(ref) for ref in (rules.repetition_penalty, rules.presence_penalty, rules.frequency_penalty)
-        ]
-        self.key = [memory.load(keys, self.row, i) for i in (0, 1)]
-        self.position = at(positions)
-        self.first_biases = self._biases(0)
-        self.greedy = self.temperature == 0
-        no_top_k = (self.top_k == 0) | (self.top_k >= self.vocabulary)
-        self.truncates_nothing = ~self.greedy & no_top_k & (self.top_p >= 1) & (self.min_p <= 0)
-        # To be greedy is to draw the likeliest one without noise.
-        self.k = select(self.greedy, 1, select(no_top_k, self.vocabulary, self.top_k))
-        self.top_p = select(self.greedy, 1.0, self.top_p)
-        self.min_p = select(self.greedy, 0.0, self.min_p)
-        self.divisor = select(self.greedy, 1.0, self.temperature)
-
-    def at_its_position(self):
-        """The key of the row's noise at its position, for `score`."""
-        return lanes.choose(~self.greedy, lambda: _threefry(self.key, integer(0), self.position), self.key)
-
-    def ids(self, group) -> list:
-        """The tokens of a group that this lane has, as i32."""
-        first = integer(group) * GROUP + integer(lanes.thread() % 32)
-        return [first + 32 * i for i in range(EACH)]
-
-    def read(self, group) -> list:
-        """Logits of this lane's tokens of a group, as the model made them."""
-        last = self.vocabulary - 1
-        return [memory.load(self.logits, self.row, minimum(i, last)) for i in self.ids(group)]
-
-    def changed(self, group, logits: list) -> list:
-        """What `read` read after penalties and biases; -inf beyond the vocabulary."""
-        ids, (repetition, presence, frequency) = self.ids(group), self.penalties
-
-        def penalized():
-            out = []
-            for token, x in zip(ids, logits, strict=True):
-                at = self.row, minimum(token, self.vocabulary - 1)
-                seen, count = memory.load(self.rules.seen, *at), memory.load(self.rules.counts, *at)
-                x = select(seen, select(x > 0, x / repetition, x * repetition), x)
-                out.append(x - (frequency * real(count) + select(count != 0, presence, 0.0)))
-            return out
-
-        any_penalty = (repetition != 1) | (presence != 0) | (frequency != 0)
-        values = self._biased(group, lanes.choose(any_penalty, penalized, logits), self.first_biases)
-        width = self.rules.bias.type.shape[1]
-        values = lanes.loop(
-            32, width, 32, values, lambda i, values: self._biased(group, values, self._biases(i))
-        )
-        return [
-            select(token < self.vocabulary, x, -float("inf")) for token, x in zip(ids, values, strict=True)
-        ]
-
-    def _biases(self, first):
-        """Of 32 biases, this lane's: its token, or one beyond the vocabulary, and what it adds, as words."""
-        width = self.rules.bias.type.shape[1]
-        mine = integer(first) + integer(lanes.thread() % 32)
-        at = self.row, minimum(mine, width - 1)
-        token = select(mine < width, memory.load(self.rules.bias_ids, *at), self.vocabulary)
-        return [token, as_word(memory.load(self.rules.bias, *at))]
-
-    def _biased(self, group, values: list, biases: list) -> list:
-        """The values of a group's tokens, with 32 biases."""
-        lane = integer(lanes.thread() % 32)
-        token = biases[0] - integer(group) * GROUP  # from 0 to GROUP - 1: of this group
-
-        def one(of, values):
-            there, added = (lanes.from_lane(word, integer(of)) for word in (token, biases[1]))
-            return [
-                select(there == lane + 32 * i, x + as_real(added), x) for i, x in enumerate(values)
-            ]
-
-        some = lanes.any_lane(select((token < GROUP) & (biases[0] < self.vocabulary), 1, 0))
-        count = lanes.anew(integer(32))  # not unrolled
-        return lanes.choose(some, lambda: lanes.loop(0, count, 1, values, one), values)
-
-    def score(self, value, token, key: list):
-        """Of a token in the draw, as a word that `sortable` makes."""
-        noisy = lambda: [value / self.divisor + _gumbel(key, token)]  # noqa: E731
-        return sortable(lanes.choose(~self.greedy, noisy, [value])[0])
-
-
 def _scan(logits, rules, keys, positions, maxima, sums, winners, scores, *, run: int):
     rows, groups = maxima.type.shape
     warp = lanes.thread() // 32 + lanes.block() * SCAN_WARPS
@@ -226,68 +131,6 @@ def _scan(logits, rules, keys, positions, maxima, sums, winners, scores, *, run:
                     memory.store(token, winners, row.row, group)
 
 
-class Block:
-    """Sums and maxima over a block of threads, through shared memory. Every use has places of its own, and
-    one in a loop two in turn, so that a barrier each is enough."""
-
-    SLOTS = 16
-
-    def __init__(self, partial_smem):
-        self.smem, self.used = partial_smem, 0
-
-    def place(self, count: int = 1):
-        self.used += count
-        assert self.used <= self.SLOTS
-        return index((self.used - count) * WARPS)
-
-    def gathered(self, words: list, place) -> list:
-        """A word or more of each warp (the same in its lanes) -> of every warp, as lists in the order of
-        warps."""
-        warp = lanes.thread() // 32
-        with lanes.when(lanes.thread() % 32 == 0):
-            for i, word in enumerate(words):
-                memory.store(word, self.smem, place + WARPS * i + warp)
-        lanes.block_barrier()
-        return [
-            [w for j in range(0, WARPS, 4) for w in memory.load_words(4, self.smem, [place + (WARPS * i + j)])]
-            for i in range(len(words))
-        ]
-
-    def sum(self, count, place=None):
-        """Of s32."""
-        place = self.place() if place is None else place
-        return _tree(self.gathered([lanes.warp_sum(count)], place)[0])
-
-    def sums(self, numbers: list, place=None) -> list:
-        """Of float32, always in the same order."""
-        place = self.place(len(numbers)) if place is None else place
-        words = [as_word(lanes.warp_sum_real(x)) for x in numbers]
-        return [_tree(list(map(as_real, of_warps))) for of_warps in self.gathered(words, place)]
-
-    def best(self, score, token):
-        """(score, token) of the largest score; of several the lowest token."""
-        scores, tokens = self.gathered(list(best_of_warp(score, token)), self.place(2))
-        return best_of_lane(list(zip(scores, tokens, strict=True)))
-
-    def threshold(self, amount: Callable[[Any, Any], Any], least, most):
-        """A word t for which amount(t, place), which falls as t grows, is `least` or more, and the largest
-        one unless a smaller has no more than `most`; 0 if there is none. From the highest bit down."""
-        first = self.place(2)
-
-        def one(bit, carry):
-            t, looking = carry
-
-            def tried():
-                candidate = t | integer(1) << 31 - integer(bit)
-                found = amount(candidate, first + bit % 2 * WARPS)
-                reached = found >= least
-                return [select(reached, candidate, t), select(reached & (found <= most), 0, 1)]
-
-            return lanes.choose(looking != 0, tried, carry)
-
-        return lanes.loop(0, lanes.anew(integer(32)), 1, [integer(0), integer(1)], one)[0]
-
-
 def _draw(
     logits, rules, keys, positions, maxima, sums, winners, scores, tokens,
     partial_smem, counts_smem, groups_smem, ids_smem, values_smem, weights_smem,
@@ -309,11 +152,11 @@ def _draw(
             select(g < groups, memory.load(ref, row.row, minimum(g, groups - 1)), otherwise) for g in mine
         ]
 
+    largest = of_groups(maxima, -float("inf"))
     with lanes.when(row.truncates_nothing):
         found = best_of_lane(list(zip(of_groups(scores, 0), of_groups(winners, 0), strict=True)))
         store(block.best(*found)[1])
     with lanes.when(~row.truncates_nothing):
-        largest = of_groups(maxima, -float("inf"))
         keys = [select(g < groups, sortable(x), 0) for g, x in zip(mine, largest, strict=True)]
         (of_warps,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
         peak = number(greatest(of_warps))
@@ -321,7 +164,7 @@ def _draw(
         count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
         t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
         there = [(key >= t) & (g < groups) for g, key in zip(mine, keys, strict=True)]
-        count = _listed(there, mine, counts_smem, groups_smem)
+        count = listed(there, mine, counts_smem, groups_smem)
         # Also a barrier, behind which the list is read.
         lanes.block_barrier()
         few = count <= CANDIDATES
@@ -378,39 +221,6 @@ def _draw(
             store(_among_all(row, block, maxima, peak))
 
 
-def _listed(there: list, items: list, counts_smem, list_smem):
-    """Items whose condition holds into a list in shared memory, in the order of items: thread t has t, t +
-    THREADS, ... Returns how many they are; a barrier must follow."""
-    ballots = [lanes.ballot(condition) for condition in there]
-    warp = lanes.thread() // 32
-    with lanes.when(lanes.thread() % 32 == 0):
-        for i, ballot in enumerate(ballots):
-            memory.store(lanes.ones(ballot), counts_smem, warp + WARPS * i)
-    lanes.block_barrier()
-    firsts, count = _before(counts_smem, len(there))
-    for condition, item, ballot, first in zip(there, items, ballots, firsts, strict=True):
-        with lanes.when(condition):
-            memory.store(integer(item), list_smem, first + lanes.ones(ballot & _lower_lanes()))
-    return count
-
-
-def _before(counts_smem, rounds: int):
-    """Counts of warps in so many rounds -> for each round what comes before this warp's; and their sum."""
-    lane, warp = lanes.thread() % 32, integer(lanes.thread() // 32)
-    places = [integer(lane) + 32 * i for i in range(-(-rounds * WARPS // 32))]
-    last = rounds * WARPS - 1
-    counts = [
-        select(place <= last, memory.load(counts_smem, minimum(place, last)), 0) for place in places
-    ]
-    before = [
-        lanes.warp_sum(
-            total([select(p < warp + WARPS * r, c, 0) for p, c in zip(places, counts, strict=True)])
-        )
-        for r in range(rounds)
-    ]
-    return before, lanes.warp_sum(total(counts))
-
-
 def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_smem):
     """Tokens that reach t, of the listed groups, into shared memory in the order of ids: how many they are,
     of which the first CANDIDATES are there. Ends with a barrier."""
@@ -423,7 +233,10 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
         read = [row.read(group) for group in listed]
         values = [row.changed(group, x) for group, x in zip(listed, read, strict=True)]
         there = [
-            [(entry < count) & (sortable(x) >= t) & (i < row.vocabulary) for x, i in zip(of_group, row.ids(group), strict=True)]
+            [
+                (entry < count) & (sortable(x) >= t) & (i < row.vocabulary)
+                for x, i in zip(of_group, row.ids(group), strict=True)
+            ]
             for entry, of_group, group in zip(entries, values, listed, strict=True)
         ]
         ballots = [[lanes.ballot(condition) for condition in of_group] for of_group in there]
@@ -432,13 +245,13 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
                 found = total([lanes.ones(ballot) for ballot in of_group])
                 memory.store(found, counts_smem, warp + WARPS * r)
         lanes.block_barrier()
-        before, found = _before(counts_smem, AT_A_TIME)
+        before, found = before_this_warp(counts_smem, AT_A_TIME)
         for r in range(AT_A_TIME):
             at = base + before[r]
             for x, i, condition, ballot in zip(
                 values[r], row.ids(listed[r]), there[r], ballots[r], strict=True
             ):
-                place = at + lanes.ones(ballot & _lower_lanes())
+                place = at + lanes.ones(ballot & lower_lanes())
                 with lanes.when(condition & (place < CANDIDATES)):
                     memory.store(x, values_smem, place)
                     memory.store(i, ids_smem, place)
@@ -517,64 +330,3 @@ def _among_all(row: Row, block: Block, maxima, peak):
         return list(best_of_lane(pairs))
 
     return block.best(*over_tokens(t, [zero, zero], race, 1))[1]
-
-
-def sortable(x):
-    """A float32 as a word in the same order, 0 below all (pallas_kernels.sampling.reference.sortable)."""
-    bits = as_word(select(x == 0, 0.0, x))  # -0 becomes +0
-    return select(bits >> 31 != 0, ~bits, bits | 1 << 31)
-
-
-def number(word):
-    """The float32 of which `sortable` made a word."""
-    return as_real(select(word >> 31 != 0, word ^ 1 << 31, ~word))
-
-
-def _tree(numbers: list):
-    """Their sum, neighbours first: a power of two of them."""
-    while len(numbers) > 1:
-        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
-    return numbers[0]
-
-
-def greatest(words: list):
-    return functools.reduce(maximum, words)
-
-
-def best_of_lane(pairs: list):
-    """(score, token) of the largest score; of several the lowest token."""
-    score, token = pairs[0]
-    for other, of_it in pairs[1:]:
-        better = (other > score) | (other == score) & (of_it < token)
-        score, token = select(better, other, score), select(better, of_it, token)
-    return score, token
-
-
-def best_of_warp(score, token):
-    """As `best_of_lane`, over the lanes of a warp, in each of them."""
-    best = lanes.warp_max(score)
-    return best, ~lanes.warp_max(select(score == best, ~token, 0))
-
-
-def _lower_lanes():
-    """A bit for every lane before this one."""
-    return (integer(1) << integer(lanes.thread() % 32)) - 1
-
-
-def _gumbel(key: list, token):
-    """Noise of a token (pallas_kernels.sampling.reference.gumbel)."""
-    bits = _threefry(key, token, integer(0))[0]
-    u = (real(bits >> 9) + 0.5) * 2.0**-23
-    return -log(-log(u))
-
-
-def _threefry(key: list, x, y) -> list:
-    """Threefry-2x32 of two words, 20 rounds (Salmon et al. 2011)."""
-    keys = [*key, key[0] ^ key[1] ^ 0x1BD11BDA]
-    x, y = x + keys[0], y + keys[1]
-    for i in range(5):
-        for by in ((13, 15, 26, 6), (17, 29, 16, 24))[i % 2]:
-            x = x + y
-            y = x ^ (y << by | y >> 32 - by)
-        x, y = x + keys[(i + 1) % 3], y + keys[(i + 2) % 3] + (i + 1)
-    return [x, y]

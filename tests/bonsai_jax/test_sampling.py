@@ -15,14 +15,17 @@ V = 50
 PLAIN = SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 
 
+draw = jax.jit(sample)
+
+
 def draws(params, logits, n=4000):
     """n draws of one row's next token, at n positions."""
     s = sampler([params], 1, len(logits))
 
-    def draw(position):
+    def one(position):
         return sample(s, jnp.asarray(logits, jnp.float32)[None], position[None])[0][0]
 
-    return np.asarray(jax.vmap(draw)(jnp.arange(n)))
+    return np.asarray(jax.vmap(one)(jnp.arange(n)))
 
 
 def kept_by_sorting(logits, params):
@@ -78,7 +81,7 @@ def kept_with_ties(logits, params):
         keep &= logits >= levels[np.argmax(sums >= params.top_p)]
     else:
         close = False
-    close |= np.abs(p - params.min_p).min() < 1e-6
+    close |= params.min_p > 0 and np.abs(p - params.min_p).min() < 1e-6
     return keep & (p >= params.min_p), close
 
 
@@ -135,6 +138,71 @@ def test_a_draw_is_the_same_however_many_candidates_there_are(digits, monkeypatc
     np.testing.assert_array_equal(drawn[0], drawn[2])
 
 
+MANY_TOKENS = 1301  # no multiple of 128
+UNEVEN = np.random.default_rng(11).normal(0, 2, MANY_TOKENS).astype(np.float32)
+SETTINGS = {  # (change, logits)
+    "flat, all": ({}, UNEVEN / 20),
+    "top-k 1, of many alike": ({"top_k": 1}, UNEVEN.round(0).clip(-9, 3)),
+    "top-k 64": ({"top_k": 64, "temperature": 0.7}, UNEVEN),
+    "top-k 64, heavy ties": ({"top_k": 64}, UNEVEN.round(0)),
+    "top-k 1000": ({"top_k": 1000, "temperature": 2.0}, UNEVEN / 2),
+    "top-k 1000, top-p": ({"top_k": 1000, "top_p": 0.8, "temperature": 1.5}, UNEVEN / 2),
+    "top-p, peaked": ({"top_p": 0.9}, 3 * UNEVEN),
+    "top-p, flat": ({"top_p": 0.4}, UNEVEN / 20),
+    "top-p 0.01": ({"top_p": 0.01}, UNEVEN),
+    "min-p": ({"min_p": 0.1, "temperature": 3.0}, UNEVEN),
+    "defaults": (dataclasses.asdict(SamplingParams()), UNEVEN),
+    "penalties": (
+        {"top_k": 100, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
+        UNEVEN,
+    ),
+    "bias": ({"top_k": 50, "logit_bias": {t: -np.inf if t % 2 else 6.0 for t in range(40)}}, UNEVEN),
+    "one token is allowed": ({"top_k": 40}, np.where(np.arange(MANY_TOKENS) == 1300, 0.0, -np.inf)),
+}
+
+
+def test_tokens_are_as_frequent_as_they_are_likely():
+    """Within five standard errors, in each of many settings; those that are expected less than 25 times count
+    as one. On a GPU, where kernels draw, over ten million draws each."""
+    on_gpu = jax.default_backend() == "gpu"
+    repeated, steps = (1000, 10_000) if on_gpu else (20, 20)
+    rng, n = np.random.default_rng(3), len(SETTINGS)
+    rows = [dataclasses.replace(PLAIN, **{**change, "seed": 0}) for change, _ in SETTINGS.values()]
+    logits = np.stack([x for _, x in SETTINGS.values()]).astype(np.float32)
+    seen = rng.random((n, MANY_TOKENS)) < 0.3
+    counts = np.where(rng.random(seen.shape) < 0.1, rng.integers(0, 4, seen.shape), 0).astype(np.int32)
+
+    @jax.jit
+    def histogram(s, logits):
+        def one(position, found):
+            tokens, _ = sample(s, logits, jnp.full(len(logits), position))
+            return found.at[jnp.arange(len(logits)) // repeated, tokens].add(1)
+
+        return jax.lax.fori_loop(0, steps, one, jnp.zeros((n, MANY_TOKENS), jnp.int32))
+
+    many = [dataclasses.replace(row, seed=i) for row in rows for i in range(repeated)]
+    s = sampler(many, len(many), MANY_TOKENS)
+    s = s.replace(seen=jnp.repeat(seen, repeated, axis=0), counts=jnp.repeat(counts, repeated, axis=0))
+    found = np.asarray(histogram(s, jnp.repeat(logits, repeated, axis=0)))
+    for i, (name, params) in enumerate(zip(SETTINGS, rows, strict=True)):
+        x = logits[i]
+        penalty = np.float32(params.repetition_penalty)
+        x = np.where(seen[i], np.where(x > 0, x / penalty, x * penalty), x)
+        x = x - (np.float32(params.frequency_penalty) * counts[i])
+        x = x - np.float32(params.presence_penalty) * (counts[i] > 0)
+        for token, bias in params.logit_bias.items():
+            x[token] += np.float32(bias)
+        keep, close = kept_with_ties(x, params)
+        assert not close, name
+        p = np.where(keep, np.exp((x.astype(np.float64) - x.max()) / params.temperature), 0)
+        want, got = p / p.sum() * repeated * steps, found[i]
+        assert got.sum() == repeated * steps and (got[~keep] == 0).all(), name
+        rare = want < 25
+        want, got = (np.append(v[~rare], v[rare].sum()) for v in (want, got))
+        error = np.sqrt(want * (1 - want / want.sum())) + 1e-9
+        assert (np.abs(got - want) <= 5 * error + (want < 25) * 10).all(), name
+
+
 def test_equal_logits_beyond_top_k_are_kept():
     assert set(draws(dataclasses.replace(PLAIN, top_k=2), np.array([3.0, 1.0, 1.0, 0.0])).tolist()) == {
         0,
@@ -150,21 +218,18 @@ def test_rows_keep_their_own_parameters_and_do_not_depend_on_each_other():
         dataclasses.replace(PLAIN, seed=7),
         dataclasses.replace(PLAIN, top_k=1),
     ]
-    together, _ = sample(sampler(rows, 3, V), logits, jnp.array([5, 5, 5]))
+    together, _ = draw(sampler(rows, 3, V), logits, jnp.array([5, 5, 5]))
     for i, row in enumerate(rows):
-        alone, _ = sample(sampler([row], 1, V), logits[i : i + 1], jnp.array([5]))
+        alone, _ = draw(sampler([row], 1, V), logits[i : i + 1], jnp.array([5]))
         assert together[i] == alone[0]
     assert together[0] == logits[0].argmax() and together[2] == logits[2].argmax()
 
 
 def test_a_shared_seed_counts_up_from_row_to_row():
     logits = jnp.zeros((2, V))
-    both, _ = sample(sampler(dataclasses.replace(PLAIN, seed=3), 2, V), logits, jnp.array([0, 0]))
-    second, _ = sample(sampler([dataclasses.replace(PLAIN, seed=4)], 1, V), logits[:1], jnp.array([0]))
+    both, _ = draw(sampler(dataclasses.replace(PLAIN, seed=3), 2, V), logits, jnp.array([0, 0]))
+    second, _ = draw(sampler([dataclasses.replace(PLAIN, seed=4)], 1, V), logits[:1], jnp.array([0]))
     assert both[1] == second[0] and both[0] != both[1]
-
-
-draw = jax.jit(sample)
 
 
 def penalized(params, logits, prompt, answer):

@@ -30,7 +30,9 @@ ROWS = [
 def rules(rows: list[dict], vocabulary: int, biases: int = 1, tables=None) -> Rules:
     """Arrays of these settings; biases and tables of tokens that count for nothing, if none are given."""
     columns = {
-        name: jnp.array([{**PLAIN, **row}[name] for row in rows], jnp.int32 if name == "top_k" else jnp.float32)
+        name: jnp.array(
+            [{**PLAIN, **row}[name] for row in rows], jnp.int32 if name == "top_k" else jnp.float32
+        )
         for name in PLAIN
     }
     shape = len(rows), vocabulary

@@ -13,7 +13,7 @@ from bonsai_jax.plan import MOST_ROWS_OF_A_LAUNCH
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
-from pallas_kernels.selection import Attention, Matmul, Step, choose, explain, products
+from pallas_kernels.selection import Attention, Matmul, Sampling, Step, choose, explain, products
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MODELS = ("bonsai-8b", "bonsai-4b", "bonsai-1.7b", "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama")
@@ -141,6 +141,18 @@ def test_hopper_multiplies_many_rows_without_dequantizing_to_memory(format):
 )
 def test_many_queries_attend_by_a_kernel_on_every_gpu_since_ampere(platform, cache, page_size, taken):
     assert choose(Attention(platform, "prefill", 32, 8, 128, page_size, cache)) == taken
+
+
+@pytest.mark.parametrize(("platform", "taken"), [("sm_80", "two_launches"), ("sm_120", "two_launches"),
+                                                 ("sm_75", "reference"), ("cpu", "reference")])  # fmt: skip
+def test_tokens_are_drawn_by_a_kernel_on_every_gpu_since_ampere(platform, taken):
+    problem = Sampling(platform, 151669)
+    assert choose(problem) == taken and choose(problem, impl="reference") == "reference"
+    if taken == "reference":
+        with pytest.raises(
+            NotImplementedError, match=r"cannot run sampling of 151669 tokens on .* needs an NVI"
+        ):
+            choose(problem, impl="pallas")
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])

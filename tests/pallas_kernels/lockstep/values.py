@@ -182,6 +182,10 @@ arith = types.SimpleNamespace(
     index_castui=_zero_extended, extui=_zero_extended, bitcast=_bitcast,
 )  # fmt: skip
 math = types.SimpleNamespace(
-    fma=_fma, absf=_unary(np.abs), exp=_unary(np.exp), log=_unary(np.log), rsqrt=_unary(lambda a: np.float32(1) / np.sqrt(a))
+    fma=_fma,
+    absf=_unary(np.abs),
+    exp=_unary(np.exp),
+    log=_unary(np.log),
+    rsqrt=_unary(lambda a: np.float32(1) / np.sqrt(a)),
 )
 vector = types.SimpleNamespace(extract=_extract, from_elements=_from_elements, bitcast=reinterpreted)

@@ -1,0 +1,139 @@
+"""What the threads of a row's block find together: sums, the best, thresholds, lists."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import as_real, as_word, index, integer, maximum, minimum, select, total
+
+THREADS = 512
+WARPS = THREADS // 32
+
+
+class Block:
+    """Sums and maxima over a block of threads, through shared memory. Every use has places of its own, and
+    one in a loop two in turn, so that a barrier each is enough."""
+
+    SLOTS = 16
+
+    def __init__(self, partial_smem):
+        self.smem, self.used = partial_smem, 0
+
+    def place(self, count: int = 1):
+        self.used += count
+        assert self.used <= self.SLOTS
+        return index((self.used - count) * WARPS)
+
+    def gathered(self, words: list, place) -> list:
+        """A word or more of each warp (the same in its lanes) -> of every warp, as lists in the order of
+        warps."""
+        warp = lanes.thread() // 32
+        with lanes.when(lanes.thread() % 32 == 0):
+            for i, word in enumerate(words):
+                memory.store(word, self.smem, place + WARPS * i + warp)
+        lanes.block_barrier()
+        return [
+            [
+                w
+                for j in range(0, WARPS, 4)
+                for w in memory.load_words(4, self.smem, [place + (WARPS * i + j)])
+            ]
+            for i in range(len(words))
+        ]
+
+    def sum(self, count, place=None):
+        """Of s32."""
+        place = self.place() if place is None else place
+        return _tree(self.gathered([lanes.warp_sum(count)], place)[0])
+
+    def sums(self, numbers: list, place=None) -> list:
+        """Of float32, always in the same order."""
+        place = self.place(len(numbers)) if place is None else place
+        words = [as_word(lanes.warp_sum_real(x)) for x in numbers]
+        return [_tree(list(map(as_real, of_warps))) for of_warps in self.gathered(words, place)]
+
+    def best(self, score, token):
+        """(score, token) of the largest score; of several the lowest token."""
+        scores, tokens = self.gathered(list(best_of_warp(score, token)), self.place(2))
+        return best_of_lane(list(zip(scores, tokens, strict=True)))
+
+    def threshold(self, amount: Callable[[Any, Any], Any], least, most):
+        """A word t for which amount(t, place), which falls as t grows, is `least` or more, and the largest
+        one unless a smaller has no more than `most`; 0 if there is none. From the highest bit down."""
+        first = self.place(2)
+
+        def one(bit, carry):
+            t, looking = carry
+
+            def tried():
+                candidate = t | integer(1) << 31 - integer(bit)
+                found = amount(candidate, first + bit % 2 * WARPS)
+                reached = found >= least
+                return [select(reached, candidate, t), select(reached & (found <= most), 0, 1)]
+
+            return lanes.choose(looking != 0, tried, carry)
+
+        return lanes.loop(0, lanes.anew(integer(32)), 1, [integer(0), integer(1)], one)[0]
+
+
+def listed(there: list, items: list, counts_smem, list_smem):
+    """Items whose condition holds into a list in shared memory, in the order of items: thread t has t, t +
+    THREADS, ... Returns how many they are; a barrier must follow."""
+    ballots = [lanes.ballot(condition) for condition in there]
+    warp = lanes.thread() // 32
+    with lanes.when(lanes.thread() % 32 == 0):
+        for i, ballot in enumerate(ballots):
+            memory.store(lanes.ones(ballot), counts_smem, warp + WARPS * i)
+    lanes.block_barrier()
+    firsts, count = before_this_warp(counts_smem, len(there))
+    for condition, item, ballot, first in zip(there, items, ballots, firsts, strict=True):
+        with lanes.when(condition):
+            memory.store(integer(item), list_smem, first + lanes.ones(ballot & lower_lanes()))
+    return count
+
+
+def before_this_warp(counts_smem, rounds: int):
+    """Counts of warps in so many rounds -> for each round what comes before this warp's; and their sum."""
+    lane, warp = lanes.thread() % 32, integer(lanes.thread() // 32)
+    places = [integer(lane) + 32 * i for i in range(-(-rounds * WARPS // 32))]
+    last = rounds * WARPS - 1
+    counts = [select(place <= last, memory.load(counts_smem, minimum(place, last)), 0) for place in places]
+    before = [
+        lanes.warp_sum(
+            total([select(p < warp + WARPS * r, c, 0) for p, c in zip(places, counts, strict=True)])
+        )
+        for r in range(rounds)
+    ]
+    return before, lanes.warp_sum(total(counts))
+
+
+def _tree(numbers: list):
+    """Their sum, neighbours first: a power of two of them."""
+    while len(numbers) > 1:
+        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
+    return numbers[0]
+
+
+def greatest(words: list):
+    return functools.reduce(maximum, words)
+
+
+def best_of_lane(pairs: list):
+    """(score, token) of the largest score; of several the lowest token."""
+    score, token = pairs[0]
+    for other, of_it in pairs[1:]:
+        better = (other > score) | (other == score) & (of_it < token)
+        score, token = select(better, other, score), select(better, of_it, token)
+    return score, token
+
+
+def best_of_warp(score, token):
+    """As `best_of_lane`, over the lanes of a warp, in each of them."""
+    best = lanes.warp_max(score)
+    return best, ~lanes.warp_max(select(score == best, ~token, 0))
+
+
+def lower_lanes():
+    """A bit for every lane before this one."""
+    return (integer(1) << integer(lanes.thread() % 32)) - 1
