@@ -41,8 +41,8 @@ BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row a
 
 
 def tile(block):
-    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 2, 32, 4], "scales": uint32 [..., 32, 2], "d" and
-    "dmin": uint32 [..., 8]} (pallas_kernels/tiles.py), the file's 2.625 bits a weight.
+    """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 2, 32, 4], "scales": uint32 [..., 32, 2], "d":
+    uint32 [..., 8, 2], d and dmin} (pallas_kernels/tiles.py), the file's 2.625 bits a weight.
 
     Bits 2 i and 2 i + 1 of a word's bytes are a row's group i of four; vector v has rows g and g + 8 of
     groups 4 v .., then those of groups 8 + 4 v .. Of eight groups, those two that are a lane's have a word of
@@ -57,8 +57,7 @@ def tile(block):
     return {
         "words": words.reshape(*words.shape[:-2], 4),
         "scales": jnp.moveaxis(scales, -2, -1),
-        "d": tiles.bits(tiles.lane_rows(block["d"])),
-        "dmin": tiles.bits(tiles.lane_rows(block["dmin"])),
+        "d": jnp.stack([tiles.bits(tiles.lane_rows(block[name])) for name in ("d", "dmin")], axis=-1),
     }
 
 
@@ -71,7 +70,7 @@ def untile(tiled, shape):
     qs = q.reshape(*q.shape[:-1], -1, 2, 4, 32) << SHIFTS
     scales = jnp.moveaxis(tiled["scales"], -1, -2)[..., None, None] >> BYTE
     scales = tiles.scales_of(scales.astype(jnp.uint8), shape)
-    d, dmin = (tiles.rows_of(tiles.halves(tiled[name]), shape) for name in ("d", "dmin"))
+    d, dmin = (tiles.rows_of(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
     return {
         "scales": scales.reshape(*scales.shape[:-1], -1, 16),
         "qs": qs.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64),
@@ -94,7 +93,7 @@ def _scales(fields, lane):
     """d / 4 times 4 sc in even groups, times sc in odd ones."""
     from pallas_kernels.gpu import lanes
 
-    d, dmin = (lanes.halves(fields[name][0]) for name in ("d", "dmin"))
+    d, dmin = map(lanes.halves, fields["d"])
     eights = []
     for word in fields["scales"]:
         scale = word & 0x0F000F00 | (word & 0x000F000F) << 2

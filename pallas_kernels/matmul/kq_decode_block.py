@@ -250,7 +250,7 @@ class Ring:
         with lanes.when(wanted):
             item = self.first_item + tile * self.block.sizes.steps + step
             for key, field in self.fields.items():
-                share = lane // (32 // field.shape[0]) if len(field.shape) == 1 else lane
+                share = lane // (32 // field.shape[0]) if len(field.shape) < 3 else lane
                 words = math.prod(field.shape)
                 source = memory.at_byte(self.starts[key], item, 4 * words, share * field.size)
                 target = self.address + slot * self.slot_bytes + field.at + lane * field.size

@@ -4,7 +4,7 @@ picture)."""
 from typing import Any
 
 from pallas_kernels.gpu import lanes, memory, tensor_cores
-from pallas_kernels.gpu.values import as_real, fma, integer, real, select
+from pallas_kernels.gpu.values import as_real, fma, integer, minimum, real, select
 from pallas_kernels.matmul import kq_bytes, kq_decode_plan
 from pallas_kernels.tiles import COLUMNS
 
@@ -19,14 +19,13 @@ class Columns:
     results     sums that a lane has of a row of weights
     """
 
-    results = 2
-
     def __init__(self, block: Any, q, stats):
         self.sizes, self.kq = block.sizes, block.kq
         width, group = self.sizes.width, self.kq.group
         slot, row = block.g // width, block.g % width
         of_row, of_slot = row * self.sizes.row_bytes, slot * (width * group)
-        self.q = q + block.first_step * COLUMNS + of_row + of_slot + block.t * (group // 4)
+        first_step = minimum(block.first_step, self.sizes.steps - 1)  # of warps that have none too
+        self.q = q + first_step * COLUMNS + of_row + of_slot + block.t * (group // 4)
         self.in_slot = [
             select(slot == s, 0xFFFFFFFF, 0) if self.sizes.slots > 1 else None
             for s in range(self.sizes.slots)
@@ -41,12 +40,22 @@ class Columns:
             result = block.t * 2
             self.neighbours, slot = width // 2, result // width
             at = slot * (of_slot * width) + result % width
-        of_warp = block.first_step * (self.groups * width * 4 * self.stat_words)
+        of_warp = first_step * (self.groups * width * 4 * self.stat_words)
         self.stats = stats + of_warp + at * (4 * self.stat_words)
         # The lane of this quad that has the scales of groups 2 n and 2 n + 1 of this lane's slot.
         quad = block.t // self.neighbours * self.neighbours
         self.quad = [(block.lane & 0xFFFFFFFC) + (quad + n) for n in range(self.neighbours)]
         self.lane = block.lane
+        # One row of a warp's only step is the same for all its tiles; more would take too many registers.
+        self.kept: dict[tuple[str, int], list] = {}
+        if self.sizes.per_warp == self.sizes.width == self.sizes.bits // 8 == 1:
+            for u in range(COLUMNS // (8 * group)):
+                self.kept["operands", u] = self.operands(u, 0, 0, 0, self.q)
+                self.kept["stats", u] = self.stats_of(u, 0, 0, self.stats)
+
+    @property
+    def results(self) -> int:
+        return 2
 
     def of_step(self, s) -> tuple:
         """q and stats at a step of this warp."""
@@ -65,7 +74,7 @@ class Columns:
                 scales = unit.of_lane(self.quad[j // 2], j // 2)
             for chunk in range(sizes.chunks):
                 sums = _joined(self.sums_of_groups(unit.a, u, j, chunk, at_q))
-                stats = self.stats_of(at_stats, chunk, u * 8 + j, 2)
+                stats = self.stats_of(u, j, chunk, at_stats)
                 for r in (0, 1):
                     for c in (0, 1):
                         h = c if width == 1 else j % 2
@@ -75,30 +84,38 @@ class Columns:
                             value = fma(-scales[1][r][h], sum_of_x[0], value)
                         y[chunk][r][c] = value
 
-    def stats_of(self, at_stats, chunk: int, group: int, count: int) -> list:
-        """stat_words of a group of activations and a chunk of rows; of `count` neighbours."""
-        width, each = self.sizes.width, self.stat_words
-        at = (chunk * self.sizes.steps * self.groups + group) * width * 4 * each
-        found = []
-        for first in range(0, count * each, 4):
-            found += memory.load_shared(min(4, count * each), at_stats, at + 4 * first)
-        return [found[k : k + each] for k in range(0, count * each, each)]
+    def stats_of(self, u: int, j: int, chunk: int, at_stats) -> list:
+        """stat_words of what is in set j of unit u and a chunk of rows, for each result."""
+        if ("stats", u) in self.kept:
+            return self.kept["stats", u]
+        group = (u * 8 + j) * self.kq.group // self.kq.activation_group
+        each, count = self.stat_words, self.stat_words * self.results
+        at = (chunk * self.sizes.steps * self.groups + group) * self.sizes.width * 4 * each
+        words = []
+        for first in range(0, count, 4):
+            words += memory.load_shared(min(4, count), at_stats, at + 4 * first)
+        return [words[k : k + each] for k in range(0, count, each)]
+
+    def operands(self, u: int, j: int, chunk: int, digit: int, at_q) -> list:
+        """B of set j of unit u, of a chunk of rows: of each slot, zero in the columns of others."""
+        if ("operands", u) in self.kept:
+            return self.kept["operands", u]
+        sizes, group = self.sizes, self.kq.group
+        at = (u * 8 + j) * group + (digit * sizes.padded + chunk * sizes.width) * sizes.row_bytes
+        words = memory.load_shared(group // 16, at_q, at)
+        return [words if mask is None else [word & mask for word in words] for mask in self.in_slot]
 
     def sums_of_groups(self, a: list, u: int, j: int, chunk: int, at_q) -> list:
         """Integer products of set j of unit u's groups, one in each slot, with a chunk of rows: of each digit
         s32, [rows g, g + 8][columns 2 t, 2 t + 1]."""
-        sizes, group, sums = self.sizes, self.kq.group, []
-        for digit in range(sizes.bits // 8):  # the second is the high one
-            at = (u * 8 + j) * group + (digit * sizes.padded + chunk * sizes.width) * sizes.row_bytes
-            b = memory.load_shared(group // 16, at_q, at)
-            c = [integer(0)] * 4
-            if sizes.slots == 1:
-                c = tensor_cores.multiply_bytes(a[j], b, c, self.kq.signed)
-            together = 32 // group if sizes.slots > 1 else 1  # slots in one instruction
-            for s in range(0, sizes.slots if sizes.slots > 1 else 0, together):
-                slots = range(s, s + together)
-                a_s = [word for k in slots for word in a[sizes.width * k + j]]
-                b_s = [word & self.in_slot[k] for k in slots for word in b]
+        slots, width, sums = self.sizes.slots, self.sizes.width, []
+        together = min(slots, 32 // self.kq.group)  # slots in one instruction
+        for digit in range(self.sizes.bits // 8):  # the second is the high one
+            b, c = self.operands(u, j, chunk, digit, at_q), [integer(0)] * 4
+            for first in range(0, slots, together):
+                of_slots = range(first, first + together)
+                a_s = [word for s in of_slots for word in a[width * s + j]]
+                b_s = [word for s in of_slots for word in b[s]]
                 c = tensor_cores.multiply_bytes(a_s, b_s, c, self.kq.signed)
             sums.append(c)
         return sums
@@ -113,9 +130,9 @@ class WholeColumns(Columns):
     have. For one row the two groups are a lane's two columns of the result.
     """
 
-    def __init__(self, block: Any, q, stats):
-        super().__init__(block, q, stats)
-        self.results = 1 if self.sizes.width == 1 else 2
+    @property
+    def results(self) -> int:
+        return 1 if self.sizes.width == 1 else 2
 
     def multiply(self, words: dict, at_q, at_stats, y: list):
         rows, units = kq_bytes.whole_units(self.kq, words, self.lane)
@@ -126,7 +143,7 @@ class WholeColumns(Columns):
                     scale = [lanes.from_lane(word, self.quad[pair]) for word in scale]
                 for chunk in range(self.sizes.chunks):
                     sums = self.sums_of_pair(unit.a, u, pair, chunk, at_q)
-                    stats = self.stats_of(at_stats, chunk, u * 4 + pair, self.results)
+                    stats = self.stats_of(u, 2 * pair, chunk, at_stats)
                     for r in (0, 1):
                         for c in range(self.results):
                             step, *sums_of_x = stats[c]

@@ -125,6 +125,6 @@ def row_bytes(steps: int) -> int:
 
 
 def lane_bytes(shape: tuple[int, ...]) -> int:
-    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32, w] w words a
-    lane, [8 c] a word that 4 / c neighbouring lanes share."""
+    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32 / n, w] w words
+    that n neighbouring lanes share, [32 / n] one."""
     return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]

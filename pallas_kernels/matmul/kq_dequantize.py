@@ -162,7 +162,7 @@ def read(fields, layer, tile, step, lane) -> dict[str, list]:
             # A word for 32 / n neighbouring lanes.
             words[name] = [memory.load(ref, *at, lane // (32 // shape[0]))]
         elif len(shape) == 2:
-            words[name] = memory.load_words(shape[-1], ref, [*at, lane, 0])
+            words[name] = memory.load_words(shape[1], ref, [*at, lane // (32 // shape[0]), 0])
         else:
             words[name] = [memory.load_words(4, ref, [*at, v, lane, 0]) for v in range(shape[0])]
     return words

@@ -239,7 +239,6 @@ def words_of(ref, shape: tuple[int, ...], warp, number) -> list:
     """What a lane has of a field of one tile: words, or vectors of four."""
     if len(shape) == 1:  # a word for 32 / n neighbouring lanes
         return [memory.load(ref, warp, number // (32 // shape[0]))]
-    at = number * shape[-1]
-    if len(shape) == 2:
-        return memory.load_words(shape[-1], ref, [warp, at])
-    return [memory.load_words(4, ref, [warp, v, at]) for v in range(shape[0])]
+    if len(shape) == 2:  # words for them
+        return memory.load_words(shape[1], ref, [warp, number // (32 // shape[0]) * shape[1]])
+    return [memory.load_words(4, ref, [warp, v, number * 4]) for v in range(shape[0])]
