@@ -1,19 +1,17 @@
 """Attention of many queries a row (prefill) over a paged cache, on the tensor cores that every GPU since
 compute capability 8.0 has (mma.sync): for those that are not Hopper, which have prefill_sm90.py's wgmma.
 
-A block is one warpgroup with one or two parts of 64 queries: of two query heads that share a KV head, or of
-one head. Both parts multiply what a lane read once of keys and values. These all its threads bring from their
-pages, a step ahead (cp.async); nothing of the cache is copied or gathered in memory.
+A block has 64 queries of one head, for one warpgroup. All its threads bring keys and values from their pages,
+64 at a time, a step ahead (cp.async); nothing of the cache is copied or gathered in memory.
 
-    per step, of each part:   S = Q K^T  (mma)  -> mask -> online softmax in float32 (base 2)
-                              O = O c + P V  (mma, P in registers)
+    per step of 64 keys:   S = Q K^T  (mma)  -> mask -> online softmax in float32 (base 2)
+                           O = O c + P V  (mma, P in registers)
 
 Arguments, what is visited, what is masked and what is rounded are prefill_sm90.py's.
 """
 # pyright: reportAbstractUsage=false, reportCallIssue=false
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +25,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, of
 from pallas_kernels.gpu.wgmma import fragment
 
+KEYS = 64  # of a step
 SLOTS = 2  # steps in shared memory
 THREADS = 128
 TRANSFORMS = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -35,17 +34,7 @@ ACC, LHS, RHS = (  # of any numbers of 16 bits
 )
 
 
-class Block(NamedTuple):
-    """parts of 64 queries, and keys of a step."""
-
-    parts: int
-    keys: int
-
-
-BLOCKS = {64: Block(1, 64), 128: Block(2, 32)}  # by head_dim
-
-
-@functools.partial(jax.jit, static_argnames="block")
+@jax.jit
 def mma_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -53,7 +42,6 @@ def mma_attention(
     block_table: jax.Array,
     positions: jax.Array,
     layer: jax.Array,
-    block: Block | None = None,
 ) -> jax.Array:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
     (cache_layouts: DTYPE is OPERAND) and head_dim 64 or 128.
@@ -61,18 +49,17 @@ def mma_attention(
     Returns float32 [B, T, H, D].
     """
     B, T, H, D = q.shape
-    parts, keys = block or BLOCKS[D]
-    tiles, layout = Tiles.of(q, k_pages.shape[3], parts), cache_layouts.of(k_pages)
-    q, positions, steps = tiles.prepared(q, positions, keys, layout)
+    tiles, layout = Tiles.of(q, k_pages.shape[3], parts=1), cache_layouts.of(k_pages)
+    q, positions, steps = tiles.prepared(q, positions, KEYS, layout)
     kernel = plgpu.kernel(
-        functools.partial(_body, tiles=tiles, layout=layout, parts=parts, group=H // k_pages.shape[3]),
+        functools.partial(_body, tiles=tiles, layout=layout, group=H // k_pages.shape[3]),
         out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
-        grid=(H // tiles.heads, tiles.count, B),
+        grid=(H, tiles.count, B),
         grid_names=("heads", "tiles", "rows"),
         kernel_name="prefill_sm80",  # as profilers show it
         scratch_types={
-            "k_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=TRANSFORMS),
-            "v_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=TRANSFORMS),
+            "k_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS),
+            "v_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
@@ -84,20 +71,17 @@ def mma_attention(
 
 def _body(
     q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
-    *, k_smem, v_smem, tiles, layout, parts, group,
+    *, k_smem, v_smem, tiles, layout, group,
 ):  # fmt: skip
     row = lax.axis_index("rows")
     tile = tiles.count - 1 - lax.axis_index("tiles")  # the longest first
-    first_head = lax.axis_index("heads") * tiles.heads
+    head = lax.axis_index("heads")
     steps, unmasked = steps_gmem[row, tile, 0], steps_gmem[row, tile, 1]
-    rows, (_, keys, D) = ACC.reduce(1), k_smem.shape
-    places = [
-        (row, pl.ds(tiles.first_query(tile, part), QUERIES), tiles.head(first_head, part))
-        for part in range(parts)
-    ]
-    my_q = [plgpu.load(q_gmem.at[place], layout=LHS, optimized=False) for place in places]
-    position = [plgpu.load(positions_gmem.at[place[:2]], layout=rows, optimized=False) for place in places]
-    nothing = (
+    queries = pl.ds(tile * QUERIES, QUERIES)
+    rows, D = ACC.reduce(1), k_smem.shape[-1]
+    my_q = plgpu.load(q_gmem.at[row, queries, head], layout=LHS, optimized=False)
+    position = plgpu.load(positions_gmem.at[row, queries], layout=rows, optimized=False)
+    carry = (
         plgpu.layout_cast(jnp.zeros((QUERIES, D), jnp.float32), ACC),
         plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), rows),
         plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
@@ -105,51 +89,49 @@ def _body(
 
     def bring(step):
         slot = lax.rem(step, SLOTS)
-        numbers = (step, row, layer_gmem[0], lax.div(first_head, group))
+        numbers = (step, row, layer_gmem[0], lax.div(head, group))
         for source, target in ((k_gmem, k_smem), (v_gmem, v_smem)):
-            _bring(tuple(map(jnp.int32, numbers)), source, table_gmem, target.at[slot], keys)
+            _bring(tuple(map(jnp.int32, numbers)), source, table_gmem, target.at[slot])
         _commit()
 
     pl.when(steps > 0)(lambda: bring(jnp.int32(0)))
 
     def visit(step, carry, masked):
+        out, maximum, total = carry
         slot = lax.rem(step, SLOTS)
         _arrived()  # everybody's part of this step; and nobody reads the step before any more
         pl.when(step + 1 < steps)(lambda: bring(step + 1))
         k = plgpu.load(k_smem.at[slot].transpose((1, 0)), layout=RHS)
-        softmaxes = []
-        for q, at, (out, maximum, total) in zip(my_q, position, carry, strict=True):
-            s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, keys), jnp.float32), ACC), q, k)
-            if masked:
-                s = visible(s, at, step * keys, ACC)
-            softmaxes.append(softmax_step(s, out, maximum, total, layout))
+        s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, KEYS), jnp.float32), ACC), my_q, k)
+        if masked:
+            s = visible(s, position, step * KEYS, ACC)
+        out, maximum, total, p = softmax_step(s, out, maximum, total, layout)
         v = plgpu.load(v_smem.at[slot], layout=RHS)
-        return [(plgpu.mma(out, _as_operand(p), v), maximum, total) for out, maximum, total, p in softmaxes]
+        return plgpu.mma(out, _as_operand(p), v), maximum, total
 
-    carry = lax.fori_loop(0, unmasked, functools.partial(visit, masked=False), [nothing] * parts)
-    carry = lax.fori_loop(unmasked, steps, functools.partial(visit, masked=True), carry)
-    for place, at, (out, _, total) in zip(places, position, carry, strict=True):
-        out = out / lax.broadcast_in_dim(total, out.shape, [0])
-        seen = lax.broadcast_in_dim(at, out.shape, [0]) >= 0  # else it was padding: 0 / 0
-        out_gmem[place] = jnp.where(seen, out, 0.0)
+    carry = lax.fori_loop(0, unmasked, functools.partial(visit, masked=False), carry)
+    out, _, total = lax.fori_loop(unmasked, steps, functools.partial(visit, masked=True), carry)
+    out = out / lax.broadcast_in_dim(total, out.shape, [0])
+    seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0  # else it was padding: 0 / 0
+    out_gmem[row, queries, head] = jnp.where(seen, out, 0.0)
 
 
-def _bring(numbers, source, table_gmem, target, keys: int):
+def _bring(numbers, source, table_gmem, target):
     """`bring_by_lane` for all lanes; numbers: step, row, layer, KV head."""
     plain, swizzled = plgpu.RefType(), plgpu.RefType(TRANSFORMS)
 
     @plgpu.inline_mgpu(arg_types=((plgpu.Layout.WG_SPLAT,) * 4, plain, plain, swizzled))
     def bring(ctx, numbers, source, table, target):
-        bring_by_lane([of(v.registers.item()) for v in numbers], source, table, target, keys)
+        bring_by_lane([of(v.registers.item()) for v in numbers], source, table, target)
 
     bring(numbers, source, table_gmem, target)
 
 
-def bring_by_lane(numbers, source, table, target, keys: int):
+def bring_by_lane(numbers, source, table, target):
     """Ask for a step's keys (or values) of a head: this thread's part of it, 16 bytes of a key at a time.
 
     numbers  i32 step, row, layer, KV head
-    target   ref of 16-bit numbers [keys, D], in tiles of 8 x 64; of a row's pieces of 16 bytes number i is in
+    target   ref of 16-bit numbers [64, D], in tiles of 8 x 64; of a row's pieces of 16 bytes number i is in
              place i xor the row
     """
     step, row, layer, kv_head = numbers
@@ -169,10 +151,10 @@ def bring_by_lane(numbers, source, table, target, keys: int):
     r = key % 8
     there = memory.shared_address(target) + key // 8 * (D * 16) + piece // 8 * 1024
     there = there + r * 128 + (piece % 8 ^ r) * 16
-    first = address_of(step * keys + key)
-    of_one_page = page_size % keys == 0
-    for done in range(0, keys, at_once):
-        at = first + done * (kv_heads * D * 2) if of_one_page else address_of(step * keys + key + done)
+    first = address_of(step * KEYS + key)
+    of_one_page = page_size % KEYS == 0
+    for done in range(0, KEYS, at_once):
+        at = first + done * (kv_heads * D * 2) if of_one_page else address_of(step * KEYS + key + done)
         memory.copy_async(there + done * (D * 2), at, 16)
 
 

@@ -167,7 +167,7 @@ def test_a_workspace_that_is_too_small_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("D", "keys", "page_size", "step"),
+    ("D", "page_size", "step"),
     [
         (128, 64, 64, 1),
         (128, 32, 64, 1),
@@ -177,10 +177,10 @@ def test_a_workspace_that_is_too_small_is_refused():
         (128, 32, 24, 2),
     ],
 )
-def test_mma_attention_brings_keys_to_where_it_reads_them(D, keys, page_size, step):
-    """Keys of a head out of their pages, into tiles of 8 keys x 64 dimensions, whose rows' pieces of 16
+def test_mma_attention_brings_keys_to_where_it_reads_them(D, page_size, step):
+    """64 keys of a head out of their pages, into tiles of 8 keys x 64 dimensions, whose rows' pieces of 16
     bytes are xored with the row. Behind the table's end anything may come."""
-    layers, pages, kv_heads, table_pages = 2, 9, 3, 3
+    keys, layers, pages, kv_heads, table_pages = prefill_sm80.KEYS, 2, 9, 3, 3
     row, layer, kv_head = 1, 1, 2
     rng = np.random.default_rng(D + step)
     held = rng.standard_normal((layers, pages, page_size, kv_heads, D)).astype(ml_dtypes.bfloat16)
@@ -188,7 +188,7 @@ def test_mma_attention_brings_keys_to_where_it_reads_them(D, keys, page_size, st
 
     def body(source, table, out, target):
         numbers = map(integer, (step, row, layer, kv_head))
-        prefill_sm80.bring_by_lane(list(numbers), source, table, target, keys)
+        prefill_sm80.bring_by_lane(list(numbers), source, table, target)
         memory.commit_copies()
         memory.wait_copies(0)
         lanes.block_barrier()
