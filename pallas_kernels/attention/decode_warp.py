@@ -25,6 +25,7 @@ from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import (
+    greatest,
     index,
     integer,
     maximum,
@@ -264,7 +265,7 @@ def visit(warp: Warp, token: NewToken, first, fetched, state):
     scores = multiplied(layout, token, keys)
     valid = [j < share.stop for j in value_js]
     scores = [select(ok, s, LOWEST) for ok, s in zip(valid, scores, strict=True)]
-    largest = lanes.largest_of_warp(functools.reduce(maximum, scores), 4)
+    largest = lanes.largest_of_warp(greatest(scores), 4)
     if layout.WEIGHT_EXPONENT:
         largest = largest - layout.WEIGHT_EXPONENT
     new_maximum, total, o = largest, zero, [zero] * (warp.plan.head_dim // 4)

@@ -1,7 +1,5 @@
 """float16: 2 bytes a number, 11 bits of mantissa. What is beyond 65504 is stored as that."""
 
-import functools
-
 import jax.numpy as jnp
 
 from pallas_kernels.cache_layouts.bfloat16 import dequantize, load, pairs, pairs_across, store
@@ -24,9 +22,9 @@ EXPONENT_BITS = 0xFF << 23  # of a float32
 
 def in_range(query):
     from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import as_real, as_word, integer, maximum, of
+    from pallas_kernels.gpu.values import as_real, as_word, greatest, integer, of
 
-    largest = functools.reduce(maximum, [abs(of(v)) for part in query for v in part])
+    largest = greatest([abs(of(v)) for part in query for v in part])
     exponent = as_word(lanes.largest_of_warp(largest, 4)) & EXPONENT_BITS
     inverse = as_real(integer(2 * 127 << 23) - exponent)
     return [[of(v) * inverse for v in part] for part in query], as_real(exponent)
@@ -43,11 +41,8 @@ def split(x, y):
 
 def narrow(head, distances, high):
     from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import maximum, minimum
 
-    stored = []
-    for part in head:
-        part = [minimum(maximum(v, -LARGEST), LARGEST) for v in part]
-        words = [lanes.half_pair(*part[i : i + 2]) for i in range(0, 8, 2)]
-        stored.append([lanes.half_vector(words)])
-    return stored
+    def words(part):
+        return [lanes.half_pair(*part[i : i + 2], saturated=True) for i in range(0, 8, 2)]
+
+    return [[lanes.half_vector(words(part))] for part in head]

@@ -332,9 +332,10 @@ def low_half(word):
     return halves(word)[0]
 
 
-def half_pair(low, high):
-    """Two float32 as a pair of float16, to nearest."""
-    return ptx(i32(), [high, low], "cvt.rn.f16x2.f32 $0, $1, $2;", "=r,f,f")
+def half_pair(low, high, saturated: bool = False):
+    """Two float32 as a pair of float16, to nearest; what is beyond the largest as that, if so asked."""
+    finite = ".satfinite" * saturated
+    return ptx(i32(), [high, low], f"cvt.rn{finite}.f16x2.f32 $0, $1, $2;", "=r,f,f")
 
 
 def halves_of_code(word, mask: int, flipped: int = 0):

@@ -185,6 +185,13 @@ def total(xs: Sequence[Any]):
     return functools.reduce(operator.add, xs)
 
 
+def greatest(xs: Sequence[Any]):
+    """Maximum, of neighbours first: the fewest that wait for each other."""
+    while len(xs) > 1:
+        xs = [functools.reduce(maximum, xs[i : i + 2]) for i in range(0, len(xs), 2)]
+    return xs[0]
+
+
 def sum_of_squares(xs: Sequence[Any], start: Any = 0.0):
     """start + the squares of float32, from left to right, each rounded once."""
     return functools.reduce(lambda so_far, x: fma(x, x, so_far), xs, start)

@@ -21,6 +21,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
     as_real,
     as_word,
+    greatest,
     index,
     integer,
     maximum,
@@ -107,7 +108,7 @@ def _round_row(
             [g * (v * norm) for v, g in zip(values, of_piece, strict=True)]
             for values, of_piece in zip(n, gamma, strict=True)
         ]
-    largest = functools.reduce(maximum, [abs(v) for v in prologue.flat(n)])
+    largest = greatest([abs(v) for v in prologue.flat(n)])
     largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
     # As prefill.scaled_to_half.
     exponent = as_word(largest.combined(maximum)) & 0x7F800000

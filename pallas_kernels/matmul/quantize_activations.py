@@ -5,11 +5,10 @@
 top is the largest integer: 127 for 8 bits, for 16 bits 32767, or 127 * 257 where both bytes are signed.
 """
 
-import functools
 from collections.abc import Callable
 
 from pallas_kernels.gpu import lanes
-from pallas_kernels.gpu.values import as_word, fma, maximum
+from pallas_kernels.gpu.values import as_word, fma, greatest, maximum
 
 MAGIC = 1.5 * 2**23  # plus q has q as its last bits, rounded to nearest
 MAGIC_WORD = 0x4B400000  # the bits of MAGIC
@@ -17,8 +16,7 @@ MAGIC_WORD = 0x4B400000  # the bits of MAGIC
 
 def largest_of_group(x: list, over_lanes: Callable):
     """m, from the lane's own values and what over_lanes(largest of a lane) makes of them; not 0."""
-    largest = functools.reduce(maximum, [abs(v) for v in x])
-    return maximum(over_lanes(largest), 1e-20)
+    return maximum(over_lanes(greatest([abs(v) for v in x])), 1e-20)
 
 
 def magic_words(x: list, top: int, largest, fused: bool = False) -> list:

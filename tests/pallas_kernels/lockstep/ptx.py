@@ -117,10 +117,14 @@ def _round(machine, match, x):
     return i32(np.rint(np.nan_to_num(x.a)))
 
 
-@instruction(r"cvt\.rn\.(bf16|f16)x2\.f32 \$0, \$1, \$2")
+@instruction(r"cvt\.rn(\.satfinite)?\.(bf16|f16)x2\.f32 \$0, \$1, \$2")
 def _narrow(machine, match, high, low):
-    kind = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[match[1]]
-    high, low = (np.asarray(v.a.astype(kind)).view(np.uint16).astype(np.int64) for v in (high, low))
+    kind = {"bf16": ml_dtypes.bfloat16, "f16": np.float16}[match[2]]
+    most = float(ml_dtypes.finfo(kind).max) if match[1] else np.inf
+    high, low = (
+        np.asarray(np.clip(v.a, -most, most).astype(kind)).view(np.uint16).astype(np.int64)
+        for v in (high, low)
+    )
     return i32(high << 16 | low)
 
 
