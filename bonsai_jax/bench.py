@@ -4,7 +4,7 @@ sampling; and beside it what a user runs (gen).
 ppN      N prompt tokens at once, and the logits of the last
 tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
 genN     N tokens as `generate` and `stream` make them: `jitted.decode` with the default SamplingParams, each
-         token drawn from the logits of the one before
+         token drawn from the logits of the one before; gen128+ngram: with proposals from the text itself
 ...@dD   the same behind D tokens that are in the cache already
 batchB, gen-batchB  tg and gen for B rows of 128 tokens that produce 128 more; tokens of all rows a second
 
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import card, jitted, layers, parallel, placement
+from bonsai_jax import card, jitted, layers, parallel, placement, speculation
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
 from bonsai_jax.cache import KVCache
@@ -64,6 +64,7 @@ class Row(Origin):
                       depth) at each step, for pp the weights once
     ceiling_share     gb_s over the bandwidth of all devices' memory; None for pp, which memory does not bound
     data_parallel, tensor_parallel  devices along the axes of the mesh
+    tokens_per_step  of a row, where steps speculate
     """
 
     impl: str
@@ -75,6 +76,7 @@ class Row(Origin):
     ceiling_share: float | None
     data_parallel: int = 1
     tensor_parallel: int = 1
+    tokens_per_step: float | None = None
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
@@ -114,7 +116,8 @@ def read_one_by_one(
 class Test:
     """One test of one model, made ready once, then run as often as wanted: run() is one timed repetition.
 
-    rows   of each device that the mesh gives rows to
+    rows       of each device that the mesh gives rows to
+    speculate  of gen: what proposes tokens
     """
 
     model: Model
@@ -122,6 +125,7 @@ class Test:
     tokens: int
     depth: int = 0
     rows: int = 1
+    speculate: str | None = None
 
     def __post_init__(self):
         model = self.model
@@ -135,8 +139,14 @@ class Test:
         if self.depth:
             self._call(last_logits, parallel.place_rows(ids[:, : self.depth], model.mesh))
         if self.kind == "gen":
-            self.state = start_state(model, self.cache, SamplingParams(seed=0), self.tokens, ignore_eos=True)
+            how = {"ignore_eos": True, "speculate": self.speculate}
+            self.state = start_state(model, self.cache, SamplingParams(seed=0), self.tokens, **how)
             self.state = self.state.replace(tokens=self.ids[:, 0])
+            if self.speculate:
+                known = parallel.place_rows(ids[:, : self.depth + 1], model.mesh)
+                first, valid = jnp.zeros(len(ids), jnp.int32), jnp.ones(known.shape, bool)
+                noted = speculation.note(self.state.speculation, known, first, valid)
+                self.state = self.state.replace(speculation=noted)
         on_gpu = jax.default_backend() != "cpu"
         for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
             self.run(warm=True)
@@ -148,9 +158,10 @@ class Test:
 
     @property
     def name(self) -> str:
+        how = f"+{self.speculate}" if self.speculate else ""
         if self.rows > 1:
-            return f"gen-batch{self.rows}" if self.kind == "gen" else f"batch{self.rows}"
-        return f"{self.kind}{self.tokens}" + (f"@d{self.depth}" if self.depth else "")
+            return (f"gen-batch{self.rows}" if self.kind == "gen" else f"batch{self.rows}") + how
+        return f"{self.kind}{self.tokens}{how}" + (f"@d{self.depth}" if self.depth else "")
 
     def run(self, warm: bool = False) -> float:
         """Tokens per second of one repetition."""
@@ -178,6 +189,9 @@ class Test:
             for n in (self.depth, self.tokens)
         )
         if self.kind == "gen":
+            if self.speculate:
+                again = self.state.speculation.replace(steps=jnp.zeros_like(self.state.speculation.steps))
+                self.state = self.state.replace(speculation=again)
             cache = self.state.cache.replace(lengths=lengths)
             self.state = jax.block_until_ready(self.state.replace(cache=cache, remaining=remaining))
         else:
@@ -191,9 +205,16 @@ class Test:
         lengths = [self.depth + self.tokens // 2] * self.rows * self.data
         return card.decode_bytes(held, self.model.config, self.model.run, lengths)
 
+    def tokens_per_step(self) -> float | None:
+        """Of a row, in the last run; None where steps do not speculate."""
+        if not self.speculate:
+            return None
+        return self.tokens / float(parallel.fetch(self.state.speculation.steps).mean())
+
     def row(self, speeds: Sequence[float]) -> Row:
         params, mean = self.model.params, statistics.fmean(speeds)
-        tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else 1)
+        of_row = self.tokens_per_step()
+        tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else of_row or 1)
         moved = self.bytes_moved() * mean / tokens
         return Row(
             **origin(),
@@ -208,6 +229,7 @@ class Test:
             ceiling_share=None if self.kind == "pp" else moved / card.bandwidth() / (self.data * self.parts),
             data_parallel=self.data,
             tensor_parallel=self.parts,
+            tokens_per_step=of_row,
         )
 
 
@@ -220,19 +242,21 @@ def measure(
     *,
     sampled: Sequence[int] = (),
     batches: Sequence[int] = (),
+    speculate: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Row]:
     """A row for every depth and test size, in llama-bench's order, then those of every batch; sizes of 0 are
     left out, as there.
 
     prompts, new_tokens, sampled   sizes of the tests pp, tg and gen; batches are sampled too where any is
+    speculate   what proposes tokens to gen
     """
     sizes = {"pp": prompts, "tg": new_tokens, "gen": sampled}
     plan = [(kind, n, depth, 1) for depth in depths for kind, of in sizes.items() for n in of if n]
     kinds = ("tg", "gen") if any(sampled) else ("tg",)
     plan += [(kind, BATCH_TOKENS, BATCH_TOKENS, rows) for rows in batches if rows for kind in kinds]
     for i, sizes in enumerate(plan):
-        test, speeds = Test(model, *sizes), []
+        test, speeds = Test(model, *sizes, speculate if sizes[0] == "gen" else None), []
         for repetition in range(repetitions):
             speeds.append(test.run())
             progress(i * repetitions + repetition + 1, len(plan) * repetitions)
@@ -304,8 +328,9 @@ def markdown_header() -> str:
 
 def markdown(row: Row, size_bytes: int, parameters: int) -> str:
     share = "-" if row.ceiling_share is None else f"{row.ceiling_share:.0%}"
+    test = row.test + ("" if row.tokens_per_step is None else f", {row.tokens_per_step:.2f} a step")
     cells = (
-        *(row.model, binary_size(size_bytes), short_count(parameters), row.device, row.impl, row.test),
+        *(row.model, binary_size(size_bytes), short_count(parameters), row.device, row.impl, test),
         *(f"{row.tok_s:.2f} ± {row.tok_s_std:.2f}", f"{row.gb_s:.1f}", share),
     )
     return f"| {' | '.join(cells)} |"

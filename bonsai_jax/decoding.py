@@ -18,14 +18,16 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import architectures, layers, sampling
+from bonsai_jax import architectures, layers, sampling, speculation
 from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.checks import check, checked_tokens
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
+from bonsai_jax.proposers import NO_TOKEN
 from bonsai_jax.sampling import Sampler
+from bonsai_jax.speculation import Speculation
 from bonsai_jax.taps import Taps
 from pallas_kernels import serializable
 
@@ -33,7 +35,6 @@ PREFILL_CHUNK = (
     512  # tokens a row that go through the layers at a time: bounds activations for prompts of any length
 )
 PREFILL_BATCH = 2048  # tokens of all rows at a time that fill a GPU's tensor cores
-NO_TOKEN = -1  # in outputs: the row had ended
 
 # (float32 logits [B, V], the state before the draw) -> logits: see `step`.
 LogitsProcessor = Callable[[jax.Array, "State"], jax.Array]
@@ -48,6 +49,7 @@ class State(struct.PyTreeNode):
     remaining   int32 [B], tokens a row may still produce; 0: it has ended, and steps leave it as it is
     stop_ids    int32 [B, S], tokens that end a row, padded with -1
     sampler     each row's sampling parameters, key and token counts
+    speculation  what `decode` proposes tokens from; None: it does not
     """
 
     cache: KVCache
@@ -55,6 +57,7 @@ class State(struct.PyTreeNode):
     remaining: Int[Array, "B"]
     stop_ids: Int[Array, "B S"]
     sampler: Sampler
+    speculation: Speculation | None = None
 
 
 def start(
@@ -93,11 +96,13 @@ def prefill(
     tokens, lengths = checked_tokens(tokens, lengths, state.cache, config)
     check(jnp.all(lengths > 0), "prefill: a length is 0; a prompt has at least one token")
     hidden, cache = read(params, state.cache, tokens, lengths, config, taps)
-    sampler = state.sampler
-    if tokens.ndim == 2:  # vectors are no tokens that a penalty could know
+    if tokens.ndim == 2:  # vectors are no tokens that a penalty or a proposer could know
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
-        sampler = sampling.read_prompt(sampler, tokens, valid)
-    state = state.replace(cache=cache, sampler=sampler)
+        state = state.replace(sampler=sampling.read_prompt(state.sampler, tokens, valid))
+        if state.speculation is not None:
+            noted = speculation.note(state.speculation, tokens, state.cache.lengths, valid)
+            state = state.replace(speculation=noted)
+    state = state.replace(cache=cache)
     return _draw(params, state, hidden, config, logits_processor, logprobs)
 
 
@@ -146,8 +151,12 @@ def decode(
     """Steps until every row has ended, or `limit` (at most `size`, the width of the output) have been made.
 
     Returns the state and the tokens drawn, NO_TOKEN behind a row's end, and with logprobs=n Logprobs
-    [B, size] (see `step`). A token that ends a row is among them.
+    [B, size] (see `step`). A token that ends a row is among them. With state.speculation a step draws one or
+    more tokens of each row, the same ones; it ends with `size` tokens, too.
     """
+    if state.speculation is not None:
+        options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
+        return speculation.decode(params, state, config, limit=limit, size=size, **options)  # pyright: ignore
 
     def unfinished(carry):
         i, state, _ = carry
@@ -333,4 +342,7 @@ def _draw(
         remaining=jnp.where(running, remaining, 0),
         sampler=sampler,
     )
+    if state.speculation is not None:
+        at = state.cache.lengths, running[:, None]
+        state = state.replace(speculation=speculation.note(state.speculation, tokens[:, None], *at))
     return state if logprobs is None else (state, sampling.logprobs_of(of_model, tokens, logprobs))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import architectures, card, compile_cache, layers, parallel, placement
+from bonsai_jax import architectures, card, compile_cache, layers, parallel, placement, speculation
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
@@ -145,9 +145,14 @@ def new_state(
     max_new_tokens: int | Sequence[int],
     *,
     ignore_eos: bool = False,
+    speculate: str | None = None,
 ) -> core.State:
-    """An empty generation state whose rows can hold `context` tokens each."""
-    return start_state(model, new_cache(model, rows, context), params, max_new_tokens, ignore_eos=ignore_eos)
+    """An empty generation state whose rows can hold `context` tokens each.
+
+    speculate   "ngram": `decode` draws the same tokens in fewer steps, where it can (speculation.py)
+    """
+    options = {"ignore_eos": ignore_eos, "speculate": speculate}
+    return start_state(model, new_cache(model, rows, context), params, max_new_tokens, **options)
 
 
 def start_state(
@@ -157,6 +162,7 @@ def start_state(
     max_new_tokens: int | Sequence[int],
     *,
     ignore_eos: bool = False,
+    speculate: str | None = None,
 ) -> core.State:
     """A fresh generation state over a cache, which may hold tokens already: prefill reads behind them."""
     rows = cache.lengths.shape[0]
@@ -167,4 +173,8 @@ def start_state(
         jnp.broadcast_to(jnp.array(stop_ids or [core.NO_TOKEN], jnp.int32), (rows, len(stop_ids) or 1)),
         jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (rows,)),
     )
+    if speculate is not None:
+        of_device = rows // placement.size(model.mesh, placement.DATA)
+        new = speculation.start(rows, cache.capacity, speculate, of_device)
+        state = state.replace(speculation=new)
     return parallel.place_state(state, model.mesh)

@@ -144,6 +144,33 @@ def read_prompt(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]
     return s.replace(seen=s.seen.at[row, jnp.where(valid, tokens, beyond)].set(True, mode="drop"))
 
 
+def remember(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Sampler:
+    """Count tokens of the answer, those that are valid."""
+    row = jnp.arange(tokens.shape[0])[:, None]
+    tokens = jnp.where(valid, tokens, s.seen.shape[1])  # beyond the vocabulary: dropped
+    seen = s.seen.at[row, tokens].set(True, mode="drop")
+    return s.replace(seen=seen, counts=s.counts.at[row, tokens].add(1, mode="drop"))
+
+
+def foresee(s: Sampler, tokens: Int[Array, "B T-1"]) -> Sampler:
+    """A sampler whose arrays are [B, T, ...]: before the next token of each row, and for every T after it if
+    these come before; a negative token is none."""
+    rows, T = tokens.shape[0], tokens.shape[1] + 1
+    each = jax.tree.map(lambda x: jnp.repeat(x, T, axis=0), s)  # [B T, ...]
+    earlier = (tokens[:, None] >= 0) & (jnp.arange(T - 1) < jnp.arange(T)[:, None])  # [B, T, T - 1]
+    before = jnp.broadcast_to(tokens[:, None], earlier.shape).reshape(rows * T, T - 1)
+    each = remember(each, before, earlier.reshape(rows * T, T - 1))
+    return jax.tree.map(lambda x: x.reshape(rows, T, *x.shape[1:]), each)
+
+
+def sample_each(
+    s: Sampler, logits: Float[Array, "B T V"], positions: Int[Array, "B T"]
+) -> Int[Array, "B T"]:
+    """`sample` for a sampler of T positions of each row (`foresee`), all at once. Remembers nothing."""
+    flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, positions))
+    return sample(*flat)[0].reshape(positions.shape)
+
+
 def sample(
     s: Sampler, logits: Float[Array, "B V"], positions: Int[Array, "B"]
 ) -> tuple[Int[Array, "B"], Sampler]:

@@ -17,6 +17,7 @@ from bonsai_jax.decoding import State
 from bonsai_jax.model import Model
 from bonsai_jax.plan import attention_kernels
 from bonsai_jax.sampling import Sampler, kernel
+from bonsai_jax.speculation import Speculation
 from pallas_kernels import cache_layouts
 
 KINDS = ("State", "KVCache")
@@ -30,7 +31,8 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     """
     path = Path(path)
     cache = state.cache if isinstance(state, State) else state
-    arrays: dict[str, Any] = flatten_dict(serialization.to_state_dict(state), sep=".")
+    fields = {k: v for k, v in serialization.to_state_dict(state).items() if v is not None}
+    arrays: dict[str, Any] = flatten_dict(fields, sep=".")
     metadata = {
         "format": "bonsai-jax state 1",
         "kind": type(state).__name__,
@@ -39,6 +41,9 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     }
     if isinstance(state, State):
         metadata["random_keys"] = str(jax.random.key_impl(state.sampler.keys))
+        if state.speculation is not None:
+            metadata["proposer"] = state.speculation.proposer
+            metadata["speculation_width"] = str(state.speculation.width)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         save_file({name: parallel.fetch(a) for name, a in arrays.items()}, unfinished, metadata)
@@ -76,6 +81,9 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         sampler = fields.pop("sampler")
         keys = jax.random.wrap_key_data(sampler.pop("keys"), impl=metadata["random_keys"])
         sampler = Sampler(keys=keys, impl=kernel(model.config.vocab_size, model.run.impl), **sampler)
+        if "speculation" in fields:
+            how = {"proposer": metadata["proposer"], "width": int(metadata["speculation_width"])}
+            fields["speculation"] = Speculation(**fields["speculation"], **how)
         state = State(cache=cache, sampler=sampler, **fields)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: this state lacks a field, or has one too many: {error}") from error

@@ -30,6 +30,7 @@ class Output:
     """One finished answer. `tokens` leaves out the token that ended it; `text` ends before a stop string.
 
     logprobs  of `tokens`, as numpy arrays [tokens]; None unless asked for
+    steps     decode steps that drew all tokens but the first, which prefill draws
     """
 
     text: str
@@ -37,6 +38,7 @@ class Output:
     finish_reason: Literal["stop", "length"]
     prompt_tokens: int
     logprobs: Logprobs | None = None
+    steps: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,12 +49,14 @@ class Piece:
     tokens         the new tokens behind it
     finish_reason  None until the last piece
     logprobs       of `tokens`, as numpy arrays [tokens]; None unless asked for
+    steps          decode steps that drew them; 0 for the first token, which prefill draws
     """
 
     text: str
     tokens: list[int]
     finish_reason: Literal["stop", "length"] | None = None
     logprobs: Logprobs | None = None
+    steps: int = 0
 
 
 def generate(
@@ -64,6 +68,7 @@ def generate(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     logprobs: int | None = None,
+    speculate: str | None = None,
     taps: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
 ) -> list[Output]:
@@ -78,11 +83,14 @@ def generate(
     ignore_eos      go on behind the model's own end-of-generation tokens
     logprobs        n: each Output has the log-probabilities of its tokens and of the n likeliest in their
                     place (sampling.Logprobs)
+    speculate       "ngram": the same tokens in fewer steps where the text repeats or edits its prompt, with
+                    proposals from the text itself (speculation.py)
     taps            edits activations on their way (steering). To read them, call `forward` on the answer
     logits_processor  (logits, state) -> logits, traced, before every draw (see `step`). Like taps it is
                     compiled in: define it once, not anew for each call
     Returns one Output per prompt, in order. The same seeds and number of prompts give the same text.
-    Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context.
+    Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context, and
+    NotImplementedError for a `speculate` that is no file of proposers/.
     """
     each: Any = [prompts] if isinstance(prompts, str) or _is_vectors(prompts) else prompts
     ids = [_encode(model, prompt) for prompt in each]
@@ -94,7 +102,8 @@ def generate(
     outputs: list[Output | None] = [None] * len(ids)
     for group in _groups(model, ids):
         of_group = [ids[i] for i in group], [per_row[i] for i in group]
-        answers = _generate_group(model, *of_group, max_new_tokens, stop, ignore_eos, options)
+        how = {"ignore_eos": ignore_eos, "speculate": speculate}
+        answers = _generate_group(model, *of_group, max_new_tokens, stop, how, options)
         for i, answer in zip(group, answers, strict=True):
             outputs[i] = answer
     return [output for output in outputs if output is not None]
@@ -109,6 +118,7 @@ def stream(
     stop: str | Sequence[str] = (),
     ignore_eos: bool = False,
     logprobs: int | None = None,
+    speculate: str | None = None,
     taps: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
 ) -> Iterator[Piece]:
@@ -123,9 +133,8 @@ def stream(
     _check_room(model, len(ids), max_new_tokens)
     context = min(core.bucket(len(ids)) + core.bucket(max_new_tokens), model.run.context)
     rows = placement.padded_rows(1, model.mesh)  # each device with rows answers the same prompt
-    state = new_state(
-        model, rows, context, [_sampling(sampling)] * rows, max_new_tokens, ignore_eos=ignore_eos
-    )
+    how = {"ignore_eos": ignore_eos, "speculate": speculate}
+    state = new_state(model, rows, context, [_sampling(sampling)] * rows, max_new_tokens, **how)
     for _, piece in continue_stream(model, state, ids, stop=stop, **options):
         yield piece
 
@@ -146,7 +155,8 @@ def continue_stream(
         state, *drawn = jitted.decode(
             model.params, state, model.config, limit=limits, size=STREAM_SIZE, **options
         )
-        return state, drawn
+        # copies: the next dispatch donates the state's own
+        return state, drawn, jax.tree.map(jnp.copy, (state.remaining, _steps(state)))
 
     reader = _Reader(model.tokenizer, _end_tokens(state), stop)
     fetch = parallel.fetch
@@ -162,17 +172,19 @@ def continue_stream(
     if piece.finish_reason is not None:
         return
     steps, began = 1, time.perf_counter()
-    state, drawn = decode(state, 1)
-    remaining = jnp.copy(state.remaining)  # the next dispatch donates the state's own
+    made = 0 if state.speculation is None else fetch(state.speculation.steps)[0]
+    state, *out = decode(state, 1)
     while True:
         # Dispatched before the tokens of the one before are waited for: the device never waits for the host.
-        state, next_drawn = decode(state, steps)
-        next_remaining = jnp.copy(state.remaining)
-        piece = reader.read(fetch(drawn[0])[0], fetch(remaining)[0] == 0, of_row(drawn[1:]))
-        yield state, piece
+        state, *next_out = decode(state, steps)
+        drawn, (remaining, total) = out
+        tokens, before = fetch(drawn[0])[0], made
+        made = before + (tokens != core.NO_TOKEN).sum() if total is None else fetch(total)[0]
+        piece = reader.read(tokens, fetch(remaining)[0] == 0, of_row(drawn[1:]))
+        yield state, dataclasses.replace(piece, steps=int(made - before))
         if piece.finish_reason is not None:
             return
-        drawn, remaining = next_drawn, next_remaining
+        out = next_out
         # As many steps a dispatch as take a twentieth of a second, so that text flows and dispatches are few.
         elapsed, began = time.perf_counter() - began, time.perf_counter()
         # Processes must take the same number, and their clocks differ.
@@ -267,9 +279,10 @@ def _generate_group(
     sampling_params: Sequence[SamplingParams],
     max_new_tokens: int,
     stop: str | Sequence[str],
-    ignore_eos: bool,
+    how: dict[str, Any],
     options: dict[str, Any],
 ) -> list[Output]:
+    """how, options: as of new_state and of decoding.step."""
     # Rows, too, are a power of two, so that few programs are compiled.
     data = placement.size(model.mesh, placement.DATA)
     of_device = -(-len(ids) // data)
@@ -280,18 +293,20 @@ def _generate_group(
     context = min(tokens.shape[1] + size, model.run.context)
     sampling_params = [*sampling_params, *[SamplingParams(temperature=0.0, seed=0)] * padding]
     new = [max_new_tokens] * len(ids) + [1] * padding
-    state = new_state(model, rows, context, sampling_params, new, ignore_eos=ignore_eos)
+    state = new_state(model, rows, context, sampling_params, new, **how)
     end_tokens = _end_tokens(state)
-    _, drawn, *scores = jitted.generate_tokens(
+    state, drawn, *scores = jitted.generate_tokens(
         model.params, state, tokens, lengths, model.config, size=size, **options
     )
-    drawn, scores = jax.tree.map(parallel.fetch, (drawn, scores))
+    drawn, scores, steps = jax.tree.map(parallel.fetch, (drawn, scores, _steps(state)))
+    steps = (drawn != core.NO_TOKEN).sum(1) - 1 if steps is None else steps
     outputs = []
     for row, prompt in enumerate(ids):
         of_row = [jax.tree.map(lambda x, row=row: x[row], of) for of in scores]
         piece = _Reader(model.tokenizer, end_tokens, stop).read(drawn[row], True, of_row)
         reason = piece.finish_reason or "length"
-        outputs.append(Output(piece.text, piece.tokens, reason, len(prompt), piece.logprobs))
+        seen = piece.text, piece.tokens, reason, len(prompt), piece.logprobs
+        outputs.append(Output(*seen, int(steps[row])))
     return outputs
 
 
@@ -310,6 +325,11 @@ def _options(model: Model, taps: Taps | None, logits_processor, logprobs: int | 
             f"{model.config.vocab_size}"
         )
     return {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
+
+
+def _steps(state: core.State) -> jax.Array | None:
+    """int32 [B], steps made, where they are not as many as tokens."""
+    return None if state.speculation is None else state.speculation.steps
 
 
 def _end_tokens(state: core.State) -> frozenset[int]:

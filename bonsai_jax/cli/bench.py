@@ -49,6 +49,7 @@ def command(
             help="Rows of the batch tests, 128 + 128 tokens each, with -g sampled too; 0: none.",
         ),
     ] = "0",
+    speculate: options.Speculate = None,
     repetitions: Annotated[
         int, typer.Option("-r", "--repetitions", min=1, metavar="N", help="Timed runs of each test.")
     ] = 5,
@@ -84,10 +85,12 @@ def command(
     the memory ceiling.
 
     Sizes may be lists: -p 512,2048. pp and tg are llama-bench's, without tokenization and sampling; gen is
-    what generate and stream run, with the default sampling. With --profile: what of a
-    prefill (-p) and of a decode step (-n; of each of -b's numbers of rows, else of one) takes how long, and
-    how near that is to what memory or tensor cores allow. Phases are timed apart, so they do not sum to the
-    step, which has a row of its own.
+    what generate and stream run, with the default sampling, and with --speculate behind a prompt of random
+    tokens.
+
+    With --profile: what of a prefill (-p) and of a decode step (-n; of each of -b's numbers of rows, else of
+    one) takes how long, and how near that is to what memory or tensor cores allow. Phases are timed apart, so
+    they do not sum to the step, which has a row of its own.
 
     With --data-parallel every device does the whole test, and the tokens of all count.
 
@@ -149,7 +152,8 @@ def command(
     if header := {"md": bench.markdown_header, "csv": bench.csv_header, "jsonl": str}[output]():
         print(header)
     with options.progress("measuring") as update:
-        for row in bench.measure(loaded, *sizes, repetitions, sampled=of_gen, batches=rows, progress=update):
+        how = {"sampled": of_gen, "batches": rows, "speculate": speculate, "progress": update}
+        for row in bench.measure(loaded, *sizes, repetitions, **how):
             if output == "md":
                 print(bench.markdown(row, size_bytes, parameters), flush=True)
             else:

@@ -38,6 +38,7 @@ class Conversation:
     system: str | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    speculate: str | None = None
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     cache: "KVCache | None" = None
     held: list[int] = dataclasses.field(default_factory=list)
@@ -68,7 +69,7 @@ class Conversation:
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
         state, self.reused = self._start(ids, limit)
         self.held = ids
-        self.figures = Figures(len(ids) - self.reused, self.clock)
+        self.figures = Figures(len(ids) - self.reused, self.clock, speculates=self.speculate is not None)
 
         def newest_cache_kept():
             for new, piece in continue_stream(self.model, state, ids[self.reused :], stop=self.stop):
@@ -88,7 +89,7 @@ class Conversation:
         import jax
         import jax.numpy as jnp
 
-        from bonsai_jax import parallel, sampling
+        from bonsai_jax import parallel, sampling, speculation
         from bonsai_jax.model import start_state
         from bonsai_jax.text import pad
 
@@ -100,11 +101,17 @@ class Conversation:
         most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
         shared = next((i for i in range(most) if self.held[i] != ids[i]), most)
         cache = self.cache.rewind(jnp.array([shared], jnp.int32))
-        state = start_state(self.model, cache, [self.sampling], max_new_tokens, ignore_eos=self.ignore_eos)
-        if shared and self.sampling.repetition_penalty != 1:
-            tokens, lengths = pad([ids[:shared]])
-            valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        how = {"ignore_eos": self.ignore_eos, "speculate": self.speculate}
+        state = start_state(self.model, cache, [self.sampling], max_new_tokens, **how)
+        if not shared:
+            return state, shared
+        tokens, lengths = pad([ids[:shared]])
+        valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
+        if self.sampling.repetition_penalty != 1:
             state = state.replace(sampler=sampling.read_prompt(state.sampler, tokens, valid))
+        if state.speculation is not None:
+            noted = speculation.note(state.speculation, tokens, jnp.zeros(1, jnp.int32), valid)
+            state = state.replace(speculation=noted)
         return state, shared
 
 
@@ -206,6 +213,7 @@ def command(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = -1,
+    speculate: options.Speculate = None,
     context: options.Context = 0,
     impl: options.Impl = "auto",
     schedule: options.Schedule = "auto",
@@ -245,7 +253,13 @@ def command(
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")
     conversation = Conversation(
-        loaded, params, max_new_tokens, system=system, stop=tuple(stop or ()), ignore_eos=ignore_eos
+        loaded,
+        params,
+        max_new_tokens,
+        system=system,
+        stop=tuple(stop or ()),
+        ignore_eos=ignore_eos,
+        speculate=speculate,
     )
     if sys.stdin.isatty():
         say(

@@ -40,16 +40,20 @@ class Figures:
 
     ttft_s              wall seconds from the prompt to the first token, compiling included
     prefill_s, decode_s  seconds to the first token, and from there to the last, without compiling
+    steps               decode steps so far
+    speculates          whether a step may draw several tokens
     """
 
     prompt_tokens: int
     clock: CompileClock
+    speculates: bool = False
     text: str = ""
     tokens: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     ttft_s: float | None = None
     prefill_s: float = 0.0
     decode_s: float = 0.0
+    steps: int = 0
 
     def watch(self, pieces: Iterable["Piece"]) -> Iterator["Piece"]:
         began = time.perf_counter()
@@ -62,6 +66,7 @@ class Figures:
             self.decode_s = now - first - self.clock.seconds(first, now)
             self.text += piece.text
             self.tokens += piece.tokens
+            self.steps += piece.steps
             self.finish_reason = piece.finish_reason
             yield piece
 
@@ -70,10 +75,17 @@ class Figures:
         return self.prompt_tokens / self.prefill_s if self.prefill_s > 0 else None
 
     @property
+    def decoded(self) -> int:
+        """Tokens behind the first, with the one that ended the answer."""
+        return len(self.tokens) - 1 + (self.finish_reason == "stop")
+
+    @property
     def decode_tok_s(self) -> float | None:
-        """Of the steps behind the first token; a token that ended the answer was a step, too."""
-        steps = len(self.tokens) - 1 + (self.finish_reason == "stop")
-        return steps / self.decode_s if steps > 0 and self.decode_s > 0 else None
+        return self.decoded / self.decode_s if self.decoded > 0 and self.decode_s > 0 else None
+
+    @property
+    def tokens_per_step(self) -> float | None:
+        return self.decoded / self.steps if self.speculates and self.steps else None
 
 
 def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
@@ -90,9 +102,11 @@ def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
     if figures.decode_tok_s is not None:
         middle = depth + len(figures.tokens) // 2
         step = card.decode_bytes(weights.decode_bytes(model.params), model.config, model.run, [middle])
-        ceiling = card.bandwidth() / step
+        each = figures.tokens_per_step
+        ceiling = card.bandwidth() / step * (each or 1)
         share = f"{figures.decode_tok_s / ceiling:.0%} of the {ceiling:.1f} that memory allows"
-        parts.append(f"decode {_speed(figures.decode_tok_s)} ({len(figures.tokens)} tokens, {share})")
+        tokens = f"{len(figures.tokens)} tokens" + (f", {each:.2f} a step" if each else "")
+        parts.append(f"decode {_speed(figures.decode_tok_s)} ({tokens}, {share})")
     if figures.ttft_s is not None:
         parts.append(f"first token after {figures.ttft_s:.2f} s")
     parts.append(f"peak memory {peak / 1e9:.2f} GB")

@@ -41,6 +41,7 @@ def command(
     presence_penalty: options.PresencePenalty = 0.0,
     frequency_penalty: options.FrequencyPenalty = 0.0,
     seed: options.Seed = -1,
+    speculate: options.Speculate = None,
     context: options.Context = 0,
     impl: options.Impl = "auto",
     schedule: options.Schedule = "auto",
@@ -58,7 +59,7 @@ def command(
     """Answer one prompt: text to stdout as it comes, then a line of figures to stderr.
 
     With --json, stdout holds one JSON object and nothing else: prompt_tokens, tokens, text, finish_reason,
-    timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl.
+    timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl; with --speculate tokens_per_step.
     """
     if len([x for x in (prompt, prompt_option, file) if x is not None]) > 1:
         raise typer.BadParameter("give one prompt: as the argument, with -p, or with -f")
@@ -106,9 +107,15 @@ def command(
         ids = loaded.tokenizer.encode(text)
     if max_new_tokens < 0:
         max_new_tokens = max(1, loaded.run.context - len(ids))
-    seen = Figures(len(ids), clock)
+    seen = Figures(len(ids), clock, speculates=speculate is not None)
     pieces = bj.stream(
-        loaded, ids, max_new_tokens=max_new_tokens, sampling=params, stop=stop or [], ignore_eos=ignore_eos
+        loaded,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=params,
+        stop=stop or [],
+        ignore_eos=ignore_eos,
+        speculate=speculate,
     )
     for piece in seen.watch(pieces):
         if not as_json:
@@ -132,4 +139,6 @@ def command(
             "device": card.device_name(),
             "impl": card.step_names(loaded.params),
         }
+        if speculate is not None:
+            answer["tokens_per_step"] = seen.tokens_per_step
         print(options.to_json(answer))

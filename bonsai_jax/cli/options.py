@@ -163,6 +163,13 @@ Seed = Annotated[
     int,
     typer.Option("-s", "--seed", metavar="N", help="Seed of the random draws; -1: another one every time."),
 ]
+Speculate = Annotated[
+    Literal["ngram"] | None,
+    typer.Option(
+        help="Draw several tokens a step where they are foreseen: ngram looks for the newest tokens earlier in "
+        "prompt and answer. The text stays the same."
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]
 Stop = Annotated[
     list[str] | None,
