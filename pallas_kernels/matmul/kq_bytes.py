@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from pallas_kernels.gpu import lanes
 from pallas_kernels.gpu.values import as_real, as_word
-from pallas_kernels.tiles import Lanes, Scales
+from pallas_kernels.tiles import Lanes, Scales, WholeScales
 
 
 class Unit(NamedTuple):
@@ -52,14 +52,15 @@ def whole_units(kq: Lanes, fields: dict[str, Any], lane) -> tuple[list, list[Who
     groups, of = kq.integers(fields["words"]), kq.scales(fields, lane)
     largest = 128 if kq.signed else max(mask for _, mask in groups)
     a = [_bytes(*group) for group in groups]
-    assert all(len(words) == 1 + kq.minimums for words in (of.rows, *of.eights))
+    assert isinstance(of, WholeScales)
+    assert all(len(kinds) == 1 + kq.minimums for kinds in (of.rows, *of.eights))
     return of.rows, [WholeUnit(a[8 * u : 8 * u + 8], words, largest) for u, words in enumerate(of.eights)]
 
 
 def scales(kq: Lanes, fields: dict[str, Any], lane) -> list[Scales]:
     """As float32, whichever kind the format has."""
     of = kq.scales(fields, lane)
-    if not kq.whole_scales:
+    if not isinstance(of, WholeScales):
         return of
     out = []
     for words in of.eights:

@@ -147,7 +147,7 @@ class WholeColumns(Columns):
                     for r in (0, 1):
                         for c in range(self.results):
                             step, *sums_of_x = stats[c]
-                            of_pair = [self.dot(*digit[r][c], scale[0], r, unit.largest) for digit in sums]
+                            of_pair = [self.dot(digit[r][c], scale[0], r, unit.largest) for digit in sums]
                             value = _real(of_pair) * rows[0][r]
                             if self.kq.minimums:
                                 x = sums_of_x[: len(sums)]
@@ -159,15 +159,16 @@ class WholeColumns(Columns):
         """Of each digit [rows g, g + 8][results]: sums of a pair's two groups."""
         if self.sizes.width == 1:
             of = self.sums_of_groups(a, u, 0, chunk, at_q)
-            return [[[c[2 * r : 2 * r + 2]] for r in (0, 1)] for c in of]
+            return [[[(c[2 * r], c[2 * r + 1])] for r in (0, 1)] for c in of]
         even, odd = (self.sums_of_groups(a, u, 2 * pair + h, chunk, at_q) for h in (0, 1))
         return [
             [[(one[2 * r + c], two[2 * r + c]) for c in (0, 1)] for r in (0, 1)]
             for one, two in zip(even, odd, strict=True)
         ]
 
-    def dot(self, even, odd, scale, r: int, largest: int):
-        """even and odd times their bytes of a word of scales."""
+    def dot(self, pair: tuple, scale, r: int, largest: int):
+        """The sums of a pair's two groups times their bytes of a word of scales."""
+        even, odd = pair
         if largest * 128 * self.kq.group < 2**15:
             return lanes.dot_of_halves(lanes.bytes_of(even, odd, 0x5410), scale, 2 * r)
         first, second = (lanes.signed_byte_word(scale, 2 * r + h) for h in (0, 1))

@@ -33,6 +33,7 @@ CASES = [
     ([("q4_k", 32), ("q6_k", 16)], 512, 6, "normed", 8),
     *(([(format, 16)], 512, rows, "normed", 16) for format in WHOLE for rows in (1, 2, 4, 8)),
     ([("q2_k", 32), ("q3_k", 16)], 512, 16, "gated", 8),
+    ([("q2_k", 16), ("q3_k", 16)], 4352, 1, "normed", 8),  # two steps of a warp
 ]
 
 
