@@ -150,12 +150,14 @@ class RunConfig:
 class SamplingParams:
     """How the tokens of one request are drawn. Numbers are traced: changing them does not recompile.
 
-    Applied in this order (llama.cpp's): penalties and bias, top-k, top-p, min-p, temperature, draw.
+    Applied in this order (llama.cpp's): penalties and bias, top-k, top-p, min-p, temperature, draw; or with
+    the temperature before top-k (that of OpenAI-style servers).
 
     temperature         0: always the most likely token, and the truncations below do not matter
     top_k               keep the k most likely tokens (and those tied with the k-th); 0: all
     top_p               keep the fewest most likely tokens whose probabilities sum to p or more; 1: all
     min_p               keep tokens at least min_p times as likely as the likeliest; 0: all
+    temperature_first   probabilities of top_p and min_p are those at this temperature, not at 1
     repetition_penalty  logits of tokens in prompt or answer are divided (if positive) or multiplied by it
     presence_penalty    subtracted from the logits of tokens in the answer; 0: none
     frequency_penalty   the same, times their count; 0: none
@@ -168,6 +170,7 @@ class SamplingParams:
     top_k: int = 40
     top_p: float = 0.95
     min_p: float = 0.05
+    temperature_first: bool = False
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0

@@ -33,6 +33,7 @@ class Sampler(struct.PyTreeNode):
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     min_p: Float[Array, "B"]
+    temperature_first: Bool[Array, "B"]
     repetition_penalty: Float[Array, "B"]
     presence_penalty: Float[Array, "B"]
     frequency_penalty: Float[Array, "B"]
@@ -114,6 +115,7 @@ def sampler(
         top_k=column("top_k", jnp.int32),
         top_p=column("top_p", jnp.float32),
         min_p=column("min_p", jnp.float32),
+        temperature_first=column("temperature_first", bool),
         repetition_penalty=column("repetition_penalty", jnp.float32),
         presence_penalty=column("presence_penalty", jnp.float32),
         frequency_penalty=column("frequency_penalty", jnp.float32),

@@ -143,6 +143,9 @@ MinP = Annotated[
         help="Keep tokens this likely, relative to the likeliest; 0: all.",
     ),
 ]
+TemperatureFirst = Annotated[
+    bool, typer.Option("--temperature-first", help="Apply --temp before --top-p and --min-p, not after them.")
+]
 RepeatPenalty = Annotated[
     float,
     typer.Option("--repeat-penalty", metavar="X", help="Divides the logits of tokens seen before; 1: none."),

@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, real, select, total, true
+from pallas_kernels.gpu.values import index, integer, maximum, minimum, real, select, total, true
 from pallas_kernels.sampling.block import (
     THREADS,
     WARPS,
@@ -118,7 +118,7 @@ def _scan(logits, rules, keys, positions, maxima, sums, winners, scores, *, run:
                 largest = maximum(largest, x)
             largest = lanes.largest_of_warp(largest)
             from_here = maximum(largest, LOWEST)
-            weight = lanes.warp_sum_real(total([exp(x - from_here) for x in values]))
+            weight = lanes.warp_sum_real(total([row.weight(x, from_here) for x in values]))
             with lanes.when(lanes.thread() % 32 == 0):
                 memory.store(largest, maxima, row.row, group)
                 memory.store(weight, sums, row.row, group)
@@ -141,6 +141,7 @@ def _draw(
     mine = [lanes.thread() + i * THREADS for i in range(per_thread)]
 
     def store(token):
+        token = minimum(token, row.vocabulary - 1)  # whatever NaN has made of it
         with lanes.when(lanes.thread() == 0):
             memory.store(token, tokens, row.row)
             memory.store(true(), rules.seen, row.row, token)
@@ -178,7 +179,7 @@ def _draw(
         i, slot = integer(lanes.thread()), lanes.thread()
         present = (i < n) & (n <= CANDIDATES)
         value = select(present, memory.load(values_smem, slot), -float("inf"))
-        weight = select(present, exp(value - peak), 0.0)
+        weight = select(present, row.weight(value, peak), 0.0)
         token = memory.load(ids_smem, slot)
         memory.store(value, values_smem, slot)
         memory.store(weight, weights_smem, slot)
@@ -200,7 +201,7 @@ def _draw(
 
         def of_all():
             weights = of_groups(sums, 0.0)
-            return [total([w * exp(m - peak) for w, m in zip(weights, largest, strict=True)])]
+            return [total([w * row.weight(m, peak) for w, m in zip(weights, largest, strict=True)])]
 
         share = lanes.choose(no_top_k, of_all, [select(in_top_k, weight, 0.0)])[0]
         everything, of_candidates = block.sums([share, weight])
@@ -212,7 +213,7 @@ def _draw(
         )
         by_top_k = row.k <= n
         by_top_p = no_top_k & (row.top_p < 1) & (of_candidates >= target)
-        by_min_p = (no_top_k | (row.top_p >= 1)) & (exp(number(t) - peak) < row.min_p)
+        by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(number(t), peak) < row.min_p)
         enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
         with lanes.when(enough):
             score = select(keep, row.score(value, token, row.at_its_position()), 0)
@@ -298,7 +299,7 @@ def _among_all(row: Row, block: Block, maxima, peak):
         within = maximum(candidate, floor)
 
         def body(values, _, so_far):
-            weights = [select(counts, 1.0, exp(x - peak)) for x in values]
+            weights = [select(counts, 1.0, row.weight(x, peak)) for x in values]
             reach = [select(sortable(x) >= within, w, 0.0) for x, w in zip(values, weights, strict=True)]
             return [so_far[0] + total(reach)]
 
@@ -325,7 +326,7 @@ def _among_all(row: Row, block: Block, maxima, peak):
     def race(values, ids, carry):
         pairs = [tuple(carry)]
         for x, i in zip(values, ids, strict=True):
-            keep = (sortable(x) >= t) & (exp(x - peak) >= row.min_p) & (i < row.vocabulary)
+            keep = (sortable(x) >= t) & (row.weight(x, peak) >= row.min_p) & (i < row.vocabulary)
             pairs.append((select(keep, row.score(x, i, key), 0), i))
         return list(best_of_lane(pairs))
 

@@ -83,6 +83,12 @@ def gumbel(key: UInt32[Array, "2"], ids: Int[Array, "n"]) -> Float[Array, "n"]:
     return -jnp.log(-jnp.log(u))
 
 
+def weights(rules: Rules, x: Float[Array, "B n"], peak: Float[Array, "B 1"]) -> Float[Array, "B n"]:
+    """How likely tokens of these logits are for the truncations, over the likeliest."""
+    scale = jnp.where(rules.temperature_first & (rules.temperature > 0), 1 / rules.temperature, 1.0)
+    return jnp.exp((x - peak) * scale[:, None])
+
+
 def truncate_sorted(
     rules: Rules, top: Float[Array, "B n"], logits: Float[Array, "B V"]
 ) -> tuple[Bool[Array, "B n"], Bool[Array, "B"]]:
@@ -92,17 +98,17 @@ def truncate_sorted(
     peak, last = top[:, :1], top[:, -1:]
     k = jnp.where(rules.top_k > 0, jnp.minimum(rules.top_k, vocabulary), vocabulary)[:, None]
     kth = jnp.where(k <= n, jnp.take_along_axis(top, jnp.minimum(k, n) - 1, 1), -jnp.inf)
-    weight = jnp.where(top >= kth, jnp.exp(top - peak), 0.0)
+    weight = jnp.where(top >= kth, weights(rules, top, peak), 0.0)
     # The sum over what top-k keeps is known where it keeps candidates only, or all tokens.
     ends_here = (kth > last) | (n == vocabulary)
-    everything = jnp.exp(logits - peak).sum(-1, keepdims=True)
+    everything = weights(rules, logits, peak).sum(-1, keepdims=True)
     total = jnp.where(ends_here, weight.sum(-1, keepdims=True), everything)
     reached = jnp.cumsum(weight, 1) >= rules.top_p[:, None] * total
     at = jnp.where(reached.any(1), reached.argmax(1), n - 1)[:, None]
     whole = (rules.top_p >= 1)[:, None]
     nucleus = jnp.where(reached.any(1, keepdims=True) & ~whole, jnp.take_along_axis(top, at, 1), -jnp.inf)
-    keep = (top >= kth) & (top >= nucleus) & (jnp.exp(top - peak) >= rules.min_p[:, None])
-    cut = ends_here | (nucleus > last) | (jnp.exp(last - peak) < rules.min_p[:, None])
+    keep = (top >= kth) & (top >= nucleus) & (weights(rules, top, peak) >= rules.min_p[:, None])
+    cut = ends_here | (nucleus > last) | (weights(rules, last, peak) < rules.min_p[:, None])
     known = ends_here | (k == vocabulary) | whole
     return keep, (cut & known)[:, 0]
 
@@ -110,7 +116,7 @@ def truncate_sorted(
 def truncate(rules: Rules, logits: Float[Array, "B V"]) -> Bool[Array, "B V"]:
     """What top-k, then top-p, then min-p leave. Thresholds are found bit by bit, without sorting the
     vocabulary, and only where a row asks for them."""
-    p = jnp.exp(logits - logits.max(-1, keepdims=True))
+    p = weights(rules, logits, logits.max(-1, keepdims=True))
 
     def by_thresholds():
         order = sortable(logits)

@@ -10,6 +10,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
     as_real,
     as_word,
+    exp,
     index,
     integer,
     log,
@@ -45,6 +46,7 @@ class Row:
         self.top_p = select(self.greedy, 1.0, self.top_p)
         self.min_p = select(self.greedy, 0.0, self.min_p)
         self.divisor = select(self.greedy, 1.0, self.temperature)
+        self.scale = select(at(rules.temperature_first), 1 / self.divisor, 1.0)
 
     def at_its_position(self):
         """The key of the row's noise at its position, for `score`."""
@@ -103,6 +105,10 @@ class Row:
         some = lanes.any_lane(select((token < GROUP) & (biases[0] < self.vocabulary), 1, 0))
         count = lanes.anew(integer(32))  # not unrolled
         return lanes.choose(some, lambda: lanes.loop(0, count, 1, values, one), values)
+
+    def weight(self, x, peak):
+        """How likely a token of this logit is for the truncations, over one of the logit `peak`."""
+        return exp((x - peak) * self.scale)
 
     def score(self, value, token, key: list):
         """Of a token in the draw, as a word that `sortable` makes."""

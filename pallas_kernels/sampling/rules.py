@@ -13,6 +13,7 @@ class Rules(NamedTuple):
     top_p               keep the fewest likeliest that have p or more of what top-k keeps, and those tied with
                         the last; 1: all
     min_p               keep those at least min_p times as likely as the likeliest
+    temperature_first   likely, for top-p and min-p, is what is likely at this temperature, else at 1
     repetition_penalty  logits of tokens that are `seen` are divided by it if positive, else multiplied
     presence_penalty    subtracted from the logits of tokens with a count
     frequency_penalty   times the count, subtracted too
@@ -24,6 +25,7 @@ class Rules(NamedTuple):
     top_k: Int[Array, "B"]
     top_p: Float[Array, "B"]
     min_p: Float[Array, "B"]
+    temperature_first: Bool[Array, "B"]
     repetition_penalty: Float[Array, "B"]
     presence_penalty: Float[Array, "B"]
     frequency_penalty: Float[Array, "B"]

@@ -72,6 +72,7 @@ def test_draws_follow_the_softmax(temperature):
 def kept_with_ties(logits, params):
     """bool [V], float64: a token stays with all that are as likely, as SamplingParams says."""
     p = np.exp(logits.astype(np.float64) - logits.max())
+    p = p ** (1 / params.temperature) if params.temperature_first else p
     order = np.sort(logits)[::-1]
     keep = logits >= order[min(params.top_k, len(logits)) - 1] if params.top_k else np.ones(len(logits), bool)
     if params.top_p < 1:
@@ -97,6 +98,8 @@ MANY = [
     {"min_p": 1.0},
     {"top_k": 20, "top_p": 0.8},
     {"top_k": 1},
+    {"top_k": 30, "top_p": 0.8, "min_p": 0.1, "temperature": 0.5, "temperature_first": True},
+    {"top_p": 0.9, "temperature": 2.0, "temperature_first": True},
 ]
 
 
@@ -152,6 +155,10 @@ SETTINGS = {  # (change, logits)
     "top-p 0.01": ({"top_p": 0.01}, UNEVEN),
     "min-p": ({"min_p": 0.1, "temperature": 3.0}, UNEVEN),
     "defaults": (dataclasses.asdict(SamplingParams()), UNEVEN),
+    "temperature first": (
+        {"top_k": 100, "top_p": 0.8, "min_p": 0.02, "temperature": 1.7, "temperature_first": True},
+        UNEVEN,
+    ),
     "penalties": (
         {"top_k": 100, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3},
         UNEVEN,

@@ -355,8 +355,11 @@ def _decoded(formats_of, n, k):
 
 def _draw(rows, vocabulary):
     """The next token of each row."""
-    columns = {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in Rules._fields[:7]}
-    columns["top_k"] = jax.ShapeDtypeStruct((rows,), jnp.int32)
+    columns = {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in Rules._fields[:8]}
+    columns |= {
+        name: jax.ShapeDtypeStruct((rows,), dtype)
+        for name, dtype in (("top_k", jnp.int32), ("temperature_first", bool))
+    }
     tables = [jax.ShapeDtypeStruct((rows, vocabulary), dtype) for dtype in (jnp.float32, bool, jnp.int32)]
     biases = [jax.ShapeDtypeStruct((rows, 1), dtype) for dtype in (jnp.int32, jnp.float32)]
     keys, positions = jax.ShapeDtypeStruct((rows, 2), jnp.uint32), jax.ShapeDtypeStruct((rows,), jnp.int32)

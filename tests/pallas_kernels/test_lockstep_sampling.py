@@ -9,15 +9,19 @@ from pallas_kernels.sampling import Rules, kernel, reference
 from tests.pallas_kernels.lockstep import lockstep
 
 PLAIN = {
-    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
+    "temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "temperature_first": False,
     "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
 }  # fmt: skip
+KINDS = {"top_k": jnp.int32, "temperature_first": bool}
 ROWS = [
     {},  # by groups
     {"temperature": 0.0},
     *({"top_k": k} for k in (1, 5, 20)),
     *({"top_k": 20, "top_p": p, "min_p": 0.02} for p in (0.9, 0.4, 0.0)),
     {"top_p": 0.01},
+    {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "temperature": 0.5, "temperature_first": True},
+    {"top_p": 0.3, "min_p": 0.01, "temperature": 2.0, "temperature_first": True},
+    {"temperature": 0.0, "temperature_first": True},
     {"min_p": 0.5},
     # The whole row, unless there are few.
     *({"top_k": k} for k in (300, 1000)),
@@ -30,9 +34,7 @@ ROWS = [
 def rules(rows: list[dict], vocabulary: int, biases: int = 1, tables=None) -> Rules:
     """Arrays of these settings; biases and tables of tokens that count for nothing, if none are given."""
     columns = {
-        name: jnp.array(
-            [{**PLAIN, **row}[name] for row in rows], jnp.int32 if name == "top_k" else jnp.float32
-        )
+        name: jnp.array([{**PLAIN, **row}[name] for row in rows], KINDS.get(name, jnp.float32))
         for name in PLAIN
     }
     shape = len(rows), vocabulary
