@@ -3,9 +3,9 @@ whether the text is the same.
 
     python benchmarks/speculation.py [-m demo] [-n 96] [--only repeats,edits] [--commit NAME] > rows.jsonl
 
-Prompts that ask for a text of theirs again (`repeats`), with a word replaced (`edits`), and one that asks for a
-text of its own (`free`), greedy and with the default sampling. `first_difference` is where the two texts part,
-if they do, and `nats` how far apart their tokens are there: rounding decides near-ties.
+Prompts that ask for a text of theirs again (`repeats`), with a word replaced (`edits`), and one that asks for
+a text of its own (`free`), greedy and with the default sampling. `first_difference` is where the two texts
+part, if they do, and `nats` how far apart their tokens are there: rounding decides near-ties.
 """
 
 import argparse

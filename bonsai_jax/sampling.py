@@ -165,9 +165,7 @@ def foresee(s: Sampler, tokens: Int[Array, "B T-1"]) -> Sampler:
     return jax.tree.map(lambda x: x.reshape(rows, T, *x.shape[1:]), each)
 
 
-def sample_each(
-    s: Sampler, logits: Float[Array, "B T V"], positions: Int[Array, "B T"]
-) -> Int[Array, "B T"]:
+def sample_each(s: Sampler, logits: Float[Array, "B T V"], positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """`sample` for a sampler of T positions of each row (`foresee`), all at once. Remembers nothing."""
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, positions))
     return sample(*flat)[0].reshape(positions.shape)

@@ -5,10 +5,10 @@
     kept     d1      d2   d3             p1 = d1 and p2 = d2 but p3 is not d3: what is behind p3 means nothing
 
 The text is that of plain decoding, greedy or sampled, whatever is proposed. A token's noise depends on its
-row's key, its position and its id alone (sampling.py), so that d2 is what plain decoding draws behind d1; a
-proposal saves a step where it is the token that is drawn anyway, and nothing has to be rejected and drawn again
-to keep the distribution (Leviathan et al. 2023 do that, where draws cannot be repeated). What differs is
-rounding: a product of several rows may add in another order than that of one, which shows at near-ties.
+row's key, its position and its id alone (sampling.py), so d2 is what plain decoding draws behind d1: the same
+token, and so the same distribution. A proposal is accepted if it is the token that is drawn anyway; nothing
+has to be drawn again, as in Leviathan et al. 2023, whose draws cannot be repeated. What differs is rounding:
+a product of several rows may add in another order than that of one, which shows at near-ties.
 """
 
 import functools
@@ -21,7 +21,9 @@ from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from bonsai_jax import architectures, layers, proposers, sampling
+from bonsai_jax.checks import check
 from bonsai_jax.config import ModelConfig
+from bonsai_jax.layers import STEP_TOKENS
 from bonsai_jax.params import Params
 from bonsai_jax.proposers import NO_TOKEN
 from bonsai_jax.taps import Taps
@@ -29,8 +31,6 @@ from pallas_kernels import serializable
 
 if TYPE_CHECKING:
     from bonsai_jax.decoding import State
-
-MOST_ROWS = 8  # of activations in a product: up to so many, kernels take the time that weights take
 
 
 @serializable
@@ -48,18 +48,20 @@ class Speculation(struct.PyTreeNode):
     ids: Int[Array, "B capacity"]
     steps: Int[Array, "B"]
     proposer: str = struct.field(pytree_node=False, default="ngram")
-    width: int = struct.field(pytree_node=False, default=MOST_ROWS)
+    width: int = struct.field(pytree_node=False, default=STEP_TOKENS)
 
 
 def start(rows: int, capacity: int, proposer: str, of_device: int | None = None) -> Speculation:
-    """For rows of which nothing was read. Raises NotImplementedError for a proposer that there is no file for.
+    """For rows of which nothing was read. The width goes by the rows of a device, 8 tokens of one row, 4 of
+    two, else 2: products of up to 8 tokens run by kernels of a decode step, which take about the time that
+    reading the weights takes.
 
-    of_device   rows of each device; None: all. With them the width is chosen: 8 tokens of one row, 4 of two,
-                else 2
+    of_device   rows of each device; None: all
+    Raises NotImplementedError for a proposer that there is no file for.
     """
     proposers.get(proposer)
     ids = jnp.full((rows, capacity), NO_TOKEN, jnp.int32)
-    width = max(2, MOST_ROWS // (of_device or rows))
+    width = max(2, STEP_TOKENS // (of_device or rows))
     return Speculation(ids, jnp.zeros(rows, jnp.int32), proposer, width)
 
 
@@ -141,6 +143,8 @@ def step(
     """
     first, offset = state.cache.lengths, jnp.arange(proposals.shape[1] + 1)
     read = jnp.concatenate([state.tokens[:, None], proposals], axis=1)  # [B, T]
+    full = first >= state.cache.capacity
+    check(~jnp.any(running & full), "decode: a row's cache is full; make the state with a larger context")
     readable = running[:, None] & _up_to(proposals != NO_TOKEN)
     after = first[:, None] + offset + 1  # positions of what is drawn
     positions = jnp.where(readable, after - 1, -1)

@@ -169,8 +169,8 @@ Seed = Annotated[
 Speculate = Annotated[
     Literal["ngram"] | None,
     typer.Option(
-        help="Draw several tokens a step where they are foreseen: ngram looks for the newest tokens earlier in "
-        "prompt and answer. The text stays the same."
+        help="Draw the same tokens in fewer steps, where they are foreseen: ngram looks up what followed "
+        "the newest ones earlier in prompt and answer."
     ),
 ]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]

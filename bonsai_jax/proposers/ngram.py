@@ -1,7 +1,7 @@
 """Proposals from the text itself: what followed the last time that prompt or answer said the same.
 
-    prompt and answer   ... the cat sat on the mat. Then the cat
-                                    ^^^^^^                           followed "the cat" before: proposed
+prompt and answer   ... the cat sat on the mat. Then the cat
+                                ^^^^^^                           followed "the cat" before: proposed
 """
 
 from typing import TYPE_CHECKING

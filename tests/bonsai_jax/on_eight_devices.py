@@ -27,8 +27,8 @@ def load(source: str, weights, mesh=None) -> bj.Model:
     return bj.load(f"synth:{source}", bj.RunConfig(page_size=16, weights=weights), mesh=mesh)
 
 
-def answers(model: bj.Model) -> list[list[int]]:
-    outputs = bj.generate(model, PROMPTS, max_new_tokens=12, sampling=SAMPLING, ignore_eos=True)
+def answers(model: bj.Model, **options) -> list[list[int]]:
+    outputs = bj.generate(model, PROMPTS, max_new_tokens=12, sampling=SAMPLING, ignore_eos=True, **options)
     return [output.tokens for output in outputs]
 
 
@@ -55,6 +55,11 @@ def bytes_of(tree, device) -> int:
 def test_tokens_are_those_of_one_device(source, weights, data, model):
     sharded = load(source, weights, bj.make_mesh(data, model))
     assert_same(answers(sharded), on_one_device(source, weights))
+
+
+def test_speculation_draws_one_devices_tokens():
+    sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(2, 2))
+    assert_same(answers(sharded, speculate="ngram"), on_one_device("tiny-llama:q8_0", "packed"))
 
 
 # QK-norm; biases; tied embeddings, whose text varies too little to compare it alone.

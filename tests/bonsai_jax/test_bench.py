@@ -15,7 +15,7 @@ from bonsai_jax import cache as kv
 
 KEYS = [
     *("date", "commit", "device", "driver", "jax", "impl", "model", "test"),
-    *("tok_s", "tok_s_std", "gb_s", "ceiling_share", "data_parallel", "tensor_parallel"),
+    *("tok_s", "tok_s_std", "gb_s", "ceiling_share", "data_parallel", "tensor_parallel", "tokens_per_step"),
 ]
 
 
@@ -61,6 +61,9 @@ def test_golden_markdown():
         "| bonsai-8b | 1.07 GiB | 8.19 B | NVIDIA H200 | reference | tg128@d64 | 123.46 ± 1.50 | 131.4 | 3% |"
     )
     assert "| - |" in bench.markdown(dataclasses.replace(row, ceiling_share=None), 1, 1)
+    assert " | tg128@d64, 2.50 a step | " in bench.markdown(
+        dataclasses.replace(row, tokens_per_step=2.5), 1, 1
+    )
 
 
 def test_csv_has_the_same_columns(rows):
@@ -113,6 +116,19 @@ def test_gen_is_what_generate_runs(model, monkeypatch):
     )
     _, want = bj.decode(model.params, state, model.config, limit=6, size=6)
     np.testing.assert_array_equal(drawn[-1][1], want)
+
+
+def test_gen_with_speculation_proposes_from_its_prompt_and_counts_steps(model):
+    test = bench.Test(model, "gen", 12, depth=20, speculate="ngram")
+    assert test.name == "gen12+ngram@d20"
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, 32))
+    for _ in range(2):
+        test.run()
+        assert test.state.speculation.ids[0, :21].tolist() == ids[0, :21].tolist()
+        assert test.state.cache.lengths[0] == 32 and 2 <= test.state.speculation.steps[0] <= 12
+    row = test.row([100.0])
+    assert row.tokens_per_step == 12 / int(test.state.speculation.steps[0])
+    assert row.gb_s == pytest.approx(test.bytes_moved() * 100 / row.tokens_per_step / 1e9)
 
 
 def test_bytes_per_step_count_the_cache(model):

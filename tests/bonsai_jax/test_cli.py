@@ -76,6 +76,14 @@ def test_json_is_one_object_on_stdout():
     assert answer["text"] == tiny().tokenizer.decode(answer["tokens"], at_start=False)
 
 
+def test_speculation_says_how_many_tokens_a_step_draws():
+    common = ("-m", TINY, "-n", 12, "--temp", 0, "--ignore-eos", "--json")
+    plain, spec = (run("generate", "Once upon", *common, *more) for more in ((), ("--speculate", "ngram")))
+    answer = json.loads(spec.stdout)
+    assert answer["tokens"] == json.loads(plain.stdout)["tokens"] and answer["tokens_per_step"] >= 1
+    assert f", {answer['tokens_per_step']:.2f} a step, " in spec.stderr and " a step" not in plain.stderr
+
+
 def test_chat_option_wraps_the_prompt():
     ids = tiny().tokenizer.encode_chat(
         [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}]

@@ -39,6 +39,18 @@ def test_the_same_message_again_after_a_reset_reads_one_token():
     assert conversation.figures.prompt_tokens == 1
 
 
+def test_speculation_knows_the_tokens_that_were_in_the_cache():
+    conversation = Conversation(tiny(), GREEDY, max_new_tokens=8, ignore_eos=True, speculate="ngram")
+    for turn in ("Hi there", "Hi there"):
+        got = answer(conversation, turn)
+        ids = tiny().tokenizer.encode_chat(conversation.messages[:-1])
+        fresh = bj.generate(tiny(), [ids], max_new_tokens=8, sampling=GREEDY, ignore_eos=True)[0]
+        assert got == fresh.text
+    assert " a step, " in chat.stats(conversation)
+    state, shared = conversation._start(ids, 4)
+    assert shared > 8 and state.speculation.ids[0, :shared].tolist() == ids[:shared]
+
+
 def test_a_stopped_answer_stays_and_the_next_one_is_right():
     conversation = Conversation(tiny(), GREEDY, max_new_tokens=40, ignore_eos=True)
     pieces = conversation.ask("Hi there")

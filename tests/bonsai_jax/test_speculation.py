@@ -1,0 +1,264 @@
+"""Speculation draws what plain decoding draws, in fewer steps where the text foresees itself."""
+
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import jitted, proposers, sampling, speculation
+from bonsai_jax.proposers import ngram
+from tests.bonsai_jax.tokens import assert_same
+
+GREEDY = bj.SamplingParams(temperature=0.0)
+HOT = bj.SamplingParams(temperature=1.0, seed=3)
+PENALIZED = dataclasses.replace(HOT, repetition_penalty=1.2, presence_penalty=0.3, frequency_penalty=0.2)
+BIASED = dataclasses.replace(GREEDY, logit_bias={7: 2.0}, repetition_penalty=1.3)
+ROWS = [GREEDY, HOT, PENALIZED, BIASED]
+RNG = np.random.default_rng(0)
+IDS = [RNG.integers(0, 256, n).tolist() for n in (6, 31, 17, 24)]
+NEW, CONTEXT = 17, 48  # row 1 fills its pages: the last token is never read
+NONE = proposers.NO_TOKEN
+
+
+@functools.cache
+def tiny() -> bj.Model:
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16))
+
+
+def new(speculate=None, most=NEW):
+    return bj.new_state(tiny(), len(IDS), CONTEXT, ROWS, most, ignore_eos=True, speculate=speculate)
+
+
+def prompts():
+    tokens = np.zeros((len(IDS), 32), np.int32)
+    for row, ids in zip(tokens, IDS, strict=True):
+        row[: len(ids)] = ids
+    return jnp.array(tokens), jnp.array([len(ids) for ids in IDS])
+
+
+def run(state):
+    model = tiny()
+    return jitted.generate_tokens(model.params, state, *prompts(), model.config, size=NEW, logprobs=2)
+
+
+@functools.cache
+def plain():
+    """The state behind plain decoding, its tokens, and their log-probabilities."""
+    state, tokens, scores = run(new())
+    return state, np.asarray(tokens), scores
+
+
+def told(most=NEW):
+    """A state whose proposer knows the answers, but for a mistake at every fifth token of row 1, and all of
+    row 2: what is accepted is known, whatever a random model writes."""
+    answers = plain()[1].copy()
+    answers[1, ::5] = (answers[1, ::5] + 1) % 256
+    answers[2] = NONE
+    state = new("ngram", most)
+    ids = np.full(state.speculation.ids.shape, NONE)
+    for row, (prompt, answer) in enumerate(zip(IDS, answers, strict=True)):
+        ids[row, len(prompt) : len(prompt) + NEW] = answer
+    ids = jnp.array(ids, jnp.int32)
+    return state.replace(speculation=state.speculation.replace(ids=ids, proposer="told", width=4))
+
+
+def read_on(state, count):
+    """A proposer that finds the answers behind the text."""
+    ids = state.speculation.ids
+    at = state.cache.lengths[:, None] + 1 + jnp.arange(count)
+    known = jnp.take_along_axis(ids, jnp.minimum(at, ids.shape[1] - 1), 1)
+    return jnp.where(at < ids.shape[1], known, NONE)
+
+
+@pytest.fixture(autouse=True)
+def teller(monkeypatch):
+    get = proposers.get
+    monkeypatch.setattr(
+        proposers, "get", lambda name: SimpleNamespace(propose=read_on) if name == "told" else get(name)
+    )
+
+
+def test_rows_advance_by_what_was_foreseen_and_draw_the_same():
+    """Greedy, sampled, penalized and biased rows in one batch; log-probabilities too."""
+    before, want, scores = plain()
+    state, got, of_spec = run(told())
+    assert_same(got, want)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), of_spec, scores)
+    # Of 16 tokens behind the first: 4 a step; 4 and 1 in turns, up to each mistake and at it; 1.
+    assert state.speculation.steps.tolist() == [4, 7, 16, 4]
+    assert state.cache.lengths.tolist() == before.cache.lengths.tolist() == [22, 47, 33, 40]
+    assert state.tokens.tolist() == before.tokens.tolist() and not state.remaining.any()
+    for row, (prompt, answer) in enumerate(zip(IDS, want.tolist(), strict=True)):
+        assert state.speculation.ids[row, : len(prompt) + NEW].tolist() == prompt + answer
+    counts = [np.bincount(row, minlength=tiny().config.vocab_size) for row in want]
+    np.testing.assert_array_equal(state.sampler.counts, counts)
+
+
+def test_a_stop_token_ends_its_row_within_a_run():
+    want = plain()[1]
+    stop = int(want[0, 7])  # the third of the four that a step draws
+    assert stop not in want[0, :7]
+    state = told()
+    state, drawn, _ = run(state.replace(stop_ids=state.stop_ids.at[0, 0].set(stop)))
+    assert drawn[0].tolist() == [*want[0, :8].tolist(), *[NONE] * (NEW - 8)]
+    np.testing.assert_array_equal(drawn[1:], want[1:])
+    assert state.cache.lengths.tolist() == [6 + 7, 47, 33, 40] and state.tokens[0] == stop
+
+
+def test_rows_have_their_own_limits():
+    most, want = [3, 1, 17, 8], plain()[1]
+    state, drawn, _ = run(told(most))
+    for row, n in enumerate(most):
+        assert drawn[row].tolist() == [*want[row, :n].tolist(), *[NONE] * (NEW - n)]
+    assert state.cache.lengths.tolist() == [6 + 2, 31, 17 + 16, 24 + 7]
+
+
+def test_pages_of_other_rows_are_never_written():
+    """Row 1 has no room for what it may still produce: its proposals end where its pages do."""
+    before, want, _ = plain()
+    state, drawn, _ = run(told([NEW, NEW + 9, NEW, NEW]))
+    np.testing.assert_array_equal(drawn, want)
+    np.testing.assert_allclose(state.cache.k[:, :3], before.cache.k[:, :3], atol=1e-5)
+
+
+def test_decoding_in_pieces_and_from_a_file(tmp_path):
+    """Rows that have filled the output wait for the others; a saved state goes on."""
+    model = tiny()
+    state = jitted.prefill(model.params, told(), *prompts(), model.config)
+    pieces = [state.tokens[:, None]]
+    for piece in range(20):
+        if not state.remaining.any():
+            break
+        state, drawn = jitted.decode(model.params, state, model.config, limit=3, size=5)
+        pieces.append(drawn)
+        if piece == 0:
+            assert (drawn >= 0).sum(1).tolist() == [5, 5, 3, 5]
+            bj.save_state(tmp_path / "state", state)
+            back = bj.load_state(tmp_path / "state", model)
+            assert jax.tree.structure(back) == jax.tree.structure(state)
+            jax.tree.map(np.testing.assert_array_equal, back.speculation, state.speculation)
+            state = back
+    joined = np.concatenate(pieces, axis=1).tolist()
+    assert_same([[token for token in row if token >= 0] for row in joined], plain()[1])
+
+
+def looping(logits, state):
+    """Three quarters of the time the model says 60, 61, ... 66, 60, ..., and never a token for the fifth
+    time."""
+    following = jnp.where((state.tokens >= 60) & (state.tokens < 66), state.tokens + 1, 60)
+    on = (state.cache.lengths % 16 < 12) & (state.remaining > 1)
+    often = state.sampler.counts >= 4
+    return jnp.where(often, -jnp.inf, logits) + 30.0 * on[:, None] * jax.nn.one_hot(
+        following, logits.shape[1]
+    )
+
+
+PUSH = jnp.asarray(RNG.normal(0, 0.5, 256), jnp.float32)
+STEERED = bj.Taps(edit=lambda name, layer, x: x + PUSH * (layer == 1) if name == "output" else x)
+
+
+def test_a_text_that_repeats_takes_few_steps():
+    """By n-grams, greedy and sampled, with a processor and taps; in `stream` the same, ended by a stop
+    text."""
+    ids = [[60, 61, 62, 63, 64, 65, 66] * 3, IDS[1]]
+    options = {"max_new_tokens": 40, "ignore_eos": True, "logits_processor": looping, "taps": STEERED}
+    want, got = (
+        bj.generate(tiny(), ids, sampling=ROWS[:2], speculate=how, **options) for how in (None, "ngram")
+    )
+    assert [o.tokens for o in got] == [o.tokens for o in want]
+    assert [o.steps for o in want] == [39, 39] and max(o.steps for o in got) < 28
+    stop = want[1].text[20:24]
+    cut = want[1].text[: want[1].text.find(stop)]
+    pieces = list(bj.stream(tiny(), ids[1], sampling=HOT, speculate="ngram", stop=stop, **options))
+    assert "".join(p.text for p in pieces) == cut and pieces[-1].finish_reason == "stop"
+    tokens = [t for p in pieces for t in p.tokens]
+    assert tokens == want[1].tokens[: len(tokens)]
+    assert pieces[0].steps == 0 and sum(p.steps for p in pieces[:-1]) < sum(
+        len(p.tokens) for p in pieces[:-1]
+    )
+
+
+def test_frequencies_are_those_of_the_distribution():
+    """2,048 rows: the first token and, where that is the one that was proposed, the second."""
+    model, rows = tiny(), 2048
+    cache = bj.new_cache(model, 1, 16)
+    _, cache = jitted.extend(model.params, cache, jnp.array([IDS[0]]), jnp.array([6]), model.config)
+    hot = bj.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
+    p, after = np.asarray(jax.nn.softmax(bj.logits(model, [*IDS[0], 9])[-1])), None
+    guess = int(p.argmax())
+    after = np.asarray(jax.nn.softmax(bj.logits(model, [*IDS[0], 9, guess])[-1]))
+    state = bj.new_state(model, rows, 16, hot, 8, ignore_eos=True, speculate="ngram")
+    state = state.replace(cache=cache.take([0] * rows), tokens=jnp.full(rows, 9))
+    step = jax.jit(functools.partial(speculation.step, config=model.config))
+    _, drawn = step(model.params, state, jnp.full((rows, 1), guess), jnp.ones(rows, bool))
+    drawn = np.asarray(drawn)
+    accepted = drawn[:, 0] == guess
+    np.testing.assert_array_equal(drawn[:, 1] >= 0, accepted)
+    for tokens, probabilities in ((drawn[:, 0], p), (drawn[accepted, 1], after)):
+        n, likely = len(tokens), probabilities > 0.01
+        assert n > 100 and likely.sum() > 3
+        found = np.bincount(tokens, minlength=len(p)) / n
+        error = np.sqrt(probabilities * (1 - probabilities) / n)
+        assert (abs(found - probabilities)[likely] < 5 * error[likely]).all()
+
+
+def of_text(rows, count, capacity=16):
+    ids = np.full((len(rows), capacity), 99, np.int32)  # what lies behind the text is of no text
+    for row, text in zip(ids, rows, strict=True):
+        row[: len(text)] = text
+    ends = jnp.array([len(text) - 1 for text in rows])
+    state = SimpleNamespace(
+        speculation=speculation.Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
+    )
+    return jax.jit(lambda: ngram.propose(state, count))().tolist()
+
+
+def test_ngrams_propose_what_followed():
+    rows = {
+        (1, 2, 3, 4, 5, 1, 2, 3): [4, 5, 1],
+        (1, 2, 3, 4, 9, 2, 3, 5, 1, 2, 3): [4, 9, 2],  # three tokens before two
+        (9, 2, 3, 4, 1, 2, 3, 5, 2, 3): [5, 2, 3],  # of two the latest
+        (7, 3, 4, 5, 3): [4, 5, 3],  # one, for want of more
+        (1, 2, 1, 2, 1, 2): [1, 2, 1],  # in circles
+        (5, 5, 5): [5, 5, 5],
+        (1, 2, 3): [-1, -1, -1],
+        (4,): [-1, -1, -1],
+        (-1, -1, -1): [-1, -1, -1],  # vectors
+        (-1, 3, 4, -1, 3): [4, -1, 3],
+        (*range(1, 15), 1, 2): [3, 4, 5],  # to the end of the pages
+    }
+    assert dict(zip(rows, of_text(rows, 3), strict=True)) == rows
+
+
+def test_a_prompt_of_vectors_and_an_unknown_proposer():
+    ids = jnp.array(IDS[0])
+    options = {"max_new_tokens": 8, "sampling": GREEDY, "ignore_eos": True}
+    (got,) = bj.generate(tiny(), bj.embed(tiny().params, ids), speculate="ngram", **options)
+    assert_same([got.tokens], [plain()[1][0, :8]])
+    with pytest.raises(NotImplementedError, match="speculate is 'oracle'; supported: ngram"):
+        bj.generate(tiny(), [IDS[0]], speculate="oracle")
+
+
+def test_the_cache_is_updated_in_place():
+    state = bj.new_state(tiny(), 1, 2048, GREEDY, 8, speculate="ngram")
+    cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
+    compiled = jitted.decode.lower(tiny().params, state, tiny().config, limit=4, size=8).compile()
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
+
+
+def test_penalties_are_those_of_each_position():
+    s = sampling.sampler(PENALIZED, 2, 8)
+    s = sampling.remember(s, jnp.array([[1, 1], [2, 5]]), jnp.array([[True, True], [True, False]]))
+    each = sampling.foresee(s, jnp.array([[1, 3], [4, -1]]))
+    counts = [
+        [[0, 2, 0, 0, 0, 0, 0, 0], [0, 3, 0, 0, 0, 0, 0, 0], [0, 3, 0, 1, 0, 0, 0, 0]],
+        [[0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0, 0]],
+    ]
+    np.testing.assert_array_equal(each.counts, counts)
+    np.testing.assert_array_equal(each.seen, np.array(counts) > 0)
