@@ -259,8 +259,9 @@ def test_without_its_backend_a_command_ends_in_one_line():
 
 @pytest.fixture
 def as_at_home(monkeypatch):
-    """Processes without the tests' own compile cache (conftest.py)."""
-    for name in [name for name in os.environ if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))]:
+    """Processes without the tests' own compile cache and settings of XLA (conftest.py)."""
+    of_tests = ("JAX_COMPILATION", "JAX_PERSISTENT", "JAX_DISABLE", "XLA_FLAGS")
+    for name in [name for name in os.environ if name.startswith(of_tests)]:
         monkeypatch.delenv(name)
 
 
@@ -299,7 +300,7 @@ def test_a_cache_folder_that_cannot_be_breaks_nothing(tmp_path):
 
 
 def test_a_closed_pipe_ends_quietly():
-    arguments = ["generate", "Hi", "-m", TINY, "-n", "400", "--ignore-eos", "--no-compile-cache"]
+    arguments = ["generate", "Hi", "-m", TINY, "-n", "16", "--ignore-eos"]
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )
