@@ -360,11 +360,14 @@ def check_shard_map():
     spec = jax.sharding.PartitionSpec
     gamma, x = 1 + numbers(2, LAYERS, K), numbers(3, 8 * 16, K)
     for kernel in ("reference", "cublas"):
-        for name, f in ops(weight("q4_k", 1, K).replace(products=Products(((None, kernel),))), gamma).items():
+        w = weight("q4_k", 1, K).replace(products=Products(((None, kernel),)))
+        for name, f in ops(w, gamma).items():
+            if kernel == "cublas" and name != "ffn":  # which has all that the others have
+                continue
             shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec("d"), out_specs=spec("d"))
             limit = {"rtol": 1e-5, "atol": 1e-5, "err_msg": name}
-            np.testing.assert_allclose(jax.jit(shared(f))(x), f(x), **limit)
-            np.testing.assert_allclose(jax.jit(shared(jax.vmap(f)))(x), jax.vmap(f)(x), **limit)
+            np.testing.assert_allclose(jax.jit(shared(f))(x), jax.jit(f)(x), **limit)
+            np.testing.assert_allclose(jax.jit(shared(jax.vmap(f)))(x), jax.jit(jax.vmap(f))(x), **limit)
             loss = lambda f, x: (f(x) ** 2).sum()  # noqa: E731
             gradients = [jax.jit(jax.grad(functools.partial(loss, g)))(x) for g in (shared(f), f)]
             assert_near(*gradients, 1e-5)
