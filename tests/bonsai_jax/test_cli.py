@@ -259,9 +259,8 @@ def test_without_its_backend_a_command_ends_in_one_line():
 
 @pytest.fixture
 def as_at_home(monkeypatch):
-    """Processes without the tests' own compile cache and settings of XLA (conftest.py)."""
-    of_tests = ("JAX_COMPILATION", "JAX_PERSISTENT", "JAX_DISABLE", "XLA_FLAGS")
-    for name in [name for name in os.environ if name.startswith(of_tests)]:
+    """Processes without the tests' own compile cache (conftest.py)."""
+    for name in [name for name in os.environ if name.startswith(("JAX_COMPILATION", "JAX_PERSISTENT"))]:
         monkeypatch.delenv(name)
 
 
