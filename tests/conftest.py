@@ -13,7 +13,7 @@ LONGEST = ("test_parallel.py", "test_notebooks.py", "test_oracle.py", "test_reci
 def pytest_configure(config):
     """Compiling is most of the tests' time. So xdist's workers and the processes that tests start share what
     they compiled, and XLA leaves out its optimizations, except for tests that ask for them (`optimized`).
-    XLA's older emitters of fusions take a third of the newer ones' time; which ones is a process's setting,
+    XLA's older emitters of fusions compile in half the newer ones' time; which ones is a process's setting,
     and XLA_FLAGS in the environment is left as it is (test_as_users_have_it.py)."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.option.markexpr in (*ON_GPUS, "aot"):
         return  # a worker's or a nested pytest's is there already
