@@ -12,7 +12,9 @@ LONGEST = ("test_parallel.py", "test_notebooks.py", "test_oracle.py", "test_reci
 
 def pytest_configure(config):
     """Compiling is most of the tests' time. So xdist's workers and the processes that tests start share what
-    they compiled, and XLA leaves out its optimizations, except for tests that ask for them (`optimized`)."""
+    they compiled, and XLA leaves out its optimizations, except for tests that ask for them (`optimized`).
+    XLA's older emitters of fusions compile in half the newer ones' time; which ones is a process's setting,
+    and XLA_FLAGS in the environment is left as it is (test_as_users_have_it.py)."""
     if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.option.markexpr in (*ON_GPUS, "aot"):
         return  # a worker's or a nested pytest's is there already
     folder = tempfile.TemporaryDirectory(prefix="compiled-")
@@ -21,6 +23,7 @@ def pytest_configure(config):
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
 
 
 def pytest_collection_modifyitems(items):
@@ -36,7 +39,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(scope="module")
 def optimized():
-    """XLA with its optimizations, as users have it: for what is held against another implementation."""
+    """XLA with its optimizations: for what is held against another implementation."""
     import jax  # here: some tests need none
 
     before = jax.config.values["jax_disable_most_optimizations"]

@@ -25,22 +25,24 @@ TINY = [
 ]
 
 
-def make_formats() -> dict[str, np.ndarray]:
+def weights_of(name: str, raw: np.ndarray) -> np.ndarray:
+    """What the oracle decodes blocks to, float32 [4, 512]."""
     import gguf
 
     from tests.pallas_kernels.test_formats import GGUF_TYPES, ORACLES, scalar_weights
 
+    if name in ORACLES:
+        return np.asarray([scalar_weights(name, row.tobytes()) for row in raw], np.float32).reshape(4, 512)
+    return np.asarray(gguf.dequantize(raw, GGUF_TYPES[name]), np.float32).reshape(4, 512)
+
+
+def make_formats() -> dict[str, np.ndarray]:
     kept = {}
     for name in formats.names():
         # Not under jit, which rounds some of a block's scales otherwise than when these values were kept.
         lead, key = (4, 512 // formats.get(name).WEIGHTS), jax.random.key(zlib.crc32(name.encode()))
         raw = np.asarray(formats.pack(name, formats.random_fields(name, key, lead, 0.0, 0.1)))
-        decoded = (
-            [scalar_weights(name, row.tobytes()) for row in raw]
-            if name in ORACLES
-            else gguf.dequantize(raw, GGUF_TYPES[name])
-        )
-        kept[f"{name}.raw"], kept[f"{name}.weights"] = raw, np.asarray(decoded, np.float32).reshape(4, 512)
+        kept[f"{name}.raw"], kept[f"{name}.weights"] = raw, weights_of(name, raw)
     return kept
 
 

@@ -27,7 +27,12 @@ def test_there_are_five():
     assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
 
 
-@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+# What these two compile under vmap and over meshes, test_recipes.py and on_eight_devices.py do too.
+LONG = ("3_a_thousand_samples", "4_many_gpus")
+RUN = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in NOTEBOOKS]
+
+
+@pytest.mark.parametrize("notebook", RUN, ids=lambda path: path.stem)
 def test_it_runs_and_draws(notebook, tmp_path):
     assert notebook.read_text().startswith("# %% [markdown]\n# # ")  # jupytext's percent form, with a title
     done = notebooks(notebook.name[0], "--pictures", tmp_path / "drawn")

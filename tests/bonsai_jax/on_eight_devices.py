@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import bonsai_jax as bj
 from bonsai_jax import architectures, layers, params, plan
@@ -23,6 +24,7 @@ PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (5, 18
 SAMPLING = [bj.SamplingParams(temperature=float(row % 2), seed=row) for row in range(len(PROMPTS))]
 
 
+@functools.cache  # drawing weights is compiled anew for every mesh: few tests have one of their own
 def load(source: str, weights, mesh=None) -> bj.Model:
     return bj.load(f"synth:{source}", bj.RunConfig(page_size=16, weights=weights), mesh=mesh)
 
@@ -46,10 +48,10 @@ def bytes_of(tree, device) -> int:
 @pytest.mark.parametrize(
     "source, weights, data, model",
     [
-        ("tiny-llama:q8_0", "packed", 4, 1),  # 6 rows: two of padding
-        ("tiny-llama:q8_0", "packed", 2, 4),  # two devices a KV head
+        ("tiny-llama:q8_0", "packed", 2, 4),  # 6 rows: two of padding; two devices a KV head
         ("tiny-llama:q4_k_m", "decoded", 1, 2),
-        ("tiny-llama:q1_0", "packed", 2, 2),
+        pytest.param("tiny-llama:q8_0", "packed", 4, 1, marks=pytest.mark.slow),
+        pytest.param("tiny-llama:q1_0", "packed", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_are_those_of_one_device(source, weights, data, model):
@@ -62,15 +64,14 @@ def test_speculation_draws_one_devices_tokens():
     assert_same(answers(sharded, speculate="ngram"), on_one_device("tiny-llama:q8_0", "packed"))
 
 
-# QK-norm; biases; tied embeddings, whose text varies too little to compare it alone.
+# QK-norm; biases; tied embeddings, whose text varies too little to compare it.
 @pytest.mark.parametrize("source", ["tiny-qwen3:q8_0", "tiny-qwen2:q8_0"])
 def test_other_architectures_have_one_devices_logits_too(source):
     whole, sharded = load(source, "packed"), load(source, "packed", bj.make_mesh(1, 4))
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (whole, sharded)), atol=1e-4)
-    assert answers(sharded) == answers(whole)
 
 
-@pytest.mark.parametrize("source, parts", [("tiny-llama:q8_0", 2), ("tiny-qwen2:q8_0", 4)])
+@pytest.mark.parametrize("source, parts", [("tiny-llama:q8_0", 4), ("tiny-qwen2:q8_0", 4)])
 def test_each_device_holds_its_share(source, parts):
     mesh = bj.make_mesh(2, parts)
     whole, sharded = load(source, "packed"), load(source, "packed", mesh)
@@ -119,7 +120,7 @@ def test_tiles_are_split_at_their_borders(format):
                 sources = tuple(params._source(member, t, placement) for member, t in pairs)
                 tiles.append(params._make(sources, matrix, members, placement))
         whole = [from_blocks(jnp.asarray(d), t.format) for t, d in zip(drawn, data, strict=True)]
-        return [np.asarray(dequantize(w)) for w in whole], tiles
+        return [np.asarray(decode(w)) for w in whole], tiles
 
     def shares(w: QTensor) -> list[np.ndarray]:
         of_device = [
@@ -143,19 +144,17 @@ def test_tiles_are_split_at_their_borders(format):
 
 
 def test_stream_and_logits_over_a_mesh_whose_axes_are_explicit():
-    mesh = jax.make_mesh((2, 2), ("data", "model"))
-    whole, sharded = load("tiny-llama:q8_0", "packed"), load("tiny-llama:q8_0", "packed", mesh)
-    sampling = bj.SamplingParams(temperature=1.0, seed=7)
-    streamed = [
-        [t for piece in bj.stream(m, PROMPTS[1], max_new_tokens=9, sampling=sampling, ignore_eos=True)
-         for t in piece.tokens] for m in (whole, sharded)
-    ]  # fmt: skip
-    assert_same(*([tokens] for tokens in streamed))
-    assert len(streamed[0]) == 9
+    mesh, source = jax.make_mesh((2, 2), ("data", "model")), "tiny-llama:q8_0"
+    whole, sharded = load(source, "packed"), load(source, "packed", mesh)
+    pieces = bj.stream(sharded, PROMPTS[1], max_new_tokens=12, sampling=SAMPLING[1], ignore_eos=True)
+    assert_same([[t for piece in pieces for t in piece.tokens]], [on_one_device(source, "packed")[1]])
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (whole, sharded)), atol=1e-4)
 
 
-@pytest.mark.parametrize("data, parts", [(2, 1), (2, 2), (1, 4)])
+SLOW = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (2, 2), (1, 4)]]
+
+
+@pytest.mark.parametrize("data, parts", [(2, 4), *SLOW])
 def test_the_functions_of_arrays_find_the_mesh_by_themselves(data, parts):
     """Under their own jit and under a user's, what they return is one device's."""
     tokens, lengths = jnp.asarray([PROMPTS[0], PROMPTS[1][:5]], jnp.int32), jnp.array([5, 3])
@@ -231,34 +230,14 @@ def test_lists_and_checked_values_over_a_mesh():
 def test_a_view_of_split_weights_as_a_flax_module():
     one, many = load("tiny-llama:q8_0", "packed"), load("tiny-llama:q8_0", "packed", bj.make_mesh(1, 2))
     ids = jnp.array([PROMPTS[1]])
-    want, got = (LanguageModel(m)(ids)[0] for m in (one, many))
+    call = nnx.jit(lambda module, ids: module(ids)[0], graph_updates=False)
+    want, got = (call(LanguageModel(m), ids) for m in (one, many))
     np.testing.assert_allclose(got, want, atol=1e-4)
-
-
-def test_pmap_of_generate_tokens():
-    """No mesh: the pure function as it is, a state for each of four devices, seeds counting up."""
-    model = load("tiny-llama:q8_0", "packed")
-    tokens = jnp.asarray([[[5, 6, 7, 8 + row, *[0] * 12]] * 2 for row in range(4)], jnp.int32)
-    lengths = jnp.full((4, 2), 4, jnp.int32)
-
-    def state(seeds):
-        sampling = [bj.SamplingParams(temperature=1.0, seed=seed) for seed in seeds]
-        return bj.new_state(model, len(sampling), 32, sampling, 8, ignore_eos=True)
-
-    states = jax.tree.map(lambda *s: jnp.stack(s), *(state((2 * d, 2 * d + 1)) for d in range(4)))
-    run = jax.pmap(
-        functools.partial(bj.generate_tokens, config=model.config, size=8), in_axes=(None, 0, 0, 0)
-    )
-    _, drawn = run(model.params, states, tokens, lengths)
-    _, alone = bj.generate_tokens(
-        model.params, state(range(8)), tokens.reshape(8, 16), lengths.reshape(8), model.config, size=8
-    )
-    assert_same(drawn.reshape(8, 8), alone)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "seeded"])
 def test_pmap_shard_map_and_one_device_draw_the_same_tokens(temperature):
-    """Two rows on each of four devices."""
+    """Two rows on each of four devices; of pmap, where there is no mesh, the pure function as it is."""
     source, new = "tiny-llama:q8_0", 8
     model = load(source, "packed")
     prompts = [np.random.default_rng(row).integers(0, 256, 6).tolist() for row in range(8)]
@@ -270,13 +249,14 @@ def test_pmap_shard_map_and_one_device_draw_the_same_tokens(temperature):
 
     alone = drawn_by(model)
     assert len(set(map(tuple, alone))) == 8
-    assert_same(drawn_by(load(source, "packed", bj.make_mesh(4, 2))), alone)
+    assert_same(drawn_by(load(source, "packed", bj.make_mesh(2, 4))), alone)
 
     states = [bj.new_state(model, 2, 32, sampling[2 * d : 2 * d + 2], new, ignore_eos=True) for d in range(4)]
     run = jax.pmap(
         functools.partial(bj.generate_tokens, config=model.config, size=new), in_axes=(None, 0, 0, 0)
     )
-    tokens, lengths = jnp.asarray(prompts, jnp.int32).reshape(4, 2, 6), jnp.full((4, 2), 6, jnp.int32)
+    tokens = np.pad(prompts, [(0, 0), (0, 10)]).reshape(4, 2, 16)
+    lengths = np.full((4, 2), 6, np.int32)
     _, drawn = run(model.params, jax.tree.map(lambda *leaves: jnp.stack(leaves), *states), tokens, lengths)
     assert_same(drawn.reshape(8, new), alone)
 
@@ -292,9 +272,9 @@ def test_what_does_not_split_is_refused_with_what_would():
         bj.make_mesh(4, 4)
     with pytest.raises(ValueError, match="'pipeline' among them"):
         load("tiny-llama:q8_0", "packed", jax.make_mesh((2,), ("pipeline",)))
-    model = load("tiny-llama:q8_0", "packed", bj.make_mesh(4, 1))
-    with pytest.raises(ValueError, match="6 rows do not split over 4 devices; 4 or 8 would"):
-        bj.new_state(model, 6, 64, SAMPLING, 8)
+    model = load("tiny-llama:q8_0", "packed", bj.make_mesh(2, 4))
+    with pytest.raises(ValueError, match="5 rows do not split over 2 devices; 4 or 6 would"):
+        bj.new_state(model, 5, 64, SAMPLING[:5], 8)
 
 
 def test_bonsai_and_llama_70b_split_as_they_are_shaped():

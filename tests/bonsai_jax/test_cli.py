@@ -307,7 +307,7 @@ def test_a_cache_folder_that_cannot_be_breaks_nothing(tmp_path):
 
 
 def test_a_closed_pipe_ends_quietly():
-    arguments = ["generate", "Hi", "-m", TINY, "-n", "400", "--ignore-eos", "--no-compile-cache"]
+    arguments = ["generate", "Hi", "-m", TINY, "-n", "16", "--ignore-eos"]
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from bonsai_jax.params import blocks
 from checkpoints import Tensor, open_checkpoint, write_gguf
 from tests.bonsai_jax.tokens import assert_same
@@ -16,12 +18,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def test_eight_devices():
+@pytest.mark.parametrize("marked", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_eight_devices(marked):
     """on_eight_devices.py; alone: XLA_FLAGS=--xla_force_host_platform_device_count=8 pytest
     tests/bonsai_jax/on_eight_devices.py"""
-    flags = "--xla_force_host_platform_device_count=8"
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(HERE / "on_eight_devices.py")]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", marked]
+    command += [str(HERE / "on_eight_devices.py")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
 

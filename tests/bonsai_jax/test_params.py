@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -236,12 +237,9 @@ in_pmap = jax.pmap(lambda t, n: generate(model.params, t, n))(tokens[:, None], l
 np.testing.assert_array_equal(one, in_pmap[:, 0])
 print(len(jax.devices()), "devices agree")
 """
-    flags = {
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
-        "PATH": "/usr/bin:/bin",
-        "HOME": str(Path.home()),
-    }
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=flags)
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env)
     assert done.stdout.strip() == "2 devices agree", done.stderr
 
 

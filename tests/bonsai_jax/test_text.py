@@ -141,17 +141,12 @@ def test_many_prompts_are_few_programs_and_their_answers_are_in_order():
 
 def test_three_prompts_are_the_program_of_four():
     model = tiny()
-    for rows in (1, 2, 3, 4, 5, 6, 7, 8):
+    for rows in (4, 8):
         bj.generate(model, [prompt(5, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
     before = programs(jitted.generate_tokens)
     for rows in (3, 5, 6, 7):
         bj.generate(model, [prompt(9, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
     assert programs(jitted.generate_tokens) == before
-    before = programs(jitted.generate_tokens)
-    jax.clear_caches()
-    for rows in (5, 6, 7, 8):
-        bj.generate(model, [prompt(9, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
-    assert programs(jitted.generate_tokens) == 1
 
 
 @pytest.mark.parametrize(

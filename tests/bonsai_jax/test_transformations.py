@@ -27,7 +27,15 @@ from pallas_kernels import (
 from pallas_kernels.matmul import execute, reference
 
 EPS, K, N, LAYERS = 1e-5, 256, 32, 3
-KERNELS = formats.names("q1") + formats.names("kq")
+
+
+def some(names, every_day=("q1_0", "q4_k", "tq1_0", "mxfp4", "bf16")):
+    """Transformations know no format, only how one is dequantized: everyday tests have one of each family."""
+    return [name if name in every_day else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+EVERY_FORMAT = some(formats.names())
+KERNELS = some(formats.names("q1") + formats.names("kq"))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))  # outside of jit each operation would be compiled alone
@@ -93,7 +101,7 @@ def check_gradients(op, dense_op, *arguments):
     assert_near(got[1][2], want[1][2])
 
 
-@pytest.mark.parametrize("format", formats.names())
+@pytest.mark.parametrize("format", EVERY_FORMAT)
 def test_gradients_of_a_product_are_the_dense_ones(format):
     """To x, to the norm's gamma and to the residual; the layer is traced, as in a scan over layers."""
     w, c = weight(format, 1, K), numbers(9, 2, K)
@@ -336,7 +344,7 @@ def test_ops_under_shard_map():
     code = "from tests.bonsai_jax.test_transformations import check_shard_map; check_shard_map()"
     environment = {
         **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",  # which round differently from one partition to another
     }
@@ -352,11 +360,14 @@ def check_shard_map():
     spec = jax.sharding.PartitionSpec
     gamma, x = 1 + numbers(2, LAYERS, K), numbers(3, 8 * 16, K)
     for kernel in ("reference", "cublas"):
-        for name, f in ops(weight("q4_k", 1, K).replace(products=Products(((None, kernel),))), gamma).items():
+        w = weight("q4_k", 1, K).replace(products=Products(((None, kernel),)))
+        for name, f in ops(w, gamma).items():
+            if kernel == "cublas" and name != "ffn":  # which has all that the others have
+                continue
             shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec("d"), out_specs=spec("d"))
             limit = {"rtol": 1e-5, "atol": 1e-5, "err_msg": name}
-            np.testing.assert_allclose(jax.jit(shared(f))(x), f(x), **limit)
-            np.testing.assert_allclose(jax.jit(shared(jax.vmap(f)))(x), jax.vmap(f)(x), **limit)
+            np.testing.assert_allclose(jax.jit(shared(f))(x), jax.jit(f)(x), **limit)
+            np.testing.assert_allclose(jax.jit(shared(jax.vmap(f)))(x), jax.jit(jax.vmap(f))(x), **limit)
             loss = lambda f, x: (f(x) ** 2).sum()  # noqa: E731
             gradients = [jax.jit(jax.grad(functools.partial(loss, g)))(x) for g in (shared(f), f)]
             assert_near(*gradients, 1e-5)
