@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.experimental import multihost_utils
-from jaxtyping import Array, Bool, Float, Int, Key
+from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from bonsai_jax.config import SamplingParams
 from pallas_kernels import device, selection, serializable
@@ -172,15 +172,21 @@ def sample_each(s: Sampler, logits: Float[Array, "B T V"], positions: Int[Array,
 
 
 def sample(
-    s: Sampler, logits: Float[Array, "B V"], positions: Int[Array, "B"]
+    s: Sampler,
+    logits: Float[Array, "B V"],
+    positions: Int[Array, "B"],
+    allowed: UInt32[Array, "B words"] | None = None,
 ) -> tuple[Int[Array, "B"], Sampler]:
     """Draw the token at `positions` of each row, and remember it.
 
     token = argmax(logits', or logits' / temperature + Gumbel noise over the tokens that truncation keeps)
 
     with logits' after penalties and bias: pallas_kernels.sampling.draw.
+
+    allowed   a bit for each token that may be drawn, bit i % 32 of word i // 32 for token i; None: any. Rows
+              need one at least
     """
-    rules = Rules(*(getattr(s, name) for name in Rules._fields))
+    rules = Rules(**{name: getattr(s, name) for name in Rules._fields if name != "allowed"}, allowed=allowed)
     keys = jax.random.key_data(s.keys)[:, :2]
     tokens, seen, counts = draw(logits, rules, keys, positions, impl=s.impl)
     return tokens, s.replace(seen=seen, counts=counts)

@@ -58,10 +58,12 @@ def draw(
     rows, vocabulary = logits.shape
     groups = -(-vocabulary // GROUP)
     seen, counts = map(jax.new_ref, (rules.seen, rules.counts))
+    words = lambda x: jax.lax.bitcast_convert_type(x, jnp.int32)  # noqa: E731
+    allowed = None if rules.allowed is None else words(rules.allowed)
     operands = {
         "logits": logits,
-        "rules": rules._replace(seen=seen, counts=counts),
-        "keys": jax.lax.bitcast_convert_type(keys, jnp.int32),
+        "rules": rules._replace(seen=seen, counts=counts, allowed=allowed),
+        "keys": words(keys),
         "positions": positions,
     }
     shape = lambda dtype: jax.ShapeDtypeStruct((rows, groups), dtype)  # noqa: E731

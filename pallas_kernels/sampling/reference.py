@@ -28,14 +28,18 @@ def draw(
 
 
 def penalize(rules: Rules, logits: Float[Array, "B V"]) -> Float[Array, "B width"]:
-    """Logits after penalties and biases, and -inf up to a multiple of WIDTH tokens."""
+    """Logits after penalties and biases; -inf where it is not allowed, and up to a multiple of WIDTH."""
     penalty = rules.repetition_penalty[:, None]
     logits = jnp.where(rules.seen, jnp.where(logits > 0, logits / penalty, logits * penalty), logits)
     counts = rules.counts
     logits -= rules.frequency_penalty[:, None] * counts + rules.presence_penalty[:, None] * (counts > 0)
     logits = jnp.pad(logits, ((0, 0), (0, -logits.shape[1] % WIDTH)), constant_values=-jnp.inf)
-    row = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[row, rules.bias_ids].add(rules.bias, mode="drop")
+    row, tokens = jnp.arange(logits.shape[0])[:, None], jnp.arange(logits.shape[1])
+    logits = logits.at[row, rules.bias_ids].add(rules.bias, mode="drop")
+    if rules.allowed is not None:
+        words = jnp.repeat(rules.allowed, 32, axis=1, total_repeat_length=logits.shape[1])
+        logits = jnp.where(words >> (tokens % 32).astype(jnp.uint32) & 1 != 0, logits, -jnp.inf)
+    return logits
 
 
 def _draw(logits: jax.Array, rules: Rules, keys: jax.Array) -> jax.Array:

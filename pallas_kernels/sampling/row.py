@@ -63,7 +63,7 @@ class Row:
         return [memory.load(self.logits, self.row, minimum(i, last)) for i in self.ids(group)]
 
     def changed(self, group, logits: list) -> list:
-        """What `read` read after penalties and biases; -inf beyond the vocabulary."""
+        """What `read` read after penalties and biases; -inf of what may not be drawn."""
         ids, (repetition, presence, frequency) = self.ids(group), self.penalties
 
         def penalized():
@@ -81,9 +81,14 @@ class Row:
         values = lanes.loop(
             32, width, 32, values, lambda i, values: self._biased(group, values, self._biases(i))
         )
-        return [
-            select(token < self.vocabulary, x, -float("inf")) for token, x in zip(ids, values, strict=True)
-        ]
+        may = [token < self.vocabulary for token in ids]
+        if (allowed := self.rules.allowed) is not None:
+            last = allowed.type.shape[1] - 1
+            words = [memory.load(allowed, self.row, minimum(token // 32, last)) for token in ids]
+            may = [
+                ok & (word >> token % 32 & 1 != 0) for ok, word, token in zip(may, words, ids, strict=True)
+            ]
+        return [select(ok, x, -float("inf")) for ok, x in zip(may, values, strict=True)]
 
     def _biases(self, first):
         """Of 32 biases, this lane's: its token, or one beyond the vocabulary, and what it adds, as words."""

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 
 class Rules(NamedTuple):
@@ -19,6 +19,7 @@ class Rules(NamedTuple):
     frequency_penalty   times the count, subtracted too
     bias_ids, bias      added to the logits of these tokens; an id beyond the vocabulary is nobody's
     seen, counts        of each token of the vocabulary; read for rows with penalties only
+    allowed             bit i % 32 of word i // 32: token i may be drawn; None: any
     """
 
     temperature: Float[Array, "B"]
@@ -33,3 +34,4 @@ class Rules(NamedTuple):
     bias: Float[Array, "B M"]
     seen: Bool[Array, "B V"]
     counts: Int[Array, "B V"]
+    allowed: UInt32[Array, "B words"] | None = None

@@ -232,6 +232,14 @@ def test_rows_keep_their_own_parameters_and_do_not_depend_on_each_other():
     assert together[0] == logits[0].argmax() and together[2] == logits[2].argmax()
 
 
+def test_only_allowed_tokens_are_drawn():
+    words = jnp.array([[1 << 3, 1 << (40 - 32)], [(1 << 7) | (1 << 9), 0]], jnp.uint32)
+    s = sampler([SamplingParams(temperature=0.0), PLAIN], 2, V)
+    logits = jnp.zeros((2, V)).at[0, 40].set(1.0).at[0, 41].set(2.0)
+    drawn = [draw(s, logits, jnp.full(2, i), words)[0].tolist() for i in range(20)]
+    assert {a for a, _ in drawn} == {40} and {b for _, b in drawn} == {7, 9}
+
+
 def test_a_shared_seed_counts_up_from_row_to_row():
     logits = jnp.zeros((2, V))
     both, _ = draw(sampler(dataclasses.replace(PLAIN, seed=3), 2, V), logits, jnp.array([0, 0]))

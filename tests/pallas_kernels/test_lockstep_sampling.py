@@ -100,6 +100,21 @@ def test_one_token_is_allowed(row):
     assert check(logits, rules([row] * 2, vocabulary)).tolist() == allowed
 
 
+def test_tokens_that_are_allowed():
+    """Bits of 45 words, with some behind the vocabulary; a twentieth of the tokens."""
+    vocabulary, rng = 1430, np.random.default_rng(1)
+    rows = [{}, {"temperature": 0.0}, {"top_k": 4}, {"top_k": 9, "temperature": 9.0}, {"top_p": 0.9}]
+    bits = rng.random((len(rows), 45 * 32)) < 0.05
+    bits[:, vocabulary:] = True
+    words = (bits.reshape(len(rows), 45, 32) << np.arange(32, dtype=np.uint32)).sum(-1).astype(np.uint32)
+    logits = rng.normal(0, 2, (len(rows), vocabulary)).astype(np.float32)
+    r = rules(rows, vocabulary)._replace(allowed=jnp.asarray(words))
+    for seed in range(2):
+        drawn = check(logits, r, seed)
+        assert bits[np.arange(len(rows)), drawn].all()
+        assert drawn[1] == np.where(bits[1, :vocabulary], logits[1], -np.inf).argmax()
+
+
 def test_more_candidates_than_there_is_room_for():
     """Of 600 likeliest ones, in nine groups of which each has more than nine."""
     vocabulary, rows = 1300, [{"top_k": 3}, {"top_k": 3, "top_p": 0.5}, {"temperature": 0.0}, {"top_p": 0.5}]
