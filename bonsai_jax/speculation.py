@@ -13,7 +13,7 @@ a product of several rows may add in another order than that of one, which shows
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,7 @@ from bonsai_jax.proposers import NO_TOKEN
 from bonsai_jax.taps import Taps
 from pallas_kernels import serializable
 
-if TYPE_CHECKING:
-    from bonsai_jax.decoding import State
+State = Any  # decoding.State, which has a Speculation in it
 
 
 @serializable
@@ -76,7 +75,7 @@ def note(
 
 def decode(
     params: Params,
-    state: "State",
+    state: State,
     config: ModelConfig,
     *,
     limit: int | Int[Array, ""],
@@ -126,13 +125,13 @@ def decode(
 
 def step(
     params: Params,
-    state: "State",
+    state: State,
     proposals: Int[Array, "B T-1"],
     running: Bool[Array, "B"],
     *,
     config: ModelConfig,
     taps: Taps | None = None,
-    logits_processor: Callable[[jax.Array, "State"], jax.Array] | None = None,
+    logits_processor: Callable[[jax.Array, State], jax.Array] | None = None,
     logprobs: int | None = None,
 ) -> tuple[Any, ...]:
     """Read each running row's newest token and its proposals up to the first NO_TOKEN, and keep what plain
