@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from bonsai_jax.config import SamplingParams
 from pallas_kernels import serializable
 
+NO_TOKEN = -1  # in place of a token: there is none
 CANDIDATES = 128  # a draw looks at so many of the likeliest tokens, and rarely at more
 
 

@@ -25,7 +25,7 @@ from bonsai_jax.checks import check
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.layers import STEP_TOKENS
 from bonsai_jax.params import Params
-from bonsai_jax.proposers import NO_TOKEN
+from bonsai_jax.sampling import NO_TOKEN
 from bonsai_jax.taps import Taps
 from pallas_kernels import serializable
 
@@ -115,7 +115,7 @@ def decode(
         out = jax.tree.map(lambda out, new: out.at[row, at].set(new, mode="drop"), out, drawn)
         return i + 1, state, written + new.sum(1), out
 
-    out = [jnp.full((rows, size), NO_TOKEN, jnp.int32)]
+    out: list[Any] = [jnp.full((rows, size), NO_TOKEN, jnp.int32)]
     if logprobs is not None:
         out.append(sampling.no_logprobs((rows, size), logprobs))
     carry = 0, state, jnp.zeros(rows, jnp.int32), out

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from bonsai_jax.proposers import NO_TOKEN
+from bonsai_jax.sampling import NO_TOKEN
 
 LONGEST = 3  # tokens that are looked for, the newest and those before it
 SHORTEST = 1

@@ -22,7 +22,7 @@ ROWS = [GREEDY, HOT, PENALIZED, BIASED]
 RNG = np.random.default_rng(0)
 IDS = [RNG.integers(0, 256, n).tolist() for n in (6, 31, 17, 24)]
 NEW, CONTEXT = 17, 48  # row 1 fills its pages: the last token is never read
-NONE = proposers.NO_TOKEN
+NONE = sampling.NO_TOKEN
 
 
 @functools.cache
