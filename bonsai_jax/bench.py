@@ -142,10 +142,10 @@ class Test:
             how = {"ignore_eos": True, "speculate": self.speculate}
             self.state = start_state(model, self.cache, SamplingParams(seed=0), self.tokens, **how)
             self.state = self.state.replace(tokens=self.ids[:, 0])
-            if self.speculate:
+            if (s := self.state.speculation) is not None:
                 known = parallel.place_rows(ids[:, : self.depth + 1], model.mesh)
                 first, valid = jnp.zeros(len(ids), jnp.int32), jnp.ones(known.shape, bool)
-                noted = speculation.note(self.state.speculation, known, first, valid)
+                noted = speculation.note(s, known, first, valid)
                 self.state = self.state.replace(speculation=noted)
         on_gpu = jax.default_backend() != "cpu"
         for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
@@ -189,8 +189,8 @@ class Test:
             for n in (self.depth, self.tokens)
         )
         if self.kind == "gen":
-            if self.speculate:
-                again = self.state.speculation.replace(steps=jnp.zeros_like(self.state.speculation.steps))
+            if (s := self.state.speculation) is not None:
+                again = s.replace(steps=jnp.zeros_like(s.steps))
                 self.state = self.state.replace(speculation=again)
             cache = self.state.cache.replace(lengths=lengths)
             self.state = jax.block_until_ready(self.state.replace(cache=cache, remaining=remaining))
@@ -207,9 +207,9 @@ class Test:
 
     def tokens_per_step(self) -> float | None:
         """Of a row, in the last run; None where steps do not speculate."""
-        if not self.speculate:
+        if self.kind != "gen" or (s := self.state.speculation) is None:
             return None
-        return self.tokens / float(parallel.fetch(self.state.speculation.steps).mean())
+        return self.tokens / float(parallel.fetch(s.steps).mean())
 
     def row(self, speeds: Sequence[float]) -> Row:
         params, mean = self.model.params, statistics.fmean(speeds)

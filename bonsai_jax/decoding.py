@@ -25,8 +25,7 @@ from bonsai_jax.checks import check, checked_tokens
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
-from bonsai_jax.proposers import NO_TOKEN
-from bonsai_jax.sampling import Sampler
+from bonsai_jax.sampling import NO_TOKEN, Sampler
 from bonsai_jax.speculation import Speculation
 from bonsai_jax.taps import Taps
 from pallas_kernels import serializable

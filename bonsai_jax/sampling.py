@@ -14,6 +14,8 @@ from bonsai_jax.config import SamplingParams
 from pallas_kernels import device, selection, serializable
 from pallas_kernels.sampling import Rules, draw
 
+NO_TOKEN = -1  # in place of a token: there is none
+
 
 @serializable
 class Sampler(struct.PyTreeNode):

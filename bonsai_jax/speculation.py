@@ -13,7 +13,7 @@ a product of several rows may add in another order than that of one, which shows
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,11 @@ from bonsai_jax.checks import check
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.layers import STEP_TOKENS
 from bonsai_jax.params import Params
-from bonsai_jax.proposers import NO_TOKEN
+from bonsai_jax.sampling import NO_TOKEN
 from bonsai_jax.taps import Taps
 from pallas_kernels import serializable
 
-if TYPE_CHECKING:
-    from bonsai_jax.decoding import State
+State = Any  # decoding.State, which has a Speculation in it
 
 
 @serializable
@@ -76,7 +75,7 @@ def note(
 
 def decode(
     params: Params,
-    state: "State",
+    state: State,
     config: ModelConfig,
     *,
     limit: int | Int[Array, ""],
@@ -116,7 +115,7 @@ def decode(
         out = jax.tree.map(lambda out, new: out.at[row, at].set(new, mode="drop"), out, drawn)
         return i + 1, state, written + new.sum(1), out
 
-    out = [jnp.full((rows, size), NO_TOKEN, jnp.int32)]
+    out: list[Any] = [jnp.full((rows, size), NO_TOKEN, jnp.int32)]
     if logprobs is not None:
         out.append(sampling.no_logprobs((rows, size), logprobs))
     carry = 0, state, jnp.zeros(rows, jnp.int32), out
@@ -126,13 +125,13 @@ def decode(
 
 def step(
     params: Params,
-    state: "State",
+    state: State,
     proposals: Int[Array, "B T-1"],
     running: Bool[Array, "B"],
     *,
     config: ModelConfig,
     taps: Taps | None = None,
-    logits_processor: Callable[[jax.Array, "State"], jax.Array] | None = None,
+    logits_processor: Callable[[jax.Array, State], jax.Array] | None = None,
     logprobs: int | None = None,
 ) -> tuple[Any, ...]:
     """Read each running row's newest token and its proposals up to the first NO_TOKEN, and keep what plain

@@ -13,8 +13,6 @@ import importlib
 import pkgutil
 from types import ModuleType
 
-NO_TOKEN = -1  # in place of a token: there is none
-
 
 def names() -> list[str]:
     """Every proposer there is a file for."""

@@ -4,21 +4,18 @@ prompt and answer   ... the cat sat on the mat. Then the cat
                                 ^^^^^^                           followed "the cat" before: proposed
 """
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from bonsai_jax.proposers import NO_TOKEN
-
-if TYPE_CHECKING:
-    from bonsai_jax.decoding import State
+from bonsai_jax.sampling import NO_TOKEN
 
 LONGEST = 3  # tokens that are looked for, the newest and those before it
 SHORTEST = 1
 
 
-def propose(state: "State", count: int) -> Int[Array, "B count"]:
+def propose(state: Any, count: int) -> Int[Array, "B count"]:
     """The `count` tokens behind the latest earlier occurrence of the longest n-gram, LONGEST to SHORTEST
     tokens, that a row's text ends with. An occurrence less than `count` before the end is taken to go on in
     circles, as lists and tables do. NO_TOKEN where there is none."""

@@ -22,7 +22,7 @@ ROWS = [GREEDY, HOT, PENALIZED, BIASED]
 RNG = np.random.default_rng(0)
 IDS = [RNG.integers(0, 256, n).tolist() for n in (6, 31, 17, 24)]
 NEW, CONTEXT = 17, 48  # row 1 fills its pages: the last token is never read
-NONE = proposers.NO_TOKEN
+NONE = sampling.NO_TOKEN
 
 
 @functools.cache
@@ -171,7 +171,7 @@ def test_a_text_that_repeats_takes_few_steps():
         bj.generate(tiny(), ids, sampling=ROWS[:2], speculate=how, **options) for how in (None, "ngram")
     )
     assert [o.tokens for o in got] == [o.tokens for o in want]
-    assert [o.steps for o in want] == [39, 39] and max(o.steps for o in got) < 28
+    assert [o.steps for o in want] == [39, 39] and max(o.steps for o in got) < 32
     stop = want[1].text[20:24]
     cut = want[1].text[: want[1].text.find(stop)]
     pieces = list(bj.stream(tiny(), ids[1], sampling=HOT, speculate="ngram", stop=stop, **options))
