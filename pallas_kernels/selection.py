@@ -7,6 +7,7 @@
                kq (2 to 8 bits)    1 to 16                     from 8.0   kq_decode
                                    from 17                     9.0        kq_prefill_sm90
                not float32         other, from 9               any        cublas
+               CPU                 1 to 16                     none       cpu
                any                 other                       or none    reference
     Attention  any                 1 query of each sequence    from 8.0   decode
                16 bits             more                        9.0        prefill_sm90
@@ -20,6 +21,7 @@ order of the table; each says why it cannot, or takes the problem.
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
@@ -174,6 +176,18 @@ def _cublas(problem: Matmul) -> str | None:
     return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
 
 
+def _cpu(problem: Matmul) -> str | None:
+    if problem.platform != "cpu":
+        return "is for CPUs"
+    if not hasattr(formats.get(problem.format), "CPU"):
+        if problem.format == "f32":
+            return "float32 weights are multiplied as fast by the reference"
+        return f"no kernel for matmul of {problem.format} on CPUs in this version"
+    if importlib.util.find_spec("llvmlite") is None:
+        return "needs the package llvmlite: install the extra `cpu`"
+    return None
+
+
 def _attention(problem: Attention) -> str | None:
     if _older_than(problem.platform, 80):
         return NEEDS_AMPERE
@@ -243,6 +257,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "q1_prefill_sm90": Candidate(lambda problem: _on_hopper("q1", problem), 9),
         "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), 17),
         "cublas": Candidate(_cublas, 9, pallas=False),
+        "cpu": Candidate(_cpu, 1, 16, pallas=False),
         "reference": Candidate(_never, pallas=False),
     },
     Attention: {
