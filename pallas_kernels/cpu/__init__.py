@@ -1,1 +1,1 @@
-"""Kernels for CPUs: functions in LLVM's language, written by Python as it runs, called by XLA inside of jit."""
+"""Kernels for CPUs: functions in the language of LLVM, written by Python, which XLA calls inside of jit."""

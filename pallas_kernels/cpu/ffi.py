@@ -3,8 +3,8 @@ threads that XLA has.
 
 XLA gives a handler an XLA_FFI_CallFrame (xla/ffi/api/c_api.h in jax.ffi.include_dir(); a C interface that it
 keeps): buffers of arguments and results, and functions of its own, among them one that hands work to its
-threads. So there is no second pool of threads that would compete with it, and what limits XLA's threads limits
-these. Python does not run.
+threads. So there is no second pool that would compete with it, and what limits XLA's threads limits these.
+Python does not run.
 
     handler     before(frame); parts 0 .. n - 1 of the work: part(frame, i, n); return
     its thread  puts a job into XLA's queue for each other thread, takes parts until none is left, and waits
@@ -27,7 +27,6 @@ from pallas_kernels.cpu.values import (
     Variable,
     constant,
     function,
-    intrinsic,
     loop,
     when,
 )
@@ -147,7 +146,7 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
     b = frame.b
     others = Variable(threads - 1)
     others.value = others.value.compared("<", parts).select(others.value, parts - 1)
-    job = intrinsic("malloc", ADDRESS, constant(b, I64, JOB_BYTES))
+    job = Value(b, b.call(_library(b, "malloc", ir.FunctionType(ADDRESS, [I64])), [I64(JOB_BYTES)]))
     job.at(JOB["next"]).store(constant(b, I64, 0))
     job.at(JOB["unfinished"]).store(parts)
     job.at(JOB["holders"]).store(others.value + 1)
@@ -163,17 +162,16 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
     b.branch(waiting)
     b.position_at_end(waiting)
     left = Value(b, b.load_atomic(job.at(JOB["unfinished"]).ir, "acquire", 8, typ=I64))
-    intrinsic_pause(b)
+    pause = ir.FunctionType(I32, [])
+    b.call(_library(b, "other_threads_first", pause), [])
     b.cbranch(left.compared("==", 0).ir, done, waiting)
     b.position_at_end(done)
     _leave(job)
 
 
-def intrinsic_pause(b: ir.IRBuilder) -> None:
-    kind = ir.FunctionType(I32, [])
-    b.call(
-        b.module.globals.get("other_threads_first") or ir.Function(b.module, kind, "other_threads_first"), []
-    )
+def _library(b: ir.IRBuilder, name: str, kind: ir.FunctionType) -> ir.Value:
+    """A function of C's library (compiled._engine)."""
+    return b.module.globals.get(name) or ir.Function(b.module, kind, name)
 
 
 def _take_parts(job: Value, one: ir.Function) -> None:
@@ -201,5 +199,4 @@ def _leave(job: Value) -> None:
     b = job.b
     before = Value(b, b.atomic_rmw("sub", job.at(JOB["holders"]).ir, I64(1), "acq_rel"))
     with when(before.compared("==", 1)):
-        kind = ir.FunctionType(ir.VoidType(), [ADDRESS])
-        b.call(b.module.globals.get("free") or ir.Function(b.module, kind, "free"), [job.ir])
+        b.call(_library(b, "free", ir.FunctionType(ir.VoidType(), [ADDRESS])), [job.ir])

@@ -249,7 +249,7 @@ class _Writer:
             left_blocks = None if left is None else left / formats.get(kernel.format).WEIGHTS
             for matrix, r in itertools.product(*each[:2]):
 
-                def load(name: str):
+                def load(name: str, matrix=matrix, r=r):
                     dtype = kernel.fields[name]
                     count = dtype.itemsize // dtype.base.itemsize
                     place = places[matrix, r, name].at(c * (blocks * dtype.itemsize))

@@ -1,4 +1,4 @@
-"""How the vector instructions of a CPU read rows of blocks as they lie: what a format's file says of itself."""
+"""How vector instructions of a CPU read rows of blocks as they lie: what a format's file says of itself."""
 
 import dataclasses
 from collections.abc import Callable

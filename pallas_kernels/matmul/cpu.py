@@ -13,12 +13,8 @@ A row's sum has one order, whichever thread has it: bits do not depend on how ma
 activations they stay float32, and what is summed is code * x.
 """
 
-import functools
-import hashlib
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels import formats
 from pallas_kernels.matmul import stacks
