@@ -15,6 +15,7 @@ Python does not run.
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import jax
 from llvmlite import ir
@@ -23,6 +24,7 @@ from pallas_kernels.cpu.values import (
     ADDRESS,
     I32,
     I64,
+    Builder,
     Value,
     Variable,
     constant,
@@ -169,7 +171,7 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
     _leave(job)
 
 
-def _library(b: ir.IRBuilder, name: str, kind: ir.FunctionType) -> ir.Value:
+def _library(b: Builder, name: str, kind: ir.FunctionType) -> Any:
     """A function of C's library (compiled._engine)."""
     return b.module.globals.get(name) or ir.Function(b.module, kind, name)
 

@@ -290,16 +290,11 @@ class _Writer:
             same.setdefault(tuple(v.group_of_lanes(p).tolist()), []).append(p)
         for groups, pieces in same.items():
             if self.kernel.integers:
-                lanes = None
+                lanes = constant(b, vector(I32, LANES), 0)
                 for p in pieces:
                     x = record.at(offset["x"] + PIECE * p).load(vector(I8, PIECE))
-                    zeros = (
-                        record.at(offset["zeros"] + PIECE * p).load(vector(I32, LANES)) if v.zero else None
-                    )
-                    if lanes is None:
-                        lanes = constant(b, vector(I32, LANES), 0) if zeros is None else zeros
-                    elif zeros is not None:
-                        lanes = lanes + zeros
+                    if v.zero:
+                        lanes = lanes + record.at(offset["zeros"] + PIECE * p).load(vector(I32, LANES))
                     lanes = _dot(lanes, codes[p], x)
                 lanes = lanes.float()
             else:

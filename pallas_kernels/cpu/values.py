@@ -6,9 +6,13 @@ Vectors may have any number of elements: LLVM makes of them what the processor h
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
+
+Builder = Any  # ir.IRBuilder, whose methods have no annotations
+Type = Any  # ir.Type
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -16,11 +20,11 @@ ADDRESS = ir.PointerType()
 TYPES = {"f2": F16, "f4": F32, "i1": I8, "u1": I8, "u2": I16, "i4": I32, "u4": I32, "V2": I16}  # V2: bfloat16
 
 
-def vector(element: ir.Type, count: int) -> ir.Type:
+def vector(element: Type, count: int) -> Type:
     return ir.VectorType(element, count)
 
 
-def type_of(dtype: np.dtype) -> ir.Type:
+def type_of(dtype: np.dtype) -> Type:
     """Of an array's element; signed and unsigned integers are the same, bfloat16 is its bits."""
     return TYPES[np.dtype(dtype).str.lstrip("<|")]
 
@@ -32,22 +36,22 @@ class Value:
     `>>` shifts in zeros, `//` does not exist, and what makes wider ones says how (`unsigned`, `signed`).
     """
 
-    def __init__(self, b: ir.IRBuilder, value: ir.Value):
+    def __init__(self, b: Builder, value: Any):
         self.b, self.ir = b, value
 
     @property
-    def type(self) -> ir.Type:
+    def type(self) -> Type:
         return self.ir.type
 
     @property
-    def element(self) -> ir.Type:
+    def element(self) -> Type:
         return self.type.element if isinstance(self.type, ir.VectorType) else self.type
 
     @property
     def count(self) -> int:
         return self.type.count if isinstance(self.type, ir.VectorType) else 1
 
-    def of(self, element: ir.Type) -> ir.Type:
+    def of(self, element: Type) -> Type:
         """A type with as many elements."""
         return vector(element, self.count) if isinstance(self.type, ir.VectorType) else element
 
@@ -55,11 +59,11 @@ class Value:
     def is_float(self) -> bool:
         return isinstance(self.element, (ir.HalfType, ir.FloatType))
 
-    def like(self, other) -> ir.Value:
+    def like(self, other) -> Any:
         """A number, an array or a Value as an operand beside this one."""
         return other.ir if isinstance(other, Value) else constant(self.b, self.type, other).ir
 
-    def _made(self, value: ir.Value) -> "Value":
+    def _made(self, value: Any) -> "Value":
         return Value(self.b, value)
 
     def __add__(self, other):
@@ -125,13 +129,13 @@ class Value:
         kind = vector(I8, self.count)
         return self.select(constant(self.b, kind, yes), no)
 
-    def unsigned(self, element: ir.Type) -> "Value":
+    def unsigned(self, element: Type) -> "Value":
         return self._made(self.b.zext(self.ir, self.of(element)))
 
-    def signed(self, element: ir.Type) -> "Value":
+    def signed(self, element: Type) -> "Value":
         return self._made(self.b.sext(self.ir, self.of(element)))
 
-    def narrow(self, element: ir.Type) -> "Value":
+    def narrow(self, element: Type) -> "Value":
         return self._made(self.b.trunc(self.ir, self.of(element)))
 
     def float(self, signed: bool = True) -> "Value":
@@ -143,7 +147,7 @@ class Value:
         """float32 without a fraction to int32."""
         return self._made(self.b.fptosi(self.ir, self.of(I32)))
 
-    def as_type(self, kind: ir.Type) -> "Value":
+    def as_type(self, kind: Type) -> "Value":
         """The same bits."""
         return self._made(self.b.bitcast(self.ir, kind))
 
@@ -177,7 +181,7 @@ class Value:
         mask = ir.Constant(vector(I32, len(places)), [I32(i) for i in places])
         return self._made(self.b.shuffle_vector(first.ir, second.ir, mask))
 
-    def called(self, name: str, *others: "Value", result: ir.Type | None = None) -> "Value":
+    def called(self, name: str, *others: "Value", result: Type | None = None) -> "Value":
         """An intrinsic of LLVM on this value; its name ends with this value's type."""
         return intrinsic(f"{name}.{_suffix(self.type)}", result or self.type, self, *others)
 
@@ -202,10 +206,10 @@ class Value:
 
     def at(self, offset: "Value | int") -> "Value":
         """The address so many bytes behind this one."""
-        offset = offset.ir if isinstance(offset, Value) else I64(offset)
-        return self._made(self.b.gep(self.ir, [offset], source_etype=I8))
+        count = offset.ir if isinstance(offset, Value) else I64(offset)
+        return self._made(self.b.gep(self.ir, [count], source_etype=I8))
 
-    def load(self, kind: ir.Type, count: "Value | None" = None) -> "Value":
+    def load(self, kind: Type, count: "Value | None" = None) -> "Value":
         """What lies at this address; with `count` only so many elements of a vector, and zeros after them."""
         if count is None:
             return self._made(self.b.load(self.ir, align=1, typ=kind))
@@ -219,7 +223,7 @@ class Value:
         self.b.store(value.ir, self.ir, align=1)
 
 
-def constant(b: ir.IRBuilder, kind: ir.Type, value) -> Value:
+def constant(b: Builder, kind: Type, value) -> Value:
     """A number, or an array for a vector (a number: the same in every element)."""
     if not isinstance(kind, ir.VectorType):
         return Value(b, ir.Constant(kind, value))
@@ -228,7 +232,7 @@ def constant(b: ir.IRBuilder, kind: ir.Type, value) -> Value:
     return Value(b, ir.Constant(kind, [ir.Constant(kind.element, convert(v)) for v in elements]))
 
 
-def intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
+def intrinsic(name: str, result: Type, *arguments: Value) -> Value:
     """Call a function of LLVM's, or of C's library, by its name."""
     b = arguments[0].b
     kind = ir.FunctionType(result, [a.type for a in arguments])
@@ -236,7 +240,7 @@ def intrinsic(name: str, result: ir.Type, *arguments: Value) -> Value:
     return Value(b, b.call(function, [a.ir for a in arguments]))
 
 
-def _suffix(kind: ir.Type) -> str:
+def _suffix(kind: Type) -> str:
     if isinstance(kind, ir.VectorType):
         return f"v{kind.count}{_suffix(kind.element)}"
     return {F16: "f16", F32: "f32"}.get(kind) or f"i{kind.width}"
@@ -287,8 +291,8 @@ def when(condition: Value, likely: bool | None = None) -> Iterator[None]:
 def function(
     module: ir.Module,
     name: str,
-    result: ir.Type,
-    arguments: Sequence[ir.Type],
+    result: Type,
+    arguments: Sequence[Type],
     body: Callable[..., Value | None],
     internal: bool = True,
 ) -> ir.Function:
