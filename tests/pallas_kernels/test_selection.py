@@ -89,7 +89,8 @@ def test_every_synthetic_model_is_in_the_list():
 
 # When a kernel for CPUs lands, its format leaves.
 WITHOUT_KERNEL_ON_CPUS = [
-    "iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs", "iq4_nl", "iq4_xs", "mxfp4", "q2_k", "q3_k",
+    "iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs", "iq4_nl", "iq4_xs", "mxfp4",
+    "q2_k", "q3_k",
 ]  # fmt: skip
 
 
