@@ -12,6 +12,7 @@
     Attention  any                 1 query of each sequence    from 8.0   decode
                16 bits             more                        9.0        prefill_sm90
                16 bits             more                        from 8.0   prefill_sm80
+               any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  as many as have room        from 9.0   one_launch
                any                 other                       any        launches
@@ -132,6 +133,7 @@ class Candidate:
 
 
 FIRST = "the first that can run it"
+NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 
@@ -184,7 +186,7 @@ def _cpu(problem: Matmul) -> str | None:
             return "float32 weights are multiplied as fast by the reference"
         return f"no kernel for matmul of {problem.format} on CPUs in this version"
     if importlib.util.find_spec("llvmlite") is None:
-        return "needs the package llvmlite: install the extra `cpu`"
+        return NEEDS_LLVM
     return None
 
 
@@ -198,6 +200,16 @@ def _attention(problem: Attention) -> str | None:
     if problem.head_dim not in (64, 128):
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
     return None
+
+
+def _cpu_attention(problem: Attention) -> str | None:
+    if problem.platform != "cpu":
+        return "is for CPUs"
+    if problem.cache_dtype not in ("float32", "float16", "bfloat16"):
+        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16 and bfloat16"
+    if problem.head_dim % 16:
+        return f"head_dim is {problem.head_dim}; the kernel has multiples of 16"
+    return NEEDS_LLVM if importlib.util.find_spec("llvmlite") is None else None
 
 
 def _phase(phase: str) -> Callable[[Attention], str | None]:
@@ -264,6 +276,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "decode": Candidate(lambda problem: _phase("decode")(problem) or _attention(problem)),
         "prefill_sm90": Candidate(_prefill_sm90),
         "prefill_sm80": Candidate(_prefill_sm80),
+        "cpu": Candidate(lambda problem: _phase("decode")(problem) or _cpu_attention(problem), pallas=False),
         "reference": Candidate(_never, pallas=False),
     },
     Step: {

@@ -78,6 +78,9 @@ class Value:
     def __truediv__(self, other):
         return self._made((self.b.fdiv if self.is_float else self.b.udiv)(self.ir, self.like(other)))
 
+    def __mod__(self, other):
+        return self._made(self.b.urem(self.ir, self.like(other)))
+
     def __neg__(self):
         return self._made(self.b.fneg(self.ir) if self.is_float else self.b.neg(self.ir))
 

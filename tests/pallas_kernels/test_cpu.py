@@ -14,9 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import formats, from_blocks, gated, matmul, selection
+from pallas_kernels import attention, formats, from_blocks, gated, matmul, selection
+from pallas_kernels.attention import cpu
 from pallas_kernels.qtensor import Products
 from pallas_kernels.selection import Matmul, choose, explain, for_device
+from tests.pallas_kernels.test_ops import naive_attention
 
 KEPT = np.load(Path(__file__).parent.parent / "data" / "formats.npz")
 FORMATS = [name for name in formats.names() if hasattr(formats.get(name), "CPU")]
@@ -198,3 +200,44 @@ def test_code_is_kept_beside_the_compiled_programs(tmp_path):
         subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
         written.append({path: path.stat().st_mtime_ns for path in tmp_path.glob("cpu-*.o")})
     assert len(written[0]) == 1 and written[0] == written[1]
+
+
+HEADS = {
+    "float32": (9, 3, 64, None, None),
+    "float16": (16, 2, 128, None, 0.2),
+    "bfloat16": (4, 4, 32, 11, None),
+}
+
+
+@pytest.mark.parametrize("dtype", HEADS)
+def test_attention_of_one_query_is_numpys(dtype):
+    """Shuffled pages, a row that is padding, a window, a scale."""
+    heads, kv_heads, head_dim, window, scale = HEADS[dtype]
+    rng = np.random.default_rng(12)
+    k, v = (jnp.asarray(rng.standard_normal((2, 15, 8, kv_heads, head_dim)), dtype) for _ in "kv")
+    q = rng.standard_normal((3, 1, heads, head_dim)).astype(np.float32)
+    table, positions = rng.permutation(15).reshape(3, 5), np.array([[-1], [39], [20]])
+    got = cpu.run(
+        jnp.asarray(q), k, v, jnp.asarray(table), jnp.asarray(positions), 1,
+        num_keys=40, window=window, scale=scale,
+    )  # fmt: skip
+    assert not np.asarray(got[0]).any()
+    for row in (1, 2):
+        keys, values = (
+            np.asarray(pages[1, table[row]], np.float64).reshape(40, kv_heads, head_dim) for pages in (k, v)
+        )
+        want = naive_attention(q[row], keys, values, positions[row], window, scale)
+        assert error(got[row], want) < 1e-6
+
+
+def test_attention_under_vmap_and_grad():
+    rng = np.random.default_rng(13)
+    k, v = (jnp.asarray(rng.standard_normal((1, 3, 8, 2, 16)), jnp.float32) for _ in "kv")
+    q = jnp.asarray(rng.standard_normal((4, 1, 1, 4, 16)), jnp.float32)
+    places = jnp.arange(3)[None], jnp.array([[20]]), 0
+    one = lambda q, v: cpu.run(q, k, v, *places, num_keys=24, window=None, scale=None)  # noqa: E731
+    exact = lambda q, v: attention(q, k, v, *places, num_keys=24)  # noqa: E731
+    got, want = (jax.vmap(f, (0, None))(q, v) for f in (one, exact))
+    assert error(got, np.asarray(want, np.float64)) < 1e-6
+    got, want = (jax.grad(lambda v, f=f: (f(q[0], v) ** 2).sum())(v) for f in (one, exact))
+    assert error(got, np.asarray(want, np.float64)) < 1e-5
