@@ -33,9 +33,9 @@ def tiny(cache_dtype="float32", source="tiny-llama:q8_0", impl="auto") -> bj.Mod
 
 
 @functools.cache
-def begun(cache_dtype="float32"):
+def begun(cache_dtype="float32", impl="auto"):
     """A state of two rows in the middle of their answers, and the tokens that follow."""
-    model = tiny(cache_dtype)
+    model = tiny(cache_dtype, impl=impl)
     state = bj.new_state(model, 2, 64, SAMPLING, NEW, ignore_eos=True)
     prefill = jax.jit(bj.prefill, static_argnames="config")
     tokens = jnp.array([[1, 2, 3, 4], [9, 8, 0, 0]])
@@ -183,7 +183,7 @@ bj.save_state(f"{folder}/stepped", read("step").call(model.params, state))
 
 
 def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
-    model, state = tiny(impl="reference"), begun()[0]
+    model, state = tiny(impl="reference"), begun(impl="reference")[0]
     bj.save_state(tmp_path / "state", state)
     forward = jax.jit(lambda params, tokens, lengths: bj.forward(params, tokens, lengths, model.config)[0])
     step = jax.jit(lambda params, state: bj.step(params, state, model.config))
