@@ -1,10 +1,12 @@
-"""Speed as llama-bench measures it: prompt processing (pp) and token generation (tg), no tokenizing, no
-sampling.
+"""Speed as llama-bench measures it, prompt processing (pp) and token generation (tg) without tokenizing or
+sampling; and beside it what a user runs (gen).
 
 ppN      N prompt tokens at once, and the logits of the last
 tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
+genN     N tokens as `generate` and `stream` make them: `jitted.decode` with the default SamplingParams, each
+         token drawn from the logits of the one before
 ...@dD   the same behind D tokens that are in the cache already
-batchB   B rows of 128 tokens that produce 128 more, one step for all of them; tokens of all rows a second
+batchB, gen-batchB  tg and gen for B rows of 128 tokens that produce 128 more; tokens of all rows a second
 
 Over a mesh with data parallelism every device does the whole test: B rows each, tokens of all devices a
 second.
@@ -28,12 +30,12 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import card, layers, parallel, placement
+from bonsai_jax import card, jitted, layers, parallel, placement
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
 from bonsai_jax.cache import KVCache
-from bonsai_jax.config import ModelConfig
-from bonsai_jax.model import Model
+from bonsai_jax.config import ModelConfig, SamplingParams
+from bonsai_jax.model import Model, start_state
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
 
@@ -116,7 +118,7 @@ class Test:
     """
 
     model: Model
-    kind: str  # "pp" or "tg"
+    kind: str  # "pp", "tg" or "gen"
     tokens: int
     depth: int = 0
     rows: int = 1
@@ -132,6 +134,9 @@ class Test:
         self.cache = parallel.empty_cache(model.config, model.run, *shape, model.mesh)
         if self.depth:
             self._call(last_logits, parallel.place_rows(ids[:, : self.depth], model.mesh))
+        if self.kind == "gen":
+            self.state = start_state(model, self.cache, SamplingParams(seed=0), self.tokens, ignore_eos=True)
+            self.state = self.state.replace(tokens=self.ids[:, 0])
         on_gpu = jax.default_backend() != "cpu"
         for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
             self.run(warm=True)
@@ -144,23 +149,39 @@ class Test:
     @property
     def name(self) -> str:
         if self.rows > 1:
-            return f"batch{self.rows}"
+            return f"gen-batch{self.rows}" if self.kind == "gen" else f"batch{self.rows}"
         return f"{self.kind}{self.tokens}" + (f"@d{self.depth}" if self.depth else "")
 
     def run(self, warm: bool = False) -> float:
         """Tokens per second of one repetition."""
         rows = self.rows * self.data
-        lengths = parallel.place_rows(np.full(rows, self.depth, np.int32), self.model.mesh)
-        self.cache = self.cache.replace(lengths=lengths)
         steps = np.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens)
-        jax.block_until_ready(self.cache)
+        self._rewind()
         began = time.perf_counter()
         if self.kind == "pp":
             out = self._call(last_logits, self.ids)
+        elif self.kind == "gen":
+            model = self.model
+            self.state, out = jitted.decode(
+                model.params, self.state, model.config, limit=steps, size=self.tokens
+            )
         else:
             out = self._call(read_one_by_one, self.ids, steps)
         jax.block_until_ready(out)
         return rows * self.tokens / (time.perf_counter() - began)
+
+    def _rewind(self) -> None:
+        """Back to `depth` tokens in every row."""
+        rows = self.rows * self.data
+        lengths, remaining = (
+            parallel.place_rows(np.full(rows, n, np.int32), self.model.mesh)
+            for n in (self.depth, self.tokens)
+        )
+        if self.kind == "gen":
+            cache = self.state.cache.replace(lengths=lengths)
+            self.state = jax.block_until_ready(self.state.replace(cache=cache, remaining=remaining))
+        else:
+            self.cache = jax.block_until_ready(self.cache.replace(lengths=lengths))
 
     def bytes_moved(self) -> int:
         """By all devices, per run for pp, per step for tg: see Row."""
@@ -184,7 +205,7 @@ class Test:
             tok_s=mean,
             tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
             gb_s=moved / 1e9,
-            ceiling_share=moved / card.bandwidth() / (self.data * self.parts) if self.kind == "tg" else None,
+            ceiling_share=None if self.kind == "pp" else moved / card.bandwidth() / (self.data * self.parts),
             data_parallel=self.data,
             tensor_parallel=self.parts,
         )
@@ -197,14 +218,19 @@ def measure(
     depths: Sequence[int] = (0,),
     repetitions: int = 5,
     *,
+    sampled: Sequence[int] = (),
     batches: Sequence[int] = (),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Row]:
-    """A row for every depth and test size, in llama-bench's order, then one for every batch; sizes of 0 are
-    left out, as there."""
-    kinds = [("pp", n) for n in prompts if n] + [("tg", n) for n in new_tokens if n]
-    plan = [(kind, n, depth, 1) for depth in depths for kind, n in kinds]
-    plan += [("tg", BATCH_TOKENS, BATCH_TOKENS, rows) for rows in batches if rows]
+    """A row for every depth and test size, in llama-bench's order, then those of every batch; sizes of 0 are
+    left out, as there.
+
+    prompts, new_tokens, sampled   sizes of the tests pp, tg and gen; batches are sampled too where any is
+    """
+    sizes = {"pp": prompts, "tg": new_tokens, "gen": sampled}
+    plan = [(kind, n, depth, 1) for depth in depths for kind, of in sizes.items() for n in of if n]
+    kinds = ("tg", "gen") if any(sampled) else ("tg",)
+    plan += [(kind, BATCH_TOKENS, BATCH_TOKENS, rows) for rows in batches if rows for kind in kinds]
     for i, sizes in enumerate(plan):
         test, speeds = Test(model, *sizes), []
         for repetition in range(repetitions):

@@ -28,6 +28,15 @@ def command(
     new_tokens: Annotated[
         str, typer.Option("-n", "--n-gen", metavar="SIZES", help="Sizes of the tg tests; 0: none.")
     ] = "128",
+    sampled: Annotated[
+        str | None,
+        typer.Option(
+            "-g",
+            "--n-sampled",
+            metavar="SIZES",
+            help="Sizes of the gen tests, sampling included; 0: none. By default those of -n.",
+        ),
+    ] = None,
     depths: Annotated[
         str, typer.Option("-d", "--n-depth", metavar="SIZES", help="Tokens in the cache before each test.")
     ] = "0",
@@ -37,7 +46,7 @@ def command(
             "-b",
             "--n-batch",
             metavar="SIZES",
-            help="Rows of the batch tests, 128 + 128 tokens each; 0: none.",
+            help="Rows of the batch tests, 128 + 128 tokens each, with -g sampled too; 0: none.",
         ),
     ] = "0",
     repetitions: Annotated[
@@ -71,9 +80,11 @@ def command(
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
-    """Measure prompt processing (pp) and token generation (tg): tok/s, GB/s, share of the memory ceiling.
+    """Measure prompt processing (pp), token generation (tg), and with sampling (gen): tok/s, GB/s, share of
+    the memory ceiling.
 
-    Sizes may be lists: -p 512,2048. There is no tokenization and no sampling. With --profile: what of a
+    Sizes may be lists: -p 512,2048. pp and tg are llama-bench's, without tokenization and sampling; gen is
+    what generate and stream run, with the default sampling. With --profile: what of a
     prefill (-p) and of a decode step (-n; of each of -b's numbers of rows, else of one) takes how long, and
     how near that is to what memory or tensor cores allow. Phases are timed apart, so they do not sum to the
     step, which has a row of its own.
@@ -84,8 +95,9 @@ def command(
     measured, and what wins is written to the user's cache folder, from where it is used from then on.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
-    if not any(sizes[0] + sizes[1] + rows):
-        raise typer.BadParameter("nothing to measure: -p, -n and -b are all 0")
+    of_gen = _sizes(new_tokens if sampled is None else sampled)
+    if not any(sizes[0] + sizes[1] + of_gen + rows):
+        raise typer.BadParameter("nothing to measure: -p, -n, -g and -b are all 0")
     if (profile or tune) and data_parallel * tensor_parallel > 1:
         raise typer.BadParameter("--profile and --tune are of one device")
     output = "jsonl" if as_json else output
@@ -99,7 +111,9 @@ def command(
     from bonsai_jax import profile as phases
     from checkpoints import open_checkpoint
 
-    context = max(max(sizes[0] + sizes[1]) + max(sizes[2]), 2 * bench.BATCH_TOKENS if any(rows) else 0)
+    context = max(
+        max(sizes[0] + sizes[1] + of_gen) + max(sizes[2]), 2 * bench.BATCH_TOKENS if any(rows) else 0
+    )
     run = options.run_config(
         impl=impl,
         schedule=schedule,
@@ -135,7 +149,7 @@ def command(
     if header := {"md": bench.markdown_header, "csv": bench.csv_header, "jsonl": str}[output]():
         print(header)
     with options.progress("measuring") as update:
-        for row in bench.measure(loaded, *sizes, repetitions, batches=rows, progress=update):
+        for row in bench.measure(loaded, *sizes, repetitions, sampled=of_gen, batches=rows, progress=update):
             if output == "md":
                 print(bench.markdown(row, size_bytes, parameters), flush=True)
             else:

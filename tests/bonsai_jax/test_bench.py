@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import bench
+from bonsai_jax import bench, sampling
 from bonsai_jax import cache as kv
 
 KEYS = [
@@ -26,11 +26,11 @@ def model():
 
 @pytest.fixture(scope="module")
 def rows(model):
-    return list(bench.measure(model, [16, 0], [4], [0, 20], repetitions=2))
+    return list(bench.measure(model, [16, 0], [4], [0, 20], repetitions=2, sampled=[4]))
 
 
 def test_row_keys_and_figures(rows):
-    assert [row.test for row in rows] == ["pp16", "tg4", "pp16@d20", "tg4@d20"]
+    assert [row.test for row in rows] == ["pp16", "tg4", "gen4", "pp16@d20", "tg4@d20", "gen4@d20"]
     for row in rows:
         record = json.loads(bench.json_line(row))
         assert list(record) == KEYS
@@ -93,6 +93,26 @@ def test_repetitions_start_from_the_same_depth(model):
     test.run()
     assert test.cache.lengths[0] == 24
     np.testing.assert_array_equal(test.cache.k, first)
+
+
+def test_gen_is_what_generate_runs(model, monkeypatch):
+    """With the default sampling: `generate_tokens` draws the same tokens behind a prompt whose first new
+    token is the one that the test begins with."""
+    drawn, decode = [], bench.jitted.decode
+    monkeypatch.setattr(bench.jitted, "decode", lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1])
+    test = bench.Test(model, "gen", 6, depth=20)
+    for _ in range(2):
+        test.run()
+        assert test.state.cache.lengths[0] == 26 and test.state.remaining[0] == 0
+    ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, 26)).astype(np.int32)
+    state = bj.new_state(model, 1, 64, bj.SamplingParams(seed=0), 7, ignore_eos=True)
+    state = bj.prefill(model.params, state, ids[:, :20], np.array([20], np.int32), model.config)
+    state = state.replace(
+        tokens=jnp.asarray(ids[:, 20]),
+        sampler=sampling.sampler(bj.SamplingParams(seed=0), 1, model.config.vocab_size),
+    )
+    _, want = bj.decode(model.params, state, model.config, limit=6, size=6)
+    np.testing.assert_array_equal(drawn[-1][1], want)
 
 
 def test_bytes_per_step_count_the_cache(model):

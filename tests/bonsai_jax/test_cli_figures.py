@@ -79,17 +79,17 @@ def test_inspect_json_has_values_and_not_their_text(tmp_path):
 @pytest.mark.parametrize("output", ["md", "jsonl", "csv", "--json"])
 def test_bench(output):
     asked = [output] if output == "--json" else ["-o", output]
-    done = run("bench", "-m", TINY, "-p", 16, "-n", "4,8", "-d", "0,16", "-r", 1, *asked)
+    done = run("bench", "-m", TINY, "-p", 16, "-n", "4,8", "-g", 4, "-d", "0,16", "-r", 1, *asked)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    tests = ["pp16", "tg4", "tg8", "pp16@d16", "tg4@d16", "tg8@d16"]
+    tests = ["pp16", "tg4", "tg8", "gen4", "pp16@d16", "tg4@d16", "tg8@d16", "gen4@d16"]
     if output == "md":
         assert "\n".join(lines[:2]) == bench.markdown_header()
         assert [line.split(" | ")[5] for line in lines[2:]] == tests
     elif output != "csv":
         assert [json.loads(line)["test"] for line in lines] == tests
     else:
-        assert lines[0] == bench.csv_header() and len(lines) == 7
+        assert lines[0] == bench.csv_header() and len(lines) == 9
 
 
 PHASES = ["qkv", "attention", "attention output", "gate and up", "down", "head", "sum of these", "whole step"]
