@@ -19,9 +19,9 @@ from bonsai_jax import cache as kv
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.params import Params
 from checkpoints import Checkpoint
-from pallas_kernels import QTensor
+from pallas_kernels import QTensor, device
 from pallas_kernels.qtensor import leaves
-from pallas_kernels.selection import Verdict
+from pallas_kernels.selection import Matmul, Verdict, choose, explain
 
 # Bytes per second of a large device-to-device copy, read plus written, as measured (benchmarks/LOG.md).
 MEASURED_COPY = {"NVIDIA H200": 4.3e12}
@@ -50,8 +50,9 @@ def explain_weights(
     """Both ways to hold the weights, which one `run` gets, and why. All of `run` but its weights must be
     resolved; `parts` as for `check_memory`.
 
-    "auto" on a CPU is decoded, which measured fastest there (benchmarks/LOG.md), where that and a full cache
-    leave a tenth of the free memory to the rest of the process. Else it is packed.
+    "auto" is packed where kernels read packed weights. On a CPU without one for every matrix it is decoded,
+    which measured faster than the reference on packed ones (benchmarks/LOG.md), where that and a full cache
+    leave a tenth of the free memory to the rest of the process; else it is packed.
     """
     if run.weights != "auto":
         asked = f"{run.weights} was asked for"
@@ -64,12 +65,24 @@ def explain_weights(
     free = free_memory() if jax.process_count() == 1 else device_memory()  # all must choose the same
     if jax.default_backend() != "cpu":
         decoded, reason = False, "is faster on a CPU only"
+    elif (without := _without_kernel(checkpoint, run)) is None:
+        decoded, reason = False, "is slower than the kernels that read packed weights"
     elif weights + cache > 0.9 * free:
         decoded, reason = False, f"{sizes} exceed nine tenths of the {free / 1e9:.2f} GB that are free"
     else:
         decoded, reason = True, f"{sizes} fit into nine tenths of the {free / 1e9:.2f} GB that are free"
-    later = "comes later" if decoded else "the first that can run it"
+    later = f"comes later: {without}" if decoded else "the first that can run it"
     return [Verdict("decoded", decoded, reason), Verdict("packed", not decoded, later)]
+
+
+def _without_kernel(checkpoint: Checkpoint, run: RunConfig) -> str | None:
+    """Why some of the file's matrices would be multiplied packed by the reference; None: none would."""
+    shapes = {(t.format, *t.shape) for t in checkpoint.tensors.values() if len(t.shape) == 2}
+    for format, n, k in sorted(shapes):
+        problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
+        if format != "f32" and choose(problem, impl=run.impl) == "reference":
+            return next(v.reason for v in explain(problem, impl=run.impl) if v.kernel == "cpu")
+    return None
 
 
 def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, parts: int = 1) -> None:

@@ -111,8 +111,8 @@ class RunConfig:
                  rows have room in it, or "launches", some for each layer; "auto": the first that can run.
                  Naming one that cannot run is an error
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
-                 decoded once at load; "auto": decoded on a CPU whose free memory has room for it, packed
-                 elsewhere (card.explain_weights)
+                 decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
+                 each matrix decoded, where free memory has room for it (card.explain_weights)
     activation_bits  8 or 16, to which kernels may round activations, per group of 128; 16 is nearly exact.
                  The definitions round nothing
     all_reduce   how devices that share weights sum in a decode step: "mailbox", by writing into each

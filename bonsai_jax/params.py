@@ -78,26 +78,31 @@ def load(
     fields: dict[str, Any] = {}
     qkv: list[LayerStack] = []
 
-    def read(names: Sequence[str]) -> None:
+    def read(names: Sequence[str], made: Any) -> None:
         nonlocal done
-        done += sum(t.nbytes for name in names for t in by_field[name])
+        jax.block_until_ready(made)
+        tensors = [t for name in names for t in by_field[name]]
+        for t in tensors:
+            if isinstance(t, Tensor):
+                t.forget()
+        done += sum(t.nbytes for t in tensors)
         progress(done, total)
 
     for member, matrix in plan.matrices:
         source = _source(member, by_field[member.field][0], placement)
         fields[member.field] = _make((source,), matrix, (member,), placement)
-        read([member.field])
+        read([member.field], fields[member.field])
     for stack in plan.stacks:
         stacked = _stack(stack, by_field, placement)
         if stack.fields[0] in QKV:
             qkv.append(stacked)
         else:
             fields[stack.fields[0]] = stacked
-        read(stack.fields)
+        read(stack.fields, stacked)
     for spec, tensors in plan.tensors.items():
         if len(spec.shape) == 1:
             fields[spec.field] = _vectors(spec, tensors, placement)
-            read([spec.field])
+            read([spec.field], fields[spec.field])
         elif not tensors:
             fields[spec.field] = None
     if biases := [fields.pop(name) for name in ("bq", "bk", "bv") if name in fields]:

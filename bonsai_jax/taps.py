@@ -91,7 +91,7 @@ def check(taps: Mapping[str, Tap], kernel: str, axis: str | None) -> None:
             f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
             f'mesh with an axis "{axis}" {", ".join(STREAM)} can be tapped, the rest without it'
         )
-    if kernel != "reference" and (inner := [name for name in taps if name in IN_ATTENTION]):
+    if kernel not in ("reference", "cpu") and (inner := [name for name in taps if name in IN_ATTENTION]):
         able = ", ".join(name for name in SITES if name not in IN_ATTENTION)
         raise NotImplementedError(
             f"Taps: {', '.join(inner)}: here the kernel {kernel} computes attention and keeps them to "

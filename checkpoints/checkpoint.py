@@ -1,6 +1,7 @@
 """What every kind of model file becomes: metadata and named tensors of raw blocks."""
 
 import dataclasses
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +32,19 @@ class Tensor:
     @property
     def nbytes(self) -> int:
         return self.data.nbytes
+
+    def forget(self) -> None:
+        """Give back the memory in which the system keeps this part of the file: it was read, and a process
+        that holds a copy should not hold both. Whoever reads it again gets it from the file."""
+        file = self.data
+        while isinstance(file, np.ndarray | memoryview):
+            file = file.base if isinstance(file, np.ndarray) else file.obj
+        if not isinstance(file, mmap.mmap) or not hasattr(mmap, "MADV_DONTNEED"):
+            return
+        begin = self.data.ctypes.data - np.frombuffer(file, np.uint8).ctypes.data
+        first, last = -(-begin // mmap.PAGESIZE), (begin + self.nbytes) // mmap.PAGESIZE  # whole pages
+        if first < last:
+            file.madvise(mmap.MADV_DONTNEED, first * mmap.PAGESIZE, (last - first) * mmap.PAGESIZE)
 
 
 @dataclasses.dataclass(frozen=True)

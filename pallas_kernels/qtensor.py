@@ -30,7 +30,7 @@ class Products:
     @property
     def tiled(self) -> bool:
         """Whether they read the format's tiles; else blocks as they stand in a file."""
-        return any(kernel not in ("reference", "cublas") for _, kernel in self.kernels)
+        return any(kernel not in ("reference", "cublas", "cpu") for _, kernel in self.kernels)
 
     def __str__(self):
         first, said = 1, []

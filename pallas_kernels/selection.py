@@ -7,10 +7,12 @@
                kq (2 to 8 bits)    1 to 16                     from 8.0   kq_decode
                                    from 17                     9.0        kq_prefill_sm90
                not float32         other, from 9               any        cublas
+               CPU                 1 to 16                     none       cpu
                any                 other                       or none    reference
     Attention  any                 1 query of each sequence    from 8.0   decode
                16 bits             more                        9.0        prefill_sm90
                16 bits             more                        from 8.0   prefill_sm80
+               any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  as many as have room        from 9.0   one_launch
                any                 other                       any        launches
@@ -22,6 +24,7 @@ order of the table; each says why it cannot, or takes the problem.
 """
 
 import dataclasses
+import importlib.util
 from collections.abc import Callable
 from typing import Literal
 
@@ -143,6 +146,7 @@ class Candidate:
 
 
 FIRST = "the first that can run it"
+NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 
@@ -187,6 +191,18 @@ def _cublas(problem: Matmul) -> str | None:
     return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
 
 
+def _cpu(problem: Matmul) -> str | None:
+    if problem.platform != "cpu":
+        return "is for CPUs"
+    if not hasattr(formats.get(problem.format), "CPU"):
+        if problem.format == "f32":
+            return "float32 weights are multiplied as fast by the reference"
+        return f"no kernel for matmul of {problem.format} on CPUs in this version"
+    if importlib.util.find_spec("llvmlite") is None:
+        return NEEDS_LLVM
+    return None
+
+
 def _attention(problem: Attention) -> str | None:
     if _older_than(problem.platform, 80):
         return NEEDS_AMPERE
@@ -197,6 +213,16 @@ def _attention(problem: Attention) -> str | None:
     if problem.head_dim not in (64, 128):
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
     return None
+
+
+def _cpu_attention(problem: Attention) -> str | None:
+    if problem.platform != "cpu":
+        return "is for CPUs"
+    if problem.cache_dtype not in ("float32", "float16", "bfloat16"):
+        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16 and bfloat16"
+    if problem.head_dim % 16:
+        return f"head_dim is {problem.head_dim}; the kernel has multiples of 16"
+    return NEEDS_LLVM if importlib.util.find_spec("llvmlite") is None else None
 
 
 def _phase(phase: str) -> Callable[[Attention], str | None]:
@@ -260,12 +286,14 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "q1_prefill_sm90": Candidate(lambda problem: _on_hopper("q1", problem), 9),
         "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), 17),
         "cublas": Candidate(_cublas, 9, pallas=False),
+        "cpu": Candidate(_cpu, 1, 16, pallas=False),
         "reference": Candidate(_never, pallas=False),
     },
     Attention: {
         "decode": Candidate(lambda problem: _phase("decode")(problem) or _attention(problem)),
         "prefill_sm90": Candidate(_prefill_sm90),
         "prefill_sm80": Candidate(_prefill_sm80),
+        "cpu": Candidate(lambda problem: _phase("decode")(problem) or _cpu_attention(problem), pallas=False),
         "reference": Candidate(_never, pallas=False),
     },
     Step: {

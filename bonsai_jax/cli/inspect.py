@@ -1,6 +1,7 @@
 """bonsai-jax inspect: what is in a model file, and what this machine makes of it. No weight is read."""
 
 import dataclasses
+import itertools
 import json
 import math
 from collections import Counter
@@ -195,9 +196,10 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
 
 def _one_line(entry: dict[str, Any]) -> tuple[str, ...]:
     """What, its problem, how many, and the kernels: one name where it is the same for all rows."""
-    kernels = entry["kernels"]
-    said = ", ".join(f"{rows}: {kernel}" for rows, kernel in kernels.items())
-    said = said if len(set(kernels.values())) > 1 else next(iter(kernels.values()))
+    alike = itertools.groupby(entry["kernels"].items(), key=lambda item: item[1])
+    by_kernel = [(", ".join(rows for rows, _ in of), kernel) for kernel, of in alike]
+    said = "; ".join(f"{rows}: {kernel}" for rows, kernel in by_kernel)
+    said = said if len(by_kernel) > 1 else by_kernel[0][1]
     return entry["what"], entry["problem"], f"x {entry['times']}", said
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import bonsai_jax as bj
 
 W, NEW = 4, 8
-model = bj.load("synth:tiny-llama:q8_0")  # or "demo", "user/repo:Q8_0"
+model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(activation_bits=16))  # or "demo", "user/repo:Q8_0"
 ids = model.tokenizer.encode("The best tree for a small garden is")
 
 cache = bj.new_cache(model, rows=1, context=len(ids) + NEW)

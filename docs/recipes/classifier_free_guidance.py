@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import bonsai_jax as bj
 
 SCALE, NEW = 1.5, 16
-model = bj.load("synth:tiny-llama:q8_0")
+model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(activation_bits=16))
 prompts = ["Answer politely. What is a bonsai?", "What is a bonsai?"]
 
 

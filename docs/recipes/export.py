@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import bonsai_jax as bj
 
-model = bj.load("synth:tiny-llama:q8_0")
+model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(impl="reference"))  # kernels are of one machine
 ids, lengths = jnp.array([model.tokenizer.encode("Once upon a time")]), jnp.array([5])
 
 

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cache_layouts, device
+from pallas_kernels.attention import cpu
 from pallas_kernels.attention.reference import NO_TAPS, apply_rope, attention, check, write_pages
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.norm import rms_norm
 
 TAPS = ("rot_q", "rot_k", "scores", "pattern")  # what kernels keep to themselves
+EXACT = ("reference", "cpu")  # the kernel of CPUs leaves what it cannot do to the reference
 
 
 def attend(
@@ -40,7 +42,7 @@ def attend(
     qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
     rotation   cos and sin of the new tokens' angles, for rope
-    impl       for one token a row: "decode" (decode.py) or "reference"
+    impl       for one token a row: "decode" (decode.py), "cpu" (cpu.py) or "reference"
     prefill_impl  for more: "prefill_sm90", "prefill_sm80" or "reference"
     window, scale  as for `attention`; kernels have neither
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
@@ -55,12 +57,12 @@ def attend(
     if qkv.ndim != 3:
         raise ValueError(f"attend: qkv is {list(qkv.shape)}; give it as [B, T, (H + 2 Hkv) D]")
     inner = [name for name in taps if name in TAPS]
-    if inner and (impl if qkv.shape[1] == 1 else prefill_impl) != "reference":
+    if inner and (impl if qkv.shape[1] == 1 else prefill_impl) not in EXACT:
         raise NotImplementedError(
             f"attend: taps on {', '.join(inner)} with impl={impl!r}, prefill_impl={prefill_impl!r}: a kernel "
             "keeps them to itself; they need 'reference'"
         )
-    if (window, scale) != (None, None) and {impl, prefill_impl} != {"reference"}:
+    if (window, scale) != (None, None) and not {impl, prefill_impl} <= {*EXACT}:
         raise NotImplementedError(
             f"attend: impl={impl!r}, prefill_impl={prefill_impl!r} with window={window}, scale={scale}: "
             "kernels see all keys, at 1 / sqrt(D); sliding windows and other scales need 'reference' for both"
@@ -103,6 +105,11 @@ def attend(
         kernel = {"prefill_sm90": prefill_attention, "prefill_sm80": mma_attention}[prefill_impl]
         kernel = jax.custom_batching.sequential_vmap(kernel)
         out = kernel(q, k_pages, v_pages, block_table, positions, layer)
+    elif impl == "cpu" and T == 1 and not inner:
+        out = cpu.run(
+            q, k_pages, v_pages, block_table, positions, layer,
+            num_keys=num_keys, window=window, scale=scale,
+        )  # fmt: skip
     else:
         out = attention(
             q, k_pages, v_pages, block_table, positions, layer,

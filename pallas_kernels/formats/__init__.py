@@ -21,6 +21,10 @@ and, where there are kernels that multiply it,
     untile       the inverse of `tile`, given the matrix's shape
     LANES        for "kq": a tiles.Lanes, how a lane of a kernel reads its share of the tiles
 
+and, where the kernel of CPUs multiplies it,
+
+    CPU          a cpu.vectors.Vectors: how vector instructions read rows of its blocks
+
 What one format has as another has it, it imports. Nobody else knows a format's name: kernels and plans ask
 what its file says.
 

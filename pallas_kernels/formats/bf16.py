@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu.vectors import FLOATS, Vectors
+
 WEIGHTS = 1
 BLOCK = np.dtype([("w", jnp.dtype(jnp.bfloat16))])
 RANDOM = {}
@@ -20,3 +22,6 @@ def quantize(x):
     rounded = (bits + 0x7FFF + (upper & 1)) >> 16
     upper = jnp.where((bits & 0x7FFFFFFF) > 0x7F800000, upper | 0x40, rounded)
     return {"w": jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)}
+
+
+CPU = Vectors(FLOATS, group=64, codes=lambda load: [load("w").bfloat16()])

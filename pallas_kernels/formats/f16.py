@@ -3,6 +3,8 @@
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu.vectors import FLOATS, Vectors
+
 WEIGHTS = 1
 BLOCK = np.dtype([("w", "<f2")])
 RANDOM = {}
@@ -14,3 +16,6 @@ def dequantize(block):
 
 def quantize(x):
     return {"w": x[..., 0].astype(jnp.float16)}
+
+
+CPU = Vectors(FLOATS, group=64, codes=lambda load: [load("w").float()])

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.formats.q2_0_g128 import KERNELS, LANES, tile_codes, untile_codes
-from pallas_kernels.formats.tq1_0 import RANDOM, digits, packed, ternary_bytes
+from pallas_kernels.formats.tq1_0 import RANDOM, digits, packed, ternary_bytes, vector_digits
 
 WEIGHTS = 128
 BLOCK = np.dtype([("qs", "u1", 24), ("qh", "u1", 2), ("d", "<f2")])
@@ -45,3 +46,12 @@ def untile(tiled, shape):
     q, d = untile_codes(tiled, shape)
     qs = jnp.concatenate([packed(q[..., :80], 5), packed(q[..., 80:120], 5)], axis=-1)
     return {"qs": qs, "qh": packed(q[..., 120:], 4), "d": d}
+
+
+def _vector_codes(load):
+    """Of two blocks."""
+    runs = [[(24 * i, 16, 5), (24 * i + 16, 8, 5), (48 + 2 * i, 2, 4)] for i in (0, 1)]
+    return vector_digits(load("qs").then(load("qh")), [*runs[0], *runs[1]])
+
+
+CPU = Vectors(NATURAL, group=128, codes=_vector_codes, scales=lambda load: load("d").float(), zero=1)

@@ -7,6 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
+
 WEIGHTS = 128
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
 RANDOM = {"d": 1.0}
@@ -66,3 +68,12 @@ def untile(tiled, shape):
     d = d.reshape(*lead, tiles * 16, 2 * pairs)[..., :n, : columns // WEIGHTS]
     qs = jax.lax.bitcast_convert_type(words, jnp.uint8)
     return {"d": d, "qs": qs.reshape(*qs.shape[:-2], 16)}
+
+
+def _codes(load):
+    """0 for -1, 2 for 1."""
+    bits = load("qs").bits()
+    return [bits[i : i + 64].bytes(2, 0) for i in range(0, 256, 64)]
+
+
+CPU = Vectors(NATURAL, group=128, codes=_codes, scales=lambda load: load("d").float(), zero=1)

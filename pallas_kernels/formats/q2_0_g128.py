@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import Vectors
 
 WEIGHTS = 128
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
@@ -90,3 +91,13 @@ def untile_codes(tiled, shape):
     """The inverse of `tile_codes`: (codes [*lead, N, blocks, WEIGHTS], d)."""
     d = tiles.rows_of(tiles.halves(tiled["d"]), shape)
     return tiles.quarters_of(tiled["words"], shape).reshape(*d.shape, -1), d
+
+
+def two_bits(load):
+    """Four codes of each of 64 bytes."""
+    qs = load("qs")
+    return [(qs >> shift) & 3 for shift in (0, 2, 4, 6)]
+
+
+COLUMNS = np.arange(256).reshape(64, 4).T
+CPU = Vectors(COLUMNS, group=128, codes=two_bits, scales=lambda load: load("d").float(), zero=1)

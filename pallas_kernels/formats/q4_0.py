@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 16)])
@@ -62,3 +63,12 @@ def untile_nibbles(words, shape):
     codes = tiles.nibbles_of(words, shape)
     codes = codes.reshape(*codes.shape[:-1], -1, 2, 16)
     return codes[..., 0, :] | codes[..., 1, :] << 4
+
+
+def nibbles(load):
+    """The codes of four blocks (Q4_1 has the same)."""
+    qs = load("qs")
+    return [qs & 15, qs >> 4]
+
+
+CPU = Vectors(NIBBLES, group=32, codes=nibbles, scales=lambda load: load("d").float(), zero=8)

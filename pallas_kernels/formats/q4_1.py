@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
-from pallas_kernels.formats.q4_0 import tile_nibbles, untile_nibbles
+from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.formats.q4_0 import nibbles, tile_nibbles, untile_nibbles
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 16)])
@@ -49,4 +50,11 @@ def lane_scales(fields, lane):
 
 LANES = tiles.Lanes(
     group=32, signed=False, minimums=True, units=(1, 16), integers=tiles.nibble_integers, scales=lane_scales
+)
+CPU = Vectors(
+    NIBBLES,
+    group=32,
+    codes=nibbles,
+    scales=lambda load: load("d").float(),
+    minimums=lambda load: -load("m").float(),
 )

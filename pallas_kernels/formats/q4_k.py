@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import Vectors
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("dmin", "<f2"), ("scales", "u1", 12), ("qs", "u1", 128)])
@@ -152,3 +153,30 @@ LANES = tiles.Lanes(
     scales=functools.partial(lane_scales, (1, 1 / 16)),
     half_scales=lane_half_scales,
 )
+
+
+def vector_codes(load):
+    """The low 4 bits (Q5_K has the same)."""
+    qs = load("qs")
+    return [part for piece in (qs[:64], qs[64:]) for part in (piece & 15, piece >> 4)]
+
+
+def vector_scales(load):
+    """d * sc of the 8 groups (Q5_K has the same)."""
+    a, _, c = _sixes(load)
+    return load("d").float().splat(8) * (a & 63).then((c & 15) | (a >> 6 << 4)).float(signed=False)
+
+
+def vector_minimums(load):
+    """dmin * m (Q5_K has the same)."""
+    _, b, c = _sixes(load)
+    return load("dmin").float().splat(8) * (b & 63).then((c >> 4) | (b >> 6 << 4)).float(signed=False)
+
+
+def _sixes(load):
+    scales = load("scales")
+    return scales[0:4], scales[4:8], scales[8:12]
+
+
+COLUMNS = np.arange(256).reshape(2, 2, 2, 32).swapaxes(1, 2).reshape(4, 64)
+CPU = Vectors(COLUMNS, group=32, codes=vector_codes, scales=vector_scales, minimums=vector_minimums)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, five_bits_of
 
 WEIGHTS = 32
@@ -63,3 +64,14 @@ def _scales(fields, lane):
 LANES = tiles.Lanes(
     group=32, signed=True, minimums=False, units=(8, 8), integers=five_bit_integers, scales=_scales
 )
+
+
+def vector_codes(load):
+    """The codes of four blocks (Q5_1 has the same)."""
+    high = load("qh").halves()
+    qs = load("qs")
+    low, high = (high[i::2].bits().bytes(16, 0) for i in (0, 1))
+    return [(qs & 15) | low, (qs >> 4) | high]
+
+
+CPU = Vectors(NIBBLES, group=32, codes=vector_codes, scales=lambda load: load("d").float(), zero=16)

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
-from pallas_kernels.formats.q5_0 import codes, packed
+from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.formats.q5_0 import codes, packed, vector_codes
 from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, five_bits_of
 
 WEIGHTS = 32
@@ -52,4 +53,11 @@ def _scales(fields, lane):
 
 LANES = tiles.Lanes(
     group=32, signed=False, minimums=True, units=(8, 8), integers=five_bit_integers, scales=_scales
+)
+CPU = Vectors(
+    NIBBLES,
+    group=32,
+    codes=vector_codes,
+    scales=lambda load: load("d").float(),
+    minimums=lambda load: -load("m").float(),
 )

@@ -13,12 +13,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.formats.q4_k import (
+    COLUMNS,
     lane_half_scales,
     lane_scales,
     scales_mins,
     tile_scales_mins,
     untile_scales_mins,
+    vector_codes,
+    vector_minimums,
+    vector_scales,
 )
 
 WEIGHTS = 256
@@ -29,12 +34,12 @@ RANDOM = {"d": 1 / 526.9, "dmin": 15.5 / 526.9}
 
 
 def dequantize(block):
-    q = _codes(block).astype(jnp.float32)
+    q = codes(block).astype(jnp.float32)
     scale, minimum = scales_mins(block)
     return (scale[..., None] * q - minimum[..., None]).reshape(*block["d"].shape, 256)
 
 
-def _codes(block):
+def codes(block):
     """uint8 [..., 8, 32]."""
     lead = block["d"].shape
     qs = block["qs"].reshape(*lead, 4, 32)
@@ -50,7 +55,7 @@ LOW3, MIDDLE, BIT4, BIT3 = (np.uint32(byte * 0x01010101) for byte in (0x07, 0x18
 def tile(block):
     """Blocks -> {"words": `five_bit_words` of the codes, "scales": as Q4_K's}, the file's 5.5 bits a weight
     (pallas_kernels/tiles.py)."""
-    words = five_bit_words(_codes(block).reshape(*block["d"].shape[:-1], -1))
+    words = five_bit_words(codes(block).reshape(*block["d"].shape[:-1], -1))
     return {"words": words, "scales": tile_scales_mins(block)}
 
 
@@ -120,3 +125,15 @@ LANES = tiles.Lanes(
     scales=functools.partial(lane_scales, (1 / 8, 1 / 8)),
     half_scales=lane_half_scales,
 )
+
+
+def _codes(load):
+    """Bit 4 of group g's weights is bit g of qh's bytes."""
+    qh = load("qh")
+    qh = qh.then(qh)
+    group = COLUMNS // 32
+    high = [(qh & (1 << of_byte)).compared("!=", 0).bytes(16, 0) for of_byte in group]
+    return [low | bit for low, bit in zip(vector_codes(load), high, strict=True)]
+
+
+CPU = Vectors(COLUMNS, group=32, codes=_codes, scales=vector_scales, minimums=vector_minimums)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 
 WEIGHTS = 256
 BLOCK = np.dtype([("ql", "u1", 128), ("qh", "u1", 64), ("scales", "i1", 16), ("d", "<f2")])
@@ -110,3 +111,21 @@ def _scales(fields, lane):
 
 
 LANES = tiles.Lanes(group=16, signed=True, minimums=False, units=(4, 4), integers=_integers, scales=_scales)
+
+
+def _codes(load):
+    out = []
+    for h in (0, 1):
+        ql, qh = load("ql")[64 * h : 64 * h + 64], load("qh")[32 * h : 32 * h + 32]
+        out.append((ql & 15) | (qh << 4).then(qh << 2) & 48)
+        out.append((ql >> 4) | qh.then(qh >> 2) & 48)
+    return out
+
+
+CPU = Vectors(
+    NATURAL,
+    group=16,
+    codes=_codes,
+    scales=lambda load: load("d").float().splat(16) * load("scales").float(),
+    zero=32,
+)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qs", "i1", 32)])
@@ -58,3 +59,11 @@ def _integers(vectors):
 
 
 LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=_integers, scales=lane_scales)
+
+
+def _bytes(load):
+    qs = load("qs") ^ 128
+    return [qs[:64], qs[64:]]
+
+
+CPU = Vectors(NATURAL[:2], group=32, codes=_bytes, scales=lambda load: load("d").float(), zero=128)

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.formats.q2_0_g128 import KERNELS, LANES, tile_codes, untile_codes
 
 WEIGHTS = 256
@@ -74,3 +75,22 @@ def untile(tiled, shape):
     q, d = untile_codes(tiled, shape)
     qs = jnp.concatenate([packed(q[..., :160], 5), packed(q[..., 160:240], 5)], axis=-1)
     return {"qs": qs, "qh": packed(q[..., 240:], 4), "d": d}
+
+
+def vector_digits(packed, runs):
+    """The digits of a vector of bytes, in the order of columns: pieces of 64 of them.
+
+    runs  (first byte, bytes, digits of each) of the columns, one after the other
+    """
+    places = [(first + b, 3**t) for first, count, digits in runs for t in range(digits) for b in range(count)]
+    byte, power = np.array(places).T
+    rest = packed.take(byte).words() * power & 255
+    carry = (rest * 3 >> 8).low_bytes()
+    return [carry[i : i + 64] for i in range(0, len(places), 64)]
+
+
+def _vector_codes(load):
+    return vector_digits(load("qs").then(load("qh")), [(0, 32, 5), (32, 16, 5), (48, 4, 4)])
+
+
+CPU = Vectors(NATURAL, group=128, codes=_vector_codes, scales=lambda load: load("d").float().splat(2), zero=1)

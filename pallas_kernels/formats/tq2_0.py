@@ -8,6 +8,7 @@ The code 3 is no ternary weight; should a file hold it, it decodes to 2d, as in 
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.formats.q2_0_g128 import (
     KERNELS,
     LANES,
@@ -15,6 +16,7 @@ from pallas_kernels.formats.q2_0_g128 import (
     SHIFTS,
     ternary_bytes,
     tile_codes,
+    two_bits,
     untile_codes,
 )
 
@@ -47,3 +49,7 @@ def untile(tiled, shape):
     q, d = untile_codes(tiled, shape)
     q = q.reshape(*d.shape, 2, 4, 32) << SHIFTS[:, None]
     return {"qs": q.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64), "d": d}
+
+
+COLUMNS = np.arange(256).reshape(2, 4, 32).swapaxes(0, 1).reshape(4, 64)
+CPU = Vectors(COLUMNS, group=128, codes=two_bits, scales=lambda load: load("d").float().splat(2), zero=1)

@@ -8,6 +8,7 @@ The codes of Q2_0 with groups of 128 and, in files, its id; but d comes last.
 import numpy as np
 
 from pallas_kernels.formats.q2_0_g128 import (
+    CPU,
     KERNELS,
     LANES,
     RANDOM,

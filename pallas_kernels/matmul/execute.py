@@ -75,6 +75,8 @@ def module(kernel: str) -> ModuleType:
             from pallas_kernels.matmul import kq_prefill_sm90 as found
         case "cublas":
             from pallas_kernels.matmul import cublas as found
+        case "cpu":
+            from pallas_kernels.matmul import cpu as found
         case "reference":
             from pallas_kernels.matmul import reference as found
         case _:

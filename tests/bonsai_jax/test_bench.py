@@ -21,7 +21,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, rows=1))
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, rows=1, activation_bits=16))
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_row_keys_and_figures(rows):
     for row in rows:
         record = json.loads(bench.json_line(row))
         assert list(record) == KEYS
-        assert record["model"] == "synth:tiny-llama:q8_0" and record["impl"] == "reference"
+        assert record["model"] == "synth:tiny-llama:q8_0" and record["impl"] == "cpu:16"
         assert record["tok_s"] > 0 and record["gb_s"] > 0 and record["tok_s_std"] >= 0
         assert (record["ceiling_share"] is None) == row.test.startswith("pp")
 

@@ -1,6 +1,7 @@
 """Memory: how weights are held where it is short, and errors whose remedies work."""
 
 import dataclasses
+import importlib.util
 import json
 from unittest import mock
 
@@ -37,7 +38,21 @@ def held(source=BIG, parts=1, **run):
     return resolve(bj.RunConfig(**run), checkpoint, architectures.config_of(checkpoint), parts).weights
 
 
-def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(machine, monkeypatch):
+@pytest.fixture
+def without_kernels(monkeypatch):
+    """A CPU's without the extra `cpu`."""
+    found = importlib.util.find_spec
+    missing = lambda name, *rest: None if name == "llvmlite" else found(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+
+
+def test_auto_is_packed_where_kernels_read_every_matrix(machine):
+    machine(1000)
+    assert held() == held("synth:bonsai-4b:q4_k_m") == "packed"
+    assert held("synth:tiny-llama:q2_k") == held(impl="reference") == "decoded"
+
+
+def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(machine, monkeypatch, without_kernels):
     enough = (DECODED + CACHE) / 0.9 + 0.01
     for free, expected in ((enough, "decoded"), (enough - 0.02, "packed"), (1, "packed")):
         machine(1000, free)
@@ -95,6 +110,13 @@ def test_what_does_not_fit_is_refused_with_what_helps(machine, memory, run, reme
         card.check_memory(checkpoint, config, changed)
 
 
+def test_inspect_says_what_the_extra_would_give(machine, without_kernels):
+    machine(48, 40)
+    out = json.loads(run_command("inspect", BIG, "--json").stdout)
+    reasons = {v["kernel"]: v["reason"] for v in out["weights"]}
+    assert reasons["packed"] == "comes later: needs the package llvmlite: install the extra `cpu`"
+
+
 def test_inspect_says_how_weights_are_held_and_why(machine):
     def choice(*arguments):
         out = json.loads(run_command("inspect", BIG, "--json", *arguments).stdout)
@@ -102,12 +124,16 @@ def test_inspect_says_how_weights_are_held_and_why(machine):
         assert taken == out["figures"]["weights on the device"]
         return taken, {v["kernel"]: v["reason"] for v in out["weights"]}
 
+    machine(48, 40)
+    reasons = {"decoded": "is slower than the kernels that read packed weights"}
+    assert choice() == ("packed", reasons | {"packed": "the first that can run it"})
+    without = "--impl", "reference"
     machine(24, 20)
     sizes = "weights of 32.75 GB and a cache of 1.21 GB"  # the command line has one row
     reasons = {"decoded": f"{sizes} exceed nine tenths of the 20.00 GB that are free"}
-    assert choice() == ("packed", reasons | {"packed": "the first that can run it"})
+    assert choice(*without) == ("packed", reasons | {"packed": "the first that can run it"})
     asked = "decoded was asked for"
     assert choice("--weights", "decoded") == ("decoded", {"decoded": "asked for", "packed": asked})
     machine(48, 40)
     reasons = {"decoded": f"{sizes} fit into nine tenths of the 40.00 GB that are free"}
-    assert choice() == ("decoded", reasons | {"packed": "comes later"})
+    assert choice(*without) == ("decoded", reasons | {"packed": "comes later: reference was asked for"})

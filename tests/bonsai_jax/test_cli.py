@@ -72,7 +72,7 @@ def test_json_is_one_object_on_stdout():
     assert all(seconds > 0 for seconds in answer["timings"].values())
     assert answer["prompt_tokens"] == len(tiny().tokenizer.encode("Once upon"))
     assert len(answer["tokens"]) == 8 and answer["finish_reason"] == "length"
-    assert answer["impl"] == "reference"
+    assert answer["impl"] == "cpu"
     assert answer["text"] == tiny().tokenizer.decode(answer["tokens"], at_start=False)
 
 

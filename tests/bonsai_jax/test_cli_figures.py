@@ -18,10 +18,10 @@ from tests.bonsai_jax.vocabularies import byte_level_metadata, write_model
 
 def test_rows_say_when_a_step_is_one_launch():
     params = tiny().params
-    assert card.step_names(params) == "reference"
+    assert card.step_names(params) == "cpu"
     one_launch = params.replace(step=StepPlan(one_launch_rows=2))
     assert card.step_names(one_launch, rows=2) == "one_launch"
-    assert card.step_names(one_launch, rows=3) == "reference"
+    assert card.step_names(one_launch, rows=3) == "cpu"
 
 
 def test_rows_say_when_kernels_had_16_bits():
@@ -42,6 +42,7 @@ def test_inspect_reads_no_weights(monkeypatch):
     assert ["KV", "bytes", "per", "token", "294,912"] in lines  # float32: twice FACTS' bfloat16
     assert ["qwen3.block_count", "36"] in lines
     assert "matmul q1_0 6144 x 4096 on cpu" in done.stdout
+    assert "1 row, 8 rows: cpu; 64 rows, prefill: reference" in done.stdout
     assert "not q1_decode_b1: needs an NVIDIA GPU of compute capability 8.0 or newer" in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 140
 
@@ -52,8 +53,8 @@ def test_inspect_json_has_the_same_figures():
     assert out["figures"]["bytes per decoded token"] == pytest.approx(1.065e9, rel=2e-3)  # FACTS section 3
     assert [v["kernel"] for v in out["weights"] if v["taken"]] == ["packed"]
     kernels = {entry["problem"].split(" on ")[0]: entry["kernels"] for entry in out["kernels"]}
-    every = dict.fromkeys(("1 row", "8 rows", "64 rows", "prefill"), "reference")
-    assert kernels["matmul q1_0 12288 x 4096"] == every
+    of_rows = {"1 row": "cpu", "8 rows": "cpu", "64 rows": "reference", "prefill": "reference"}
+    assert kernels["matmul q1_0 12288 x 4096"] == of_rows
     assert kernels["decode attention 32 x 8 x 128, float32 cache"] == {"decode": "reference"}
     assert kernels["prefill attention 32 x 8 x 128, float32 cache"] == {"prefill": "reference"}
     assert kernels["decode step, rows: 1, 4096 wide, feed-forward 12288"] == {"1 row": "launches"}

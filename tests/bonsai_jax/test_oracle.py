@@ -20,7 +20,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
-from tests.agreement import agreement
+from tests.agreement import agreement, log_softmax, top_kl
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -36,8 +36,8 @@ def smollm2() -> Path:
 
 
 @functools.cache
-def smollm2_model() -> bj.Model:
-    return bj.load(str(smollm2()), bj.RunConfig(rows=20))
+def smollm2_model(activation_bits=16) -> bj.Model:
+    return bj.load(str(smollm2()), bj.RunConfig(rows=16, activation_bits=activation_bits))
 
 
 def prompts() -> list[dict]:
@@ -115,6 +115,30 @@ def test_smollm2_is_as_near_to_llama_cpp_on_the_file_as_its_int8_activations_let
     found = agreement(smollm2_model(), kept_oracle()["as_is"])
     print(f"SmolLM2 against llama.cpp on the file: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < 3e-3 and found.same_top > 0.96
+
+
+@pytest.mark.parametrize(("bits", "most", "same_top"), [(8, 3e-3, 0.96), (16, 1e-5, 0.999)])
+def test_the_kernels_of_cpus_are_as_near_to_llama_cpp_on_f32_as_llama_cpp_on_the_file(bits, most, same_top):
+    """Read 16 tokens at a time, which is what they are for."""
+    model, kl, same = smollm2_model(bits), [], []
+    assert model.params.layers.wo.parts[0].products.of(16) == "cpu"
+    rows = [row for row in kept_oracle()["float32"] if len(row["prompt"]) <= 32]
+    assert len(rows) >= 8
+    for row in rows[:8]:
+        ids, scores = np.array(row["prompt"] + row["tokens"][:-1]), []
+        cache = bj.new_cache(model, 1, 96)
+        for i in range(0, len(ids), 16):
+            length = len(ids[i : i + 16])
+            piece = np.zeros((1, 16), np.int32)
+            piece[0, :length] = ids[i : i + 16]
+            read, cache = bj.jitted.extend(model.params, cache, piece, np.array([length]), model.config)
+            scores.append(np.asarray(read[0, :length]))
+        scores, top = np.concatenate(scores)[-len(row["tokens"]) :], np.array(row["top_ids"])
+        kl.append(top_kl(top, np.array(row["top_logprobs"]), log_softmax(scores)))
+        same.append(scores.argmax(-1) == top[:, 0])
+    found = np.concatenate(kl).mean(), np.concatenate(same).mean()
+    print(f"{bits} bits: KL {found[0]:.2e}, same top token {found[1]:.2%}")
+    assert found[0] < most and found[1] > same_top
 
 
 def test_smollm2_reads_prompts_as_they_were_tokenized():

@@ -17,7 +17,7 @@ LAYER, SITE = 1, "middle"
 
 @functools.cache
 def tiny(source="tiny-qwen3:q1_0") -> bj.Model:
-    return bj.load(f"synth:{source}", bj.RunConfig(page_size=16, weights="packed"))
+    return bj.load(f"synth:{source}", bj.RunConfig(page_size=16, weights="packed", activation_bits=16))
 
 
 def forward(model, tokens=IDS, taps=None):

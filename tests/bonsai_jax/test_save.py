@@ -27,15 +27,15 @@ NEW = 12
 
 
 @functools.cache
-def tiny(cache_dtype="float32", source="tiny-llama:q8_0") -> bj.Model:
-    run = bj.RunConfig(page_size=16, weights="packed", cache_dtype=cache_dtype)
+def tiny(cache_dtype="float32", source="tiny-llama:q8_0", impl="auto") -> bj.Model:
+    run = bj.RunConfig(page_size=16, weights="packed", cache_dtype=cache_dtype, impl=impl)
     return bj.load(f"synth:{source}", run)
 
 
 @functools.cache
-def begun(cache_dtype="float32"):
+def begun(cache_dtype="float32", impl="auto"):
     """A state of two rows in the middle of their answers, and the tokens that follow."""
-    model = tiny(cache_dtype)
+    model = tiny(cache_dtype, impl=impl)
     state = bj.new_state(model, 2, 64, SAMPLING, NEW, ignore_eos=True)
     prefill = jax.jit(bj.prefill, static_argnames="config")
     tokens = jnp.array([[1, 2, 3, 4], [9, 8, 0, 0]])
@@ -173,7 +173,7 @@ import sys
 import jax, numpy as np
 import bonsai_jax as bj
 folder = sys.argv[1]
-model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16, weights="packed"))
+model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16, weights="packed", impl="reference"))
 read = lambda name: jax.export.deserialize(bytearray(open(f"{folder}/{name}", "rb").read()))
 state = bj.load_state(f"{folder}/state", model)
 logits = read("forward").call(model.params, np.array([[1, 2, 3, 4]], np.int32), np.array([4], np.int32))
@@ -183,7 +183,7 @@ bj.save_state(f"{folder}/stepped", read("step").call(model.params, state))
 
 
 def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
-    model, state = tiny(), begun()[0]
+    model, state = tiny(impl="reference"), begun(impl="reference")[0]
     bj.save_state(tmp_path / "state", state)
     forward = jax.jit(lambda params, tokens, lengths: bj.forward(params, tokens, lengths, model.config)[0])
     step = jax.jit(lambda params, state: bj.step(params, state, model.config))

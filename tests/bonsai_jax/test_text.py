@@ -18,7 +18,7 @@ REPEATED = dataclasses.replace(GREEDY, repetition_penalty=1.3)
 
 @functools.cache
 def tiny() -> bj.Model:
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16))
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16, activation_bits=16))
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

@@ -230,3 +230,20 @@ def test_mutations_of_a_safetensors_file(tmp_path, data):
     except CheckpointError:
         return
     assert sum(t.data.nbytes for t in got.tensors.values()) <= len(raw)
+
+
+def test_a_tensor_that_is_forgotten_leaves_memory_and_can_be_read_again(tmp_path):
+    def resident() -> int:
+        """Bytes of files that this process has in memory."""
+        with open("/proc/self/status") as status:
+            return next(1024 * int(line.split()[1]) for line in status if line.startswith("RssFile:"))
+
+    data = np.random.default_rng(0).integers(0, 256, (4096, 4096), dtype=np.uint8)
+    tensors = [Tensor(name, "i8", data.shape, data) for name in ("a", "b")]
+    write_gguf(tmp_path / "large.gguf", {"general.architecture": "llama"}, tensors)
+    tensor = open_checkpoint(str(tmp_path / "large.gguf")).tensors["b"]
+    np.testing.assert_array_equal(tensor.data, data)
+    before = resident()
+    tensor.forget()
+    assert before - resident() > 0.9 * data.nbytes
+    np.testing.assert_array_equal(tensor.data, data)

@@ -87,7 +87,27 @@ def test_every_synthetic_model_is_in_the_list():
         open_checkpoint("synth:no-such-model:f32")
 
 
-@pytest.mark.parametrize("platform", ["sm_75", "cpu", "tpu"])
+# When a kernel for CPUs lands, its format leaves.
+WITHOUT_KERNEL_ON_CPUS = [
+    "iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s", "iq3_xxs", "iq4_nl", "iq4_xs", "mxfp4",
+    "q2_k", "q3_k",
+]  # fmt: skip
+
+
+def test_what_falls_back_on_a_cpu_and_why():
+    found = {}
+    for (_, format), problem in problems("cpu"):
+        if isinstance(problem, Matmul) and choose(problem) == "reference":
+            found[format] = next(v.reason for v in explain(problem) if v.kernel == "cpu")
+    assert found == {
+        **{
+            name: f"no kernel for matmul of {name} on CPUs in this version" for name in WITHOUT_KERNEL_ON_CPUS
+        },
+        "f32": "float32 weights are multiplied as fast by the reference",
+    }
+
+
+@pytest.mark.parametrize("platform", ["sm_75", "tpu"])
 def test_elsewhere_everything_falls_back(platform):
     reasons = {refusal(problem) for _, problem in problems(platform)}
     assert reasons == {"needs an NVIDIA GPU of compute capability 8.0 or newer"}
@@ -111,7 +131,7 @@ def test_the_table_of_kernels(monkeypatch):
         ("q4_k", "sm_89", ["kq_decode"] * 6 + ["cublas"] * 3),
         ("f16", "sm_90", ["reference"] * 4 + ["cublas"] * 5),
         ("f32", "sm_90", ["reference"] * 9),
-        ("q4_k", "cpu", ["reference"] * 9),
+        ("q4_k", "cpu", ["cpu"] * 6 + ["reference"] * 3),
     ):
         assert kernels(format, platform) == dict(zip(rows, want, strict=True)), (format, platform)
     assert kernels("q4_k", "sm_90", mixed=True)[17] == "cublas"

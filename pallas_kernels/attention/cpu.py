@@ -1,0 +1,53 @@
+"""Attention of one query a row on a CPU, from the pages as they lie: nothing of them is gathered or copied.
+
+The reference's formula and arguments (reference.attention); derivatives are the reference's, and vmap makes a
+call of each entry."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.attention.reference import attention
+from pallas_kernels.cache_layouts import Pages, name_of
+
+
+def run(
+    q: jax.Array, k_pages: Pages, v_pages: Pages, block_table, positions, layer, *, num_keys, window, scale
+) -> jax.Array:
+    """q float32 [B, 1, H, D], rotated -> [B, 1, H, D]. The rest as for `attention`."""
+
+    def exact(q, k_pages, v_pages, block_table, positions, layer, keys):
+        keys = num_keys if isinstance(num_keys, int) else keys
+        return attention(
+            q, k_pages, v_pages, block_table, positions, layer, num_keys=keys, window=window, scale=scale
+        )
+
+    @jax.custom_jvp
+    def op(*arguments):
+        kernel = functools.partial(_kernel, window=window, scale=scale)
+        return jax.custom_batching.sequential_vmap(kernel)(*arguments[:6])
+
+    @op.defjvp
+    def derivative(primals, tangents):
+        of_pages = lambda *moving: exact(*moving, *primals[3:])  # noqa: E731
+        return op(*primals), jax.jvp(of_pages, primals[:3], tangents[:3])[1]
+
+    layer, keys = jnp.asarray(layer, jnp.int32), jnp.asarray(num_keys, jnp.int32)
+    return op(q.astype(jnp.float32), k_pages, v_pages, block_table, positions, layer, keys)
+
+
+def _kernel(q, k_pages, v_pages, block_table, positions, layer, *, window, scale) -> jax.Array:
+    from pallas_kernels.cpu import keys  # needs the extra `cpu`
+
+    (rows, _, heads, head_dim), kv_heads = q.shape, k_pages.shape[3]
+    scale = head_dim**-0.5 if scale is None else scale
+    kernel = keys.Kernel(name_of(k_pages), heads // kv_heads, head_dim, scale, window)
+    room = kernel.workspace(rows, kv_heads, block_table.shape[1] * k_pages.shape[2])
+    results = (
+        jax.ShapeDtypeStruct((rows, heads, head_dim), jnp.float32),
+        jax.ShapeDtypeStruct((room,), jnp.float32),
+    )
+    operands = [q[:, 0], positions[:, 0], block_table, layer.reshape(1), k_pages, v_pages]
+    out, _ = jax.ffi.ffi_call(kernel.target(), results)(*operands)
+    return out[:, None]

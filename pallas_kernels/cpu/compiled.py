@@ -1,0 +1,108 @@
+"""LLVM's functions made into machine code for this processor, and kept beside XLA's compiled programs."""
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import llvmlite
+from llvmlite import binding as llvm
+from llvmlite import ir
+
+_LOCK = threading.RLock()  # LLVM's compiler is one a process
+
+
+def address(name: str, what: str, write: Callable[[str], ir.Module]) -> int:
+    """The address of a function compiled for this processor.
+
+    what   with this package's sources, all that its code depends on
+    write  name -> the module that has it; not called where the code was kept
+    """
+    with _LOCK:
+        key = hashlib.sha256("\n".join((name, what, *_sources(), *processor())).encode()).hexdigest()
+        code = _kept(key) or _keep(key, _code(str(write(name))))
+        engine = _engine()
+        engine.add_object_file(llvm.ObjectFileRef.from_data(code))
+        engine.finalize_object()
+        return engine.get_function_address(name)
+
+
+@functools.cache
+def _sources() -> tuple[str, ...]:
+    """LLVM's version and a digest of the files that write kernels."""
+    folder = Path(__file__).parent
+    files = sorted([*folder.glob("*.py"), *folder.parent.glob("formats/*.py")])
+    return llvmlite.__version__, hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
+
+
+@functools.cache
+def processor() -> tuple[str, str]:
+    """LLVM's name of it, and what it has."""
+    return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
+
+
+def has(feature: str) -> bool:
+    return f"+{feature}" in processor()[1].split(",")
+
+
+def _code(text: str) -> bytes:
+    module = llvm.parse_assembly(text)
+    module.verify()
+    machine = _machine()
+    options = llvm.create_pipeline_tuning_options(speed_level=3)
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_object(module)
+
+
+@functools.cache
+def _machine() -> llvm.TargetMachine:
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    name, features = processor()
+    return llvm.Target.from_default_triple().create_target_machine(
+        cpu=name, features=features, opt=3, jit=True
+    )
+
+
+@functools.cache
+def _engine() -> llvm.ExecutionEngine:
+    """What holds the code for as long as the process lives."""
+    _machine()
+    library = ctypes.CDLL(None) if os.name == "posix" else ctypes.CDLL("msvcrt")
+    for name in ("malloc", "free"):
+        llvm.add_symbol(name, ctypes.cast(getattr(library, name), ctypes.c_void_p).value)
+    pause = library.sched_yield if os.name == "posix" else ctypes.WinDLL("kernel32").SwitchToThread
+    llvm.add_symbol("other_threads_first", ctypes.cast(pause, ctypes.c_void_p).value)
+    engine = llvm.create_mcjit_compiler(llvm.parse_assembly(""), _machine())
+    return engine
+
+
+def _path(key: str) -> Path | None:
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    return Path(folder) / f"cpu-{key}.o" if folder and enabled and "://" not in folder else None
+
+
+def _kept(key: str) -> bytes | None:
+    path = _path(key)
+    try:
+        return path.read_bytes() if path else None
+    except OSError:
+        return None
+
+
+def _keep(key: str, code: bytes) -> bytes:
+    """Whoever reads it sees all of it or nothing. Where the folder cannot be written, it is not kept."""
+    if path := _path(key):
+        part = path.with_suffix(f".{os.getpid()}")
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            part.write_bytes(code)
+            part.replace(path)
+    return code

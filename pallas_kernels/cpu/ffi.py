@@ -1,0 +1,204 @@
+"""What XLA calls inside of a jitted function: a handler in its foreign function interface, spread over the
+threads that XLA has.
+
+XLA gives a handler an XLA_FFI_CallFrame (xla/ffi/api/c_api.h in jax.ffi.include_dir(); a C interface that it
+keeps): buffers of arguments and results, and functions of its own, among them one that hands work to its
+threads. So there is no second pool that would compete with it, and what limits XLA's threads limits these.
+Python does not run.
+
+    handler     before(frame); parts 0 .. n - 1 of the work: part(frame, i, n); return
+    its thread  puts a job into XLA's queue for each other thread, takes parts until none is left, and waits
+                for those that others have taken
+    a thread    that gets to a job takes parts until none is left. It may come when the handler has long
+                returned: the job is then the only memory that still exists, and who leaves it last frees it
+"""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from llvmlite import ir
+
+from pallas_kernels.cpu.values import (
+    ADDRESS,
+    I32,
+    I64,
+    Builder,
+    Value,
+    Variable,
+    constant,
+    function,
+    loop,
+    when,
+)
+
+VERSION = 0, 4  # XLA_FFI_API_MAJOR, _MINOR: the interface that the offsets below are of
+METADATA, EXECUTE = 1, 3
+
+# Offsets in bytes.
+FRAME = {"extension": 8, "api": 16, "context": 24, "stage": 32, "arguments": 72, "results": 112}
+BUFFER = {"data": 24, "sizes": 40}
+API = {"schedule": 40 + 8 + 8 * 11, "num_threads": 40 + 8 + 8 * 12}
+JOB = {"next": 0, "unfinished": 8, "holders": 16, "parts": 24, "frame": 32}
+JOB_BYTES = 40
+
+Part = Callable[[Value, Value, Value], None]
+
+
+def handler(
+    name: str, *, before: Callable[[Value], None], parts: Callable[[Value, Value], Value], part: Part
+) -> ir.Module:
+    """A module with a handler of this name.
+
+    before  writes what one thread does first, given the call's frame
+    parts   the number of parts of the rest, int64, given the frame and the number of threads
+    part    writes what is done for part i of n, given the frame, i and n, both int64
+    """
+    module = ir.Module(name)
+    one = function(module, "part", ir.VoidType(), [ADDRESS, I64, I64], part)
+    many = function(module, "take_parts", ir.VoidType(), [ADDRESS], lambda job: _take_parts(job, one))
+    job = function(module, "thread", ir.VoidType(), [ADDRESS], lambda job: _thread(job, many))
+
+    def body(frame: Value) -> Value:
+        b = frame.b
+        result = constant(b, I64, 0)
+        extension = frame.at(FRAME["extension"]).load(I64)
+        stage = frame.at(FRAME["stage"]).load(I32)
+        with when(extension.compared("!=", 0), likely=False):
+            _metadata(frame.at(FRAME["extension"]).load(ADDRESS))
+        execute = extension.compared("==", 0) & stage.compared("==", EXECUTE)
+        with when(execute, likely=True):
+            before(frame)
+            threads = _threads(frame)
+            n = parts(frame, threads)
+            alone = n.compared("<", 2) | threads.compared("<", 2)
+            with b.if_else(alone.ir) as (yes, no):
+                with yes:
+                    b.call(one, [frame.ir, I64(0), I64(1)])
+                with no:
+                    _spread(frame, n, threads, many, job)
+        return result
+
+    function(module, name, I64, [ADDRESS], body, internal=False)
+    return module
+
+
+def register(name: str, address: int) -> None:
+    """Let jax.ffi.ffi_call(name, ..) call the handler at this address, on CPUs."""
+    pointer = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
+
+
+def argument(frame: Value, i: int) -> Value:
+    """The address of the data of argument i."""
+    return _buffer(frame, "arguments", i).at(BUFFER["data"]).load(ADDRESS)
+
+
+def result(frame: Value, i: int) -> Value:
+    return _buffer(frame, "results", i).at(BUFFER["data"]).load(ADDRESS)
+
+
+def size(frame: Value, i: int, axis: int) -> Value:
+    """int64, of argument i along an axis."""
+    return _buffer(frame, "arguments", i).at(BUFFER["sizes"]).load(ADDRESS).at(8 * axis).load(I64)
+
+
+def _buffer(frame: Value, kind: str, i: int) -> Value:
+    return frame.at(FRAME[kind]).load(ADDRESS).at(8 * i).load(ADDRESS)
+
+
+def _metadata(extension: Value) -> None:
+    """When a handler is registered XLA asks which version of the interface it speaks."""
+    with when(extension.at(8).load(I32).compared("==", METADATA)):
+        version = extension.at(24).load(ADDRESS).at(24)
+        for i, number in enumerate(VERSION):
+            version.at(4 * i).store(constant(extension.b, I32, number))
+
+
+def _threads(frame: Value) -> Value:
+    """int64, those of XLA's pool; 1 where it has none."""
+    b = frame.b
+    count = Variable(constant(b, I64, 1))
+    arguments = _struct(frame, [Value(b, b.ptrtoint(count.place, I64))])
+    _api(frame, "num_threads", arguments)
+    return count.value
+
+
+def _api(frame: Value, name: str, arguments: Value) -> Value:
+    called = frame.at(FRAME["api"]).load(ADDRESS).at(API[name]).load(I64)
+    kind = ir.FunctionType(I64, [ADDRESS])
+    b = frame.b
+    typed = b.inttoptr(called.ir, kind.as_pointer())
+    return Value(b, b.call(typed, [arguments.ir]))
+
+
+def _struct(frame: Value, rest: list[Value]) -> Value:
+    """The arguments of a function of the interface: its size, no extension, the context, and the rest."""
+    b = frame.b
+    words = [constant(b, I64, 24 + 8 * len(rest)), constant(b, I64, 0), frame.at(FRAME["context"]).load(I64)]
+    with b.goto_entry_block():
+        place = b.alloca(ir.ArrayType(I64, 3 + len(rest)))
+    for i, word in enumerate([*words, *rest]):
+        b.store(word.ir, b.gep(place, [I32(0), I32(i)]))
+    return Value(b, place)
+
+
+def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task: ir.Function) -> None:
+    b = frame.b
+    others = Variable(threads - 1)
+    others.value = others.value.compared("<", parts).select(others.value, parts - 1)
+    job = Value(b, b.call(_library(b, "malloc", ir.FunctionType(ADDRESS, [I64])), [I64(JOB_BYTES)]))
+    job.at(JOB["next"]).store(constant(b, I64, 0))
+    job.at(JOB["unfinished"]).store(parts)
+    job.at(JOB["holders"]).store(others.value + 1)
+    job.at(JOB["parts"]).store(parts)
+    job.at(JOB["frame"]).store(frame)
+    arguments = _struct(frame, [Value(b, b.ptrtoint(task, I64)), Value(b, b.ptrtoint(job.ir, I64))])
+    with loop(constant(b, I64, 0), others.value):
+        error = _api(frame, "schedule", arguments)
+        with when(error.compared("!=", 0), likely=False):  # it has no threads after all
+            _leave(job)
+    b.call(many, [job.ir])
+    waiting, done = b.append_basic_block("waiting"), b.append_basic_block("done")
+    b.branch(waiting)
+    b.position_at_end(waiting)
+    left = Value(b, b.load_atomic(job.at(JOB["unfinished"]).ir, "acquire", 8, typ=I64))
+    pause = ir.FunctionType(I32, [])
+    b.call(_library(b, "other_threads_first", pause), [])
+    b.cbranch(left.compared("==", 0).ir, done, waiting)
+    b.position_at_end(done)
+    _leave(job)
+
+
+def _library(b: Builder, name: str, kind: ir.FunctionType) -> Any:
+    """A function of C's library (compiled._engine)."""
+    return b.module.globals.get(name) or ir.Function(b.module, kind, name)
+
+
+def _take_parts(job: Value, one: ir.Function) -> None:
+    """Parts until none is left, in whatever order: what a part writes does not depend on who does it."""
+    b = job.b
+    parts = job.at(JOB["parts"]).load(I64)
+    take, work, done = (b.append_basic_block(name) for name in ("take", "work", "done"))
+    b.branch(take)
+    b.position_at_end(take)
+    i = Value(b, b.atomic_rmw("add", job.at(JOB["next"]).ir, I64(1), "acq_rel"))
+    b.cbranch(i.compared("<", parts).ir, work, done)
+    b.position_at_end(work)
+    b.call(one, [job.at(JOB["frame"]).load(ADDRESS).ir, i.ir, parts.ir])
+    b.atomic_rmw("sub", job.at(JOB["unfinished"]).ir, I64(1), "acq_rel")
+    b.branch(take)
+    b.position_at_end(done)
+
+
+def _thread(job: Value, many: ir.Function) -> None:
+    job.b.call(many, [job.ir])
+    _leave(job)
+
+
+def _leave(job: Value) -> None:
+    b = job.b
+    before = Value(b, b.atomic_rmw("sub", job.at(JOB["holders"]).ir, I64(1), "acq_rel"))
+    with when(before.compared("==", 1)):
+        b.call(_library(b, "free", ir.FunctionType(ir.VoidType(), [ADDRESS])), [job.ir])

@@ -1,0 +1,183 @@
+"""The kernel of attention/cpu.py: one query of each head against the keys of its row, page by page.
+
+for each row and KV head, by one thread:
+    scores of its query heads with every key            page by page, to the workspace
+    exp(score - largest), their sum                     16 at a time
+    weighted sum of values, over the sum of weights     page by page
+"""
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu import compiled, ffi
+from pallas_kernels.cpu.values import (
+    F32,
+    I16,
+    I32,
+    I64,
+    Value,
+    Variable,
+    constant,
+    exp,
+    loop,
+    type_of,
+    vector,
+)
+
+LANES = 16  # float32 of the widest vectors
+MOST = 16  # vectors of heads that registers have room for beside a key
+SMALL = 2**15  # numbers of keys that one thread multiplies sooner than two
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """One kernel: all that its code depends on but sizes.
+
+    dtype     of keys and values
+    group     query heads of a KV head
+    head_dim  a multiple of 16
+    scale     of scores
+    window    keys that a query sees, itself among them; None: all before it
+    """
+
+    dtype: str
+    group: int
+    head_dim: int
+    scale: float
+    window: int | None
+
+    def workspace(self, rows: int, kv_heads: int, keys: int) -> int:
+        """float32 of it."""
+        return rows * kv_heads * self.group * (keys + LANES)
+
+    def target(self) -> str:
+        """The name by which XLA knows it: made, compiled and registered on first use."""
+        return _registered(self)
+
+
+@functools.cache
+def _registered(kernel: Kernel) -> str:
+    name = f"bonsai_keys_{hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]}"
+
+    def write(name: str):
+        writer = _Writer(kernel)
+        return ffi.handler(name, before=lambda frame: None, parts=writer.parts, part=writer.part)
+
+    ffi.register(name, compiled.address(name, repr(kernel), write))
+    return name
+
+
+# Arguments of the call.
+Q, POSITIONS, TABLE, LAYER, KEYS, VALUES = range(6)
+
+
+class _Writer:
+    """Writes a kernel's functions."""
+
+    def __init__(self, kernel: Kernel):
+        self.kernel = kernel
+        self.stored = type_of(jnp.dtype(kernel.dtype))
+        self.item = jnp.dtype(kernel.dtype).itemsize
+
+    def parts(self, frame: Value, threads: Value) -> Value:
+        """One for each row and KV head; one in all where there are few keys."""
+        rows, kv_heads, keys = self._sizes(frame)
+        few = (rows * kv_heads * keys * self.kernel.head_dim).compared("<", SMALL)
+        return few.select(constant(frame.b, I64, 1), rows * kv_heads)
+
+    def _sizes(self, frame: Value) -> tuple[Value, Value, Value]:
+        """Rows, KV heads, and keys that a row has room for."""
+        keys = ffi.size(frame, TABLE, 1) * ffi.size(frame, KEYS, 2)
+        return ffi.size(frame, Q, 0), ffi.size(frame, KEYS, 3), keys
+
+    def part(self, frame: Value, i: Value, parts: Value) -> None:
+        rows, kv_heads, _ = self._sizes(frame)
+        each = rows * kv_heads / parts
+        with loop(i * each, (i + 1) * each) as unit:
+            self._unit(frame, unit / kv_heads, unit % kv_heads)
+
+    def _unit(self, frame: Value, row: Value, kv_head: Value) -> None:
+        """The query heads of one KV head of a row."""
+        kernel, b = self.kernel, frame.b
+        _, kv_heads, room = self._sizes(frame)
+        position = ffi.argument(frame, POSITIONS).at(row * 4).load(I32).signed(I64)
+        end = position + 1  # 0 for padding
+        first = constant(b, I64, 0)
+        if kernel.window is not None:
+            first = end - kernel.window
+            first = first.compared("<", 0).select(constant(b, I64, 0), first)
+        of_unit = row * kv_heads + kv_head
+        scores = ffi.result(frame, 1).at(of_unit * (4 * kernel.group) * (room + LANES))
+        stride = (room + LANES) * 4
+        head = of_unit * kernel.group
+        wide = vector(F32, kernel.head_dim)
+        at_once = max(1, min(kernel.group, MOST * LANES // kernel.head_dim))
+        for start in range(0, kernel.group, at_once):
+            heads = range(start, min(start + at_once, kernel.group))
+            place = {h: (head + h) * (4 * kernel.head_dim) for h in heads}
+            q = {h: ffi.argument(frame, Q).at(place[h]).load(wide) * kernel.scale for h in heads}
+            own = {h: scores.at(stride * h) for h in heads}
+            largest = {h: Variable(constant(b, F32, -3e38)) for h in heads}
+
+            def score(s: Value, key: Value, q=q, own=own, largest=largest):
+                for h, query in q.items():
+                    value = (query * key).sum()
+                    own[h].at((s - first) * 4).store(value)
+                    largest[h].value = largest[h].value.called("llvm.maxnum", value)
+
+            self._each(frame, KEYS, row, kv_head, first, end, score)
+            totals = {h: self._weights(own[h], end - first, largest[h].value) for h in heads}
+            sums = {h: Variable(constant(b, wide, 0.0)) for h in heads}
+
+            def add(s: Value, value: Value, own=own, sums=sums):
+                for h, total in sums.items():
+                    weight = own[h].at((s - first) * 4).load(F32).splat(kernel.head_dim)
+                    total.value = value.fma(weight, total.value)
+
+            self._each(frame, VALUES, row, kv_head, first, end, add)
+            for h in heads:
+                out = sums[h].value * totals[h].splat(kernel.head_dim)
+                ffi.result(frame, 0).at(place[h]).store(out)
+
+    def _weights(self, scores: Value, count: Value, largest: Value) -> Value:
+        """exp(score - largest) in place of so many scores; 1 over their sum, 0 where there are none."""
+        b = scores.b
+        wide = vector(F32, LANES)
+        total = Variable(constant(b, wide, 0.0))
+        lanes = constant(b, vector(I32, LANES), np.arange(LANES))
+        with loop(constant(b, I64, 0), count, LANES) as s:
+            values = exp(scores.at(s * 4).load(wide) - largest.splat(LANES))
+            inside = lanes.compared("<", (count - s).narrow(I32).splat(LANES))
+            values = inside.select(values, 0.0)
+            scores.at(s * 4).store(values)
+            total.value = total.value + values
+        summed = total.value.sum()
+        return summed.compared(">", 0.0).select(constant(b, F32, 1.0) / summed, 0.0)
+
+    def _each(
+        self, frame: Value, what: int, row: Value, kv_head: Value, first: Value, end: Value,
+        use: Callable[[Value, Value], None],
+    ) -> None:  # fmt: skip
+        """use(s, float32 [head_dim]) for the keys or values at positions first .. end - 1."""
+        num_pages, page_size = ffi.size(frame, what, 1), ffi.size(frame, what, 2)
+        kv_heads, table_width = ffi.size(frame, what, 3), ffi.size(frame, TABLE, 1)
+        layer = ffi.argument(frame, LAYER).load(I32).signed(I64)
+        table = ffi.argument(frame, TABLE).at(row * table_width * 4)
+        token = kv_heads * (self.kernel.head_dim * self.item)  # bytes of all heads of a position
+        base = ffi.argument(frame, what).at(kv_head * (self.kernel.head_dim * self.item))
+        with loop(first / page_size, (end + page_size - 1) / page_size) as i:
+            page = table.at(i * 4).load(I32).signed(I64)
+            start = i * page_size
+            low = start.compared("<", first).select(first, start)
+            high = (start + page_size).compared("<", end).select(start + page_size, end)
+            of_page = base.at((layer * num_pages + page) * page_size * token)
+            with loop(low, high) as s:
+                stored = of_page.at((s - start) * token).load(vector(self.stored, self.kernel.head_dim))
+                if self.stored is not F32:
+                    stored = stored.bfloat16() if self.stored is I16 else stored.float()
+                use(s, stored)

@@ -1,0 +1,58 @@
+"""Products of 1 to 16 rows of activations with packed weights on a CPU, by vector instructions.
+
+    file bytes -> a QTensor's fields, rows of blocks as they lie, which the reference reads too
+    x [M, K] float32 -> norm -> integers of 8 bits, a scale per group of columns     by one thread
+    rows of weights, four at a time, a chunk of columns at a time                    by all threads
+        codes and scales of the chunk (the format's Vectors)
+        sums of code * integer, exact, in int32; times both scales, added up in float32
+    -> y [M, N], + residual, or silu(gate) * up
+
+    y = sum over groups of  s_w s_x (sum of (code - zero) q_x)  -  minimum s_x (sum of q_x)
+
+A row's sum has one order, whichever thread has it: bits do not depend on how many there are. With 16 bits of
+activations they stay float32, and what is summed is code * x.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import formats
+from pallas_kernels.matmul import stacks
+from pallas_kernels.qtensor import QTensor
+
+MOST_LANES = 8  # accumulators of a block of rows: what registers hold
+
+
+def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
+    from pallas_kernels.cpu import rows  # needs the extra `cpu`
+
+    batch, (n, k) = x.shape[:-1], weights[0].shape
+    x = x.reshape(-1, k).astype(jnp.float32)
+    gamma, of_gamma = (
+        stacks.whole(gamma[None], 0) if gamma is not None and gamma.ndim == 1 else (gamma, layer)
+    )
+    fields, index = stacks.whole(tuple(w.fields for w in weights), part_layer)
+    kernel = rows.Kernel(
+        weights[0].format,
+        rows=len(x),
+        matrices=len(weights),
+        bits=weights[0].products.activation_bits,
+        eps=eps if gamma is not None else None,
+        residual=residual is not None,
+        ragged=k % formats.get(weights[0].format).CPU.width != 0,
+    )
+    index = jnp.stack([index, jnp.asarray(0 if of_gamma is None else of_gamma, jnp.int32)])
+    operands = [x, index]
+    if gamma is not None:
+        operands.append(gamma.astype(jnp.float32))
+    if residual is not None:
+        operands.append(residual.reshape(-1, n).astype(jnp.float32))
+    operands += [of[name] for of in fields for name in kernel.fields]
+    y, _ = jax.ffi.ffi_call(
+        kernel.target(),
+        (
+            jax.ShapeDtypeStruct((len(x), n), jnp.float32),
+            jax.ShapeDtypeStruct((kernel.workspace(k),), jnp.uint8),
+        ),
+    )(*operands)
+    return y.reshape(*batch, n)

@@ -1,0 +1,243 @@
+"""Kernels of CPUs against numpy in float64, on weights that the gguf package (or scalar loops) decoded."""
+
+import hashlib
+import importlib.util
+import multiprocessing
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attention, formats, from_blocks, gated, matmul, selection
+from pallas_kernels.attention import cpu
+from pallas_kernels.qtensor import Products
+from pallas_kernels.selection import Matmul, choose, explain, for_device
+from tests.pallas_kernels.test_ops import naive_attention
+
+KEPT = np.load(Path(__file__).parent.parent / "data" / "formats.npz")
+FORMATS = [name for name in formats.names() if hasattr(formats.get(name), "CPU")]
+KINDS = ("plain", "normed", "added", "gated")
+RAGGED, WHOLE = 640, 1024  # columns: no multiple of 256, and one
+
+
+def weights(format, seed, *shape, bits=8):
+    """A stack [layers, N, K] of blocks that were kept, and their weights in float64."""
+    *lead, k = shape
+    size = formats.get(format).BLOCK.itemsize
+    raw, dense = KEPT[f"{format}.raw"].reshape(-1, size), KEPT[f"{format}.weights"]
+    dense = dense.reshape(len(raw), -1)
+    which = np.random.default_rng(seed).integers(0, len(raw), (*lead, k // dense.shape[1]))
+    w = from_blocks(jnp.asarray(raw[which].reshape(*lead, -1)), format)
+    w = w.replace(products=Products(((16, "cpu"), (None, "reference")), bits))
+    return w, dense[which].reshape(*lead, k).astype(np.float64)
+
+
+def exact_activations(rng, rows, k):
+    """float32 [rows, k] that are integers of 8 bits times a power of two, the same in each 128 columns, and
+    stay so when they are rounded in groups of 16 or more."""
+    x = rng.integers(-127, 128, (rows, k // 16, 16))
+    x[..., 5] = 127
+    return x.reshape(rows, k) * np.repeat(2.0 ** rng.integers(-9, -6, (rows, k // 128)), 128, axis=1)
+
+
+def error(got, want):
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_kernel_is_the_product(format, bits):
+    case = FORMATS.index(format) + bits
+    rows, kind = (1, 2, 5)[case % 3], KINDS[case % 4]
+    k = RAGGED if 256 % formats.get(format).WEIGHTS == 0 and formats.get(format).WEIGHTS < 256 else WHOLE
+    rng = np.random.default_rng(case)
+    w, dense = weights(format, case, 3, 37, k, bits=bits)
+    x = exact_activations(rng, rows, k)
+    gamma = np.repeat(2.0 ** rng.integers(-1, 2, (3, k // 128)), 128, axis=1)
+    residual = rng.standard_normal((rows, 37))
+    norm = 1 / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6)
+    normed, f32 = norm * x * gamma[2], lambda a: jnp.asarray(a, jnp.float32)
+    if kind == "plain":
+        got, want = matmul(f32(x), w, 2), x @ dense[2].T
+    elif kind == "normed":
+        got, want = matmul(f32(x), w, 2, gamma=f32(gamma), eps=1e-6), normed @ dense[2].T
+    elif kind == "added":
+        got, want = matmul(f32(x), w, 2, residual=f32(residual)), x @ dense[2].T + residual
+    else:
+        up, dense_up = weights(format, case + 1, 3, 37, k, bits=bits)
+        got = gated(f32(x) / 64, w, up, 2, gamma=f32(gamma), eps=1e-6)
+        small = x / 64
+        normed = small / np.sqrt((small**2).mean(-1, keepdims=True) + 1e-6) * gamma[2]
+        want = silu(normed @ dense[2].T) * (normed @ dense_up[2].T)
+    assert error(got, want) < 2e-6
+
+
+@pytest.mark.parametrize(("format", "group"), [("q4_1", 32), ("q6_k", 16), ("q1_0", 128)])
+def test_activations_are_rounded_in_the_groups_that_share_a_scale(format, group):
+    w, dense = weights(format, 1, 40, 512)
+    x = np.random.default_rng(2).standard_normal((2, 512)).astype(np.float32)
+    grouped = x.reshape(2, -1, group)
+    scale = np.abs(grouped).max(-1, keepdims=True) / np.float32(127)
+    rounded = (np.rint(grouped / scale) * scale).reshape(2, 512).astype(np.float64)
+    got = matmul(jnp.asarray(x), w)
+    assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+def test_rows_are_computed_alike_whatever_is_beside_them(rows):
+    w, _ = weights("q4_k", 3, 70, 512)
+    x = jnp.asarray(np.random.default_rng(4).standard_normal((16, 512)), jnp.float32)
+    alone = jnp.stack([matmul(row, w) for row in x])
+    np.testing.assert_array_equal(matmul(x[:rows], w), alone[:rows])
+
+
+def test_a_layer_that_is_traced_in_a_scan():
+    w, dense = weights("q8_0", 5, 3, 20, 256)
+    x = exact_activations(np.random.default_rng(6), 2, 256)
+    of_layer = lambda carry, layer: (carry, matmul(jnp.asarray(x, jnp.float32), w, layer))  # noqa: E731
+    _, y = jax.jit(lambda: jax.lax.scan(of_layer, 0, jnp.arange(3)))()
+    assert error(y, np.einsum("mk,lnk->lmn", x, dense)) < 2e-6
+
+
+def test_transformations():
+    """vmap makes rows of it, derivatives are the reference's."""
+    w, dense = weights("q5_0", 7, 24, 256)
+    x = jnp.asarray(exact_activations(np.random.default_rng(8), 5, 256), jnp.float32)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(lambda row: matmul(row, w)))(x), matmul(x, w))
+    gradient = jax.grad(lambda x: matmul(x, w).sum())(x)
+    assert error(gradient, np.broadcast_to(dense.sum(0), x.shape)) < 1e-6
+
+
+def large_product():
+    """What many threads compute: rows enough for all of them."""
+    w, _ = weights("q4_1", 9, 2, 1500, 640)
+    x = jnp.asarray(np.random.default_rng(10).standard_normal((1, 640)), jnp.float32)
+
+    @jax.jit
+    def steps(x):
+        y = lambda i, x: x + 1e-3 * matmul(x, w, i % 2)[:, :640]  # noqa: E731
+        return jax.lax.fori_loop(0, 50, y, x)
+
+    return steps, x
+
+
+def digest(_=None) -> str:
+    steps, x = large_product()
+    return hashlib.sha256(np.asarray(steps(x)).tobytes()).hexdigest()
+
+
+def test_the_number_of_threads_changes_no_bit():
+    code = "from tests.pallas_kernels import test_cpu; print(test_cpu.digest())"
+    for threads in ("1", "3"):
+        environment = os.environ | {"NPROC": threads}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert done.stdout.strip() == digest(), done.stderr
+
+
+def test_two_threads_run_steps_at_once():
+    steps, x = large_product()
+    want, found = np.asarray(steps(x)), []
+
+    def run():
+        found.extend(np.asarray(steps(x)) for _ in range(10))
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == 40
+    for y in found:
+        np.testing.assert_array_equal(y, want)
+
+
+def test_processes_that_python_starts_run_it():
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(digest, [0]) == [digest()]
+
+
+def test_without_the_package_the_reference_runs(monkeypatch):
+    found = importlib.util.find_spec
+    problem = Matmul("cpu", "q4_k", 64, 256)
+    assert choose(problem, 16) == "cpu" and choose(problem, 17) == "reference"
+    missing = lambda name, *rest: None if name == "llvmlite" else found(name, *rest)  # noqa: E731
+    monkeypatch.setattr(importlib.util, "find_spec", missing)
+    assert choose(problem, 1) == "reference"
+    (verdict,) = (v for v in explain(problem) if v.kernel == "cpu")
+    assert verdict.reason == "needs the package llvmlite: install the extra `cpu`"
+
+
+@pytest.mark.parametrize("format", ["iq4_xs", "f32"])
+def test_what_has_no_kernel_stays_with_the_reference(format):
+    assert selection.products(Matmul("cpu", format, 64, 256)).kernels == ((None, "reference"),)
+
+
+def test_what_is_chosen_for_this_device_leaves_the_blocks_as_they_lie():
+    w, _ = weights("q4_k", 11, 8, 256)
+    chosen = for_device(w)
+    assert chosen.products.kernels == ((16, "cpu"), (None, "reference")) and not chosen.tiled
+    assert chosen.fields.keys() == w.fields.keys()
+
+
+def test_code_is_kept_beside_the_compiled_programs(tmp_path):
+    """A second process reads it and writes none."""
+    environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path)}
+    code = "from tests.pallas_kernels import test_cpu; print(test_cpu.digest())"
+    written = []
+    for _ in range(2):
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+        written.append({path: path.stat().st_mtime_ns for path in tmp_path.glob("cpu-*.o")})
+    assert len(written[0]) == 1 and written[0] == written[1]
+
+
+HEADS = {
+    "float32": (9, 3, 64, None, None),
+    "float16": (16, 2, 128, None, 0.2),
+    "bfloat16": (4, 4, 32, 11, None),
+}
+
+
+@pytest.mark.parametrize("dtype", HEADS)
+def test_attention_of_one_query_is_numpys(dtype):
+    """Shuffled pages, a row that is padding, a window, a scale."""
+    heads, kv_heads, head_dim, window, scale = HEADS[dtype]
+    rng = np.random.default_rng(12)
+    k, v = (jnp.asarray(rng.standard_normal((2, 15, 8, kv_heads, head_dim)), dtype) for _ in "kv")
+    q = rng.standard_normal((3, 1, heads, head_dim)).astype(np.float32)
+    table, positions = rng.permutation(15).reshape(3, 5), np.array([[-1], [39], [20]])
+    got = cpu.run(
+        jnp.asarray(q), k, v, jnp.asarray(table), jnp.asarray(positions), 1,
+        num_keys=40, window=window, scale=scale,
+    )  # fmt: skip
+    assert not np.asarray(got[0]).any()
+    for row in (1, 2):
+        keys, values = (
+            np.asarray(pages[1, table[row]], np.float64).reshape(40, kv_heads, head_dim) for pages in (k, v)
+        )
+        want = naive_attention(q[row], keys, values, positions[row], window, scale)
+        assert error(got[row], want) < 1e-6
+
+
+def test_attention_under_vmap_and_grad():
+    rng = np.random.default_rng(13)
+    k, v = (jnp.asarray(rng.standard_normal((1, 3, 8, 2, 16)), jnp.float32) for _ in "kv")
+    q = jnp.asarray(rng.standard_normal((4, 1, 1, 4, 16)), jnp.float32)
+    places = jnp.arange(3)[None], jnp.array([[20]]), 0
+    one = lambda q, v: cpu.run(q, k, v, *places, num_keys=24, window=None, scale=None)  # noqa: E731
+    exact = lambda q, v: attention(q, k, v, *places, num_keys=24)  # noqa: E731
+    got, want = (jax.vmap(f, (0, None))(q, v) for f in (one, exact))
+    assert error(got, np.asarray(want, np.float64)) < 1e-6
+    got, want = (jax.grad(lambda v, f=f: (f(q[0], v) ** 2).sum())(v) for f in (one, exact))
+    assert error(got, np.asarray(want, np.float64)) < 1e-5
