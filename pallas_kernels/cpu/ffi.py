@@ -14,12 +14,15 @@ Python does not run.
 """
 
 import ctypes
+import functools
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
 from llvmlite import ir
 
+from pallas_kernels.cpu import compiled
 from pallas_kernels.cpu.values import (
     ADDRESS,
     I32,
@@ -84,10 +87,20 @@ def handler(
     return module
 
 
-def register(name: str, address: int) -> None:
-    """Let jax.ffi.ffi_call(name, ..) call the handler at this address, on CPUs."""
+@functools.cache
+def target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
+    """The name by which jax.ffi.ffi_call finds a kernel's handler on CPUs: made, compiled and registered on
+    first use.
+
+    kernel  all that its code depends on, hashable
+    module  (kernel, name) -> the module with its handler of that name
+    """
+    what = repr(kernel)
+    name = f"bonsai_{hashlib.sha256(f'{type(kernel).__module__}.{what}'.encode()).hexdigest()[:16]}"
+    address = compiled.address(name, what, functools.partial(module, kernel))
     pointer = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
+    return name
 
 
 def argument(frame: Value, i: int) -> Value:

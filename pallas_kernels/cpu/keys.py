@@ -7,14 +7,13 @@ for each row and KV head, by one thread:
 """
 
 import dataclasses
-import functools
-import hashlib
 from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
+from llvmlite import ir
 
-from pallas_kernels.cpu import compiled, ffi
+from pallas_kernels.cpu import ffi
 from pallas_kernels.cpu.values import (
     F32,
     I16,
@@ -57,19 +56,12 @@ class Kernel:
 
     def target(self) -> str:
         """The name by which XLA knows it: made, compiled and registered on first use."""
-        return _registered(self)
+        return ffi.target(self, _module)
 
 
-@functools.cache
-def _registered(kernel: Kernel) -> str:
-    name = f"bonsai_keys_{hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]}"
-
-    def write(name: str):
-        writer = _Writer(kernel)
-        return ffi.handler(name, before=lambda frame: None, parts=writer.parts, part=writer.part)
-
-    ffi.register(name, compiled.address(name, repr(kernel), write))
-    return name
+def _module(kernel: Kernel, name: str) -> ir.Module:
+    writer = _Writer(kernel)
+    return ffi.handler(name, before=lambda frame: None, parts=writer.parts, part=writer.part)
 
 
 # Arguments of the call.

@@ -2,11 +2,11 @@
 
 import dataclasses
 import functools
-import hashlib
 import itertools
 from collections.abc import Callable
 
 import numpy as np
+from llvmlite import ir
 
 from pallas_kernels import formats
 from pallas_kernels.cpu import compiled, ffi
@@ -97,19 +97,12 @@ class Kernel:
 
     def target(self) -> str:
         """The name by which XLA knows it: made, compiled and registered on first use."""
-        return _registered(self)
+        return ffi.target(self, _module)
 
 
-@functools.cache
-def _registered(kernel: Kernel) -> str:
-    name = f"bonsai_rows_{hashlib.sha256(repr(kernel).encode()).hexdigest()[:16]}"
-
-    def write(name: str):
-        writer = _Writer(kernel)
-        return ffi.handler(name, before=writer.activations, parts=writer.parts, part=writer.part)
-
-    ffi.register(name, compiled.address(name, repr(kernel), write))
-    return name
+def _module(kernel: Kernel, name: str) -> ir.Module:
+    writer = _Writer(kernel)
+    return ffi.handler(name, before=writer.activations, parts=writer.parts, part=writer.part)
 
 
 class _Writer:

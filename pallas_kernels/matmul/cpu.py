@@ -20,8 +20,6 @@ from pallas_kernels import formats
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
 
-MOST_LANES = 8  # accumulators of a block of rows: what registers hold
-
 
 def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
     from pallas_kernels.cpu import rows  # needs the extra `cpu`
