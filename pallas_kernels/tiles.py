@@ -1,10 +1,10 @@
 """The layout that the "kq" kernels read, tiles of 16 rows x 256 columns with each lane's share in its own
 order, and what they ask of a format (`Lanes`).
 
-`mma.m16n8k32 s8` (m16n8k16 where scales change every 16 columns) multiplies 16 rows with one scale group at a
-time. Of a group, lane 4 g + t holds rows g and g + 8, columns (group / 4) t ..: the tensor core's own order
-has the group's halves apart, but the order of columns within a group is free, as long as activations use the
-same.
+`mma.m16n8k32 s8` (m16n8k16 where scales change every 16 columns, or m16n8k32 for two such groups) multiplies
+16 rows with one scale group at a time. Of a group, lane 4 g + t holds rows g and g + 8, columns (group / 4)
+t ..: the tensor core's own order has the group's halves apart, but the order of columns within a group is
+free, as long as activations use the same.
 
        columns of a group of 32    0..3  4..7 | 8..11 12..15 | 16..19 20..23 | 24..27 28..31
        row g      lane 4 g + t     A0    A2     t = 1          t = 2           t = 3

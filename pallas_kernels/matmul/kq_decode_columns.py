@@ -26,20 +26,21 @@ class Columns:
         of_row, of_slot = row * self.sizes.row_bytes, slot * (width * group)
         first_step = minimum(block.first_step, self.sizes.steps - 1)  # of warps that have none too
         self.q = q + first_step * COLUMNS + of_row + of_slot + block.t * (group // 4)
+        # Factors 1 and 0 that ptxas does not know: unpacking keeps the units of logic busy, not of products.
         self.in_slot = [
-            select(slot == s, 0xFFFFFFFF, 0) if self.sizes.slots > 1 else None
+            lanes.anew(select(slot == s, 1, 0)) if self.sizes.slots > 1 else None
             for s in range(self.sizes.slots)
         ]
         self.stat_words = kq_decode_plan.stat_words(self.kq, self.sizes.bits)
-        # Groups of activations that share a scale: of a step, and of this lane's slot in a unit.
+        # Groups of activations, of which each is of `shared_by` groups of weights; how many a step has.
+        shared_by = self.kq.activation_group // group
         self.groups = COLUMNS // self.kq.activation_group
-        of_slot = max(1, width * self.kq.group // self.kq.activation_group)
         if width == 1:
-            self.neighbours, at = 1, block.t * (2 * self.kq.group // self.kq.activation_group)
+            self.neighbours, at = 1, block.t * (2 // shared_by)
         else:
             result = block.t * 2
             self.neighbours, slot = width // 2, result // width
-            at = slot * (of_slot * width) + result % width
+            at = slot * (width // shared_by * width) + result % width
         of_warp = first_step * (self.groups * width * 4 * self.stat_words)
         self.stats = stats + of_warp + at * (4 * self.stat_words)
         # The lane of this quad that has the scales of groups 2 n and 2 n + 1 of this lane's slot.
@@ -103,7 +104,7 @@ class Columns:
         sizes, group = self.sizes, self.kq.group
         at = (u * 8 + j) * group + (digit * sizes.padded + chunk * sizes.width) * sizes.row_bytes
         words = memory.load_shared(group // 16, at_q, at)
-        return [words if mask is None else [word & mask for word in words] for mask in self.in_slot]
+        return [words if own is None else [word * own for word in words] for own in self.in_slot]
 
     def sums_of_groups(self, a: list, u: int, j: int, chunk: int, at_q) -> list:
         """Integer products of set j of unit u's groups, one in each slot, with a chunk of rows: of each digit
