@@ -12,6 +12,7 @@ The loads of one pass are on their way while the pass before it is worked on. Pa
 are done again, and count nothing.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +27,7 @@ from pallas_kernels.tiles import COLUMNS, Lanes
 class WarpActivations(NamedTuple):
     """The activations of one warp, as one of its lanes sees them; what is Any is an MLIR value.
 
-    x_gmem           float32 [rows, K]
+    load_x           [(row, column)] -> of each 8 float32 from there on
     gamma_gmem       float32 [L, K], of which it takes norm_layer; None without a norm
     first_step, mine its steps of 256 columns
     per_warp, steps  the most that a warp has, and all
@@ -35,7 +36,7 @@ class WarpActivations(NamedTuple):
     rows, width, padded, row_bytes   as in kq_decode_plan
     """
 
-    x_gmem: jax.Array
+    load_x: Callable[[list], list[list]]
     gamma_gmem: jax.Array | None
     norm_layer: Any
     lane: Any
@@ -59,18 +60,12 @@ class WarpActivations(NamedTuple):
         """Begin to load the pass at this warp's step s: (steps, {(step, row): 8 values}, gammas of steps)."""
         step = self._steps_at(s)
         column = [index(v * COLUMNS + of(self.lane) * 8) for v in step]
-        x = {
-            (u, row): self._eight(self.x_gmem, row, column[u])
-            for u in range(self.at_once)
-            for row in range(self.rows)
-        }
-        if self.gamma_gmem is None:
-            return step, x, []
-        return step, x, [self._eight(self.gamma_gmem, self.norm_layer, c) for c in column]
-
-    @staticmethod
-    def _eight(ref, row, column) -> list:
-        return [v for half in (0, 4) for v in memory.load_reals(4, ref, [row, column + half])]
+        gammas = []
+        if self.gamma_gmem is not None:  # first: x may have to be waited for
+            gammas = eights(self.gamma_gmem, [(self.norm_layer, c) for c in column])
+        places = [(u, row) for u in range(self.at_once) for row in range(self.rows)]
+        x = self.load_x([(row, column[u]) for u, row in places])
+        return step, dict(zip(places, x, strict=True)), gammas
 
     def store(self, first_pass, q, stats) -> list:
         """Quantize all of it, from load(0) on, to the addresses q and stats. Returns of each row this lane's
@@ -124,6 +119,11 @@ class WarpActivations(NamedTuple):
                     at = at + (chunk * groups * self.width + inside) * 4 * stat_words
                     memory.store_shared(stats_of_group + stats_of_group[:1] * (len(stats_of_group) == 3), at)
         return squares
+
+
+def eights(ref, places: list) -> list[list]:
+    """8 neighbouring float32 of a ref from each (row, column) on."""
+    return [[v for half in (0, 4) for v in memory.load_reals(4, ref, [row, at + half])] for row, at in places]
 
 
 def _flat_pass(loaded) -> list:

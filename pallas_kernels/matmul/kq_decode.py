@@ -42,6 +42,8 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul import kq_decode_block, kq_decode_plan, stacks
+from pallas_kernels.matmul.activations_shared import eights
+from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.step import all_reduce
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -174,19 +176,9 @@ def kq_decode(
     devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * ROWS), jnp.float32)
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
-    warps, q_words = planned.warps, activation_bits // 8 * product.padded * product.row_bytes // 4
-    ring = max(warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
-    stats = max(
-        kq_decode_plan.stats_bytes(part.format, steps, product.padded, activation_bits)
-        for part in planned.parts
-    )
-    scratch = {
-        "ring_smem": plgpu.SMEM((ring // 4,), jnp.int32),
-        "q_smem": plgpu.SMEM((q_words,), jnp.int32),
-        "stats_smem": plgpu.SMEM((stats // 4,), jnp.float32),
-        "sums_smem": plgpu.SMEM((planned.together * matrices, product.padded, warps, ROWS), jnp.float32),
-        "squares_smem": plgpu.SMEM((product.padded, warps), jnp.float32),
-    }
+    warps = planned.warps
+    ring = max(warps * part.depth * part.item_bytes for part in planned.parts)
+    scratch = {"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **kq_decode_block.scratch([product])}
     if devices:
         scratch["sender_smem"] = plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)
     return launch(
@@ -209,7 +201,8 @@ def kq_decode(
 
 def _body(
     product: kq_decode_block.IntegerProduct, devices: int, sent_before: int,
-    *, weight_gmem, peers_gmem, out_gmem, sender_smem=None, **refs,
+    *, weight_gmem, x_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem, sender_smem=None,
+    **refs,
 ):  # fmt: skip
     """Of a block, whose part its number says."""
     if devices:
@@ -224,9 +217,23 @@ def _body(
         def store(y, row, n):
             memory.store(y, out_gmem, row, n)
 
-    block = integer(lanes.block())
     for part, of_part in zip(product.plan.parts, weight_gmem, strict=True):
-        from_part = block - part.first_block
-        # Blocks of other parts are below 0, which is large here, or behind the last.
-        with lanes.when(from_part < part.blocks):
-            kq_decode_block.Block(product, part, from_part, store, weight_gmem=of_part, **refs).run()
+        share = Share.of(part, product.matrices, product.steps, product.plan.warps)
+        with lanes.when(share.here):
+            layer, norm_layer = (
+                integer(0) if layers_gmem is None else memory.load(layers_gmem, at) for at in (0, 1)
+            )
+            ring = Ring([[Stream(share, of_part, layer)]], ring_smem, part.depth, part.item_bytes)
+            residual = None
+            if residual_gmem is not None:
+                residual = functools.partial(memory.load, residual_gmem)
+            kq_decode_block.Block(
+                product,
+                share,
+                store,
+                residual,
+                functools.partial(eights, x_gmem),
+                norm_layer=norm_layer,
+                **refs,
+            ).run(ring, None)
+            memory.wait_copies(0)

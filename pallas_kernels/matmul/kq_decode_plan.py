@@ -17,7 +17,7 @@ class Part(NamedTuple):
     n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
     first_block, blocks     blocks of threads that share it
     tiles                   of each of them
-    depth                   items (a tile's 256 columns, of each matrix) that a warp has in its ring
+    depth                   items (a tile's 256 columns of one matrix) that a warp has in its ring
     """
 
     format: str
@@ -30,8 +30,9 @@ class Part(NamedTuple):
     tiles: int
     depth: int
 
-    def item_bytes(self, matrices: int) -> int:
-        return 32 * matrices * sum(map(lane_bytes, self.shapes))
+    @property
+    def item_bytes(self) -> int:
+        return 32 * sum(map(lane_bytes, self.shapes))
 
 
 class Plan(NamedTuple):
@@ -48,19 +49,9 @@ def columns_of_rows(rows: int) -> tuple[int, int]:
     return width, -(-rows // width) * width
 
 
-def plan(
-    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None
-) -> Plan | None:
-    """The Plan for a product, or None where activations of so many rows leave no room for the weights.
-
-    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given.
-
-    Blocks are shared out so that the one with most bytes has as few as can be. Of the numbers of warps that
-    leave room for two items or more to each, the one with the fewest idle over the columns and room for 96
-    KiB on their way, if there is one; of equals the largest.
-    """
-    matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
-    padded = columns_of_rows(rows)[1]
+def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
+    """The parts of a product with the blocks that have them, at most so many in all: so that the one with
+    most bytes has as few as can be. Rings have no depth yet."""
     drafts, above = [], 0
     for format, (fields, *_) in zip(formats_of, parts, strict=True):
         names = tuple(sorted(fields))
@@ -69,8 +60,7 @@ def plan(
             Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0)
         )
         above += n_tiles
-    sizes = [draft.item_bytes(matrices) for draft in drafts]
-    blocks, most_items = blocks or device.multiprocessors(), depth or 24
+    sizes = [draft.item_bytes for draft in drafts]
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
@@ -83,26 +73,55 @@ def plan(
     for draft, t, count in zip(drafts, tiles, wanted, strict=True):
         placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
         first += count
-    together = max(1, min(max(tiles), 16 // padded))
+    return tuple(placed)
+
+
+def together(placed: tuple[Part, ...], padded: int) -> int:
+    """Tiles between two barriers, of so many rows."""
+    return max(1, min(max(part.tiles for part in placed), 16 // padded))
+
+
+def scratch_bytes(placed, matrices: int, steps: int, padded: int, warps: int, bits: int) -> tuple[int, ...]:
+    """Shared memory of a block besides its ring: q, stats, sums and squares (kq_decode.py)."""
+    return (
+        bits // 8 * padded * row_bytes(steps),
+        max(stats_bytes(part.format, steps, padded, bits) for part in placed),
+        together(placed, padded) * matrices * 16 * padded * warps * 4,
+        padded * warps * 4,
+    )
+
+
+def plan(
+    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None
+) -> Plan | None:
+    """The Plan for a product, or None where activations of so many rows leave no room for the weights.
+
+    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given.
+
+    Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
+    the columns and room for 96 KiB on their way, if there is one; of equals the largest.
+    """
+    matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
+    padded = columns_of_rows(rows)[1]
+    placed = share_out(parts, formats_of, blocks or device.multiprocessors())
+    sizes, most_items = [part.item_bytes for part in placed], depth or 24
     best = None
     for w in (16, 12, 8, 4) if warps is None else (warps,):
-        sums, squares = together * matrices * 16 * padded * w * 4, padded * w * 4
-        stats = max(stats_bytes(part.format, steps, padded, activation_bits) for part in placed)
-        q = activation_bits // 8 * padded * row_bytes(steps)
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
-        left = shared - shared_memory.bytes_taken(q, stats, sums, squares, 1)
+        taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
+        left = shared - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depths = [min(most_items, left // (w * size)) for size in sizes]
         in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
             # No more slots than a warp has items: before its first product it visits all of them.
-            items = [part.tiles * -(-steps // w) for part in placed]
+            items = [part.tiles * matrices * -(-steps // w) for part in placed]
             parts_of = tuple(
                 part._replace(depth=max(2, min(slots, most)))
                 for part, slots, most in zip(placed, depths, items, strict=True)
             )
-            best = cost, Plan(w, together, parts_of)
+            best = cost, Plan(w, together(placed, padded), parts_of)
     return best and best[1]
 
 
