@@ -227,11 +227,12 @@ def kernel_names(weights, rows: int) -> str:
 
 
 def step_names(params: Params, rows: int = 1) -> str:
-    """The same of a decode step for so many rows: "one_launch" where it is one."""
-    if params.step.schedule(rows) == "launches":
+    """The same of a decode step for so many rows: "one_launch" or "layer_products" where it is those."""
+    schedule = params.step.schedule(rows)
+    if schedule == "launches":
         return kernel_names(params, rows)
     (bits,) = {w.products.activation_bits for w in leaves(params.layers.wo)}
-    return "one_launch" if bits == 8 else f"one_launch:{bits}"
+    return schedule if bits == 8 else f"{schedule}:{bits}"
 
 
 def _kernel_name(w: QTensor, rows: int) -> str:

@@ -107,9 +107,10 @@ class RunConfig:
 
     impl         "auto": what pallas_kernels/selection.py finds best for each matrix; "reference": jnp on any
                  device; "pallas": Pallas kernels, and an error where a decode step has none
-    schedule     how the kernels of a decode step are launched: "one_launch" for all layers, where a step's
-                 rows have room in it, or "launches", some for each layer; "auto": the first that can run.
-                 Naming one that cannot run is an error
+    schedule     how the kernels of a decode step are launched: "one_launch" for all layers, or
+                 "layer_products", one for attention and one for all products between two layers' attention,
+                 where a step's rows have room in it, or "launches", some for each layer; "auto": the first
+                 that can run. Naming one that cannot run is an error
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
                  each matrix decoded, where free memory has room for it (card.explain_weights)
@@ -125,7 +126,7 @@ class RunConfig:
     """
 
     impl: Literal["auto", "reference", "pallas"] = "auto"
-    schedule: Literal["auto", "one_launch", "launches"] = "auto"
+    schedule: Literal["auto", "one_launch", "layer_products", "launches"] = "auto"
     weights: Literal["auto", "packed", "decoded"] = "auto"
     activation_bits: Literal[8, 16] = 8
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto"
@@ -136,7 +137,7 @@ class RunConfig:
 
     def __post_init__(self):
         _one_of(self, "impl", ("auto", "reference", "pallas"))
-        _one_of(self, "schedule", ("auto", "one_launch", "launches"))
+        _one_of(self, "schedule", ("auto", "one_launch", "layer_products", "launches"))
         _one_of(self, "weights", ("auto", "packed", "decoded"))
         _one_of(self, "activation_bits", (8, 16))
         _one_of(self, "all_reduce", ("auto", "psum", "mailbox"))

@@ -79,21 +79,35 @@ def attention_block(
 
     taps   what edits or notes values on their way (taps.SITES)
     """
-    w, eps = params.layers, config.rms_norm_eps
-
-    qkv = [matmul(x, weight, layer, gamma=w.attn_norm, eps=eps) for weight in w.wqkv]
-    qkv = qkv[0] if len(qkv) == 1 else jnp.concatenate(qkv, axis=-1)
-    qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
     if taps:
         tapping.check(taps, cache.impl if x.shape[-2] == 1 else cache.prefill_impl, params.axis)
+    qkv = _queries_keys_values(x, params, layer, config)
+    rest = (params, layer, cache, positions, rotation, config, num_keys, workspace, taps)
+    out, cache, workspace = _attended(qkv, *rest)
+    return _add_product(x, out, params.layers.wo, layer, params, taps.get("attention")), cache, workspace
+
+
+def _queries_keys_values(x, params: Params, layer, config: ModelConfig) -> Float[Array, "B T Q+2KV"]:
+    """q, k and v of a layer, behind its norm, without their bias."""
+    w = params.layers
+    qkv = [matmul(x, weight, layer, gamma=w.attn_norm, eps=config.rms_norm_eps) for weight in w.wqkv]
+    return qkv[0] if len(qkv) == 1 else jnp.concatenate(qkv, axis=-1)
+
+
+def _attended(
+    qkv, params: Params, layer, cache: KVCache, positions, rotation, config: ModelConfig, num_keys, workspace,
+    taps: Mapping[str, Tap] = NO_TAPS,
+):  # fmt: skip
+    """Attention's output before its projection, [B, T, Q], the cache and the workspace."""
+    w = params.layers
+    qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
     out, k_pages, v_pages, workspace = attend(
         qkv, cache.k, cache.v, cache.block_table, positions, layer,
-        rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm), eps=eps,
-        num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl, window=config.window,
-        scale=config.attention_scale, workspace=workspace, taps=taps,
+        rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm),
+        eps=config.rms_norm_eps, num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl,
+        window=config.window, scale=config.attention_scale, workspace=workspace, taps=taps,
     )  # fmt: skip
-    cache = cache.replace(k=k_pages, v=v_pages)
-    return _add_product(x, out, w.wo, layer, params, taps.get("attention")), cache, workspace
+    return out, cache.replace(k=k_pages, v=v_pages), workspace
 
 
 def gated_mlp(
@@ -149,8 +163,8 @@ def decoder(
 
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place; weights stay stacked and are
-    indexed by layer. A decode step on kernels is one launch where that is its schedule, else unrolled: a GPU
-    captures straight code as one graph, but a loop not.
+    indexed by layer. A decode step on kernels is one launch, or two a layer, where that is its schedule, else
+    unrolled: a GPU captures straight code as one graph, but a loop not.
     """
     taps = Taps() if taps is None else taps
 
@@ -168,9 +182,13 @@ def decoder(
     x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else embed(params, tokens)
     kept = {}
     rows = tokens.shape[0]
-    if not taps.used and tokens.shape[1] == 1 and params.step.schedule(rows) == "one_launch":
+    one_token = tokens.shape[1] == 1
+    schedule = params.step.schedule(rows) if one_token and not taps.used else "launches"
+    if schedule == "one_launch":
         x, cache = _one_launch(x, cache, params, positions, rotation, config)
-    elif tokens.shape[1] == 1 and params.step.unrolled:
+    elif schedule == "layer_products":
+        x, cache = _by_layer_products(x, cache, params, positions, rotation, config, num_keys)
+    elif one_token and params.step.unrolled:
         carry = x, cache, empty_workspace(rows, config.num_heads, cache.k)
         each = []
         for layer in range(config.num_layers):
@@ -216,6 +234,28 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
         (rotation[0][:, 0], rotation[1][:, 0]),
     )
     return y[:, None], cache.replace(k=k_pages, v=v_pages)
+
+
+def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig, num_keys):
+    """All layers of a decode step, by two kernels each: attention, and all products up to the next one's."""
+    from pallas_kernels.step import layer_products  # only GPUs need it
+
+    w, rows = params.layers, x.shape[0]
+    stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see selection.Step
+    words = layer_products.workspace_words(rows, config.hidden, config.ffn)
+    of_attention = empty_workspace(rows, config.num_heads, cache.k)
+    of_products = jnp.zeros(words, jnp.int32)
+    qkv, x = _queries_keys_values(x, params, 0, config), x[:, 0]
+    for layer in range(config.num_layers):
+        out, cache, of_attention = _attended(
+            qkv, params, layer, cache, positions, rotation, config, num_keys, of_attention
+        )
+        norms = (w.attn_norm, w.ffn_norm)
+        x, qkv, of_products = layer_products.run(
+            out[:, 0], x, stacks, norms, layer, of_products, config.rms_norm_eps
+        )
+        qkv = None if qkv is None else qkv[:, None]
+    return x[:, None], cache
 
 
 def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:

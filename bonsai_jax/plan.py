@@ -21,7 +21,8 @@ from pallas_kernels.tiles import ROWS
 # Fields of Spec that are joined, rows below rows, because they have the same input.
 QKV = ("wq", "wk", "wv")
 SWIGLU = ("w_gate", "w_up")
-MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches are faster (LOG.md)
+# Of a step: one_launch multiplies row by row, so that from three on launches are faster (LOG.md).
+MOST_ROWS = {"one_launch": 2, "layer_products": 4}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,16 +114,19 @@ class Stack:
 class StepPlan:
     """How a decode step is launched.
 
-    one_launch_rows  most rows whose step is one launch for all layers; 0: none
-    unrolled         whether layers are straight code, which a GPU captures as one graph, but a loop not; else
-                     they are scanned
+    kernel    what has several products of a layer, or all layers, in a launch: "one_launch" or
+              "layer_products"; "launches": nothing
+    rows      most rows of a step that it is used for
+    unrolled  whether layers are straight code, which a GPU captures as one graph, but a loop not; else they
+              are scanned
     """
 
-    one_launch_rows: int = 0
+    kernel: str = "launches"
+    rows: int = 0
     unrolled: bool = False
 
     def schedule(self, rows: int) -> str:
-        return "one_launch" if rows <= self.one_launch_rows else "launches"
+        return self.kernel if rows <= self.rows else "launches"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,14 +306,21 @@ def _step_problem(
     stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool
 ) -> selection.Step:
     matrices = [matrix for stack in stacks for part in stack.parts for matrix in part]
-    joined = len(matrices) == len(stacks) == 5 and all(matrix.products.tiled for matrix in matrices)
+    joined = len(stacks) == 5 and all(matrix.products.tiled for matrix in matrices)
+    layers = tuple(
+        tuple(
+            tuple((matrix.problem.format, matrix.problem.n) for matrix in stack.parts[stack.where[layer][0]])
+            for stack in stacks
+        )
+        for layer in range(config.num_layers)
+    )
     decode, _ = attention_problems(config, run)
     return selection.Step(
         device.platform(),
         1,
         config.hidden,
         config.ffn,
-        tuple(matrix.problem.format for matrix in matrices) if joined else None,
+        layers if joined else None,
         decode,
         bits=run.activation_bits,
         activation=config.activation,
@@ -318,10 +329,10 @@ def _step_problem(
 
 
 def _step_plan(problem: selection.Step, stacks: Sequence[Stack], run: RunConfig) -> StepPlan:
-    rows = 0
-    if selection.choose(problem, impl=run.schedule) == "one_launch":
-        able = range(1, MOST_ROWS_OF_A_LAUNCH + 1)
-        chosen = [selection.choose(dataclasses.replace(problem, rows=n)) for n in able]
-        rows = next((n for n, name in enumerate(chosen) if name != "one_launch"), len(chosen))
     tiled = any(matrix.products.tiled for stack in stacks for part in stack.parts for matrix in part)
-    return StepPlan(rows, unrolled=tiled)
+    kernel = selection.choose(problem, impl=run.schedule)
+    chosen = [
+        selection.choose(dataclasses.replace(problem, rows=n + 1)) for n in range(MOST_ROWS.get(kernel, 0))
+    ]
+    rows = next((n for n, name in enumerate(chosen) if name != kernel), len(chosen))
+    return StepPlan(kernel, rows, unrolled=tiled)

@@ -15,6 +15,7 @@
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  as many as have room        from 9.0   one_launch
+               kq                  as many as have room        from 8.0   layer_products
                any                 other                       any        launches
     Sampling   any                 any                         from 8.0   two_launches
                any                 any                         or none    reference
@@ -30,6 +31,7 @@ from typing import Literal
 
 from pallas_kernels import cache_layouts, device, formats
 from pallas_kernels.qtensor import Products, QTensor, tile
+from pallas_kernels.tiles import COLUMNS, ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,13 +82,16 @@ class Attention:
         return f"{self.phase} attention {heads}, {self.cache_dtype} cache on {self.platform}"
 
 
+Parts = tuple[tuple[str, int], ...]  # of a product: (format, rows) that lie below each other
+
+
 @dataclasses.dataclass(frozen=True)
 class Step:
     """All layers of a decode step.
 
     rows        sequences
-    formats     in which the five products of a layer are stored (q, k and v joined, o, gate, up, down), the
-                same in all layers; None where q, k and v are not joined or layers differ
+    layers      of each layer its five products (q, k and v joined, o, gate, up, down), each as the (format,
+                rows) that lie below each other; None where q, k and v are not joined or a matrix has no tiles
     attention   of one query a row
     activation  of the feed-forward's gate
     split       whether layers are split over devices, which add their parts within each
@@ -96,7 +101,7 @@ class Step:
     rows: int
     hidden: int
     ffn: int
-    formats: tuple[str, ...] | None
+    layers: tuple[tuple[Parts, ...], ...] | None
     attention: Attention
     bits: int = 8
     activation: str = "silu"
@@ -166,7 +171,6 @@ def _q1_decode_s8(problem: Matmul) -> str | None:
     if reason := _of_family("q1", problem):
         return reason
     from pallas_kernels.matmul import q1_decode_s8  # only GPUs need it
-    from pallas_kernels.tiles import COLUMNS, ROWS
 
     n_tiles, steps = -(-problem.n // ROWS), -(-problem.k // COLUMNS)
     room = q1_decode_s8.plan(n_tiles, steps, problem.matrices, problem.bits, device.shared_bytes())
@@ -252,14 +256,12 @@ def _prefill_sm90(problem: Attention) -> str | None:
 def _one_launch(problem: Step) -> str | None:
     if _older_than(problem.platform, 90):
         return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
-    if problem.split:
-        return "between a layer's phases devices that share weights must add their parts"
-    if problem.activation != "silu":
-        return f"the feed-forward's activation is {problem.activation}; the kernel has silu"
-    if problem.formats is None:
+    if reason := _several_phases(problem):
+        return reason
+    if problem.layers is None:
         return "not all layers' weights are Q1_0, joined by layer"
-    if others := {f for f in problem.formats if formats.family(f) != "q1"}:
-        return f"not all layers' weights are Q1_0, joined by layer: {', '.join(sorted(others))}"
+    if others := _not_of_family("q1", problem.layers):
+        return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _attention(problem.attention):
         return reason
     from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
@@ -267,6 +269,49 @@ def _one_launch(problem: Step) -> str | None:
     a = problem.attention
     sizes = (problem.rows, problem.hidden, problem.ffn, a.heads, a.kv_heads, a.head_dim)
     return Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses()
+
+
+def _layer_products(problem: Step) -> str | None:
+    if _older_than(problem.platform, 80):
+        return NEEDS_AMPERE
+    if reason := _several_phases(problem):
+        return reason
+    if problem.layers is None:
+        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
+    if others := _not_of_family("kq", problem.layers):
+        return f"not all layers' weights have 2 to 8 bits: {others}"
+    width = problem.attention.heads * problem.attention.head_dim
+    for what, size in (("hidden", problem.hidden), ("feed-forward", problem.ffn), ("q", width)):
+        if size % COLUMNS:
+            return f"{what} is {size} wide, no multiple of {COLUMNS}"
+    from pallas_kernels.step import layer_products  # only GPUs need it
+
+    sizes = (problem.rows, width, problem.hidden, problem.ffn)
+    following = (*problem.layers[1:], None)
+    return next(
+        filter(
+            None,
+            (
+                layer_products.refuses(*sizes, problem.bits, layer, behind)
+                for layer, behind in dict.fromkeys(zip(problem.layers, following, strict=True))
+            ),
+        ),
+        None,
+    )
+
+
+def _several_phases(problem: Step) -> str | None:
+    """Why not even two phases of a layer can be one launch, or None."""
+    if problem.split:
+        return "between a layer's phases devices that share weights must add their parts"
+    if problem.activation != "silu":
+        return f"the feed-forward's activation is {problem.activation}; the kernel has silu"
+    return None
+
+
+def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
+    found = {format for layer in layers for parts in layer for format, _ in parts}
+    return ", ".join(sorted(format for format in found if formats.family(format) != family))
 
 
 def _two_launches(problem: Sampling) -> str | None:
@@ -298,6 +343,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
     },
     Step: {
         "one_launch": Candidate(_one_launch),
+        "layer_products": Candidate(_layer_products),
         "launches": Candidate(_never),
     },
     Sampling: {

@@ -188,8 +188,8 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     found.append(entry("attention", decode, config.num_layers, {"decode": (1, run.impl)}))
     found.append(entry("attention", prefill, config.num_layers, {"prefill": (1, of_many)}))
     step = entry("decode step", plan.problem, 1, {"1 row": (1, run.schedule)})
-    if plan.step.one_launch_rows:
-        step["kernels"] = {f"to {plan.step.one_launch_rows} rows": "one_launch", "more": "launches"}
+    if plan.step.rows:
+        step["kernels"] = {f"to {plan.step.rows} rows": plan.step.kernel, "more": "launches"}
     draw = selection.Sampling(decode.platform, config.vocab_size)
     return [*found, step, entry("sampling", draw, 1, {"any": (1, run.impl)})]
 

@@ -235,5 +235,5 @@ def _body(
                 functools.partial(eights, x_gmem),
                 norm_layer=norm_layer,
                 **refs,
-            ).run(ring, None)
+            ).run(ring)
             memory.wait_copies(0)

@@ -115,8 +115,11 @@ class Block:
             row_bytes=sizes.row_bytes,
         )  # fmt: skip
 
-    def run(self, ring: Ring, state: list | None) -> list:
-        """All of its tiles: the state of the ring behind them; None before its first item."""
+    def run(self, ring: Ring, state: list | None = None, number: int = 0) -> list:
+        """All of its tiles: the state of the ring behind them; None before its first item.
+
+        number  of this product in the ring
+        """
         first_pass = self.activations.load(integer(0))  # on its way before the layer's number is known
         state = ring.filled() if state is None else state
         q, stats = map(memory.shared_address, (self.q_smem, self.stats_smem))
@@ -139,7 +142,9 @@ class Block:
             residual = self.residual_at(index(self.thread), first) if near else None
             state = lanes.loop(
                 first * matrices, last * matrices, 1, state,
-                lambda unit, state: self.one_unit(ring, columns, integer(unit) - first * matrices, state),
+                lambda unit, state: self.one_unit(
+                    ring, number, columns, integer(unit) - first * matrices, state
+                ),
             )  # fmt: skip
             lanes.block_barrier()
             self.finish(first, last, residual)
@@ -148,7 +153,7 @@ class Block:
 
         return lanes.loop(0, self.share.count, together, state, one_round)
 
-    def one_unit(self, ring: Ring, columns: Columns, place, state: list) -> list:
+    def one_unit(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
         """This warp's sums of a tile of one matrix to shared memory, as number `place` of the round."""
         shape = (self.sizes.chunks, 2, columns.results)
 
@@ -157,7 +162,7 @@ class Block:
             at_slot = ring.arrived(state)
             at_q, at_stats = columns.of_step(integer(s))
             columns.multiply(ring.words(self.part, at_slot), at_q, at_stats, y)
-            return [*ring.refilled(state), *_flat(y)]
+            return [*ring.refilled(state, number), *_flat(y)]
 
         zeros = [real(0)] * math.prod(shape)
         carry = lanes.loop(0, self.share.mine, 1, [*state, *zeros], one_item)

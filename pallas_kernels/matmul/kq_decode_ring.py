@@ -5,8 +5,7 @@ follow each other in a launch.
     the ring   slots of an item each; a slot that was multiplied is at once asked for the item `depth` further
 
 A lane reads from a slot what it copied there itself, so nobody waits for another warp. Copies run on from a
-product to the next, whose first weights are there before its activations. A product of which a warp has
-nothing is one item without weights.
+product to the next, whose first weights are there before its activations.
 """
 
 import math
@@ -91,36 +90,34 @@ class Ring:
 
     def filled(self) -> list:
         """Begin to copy what there is room for: the first state."""
-        state = [integer(0)] * 3 + self._sizes(integer(0)) + [integer(0)]
-        for _ in range(self.depth):
-            state = self.refilled(state)
-        return [*state[:-1], integer(0)]
+        phase, units, mine = self._from(0)
+        state = [phase, integer(0), integer(0), units, mine, integer(0)]
+        return lanes.loop(0, self.depth, 1, state, lambda _, state: self.refilled(state))
 
-    def refilled(self, state: list) -> list:
-        """Begin to copy the next item, into the slot that was multiplied: the state behind it."""
+    def refilled(self, state: list, number: int = 0) -> list:
+        """Begin to copy the next item, of product `number` or later, into the slot that was multiplied: the
+        state behind it."""
         phase, unit, step, units, mine, slot = state
-        for number, streams in enumerate(self.phases):
+        several = number + 1 < len(self.phases)
+        for at, streams in enumerate(self.phases[number:], number):
             for stream in streams:
                 wanted = unit < stream.share.units
                 if len(self.phases) > 1:
-                    wanted = wanted & (phase == number)
+                    wanted = wanted & (phase == at)
                 with lanes.when(wanted):
                     self._copy(stream, unit, step, slot)
         memory.commit_copies()  # a group of its own even if there was nothing
         step = step + 1
         last_step = step >= mine
         unit, step = select(last_step, unit + 1, unit), select(last_step, 0, step)
-        if len(self.phases) > 1:
+        if several:
             last = unit >= units
-            phase, unit = select(last, phase + 1, phase), select(last, 0, unit)
-            units, mine = lanes.choose(last, lambda: self._sizes(phase), [units, mine])
+            unit = select(last, 0, unit)
+            phase, units, mine = lanes.choose(
+                last, lambda: self._from(number + 1, phase + 1), [phase, units, mine]
+            )
         slot = slot + 1
         return [phase, unit, step, units, mine, select(slot == self.depth, 0, slot)]
-
-    def skipped(self, number: int, state: list) -> list:
-        """The state behind the item that stands for a product of which this warp has nothing."""
-        units, _ = self._sizes_of(number)
-        return lanes.choose(units == 0, lambda: self.refilled(state), state)
 
     def arrived(self, state: list):
         """Where the slot to multiply begins, when it is there."""
@@ -152,19 +149,18 @@ class Ring:
             for v in range(field.vectors):
                 memory.copy_async(target, source, field.size, at=512 * v)
 
-    def _sizes(self, phase) -> list:
-        """(units, steps) of a product that is known when it runs; 0 behind the last."""
-        sizes = [integer(0), integer(0)]
-        for number in range(len(self.phases)):
-            of_it = self._sizes_of(number)
-            sizes = [select(phase == number, one, so_far) for one, so_far in zip(of_it, sizes, strict=True)]
-        return sizes
-
-    def _sizes_of(self, number: int) -> tuple:
-        units, mine = integer(0), integer(0)
-        for share, *_ in self.phases[number]:
-            units, mine = units + share.units, select(share.units == 0, mine, share.mine)
-        return units, mine
+    def _from(self, number: int, phase=None) -> list:
+        """The first product from `phase` on, one of `number` and later, of which this warp has something: its
+        number, units and steps."""
+        found = [integer(len(self.phases)), integer(0), integer(0)]
+        for at in reversed(range(number, len(self.phases))):
+            units, mine = integer(0), integer(0)
+            for share, *_ in self.phases[at]:
+                units, mine = units + share.units, share.mine
+            it = (units != 0) if phase is None else (units != 0) & (phase <= at)
+            of_it = (integer(at), units, mine)
+            found = [select(it, new, old) for new, old in zip(of_it, found, strict=True)]
+        return found
 
 
 def _fields(part: kq_decode_plan.Part) -> dict[str, Field]:

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device
+from pallas_kernels import device, formats
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -29,6 +29,7 @@ from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.activations_shared import eights
 from pallas_kernels.matmul.kq_decode_block import Block, IntegerProduct, scratch
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows, from_blocks, tile
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: stacks of one layer
@@ -94,12 +95,88 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
     return Planned(products, depth, slot_bytes)
 
 
+def refuses(rows: int, width: int, hidden: int, ffn: int, bits: int, layer, following) -> str | None:
+    """Why a layer's products cannot be one launch on the default device, or None.
+
+    width             of q
+    layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
+                      the next, or None
+    """
+    phases = [_phase(layer[1], width), _phase(layer[2], hidden, 2), _phase(layer[4], ffn)]
+    if following is not None:
+        phases.append(_phase(following[0], hidden))
+    if layer[2] != layer[3]:
+        return "gate and up have different formats"
+    if plan(phases, rows, bits, 0.0) is None:
+        return f"integers of {rows} rows of {ffn} activations leave no room for weights on their way"
+    return None
+
+
+def _phase(parts, columns: int, matrices: int = 1) -> Phase:
+    return Phase(
+        tuple((_tiles(format, n, columns),) * matrices for format, n in parts),
+        tuple(format for format, _ in parts),
+    )
+
+
+@functools.cache
+def _tiles(format: str, n: int, columns: int) -> Fields:
+    """Shapes of what the format's `tile` makes of a stack of one matrix."""
+    module = formats.get(format)
+    blocks = (1, n, columns // module.WEIGHTS * module.BLOCK.itemsize)
+    raw = jax.ShapeDtypeStruct(blocks, jnp.uint8)
+    return jax.eval_shape(lambda raw: tile(from_blocks(raw, format)).fields, raw)
+
+
+def run(
+    attended: jax.Array,
+    x: jax.Array,
+    stacks: tuple[LayerStack, LayerStack, LayerStack, LayerStack, LayerStack],
+    norms: tuple[jax.Array, jax.Array],
+    layer: int,
+    workspace: jax.Array,
+    eps: float,
+) -> tuple[jax.Array, jax.Array | None, jax.Array]:
+    """`layer_products` of a model's stacks: of q, k and v, of o, gate, up and down.
+
+    norms   float32 [L, hidden], gammas before attention and before the feed-forward
+    Returns x and the next layer's q, k and v, or None behind the last, and the workspace.
+    """
+    qkv, o, gate, up, down = stacks
+    of_phases = [((o, layer),), ((gate, layer), (up, layer)), ((down, layer),)]
+    gammas = [None, norms[1][layer : layer + 1], None]
+    if layer + 1 < len(qkv.where):
+        of_phases.append(((qkv, layer + 1),))
+        gammas.append(norms[0][layer + 1 : layer + 2])
+    pieces = [list(zip(*(_pieces(*of) for of in phase), strict=True)) for phase in of_phases]
+    kernel = functools.partial(
+        layer_products,
+        formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
+        eps=eps,
+        bits=pieces[0][0][0].products.activation_bits,
+    )
+    weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
+    number = jnp.asarray(layer, jnp.int32).reshape(1)
+    x, following, workspace = jax.custom_batching.sequential_vmap(kernel)(
+        attended, x, weights, tuple(gammas), number, workspace
+    )
+    return x, None if following is None else following[:, : qkv.shape[0]], workspace
+
+
+def _pieces(stack: LayerStack, layer: int) -> list[QTensor]:
+    """A layer's matrices, rows below rows, each as a stack of one: XLA makes an offset of that slice."""
+    part, index = stack.where[layer]
+    held = stack.parts[part]
+    pieces = held.pieces if isinstance(held, Rows) else (held,)
+    return [piece[index : index + 1] for piece in pieces]
+
+
 def workspace_words(rows: int, hidden: int, ffn: int) -> int:
     """Of the workspace: x behind o, the feed-forward's hidden vector, and x behind down."""
     return rows * (2 * hidden + ffn)
 
 
-@functools.partial(jax.jit, static_argnames=("formats", "eps", "bits"))
+@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "bits"))
 def layer_products(
     attended: jax.Array,
     x: jax.Array,
@@ -108,7 +185,7 @@ def layer_products(
     layer: jax.Array,
     workspace: jax.Array,
     *,
-    formats: tuple[tuple[str, ...], ...],
+    formats_of: tuple[tuple[str, ...], ...],
     eps: float,
     bits: int = 8,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
@@ -122,12 +199,12 @@ def layer_products(
     norms      of each, float32 [1, hidden], or None
     layer      int32 [1]: another one, modulo 3, than in the launch before with this workspace
     workspace  int32 [workspace_words], zeros before the first launch
-    formats    of the parts of each
+    formats_of  of the parts of each
     bits       8 or 16, to which activations are rounded
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
-    phases = [Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
+    phases = [Phase(parts, of) for parts, of in zip(weights, formats_of, strict=True)]
     planned = plan(phases, rows, bits, eps)
     if planned is None:
         raise NotImplementedError(
@@ -210,6 +287,6 @@ def _body(
                 product, share, functools.partial(store, number), residuals.get(number), load_x,
                 gamma_gmem=norm_gmem[number], norm_layer=integer(0), **refs,
             )  # fmt: skip
-            state = lanes.choose(share.here, lambda block=block, state=state: block.run(ring, state), state)
-        state = ring.skipped(number, state)
+            run = functools.partial(block.run, ring, state, number)
+            state = lanes.choose(share.here, run, state)
     memory.wait_copies(0)

@@ -9,7 +9,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax.params import Params
-from bonsai_jax.plan import MOST_ROWS_OF_A_LAUNCH
+from bonsai_jax.plan import MOST_ROWS
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
@@ -183,7 +183,13 @@ def test_attention_that_a_kernel_was_not_written_for_is_the_references(phase, ch
     assert choose(dataclasses.replace(llama, **change)) == "reference"
 
 
-STEP = Step("sm_90", 1, 4096, 12288, ("q1_0",) * 5, Attention("sm_90", "decode", 32, 8, 128, 64, "bfloat16"))
+def layer_of(formats, hidden=4096, ffn=12288):
+    sizes = (hidden + 2048, hidden, ffn, ffn, hidden)
+    return tuple(((f, n),) for f, n in zip(formats, sizes, strict=True))
+
+
+Q1_LAYERS = (layer_of(["q1_0"] * 5),) * 36
+STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32, 8, 128, 64, "bfloat16"))
 
 
 @pytest.mark.parametrize(
@@ -192,8 +198,11 @@ STEP = Step("sm_90", 1, 4096, 12288, ("q1_0",) * 5, Attention("sm_90", "decode",
         ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, scale=0.1)}, "scores are scaled by 0.1"),
-        ({"formats": ("q1_0",) * 4 + ("q4_k",)}, "not all layers' weights are Q1_0, joined by layer: q4_k"),
-        ({"formats": None}, "not all layers' weights are Q1_0, joined by layer"),
+        (
+            {"layers": (*Q1_LAYERS, layer_of(["q1_0"] * 4 + ["q4_k"]))},
+            "not all layers' weights are Q1_0, joined by layer: q4_k",
+        ),
+        ({"layers": None}, "not all layers' weights are Q1_0, joined by layer"),
         ({"split": True}, "devices that share weights must add their parts"),
         ({"rows": 8}, "bytes of shared memory"),
         ({"platform": "sm_89"}, "needs bulk copies to shared memory"),
@@ -256,8 +265,8 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
 @pytest.mark.parametrize("name", ["bonsai-8b", "bonsai-4b", "bonsai-1.7b"])
 def test_steps_of_more_rows_than_one_launch_has_room_for_are_launches(name, monkeypatch):
     *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
-    most = plan.step.one_launch_rows
-    assert most == MOST_ROWS_OF_A_LAUNCH
+    most = plan.step.rows
+    assert most == MOST_ROWS["one_launch"]
     assert [plan.step.schedule(rows) for rows in (1, most, most + 1)] == ["one_launch"] * 2 + ["launches"]
 
 

@@ -1,0 +1,79 @@
+"""All products between two layers' attention in one launch, in numpy (lockstep): bit for bit those of
+kq_decode launched one by one, when what goes from block to block is rounded as on its way
+(memory.store_tagged)."""
+
+import dataclasses
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from pallas_kernels import device
+from pallas_kernels.matmul import kq_decode
+from pallas_kernels.step import layer_products
+from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.stacks import drawn
+
+EPS = 1e-6
+CASES = [
+    # rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits
+    (1, 512, 1024, 512, "q4_k", "q4_k", "q6_k", [("q4_k", 320), ("q6_k", 64)], 7, 8),
+    (1, 512, 768, 256, "q2_k", "q2_k", "q2_k", [("q2_k", 256)], 5, 8),
+    (2, 256, 512, 512, "q3_k", "iq4_xs", "q5_0", None, 40, 8),  # blocks without a tile, the last layer
+    (1, 256, 4608, 256, "q8_0", "q4_k", "q3_k", [("q8_0", 64)], 33, 8),  # two steps of a warp
+    (3, 512, 512, 256, "q6_k", "q2_k", "q4_k", [("q4_k", 96)], 4, 16),
+]  # fmt: skip
+
+
+def rounded(x):
+    return ((np.asarray(x, np.float32).view(np.int32) + 2) & ~3).view(np.float32)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_products_in_one_launch_are_those_of_launches(case):
+    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits = case
+    rng = np.random.default_rng(hidden + ffn)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    shapes = [[(o, hidden, width)], [(gate_up, ffn, hidden)] * 2, [(down, hidden, ffn)]]
+    made = [
+        tuple(drawn(f, (1, n, k), seed=i + 10 * m).tiled.fields for m, (f, n, k) in enumerate(of))
+        for i, of in enumerate(shapes)
+    ]
+    weights, formats = [(of,) for of in made], [(o,), (gate_up,), (down,)]
+    if qkv:
+        weights.append(tuple((drawn(f, (1, n, hidden), seed=n).tiled.fields,) for f, n in qkv))
+        formats.append(tuple(f for f, _ in qkv))
+    norms = [None, 1 + 0.1 * draw(1, hidden), None, 1 + 0.1 * draw(1, hidden)][: len(weights)]
+    attended, x = draw(rows, width), draw(rows, hidden)
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
+    words = layer_products.workspace_words(rows, hidden, ffn)
+    with mock.patch.object(device, "default", lambda: gpu), lockstep():
+        phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
+        planned = layer_products.plan(phases, rows, bits, EPS)
+        got = layer_products.layer_products(
+            attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
+            formats_of=tuple(formats), eps=EPS, bits=bits,
+        )  # fmt: skip
+
+        def alone(number, x, residual=None):
+            return np.asarray(
+                kq_decode.kq_decode(
+                    x,
+                    tuple(weights[number]),
+                    None,
+                    formats_of=formats[number],
+                    gamma=norms[number],
+                    eps=EPS,
+                    residual=residual,
+                    activation_bits=bits,
+                    shared=227 * 1024,
+                    blocks=blocks,
+                    warps=planned.products[0].plan.warps,
+                )
+            )
+
+        x = alone(0, attended, x)
+        x = alone(2, rounded(alone(1, rounded(x))), x)
+        np.testing.assert_array_equal(got[0], x)
+        if qkv:
+            np.testing.assert_array_equal(got[1], alone(3, rounded(x)))
