@@ -177,7 +177,7 @@ def kq_decode(
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
     warps = planned.warps
-    ring = max(warps * part.depth * part.item_bytes for part in planned.parts)
+    ring = max(warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
     scratch = {"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **kq_decode_block.scratch([product])}
     if devices:
         scratch["sender_smem"] = plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)
@@ -218,22 +218,20 @@ def _body(
             memory.store(y, out_gmem, row, n)
 
     for part, of_part in zip(product.plan.parts, weight_gmem, strict=True):
-        share = Share.of(part, product.matrices, product.steps, product.plan.warps)
+        share = Share.of(part, product.steps, product.plan.warps)
         with lanes.when(share.here):
             layer, norm_layer = (
                 integer(0) if layers_gmem is None else memory.load(layers_gmem, at) for at in (0, 1)
             )
-            ring = Ring([[Stream(share, of_part, layer)]], ring_smem, part.depth, part.item_bytes)
             residual = None
             if residual_gmem is not None:
                 residual = functools.partial(memory.load, residual_gmem)
-            kq_decode_block.Block(
-                product,
-                share,
-                store,
-                residual,
-                functools.partial(eights, x_gmem),
-                norm_layer=norm_layer,
+            block = kq_decode_block.Block(
+                product, share, store, residual, functools.partial(eights, x_gmem), norm_layer=norm_layer,
                 **refs,
-            ).run(ring)
+            )  # fmt: skip
+            stream, slot_bytes = Stream(share, of_part, layer), part.item_bytes(product.matrices)
+            ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
+            first_pass = block.load()  # on its way before the layer's number is known
+            block.run(first_pass, ring, ring.filled())
             memory.wait_copies(0)

@@ -115,13 +115,16 @@ class Block:
             row_bytes=sizes.row_bytes,
         )  # fmt: skip
 
-    def run(self, ring: Ring, state: list | None = None, number: int = 0) -> list:
-        """All of its tiles: the state of the ring behind them; None before its first item.
+    def load(self):
+        """Begin to load activations."""
+        return self.activations.load(integer(0))
 
-        number  of this product in the ring
+    def run(self, first_pass, ring: Ring, state: list, number: int = 0) -> list:
+        """All of its tiles: the state of the ring behind them.
+
+        first_pass  of `load`
+        number      of this product in the ring
         """
-        first_pass = self.activations.load(integer(0))  # on its way before the layer's number is known
-        state = ring.filled() if state is None else state
         q, stats = map(memory.shared_address, (self.q_smem, self.stats_smem))
         squares = self.activations.store(first_pass, q, stats)
         if self.normed:
@@ -130,7 +133,7 @@ class Block:
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, place)
         lanes.warp_barrier()
         columns = (WholeColumns if self.kq.whole_scales else Columns)(self, q, stats)
-        together, matrices = self.sizes.plan.together, self.sizes.matrices
+        together = self.sizes.plan.together
 
         def one_round(first, state):
             first = integer(first)
@@ -141,10 +144,8 @@ class Block:
             )
             residual = self.residual_at(index(self.thread), first) if near else None
             state = lanes.loop(
-                first * matrices, last * matrices, 1, state,
-                lambda unit, state: self.one_unit(
-                    ring, number, columns, integer(unit) - first * matrices, state
-                ),
+                first, last, 1, state,
+                lambda j, state: self.one_tile(ring, number, columns, integer(j) - first, state),
             )  # fmt: skip
             lanes.block_barrier()
             self.finish(first, last, residual)
@@ -153,21 +154,23 @@ class Block:
 
         return lanes.loop(0, self.share.count, together, state, one_round)
 
-    def one_unit(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
-        """This warp's sums of a tile of one matrix to shared memory, as number `place` of the round."""
-        shape = (self.sizes.chunks, 2, columns.results)
+    def one_tile(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
+        """This warp's sums of a tile to shared memory, as number `place` of the round."""
+        shape = (self.sizes.matrices, self.sizes.chunks, 2, columns.results)
+        count = math.prod(shape)
 
         def one_item(s, carry):
-            state, y = carry[: len(carry) - math.prod(shape)], _folded(carry[-math.prod(shape) :], shape)
+            state, y = carry[:-count], _folded(carry[-count:], shape)
             at_slot = ring.arrived(state)
             at_q, at_stats = columns.of_step(integer(s))
-            columns.multiply(ring.words(self.part, at_slot), at_q, at_stats, y)
+            for m in range(self.sizes.matrices):
+                columns.multiply(ring.words(self.part, m, at_slot), at_q, at_stats, y[m])
             return [*ring.refilled(state, number), *_flat(y)]
 
-        zeros = [real(0)] * math.prod(shape)
-        carry = lanes.loop(0, self.share.mine, 1, [*state, *zeros], one_item)
-        self.store_sums(columns, _folded(carry[-math.prod(shape) :], shape), index(place))
-        return carry[: len(state)]
+        carry = lanes.loop(0, self.share.mine, 1, [*state, *[real(0)] * count], one_item)
+        for m, of_matrix in enumerate(_folded(carry[-count:], shape)):
+            self.store_sums(columns, of_matrix, index(place) * self.sizes.matrices + m)
+        return carry[:-count]
 
     def store_sums(self, columns: Columns, y: list, place):
         """y[chunk][rows g, g + 8][results], whose slots are added up."""

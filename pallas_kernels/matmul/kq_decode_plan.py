@@ -17,7 +17,7 @@ class Part(NamedTuple):
     n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
     first_block, blocks     blocks of threads that share it
     tiles                   of each of them
-    depth                   items (a tile's 256 columns of one matrix) that a warp has in its ring
+    depth                   items (a tile's 256 columns, of each matrix) that a warp has in its ring
     """
 
     format: str
@@ -30,9 +30,8 @@ class Part(NamedTuple):
     tiles: int
     depth: int
 
-    @property
-    def item_bytes(self) -> int:
-        return 32 * sum(map(lane_bytes, self.shapes))
+    def item_bytes(self, matrices: int) -> int:
+        return 32 * matrices * sum(map(lane_bytes, self.shapes))
 
 
 class Plan(NamedTuple):
@@ -60,7 +59,7 @@ def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
             Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0)
         )
         above += n_tiles
-    sizes = [draft.item_bytes for draft in drafts]
+    sizes = [draft.item_bytes(1) for draft in drafts]
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
@@ -104,7 +103,7 @@ def plan(
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
     placed = share_out(parts, formats_of, blocks or device.multiprocessors())
-    sizes, most_items = [part.item_bytes for part in placed], depth or 24
+    sizes, most_items = [part.item_bytes(matrices) for part in placed], depth or 24
     best = None
     for w in (16, 12, 8, 4) if warps is None else (warps,):
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
@@ -116,7 +115,7 @@ def plan(
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
             # No more slots than a warp has items: before its first product it visits all of them.
-            items = [part.tiles * matrices * -(-steps // w) for part in placed]
+            items = [part.tiles * -(-steps // w) for part in placed]
             parts_of = tuple(
                 part._replace(depth=max(2, min(slots, most)))
                 for part, slots, most in zip(placed, depths, items, strict=True)

@@ -63,7 +63,11 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
     placed = [
         kq_decode_plan.share_out(phase.parts, phase.formats, device.multiprocessors()) for phase in phases
     ]
-    slot_bytes = max(part.item_bytes for parts in placed for part in parts)
+    slot_bytes = max(
+        part.item_bytes(len(phase.parts[0]))
+        for phase, parts in zip(phases, placed, strict=True)
+        for part in parts
+    )
     best = None
     for warps in (16, 12, 8):
         sizes = [
@@ -78,7 +82,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
             steps = phase.columns // COLUMNS
-            tiles = sum(part.n_tiles * part.item_bytes for part in parts) * len(phase.parts[0])
+            tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
             idle += tiles * -(-steps // warps) * warps
         if depth >= 2 and depth * warps * slot_bytes >= 96 * 1024 and (best is None or idle < best[0]):
             best = idle, warps, depth
@@ -244,7 +248,7 @@ def _body(
     begins = (0, rows * hidden, rows * (hidden + ffn))
     widths = (hidden, ffn, hidden)
     shares = [
-        [Share.of(part, product.matrices, product.steps, product.plan.warps) for part in product.plan.parts]
+        [Share.of(part, product.steps, product.plan.warps) for part in product.plan.parts]
         for product in products
     ]
     ring = Ring(
@@ -277,16 +281,26 @@ def _body(
         # Of this block's own threads, past a cache that is not kept up to date.
         2: lambda row, n: memory.load_written_by_others(x_out_gmem, row * hidden + n),
     }
-    state = ring.filled()
-    for number, (product, of) in enumerate(zip(products, shares, strict=True)):
-        load_x = functools.partial(eights, attended_gmem)
-        if number:
-            load_x = functools.partial(receive, number - 1)
-        for share in of:
-            block = Block(
-                product, share, functools.partial(store, number), residuals.get(number), load_x,
+    loads = [functools.partial(eights, attended_gmem)]
+    loads += [functools.partial(receive, vector) for vector in range(len(products) - 1)]
+    blocks = [
+        [
+            Block(
+                product, share, functools.partial(store, number), residuals.get(number), loads[number],
                 gamma_gmem=norm_gmem[number], norm_layer=integer(0), **refs,
-            )  # fmt: skip
-            run = functools.partial(block.run, ring, state, number)
-            state = lanes.choose(share.here, run, state)
+            )
+            for share in shares[number]
+        ]
+        for number, product in enumerate(products)
+    ]  # fmt: skip
+    (first,), *_ = blocks
+    loaded = first.load()  # before the weights: it is near and wanted first
+    state = ring.filled()
+    for number, of in enumerate(blocks):
+        for block in of:
+
+            def run(block=block, state=state, number=number):
+                return block.run(block.load() if number else loaded, ring, state, number)
+
+            state = lanes.choose(block.share.here, run, state)
     memory.wait_copies(0)
