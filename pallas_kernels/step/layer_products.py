@@ -118,13 +118,13 @@ def refuses(rows: int, width: int, hidden: int, ffn: int, bits: int, layer, foll
 
 def _phase(parts, columns: int, matrices: int = 1) -> Phase:
     return Phase(
-        tuple((_tiles(format, n, columns),) * matrices for format, n in parts),
+        tuple((tiles_of(format, n, columns),) * matrices for format, n in parts),
         tuple(format for format, _ in parts),
     )
 
 
 @functools.cache
-def _tiles(format: str, n: int, columns: int) -> Fields:
+def tiles_of(format: str, n: int, columns: int) -> Fields:
     """Shapes of what the format's `tile` makes of a stack of one matrix."""
     module = formats.get(format)
     blocks = (1, n, columns // module.WEIGHTS * module.BLOCK.itemsize)

@@ -260,6 +260,26 @@ def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit, 
     assert 0 < kl < limit
 
 
+@pytest.mark.parametrize("format", ["q4_k_m", "q2_k", "q3_k", "iq4_xs"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_of_two_launches_a_layer_is_that_of_launches(format, rows):
+    """But for 22 bits of mantissa between blocks, and integers that fall to the other side of .5 for it."""
+    ids = jnp.asarray(np.random.default_rng(7).integers(0, 256, (rows, 8)), jnp.int32)
+    scores = {}
+    for schedule in ("launches", "layer_products"):
+        run = bj.RunConfig(cache_dtype="float32", activation_bits=16, schedule=schedule)
+        model = bj.load(f"synth:tiny-llama:{format}", run)
+        assert model.params.step.schedule(rows) == schedule
+        cache, lengths = kv.empty(model.config, model.run, rows, 8), jnp.ones(rows, jnp.int32)
+        for i in range(8):
+            out, cache = jitted.extend(model.params, cache, ids[:, i : i + 1], lengths, model.config)
+        scores[schedule] = log_softmax(np.asarray(out[:, 0]))
+    p, q = scores.values()
+    kl = (np.exp(p) * (p - q)).sum(-1).max()
+    print(f"{format}, {rows} rows: KL {kl:.1e}")
+    assert kl < 1e-6
+
+
 NEAR_TIE = 0.01  # nats between two tokens, below which either may come first
 # KL at most, by the bits of a step's activations. 8: three times what they cost, 2e-4 to 3.5e-4; one token of
 # 129 read as another costs 1.2e-3 to 2.7e-3, rope's angles 1 % off 2.5e-3. 16: prefill from the definition,

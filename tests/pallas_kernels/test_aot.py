@@ -29,6 +29,7 @@ from pallas_kernels.qtensor import tile
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import Matmul, choose
+from pallas_kernels.step import layer_products
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from tests.pallas_kernels.aot import OTHERS, TARGETS, Compilers, compile_for_gpu, for_target
 
@@ -407,6 +408,26 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
     )  # fmt: skip
 
 
+def products_between(o, gate_up, down, qkv, rows=1, bits=8):
+    """The products between two layers' attention, as a Bonsai 8B has them: formats, and (format, rows) of the
+    parts of the next q, k and v."""
+    hidden, ffn = 4096, 12288
+    sizes = [([(o, hidden)], hidden, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
+    sizes += [(qkv, hidden, 1)] * bool(qkv)
+    weights = tuple(
+        tuple((layer_products.tiles_of(format, n, k),) * matrices for format, n in parts)
+        for parts, k, matrices in sizes
+    )
+    formats_of = tuple(tuple(format for format, _ in parts) for parts, _, _ in sizes)
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
+    workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
+    f = functools.partial(layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits)
+    x = vector(rows, hidden)
+    return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
+
+
+MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
 # One format of each layout.
 LAYOUTS = list({formats.get(name).LANES: name for name in reversed(formats.names("kq"))}.values())
 HOT = {
@@ -470,6 +491,15 @@ HOT_ON_HOPPER = {
     "codes": lambda: _rows(activations_int8, 2048, 12288, normed=False),
     "codes, 16 bits, 28672 wide": lambda: _rows(activations_int8, 512, 28672, normed=False, bits=16),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
+    # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
+    "products between, mixed": lambda: products_between(*MIXED),
+    "products between, the last": lambda: products_between(*MIXED[:3], None),
+    "products between, 2 rows": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], rows=2),
+    "products between, 16 bits": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], bits=16),
+    **{
+        f"products between, {format}": functools.partial(products_between, *[format] * 3, [(format, 6144)])
+        for format in ("q2_k", "q3_k", "iq4_xs", "q5_0")
+    },
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
@@ -504,6 +534,7 @@ SPILLED = {
 }
 KERNELS = [for_target(capability, kernel) for kernel in HOT for capability in TARGETS]
 KERNELS += [for_target((9, 0), kernel) for kernel in HOT_ON_HOPPER]
+KERNELS += [for_target((8, 0), "products between, q2_k")]
 OF_EACH_KIND = [
     "many queries, by mma", "q4_k gate and up", "q4_k gate and up, 8 rows", "decoded: q4_k gate and up",
     "norm", "gate and up", "gate and up, 8 rows", "attention",

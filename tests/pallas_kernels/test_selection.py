@@ -219,6 +219,37 @@ def test_a_step_that_the_launch_was_not_written_for_is_refused_by_construction(c
         choose(problem, impl="one_launch")
 
 
+MIXED = ((("q4_k", 5120), ("q6_k", 1024)), *layer_of(["q4_k"] * 4 + ["q6_k"])[1:])
+KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXED,))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
+        ({"layers": (layer_of(["q4_k"] * 4 + ["q1_0"]),)}, "not all layers' weights have 2 to 8 bits: q1_0"),
+        ({"layers": None}, "q, k and v of a layer are not joined"),
+        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
+        ({"split": True}, "devices that share weights must add their parts"),
+        ({"rows": 8}, "integers of 8 rows of 12288 activations leave no room"),
+        ({"hidden": 896}, "hidden is 896 wide, no multiple of 256"),
+        ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
+    ],
+)
+def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    assert choose(KQ_STEP) == "layer_products"
+    problem = dataclasses.replace(KQ_STEP, **change)
+    assert choose(problem) == "launches"
+    with pytest.raises(NotImplementedError, match=f"schedule='layer_products' cannot run .*{reason}"):
+        choose(problem, impl="layer_products")
+
+
+def test_an_rtx_has_no_room_for_the_products_of_an_8b(monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_89"])
+    assert choose(dataclasses.replace(KQ_STEP, platform="sm_89")) == "launches"
+
+
 def test_naming_what_cannot_run_is_an_error_with_the_reason():
     problem = Matmul("sm_90", "f32", 8, 8)
     assert all(v.reason for v in explain(problem))
