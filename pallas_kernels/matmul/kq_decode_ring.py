@@ -90,7 +90,9 @@ class Ring:
         """Begin to copy what there is room for: the first state."""
         phase, tiles, mine = self._from(0)
         state = [phase, integer(0), integer(0), tiles, mine, integer(0)]
-        return lanes.loop(0, self.depth, 1, state, lambda _, state: self.refilled(state))
+        for _ in range(self.depth):
+            state = self.refilled(state)
+        return [*state[:-1], integer(0)]
 
     def refilled(self, state: list, number: int = 0) -> list:
         """Begin to copy the next item, of product `number` or later, into the slot that was multiplied: the

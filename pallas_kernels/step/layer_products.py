@@ -35,6 +35,10 @@ from pallas_kernels.tiles import COLUMNS, ROWS
 Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: stacks of one layer
 
 
+# Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md).
+DEPTH = 2
+
+
 class Phase(NamedTuple):
     """A product's weights: rows below rows (two matrices each for SwiGLU), and the format of each part."""
 
@@ -57,8 +61,8 @@ class Planned(NamedTuple):
 def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned | None:
     """For the default device; None where so many rows leave no room for weights on their way.
 
-    Of the numbers of warps with room for 96 KiB on their way, the one that leaves fewest idle over the
-    columns, weighted by bytes; of equals the largest."""
+    Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
+    the columns, weighted by bytes; of equals the largest."""
     padded = kq_decode_plan.columns_of_rows(rows)[1]
     placed = [
         kq_decode_plan.share_out(phase.parts, phase.formats, device.multiprocessors()) for phase in phases
@@ -78,13 +82,13 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
         ]
         left = device.shared_bytes() - shared_memory.bytes_taken(*map(max, zip(*sizes, strict=True)))
         left -= left % shared_memory.ALIGNMENT
-        depth = left // (warps * slot_bytes)
+        depth = min(DEPTH, left // (warps * slot_bytes))
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
             steps = phase.columns // COLUMNS
             tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
             idle += tiles * -(-steps // warps) * warps
-        if depth >= 2 and depth * warps * slot_bytes >= 96 * 1024 and (best is None or idle < best[0]):
+        if depth >= 2 and (best is None or idle < best[0]):
             best = idle, warps, depth
     if best is None:
         return None
@@ -262,7 +266,9 @@ def _body(
     def receive(vector: int, places: list) -> list[list]:
         """8 float32 from each (row, column) of a vector on, when they are there."""
         starts = [at + (row * widths[vector] + begins[vector]) for row, at in places]
-        words = memory.load_tagged(workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag)
+        words = memory.load_tagged(
+            workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag, few=True
+        )
         return [words[k : k + 8] for k in range(0, len(words), 8)]
 
     def send(y, vector: int, row, n):
