@@ -144,7 +144,8 @@ class Ring:
                 target = self.address + slot * self.slot_bytes
                 for m, fields in enumerate(stream.weight_gmem):
                     for name, field in _fields(part, m).items():
-                        piece = self.lane // (32 // field.shape[0]) if len(field.shape) < 3 else self.lane
+                        whole = len(field.shape) == 3
+                        piece = self.lane if whole else self.lane // (32 // field.shape[0])
                         start = memory.address(fields[name])
                         of_item = 4 * math.prod(field.shape)
                         source = memory.at_byte(start, item, of_item, piece * field.size)

@@ -139,7 +139,7 @@ def tiles_of(format: str, n: int, columns: int) -> Fields:
 def run(
     attended: jax.Array,
     x: jax.Array,
-    stacks: tuple[LayerStack, LayerStack, LayerStack, LayerStack, LayerStack],
+    stacks: Sequence[LayerStack],
     norms: tuple[jax.Array, jax.Array],
     layer: int,
     workspace: jax.Array,
