@@ -9,17 +9,21 @@ KVCache.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
-from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.config import Channels, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import Products
 from pallas_kernels.tiles import ROWS
 
-# Fields of Spec that are joined, rows below rows, because they have the same input.
-QKV = ("wq", "wk", "wv")
+# Fields of Layers that join those of Spec, rows below rows, because they have the same input.
+JOINED = {
+    "wqkv": ("wq", "wk", "wv"),
+    "delta_in": ("delta_qkv", "delta_gate", "delta_alpha", "delta_beta"),
+}
 SWIGLU = ("w_gate", "w_up")
 MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches are faster (LOG.md)
 
@@ -28,12 +32,15 @@ MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches a
 class Spec:
     """Where one field of Params comes from.
 
-    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer; wq,
-                 wk and wv, and bq, bk and bv, are joined
+    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer;
+                 those of JOINED, and bq, bk and bv, are joined
     gguf         tensor name in GGUF files
     huggingface  tensor name in Hugging Face files; None where only GGUF has it
-    shape        names of ModelConfig attributes; two of them make a matrix, which may be quantized
+    shape        names of ModelConfig attributes, dotted ones too; two of them make a matrix, which may be
+                 quantized
     optional     whether a file may lack it
+    kind         the mixer of tokens or of channels whose layers have it; None: all layers
+    plain        whether it is a plain float32 array also with two axes
     """
 
     field: str
@@ -41,6 +48,18 @@ class Spec:
     huggingface: str | None
     shape: tuple[str, ...]
     optional: bool = False
+    kind: Mixer | Channels | None = None
+    plain: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2 and not self.plain
+
+    def layers(self, config: ModelConfig) -> Sequence[int] | None:
+        """The layers that have it; None for what is no layer's."""
+        if "{}" not in self.gguf:
+            return None
+        return range(config.num_layers) if self.kind is None else config.layers_of(self.kind)
 
     def name(self, naming: str) -> str | None:
         return self.gguf if naming == "gguf" else self.huggingface
@@ -89,7 +108,8 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """One LayerStack of Params: a weight of every layer, or several of the same input (q, k and v).
+    """One LayerStack of Params: a weight of every layer that has it, or several of the same input (q, k and
+    v).
 
     fields   of Spec
     members  of each layer, one for each field
@@ -171,15 +191,19 @@ def plan(
     members = {
         spec.field: [_member(spec.field, t, run, placement) for t in of]
         for spec, of in tensors.items()
-        if len(spec.shape) == 2 and of
+        if spec.is_matrix and of
     }
     if placement:
         placement.check(
             [(m.field, m.shape, m.stored, _is_tiled(m, run)) for of in members.values() for m in of]
         )
     of_layers = {spec.field for spec in specs if "{}" in spec.gguf} & members.keys()
-    groups = [QKV] if _may_join([members[field] for field in QKV], run) else [(field,) for field in QKV]
-    groups += [(field,) for field in members if field in of_layers and field not in QKV]
+    groups = []
+    for of in JOINED.values():
+        present = tuple(field for field in of if field in of_layers)
+        together = present and _may_join([members[field] for field in present], run)
+        groups += [present] if together else [(field,) for field in present]
+    groups += [(field,) for field in members if field in of_layers and joined_name(field) is None]
     stacks = tuple(_stack(fields, [members[field] for field in fields], run) for fields in groups)
     matrices = tuple(
         (of[0], _matrix((of[0],), run, mixed=False))
@@ -188,6 +212,11 @@ def plan(
     )
     problem = _step_problem(stacks, config, run, split=bool(placement and placement.axis))
     return LoadPlan(tensors, stacks, matrices, _step_plan(problem, stacks, run), problem)
+
+
+def joined_name(field: str) -> str | None:
+    """The field of Layers that a field of Spec is joined in; None: none."""
+    return next((name for name, of in JOINED.items() if field in of), None)
 
 
 def match(
@@ -200,11 +229,12 @@ def match(
         if (name := spec.name(checkpoint.naming)) is None:
             found[spec] = []
             continue
-        names = [name.format(i) for i in range(config.num_layers)] if "{}" in name else [name]
+        layers = spec.layers(config)
+        names = [name] if layers is None else [name.format(i) for i in layers]
         if spec.optional and not any(n in unused for n in names):
             found[spec] = []
             continue
-        shape = tuple(getattr(config, dimension) for dimension in spec.shape)
+        shape = tuple(operator.attrgetter(dimension)(config) for dimension in spec.shape)
         for n in names:
             if n not in unused:
                 raise CheckpointError(
@@ -232,7 +262,7 @@ def attention_problems(
 ) -> tuple[selection.Attention, selection.Attention]:
     """What the choice of attention depends on: for one token a row, and for many. `run` must be resolved."""
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim, run.page_size, str(run.cache_dtype))
-    rest = {"window": config.window, "scale": config.attention_scale}
+    rest = {"window": config.window, "scale": config.attention_scale, "rotated": config.rotated}
     return (
         selection.Attention(device.platform(), "decode", *sizes, **rest),
         selection.Attention(device.platform(), "prefill", *sizes, **rest),

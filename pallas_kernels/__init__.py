@@ -1,6 +1,7 @@
 """Quantized weights on the device and the ops on them. Arrays in, arrays out: no files, no models."""
 
 from pallas_kernels.attention import apply_rope, attend, attention
+from pallas_kernels.delta import delta_net
 from pallas_kernels.matmul import ffn, gated, matmul
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.pytree import serializable
@@ -15,6 +16,7 @@ __all__ = [
     "apply_rope",
     "attend",
     "attention",
+    "delta_net",
     "dequantize",
     "ffn",
     "for_device",
