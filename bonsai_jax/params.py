@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax.placement import Placement, Share
 from bonsai_jax.plan import LoadPlan, Matrix, Member, Spec, Stack, StepPlan, joined_name
 from checkpoints import RandomTensor, Tensor
-from pallas_kernels import LayerStack, QTensor, formats, qtensor, serializable
+from pallas_kernels import LayerStack, QTensor, Rotation, formats, qtensor, serializable
 
 
 @serializable
@@ -102,10 +102,11 @@ def load(
 
     for member, matrix in plan.matrices:
         source = _source(member, by_field[member.field][0], placement)
-        fields[member.field] = _make((source,), matrix, (member,), placement)
+        made = _make((source,), matrix, (member,), placement)
+        fields[member.field] = made.replace(rotation=_rotation(plan, member))
         read([member.field], fields[member.field])
     for stack in plan.stacks:
-        stacked = _stack(stack, by_field, placement)
+        stacked = _stack(plan, stack, by_field, placement)
         if (name := joined_name(stack.fields[0])) is not None:
             joined.setdefault(name, []).append(stacked)
         else:
@@ -171,7 +172,10 @@ def _vectors(spec: Spec, tensors: Sequence[Tensor | RandomTensor], placement: Pl
 
 
 def _stack(
-    stack: Stack, tensors: Mapping[str, Sequence[Tensor | RandomTensor]], placement: Placement | None
+    plan: LoadPlan,
+    stack: Stack,
+    tensors: Mapping[str, Sequence[Tensor | RandomTensor]],
+    placement: Placement | None,
 ) -> LayerStack:
     """Each layer is written into its place in a donated stack, so that no more than one layer exists
     twice."""
@@ -188,8 +192,21 @@ def _stack(
                     piece = _zeros(jax.eval_shape(make, sources), len(layers), members[0].share, placement)
                 piece = _place(piece, sources, index, matrix, members, placement)
             pieces.append(piece)
+        rotations = [
+            _rotation(plan, stack.members_of(matrix, stack.layers(number)[0])[0]) for matrix in matrices
+        ]
+        pieces = [piece.replace(rotation=r) for piece, r in zip(pieces, rotations, strict=True)]
         parts.append(pieces[0] if len(pieces) == 1 else qtensor.Rows(tuple(pieces)))
     return LayerStack(tuple(parts), stack.where)
+
+
+def _rotation(plan: LoadPlan, member: Member) -> Rotation | None:
+    """Of the inputs of a matrix; None where it is not folded."""
+    if not member.folded or (fold := plan.folding) is None:
+        return None
+    signs = fold.signs.get(member.shape[1])
+    heads = plan.v_heads if member.field == "delta_out" and fold.v_grouped else None
+    return Rotation(None if signs is None else jnp.asarray(signs), fold.block, heads)
 
 
 def _source(member: Member, t: Tensor | RandomTensor, placement: Placement | None):

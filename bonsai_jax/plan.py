@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from bonsai_jax.config import Channels, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
-from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
+from checkpoints import Checkpoint, CheckpointError, Folding, RandomTensor, Tensor, folding
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import Products
 from pallas_kernels.tiles import ROWS
@@ -73,6 +73,7 @@ class Member:
     tensor  format, shape (N, K), and whether its blocks are drawn (checkpoints/synth.py) or read
     stored  format in which the device has it: the file's, or "f32" where it is dequantized at load
     share   what each device has of it, over a mesh that splits it; None: all
+    folded  whether it is stored rotated (checkpoints/folding.py)
     """
 
     field: str
@@ -81,6 +82,7 @@ class Member:
     drawn: bool
     stored: str
     share: Share | None
+    folded: bool = False
 
     @property
     def own_shape(self) -> tuple[int, int]:
@@ -154,6 +156,8 @@ class LoadPlan:
     matrices  weights that no layer has: embed, head
     step      how a decode step is launched
     problem   the decode step of one row
+    folding   how matrices that are folded were rotated; None where none is
+    v_heads   of a gated delta net whose v heads are tiled: (v heads of a k head, k heads)
     """
 
     tensors: dict[Spec, list[Tensor | RandomTensor]]
@@ -161,6 +165,8 @@ class LoadPlan:
     matrices: tuple[tuple[Member, Matrix], ...]
     step: StepPlan
     problem: selection.Step
+    folding: Folding | None = None
+    v_heads: tuple[int, int] | None = None
 
     def each(self) -> Iterator[tuple[Matrix, int]]:
         """(matrix, number of layers that have it) of every matrix."""
@@ -187,9 +193,14 @@ def plan(
     for a format without a file in pallas_kernels/formats and for an implementation or a schedule that was
     named and cannot run, and ValueError for weights that the placement cannot split.
     """
-    tensors = match(checkpoint, specs, config)
+    tensors, fold = match(checkpoint, specs, config), folding(checkpoint)
+    if fold and placement and placement.axis:
+        raise NotImplementedError(
+            f"{checkpoint.source}: its weights are Hadamard-folded, which is not supported where they are "
+            "split over devices; load it on one, or split rows only (data parallel)"
+        )
     members = {
-        spec.field: [_member(spec.field, t, run, placement) for t in of]
+        spec.field: [_member(spec.field, t, run, placement, fold) for t in of]
         for spec, of in tensors.items()
         if spec.is_matrix and of
     }
@@ -211,7 +222,10 @@ def plan(
         if field not in of_layers
     )
     problem = _step_problem(stacks, config, run, split=bool(placement and placement.axis))
-    return LoadPlan(tensors, stacks, matrices, _step_plan(problem, stacks, run), problem)
+    d = config.delta
+    v_heads = (d.v_heads // d.k_heads, d.k_heads) if d and not d.grouped else None
+    step = _step_plan(problem, stacks, run)
+    return LoadPlan(tensors, stacks, matrices, step, problem, fold, v_heads)
 
 
 def joined_name(field: str) -> str | None:
@@ -277,10 +291,17 @@ def attention_kernels(config: ModelConfig, run: RunConfig) -> tuple[str, str]:
     return selection.choose(decode, impl=run.impl), selection.choose(prefill, impl=of_many)
 
 
-def _member(field: str, t: Tensor | RandomTensor, run: RunConfig, placement: Placement | None) -> Member:
+def _member(
+    field: str,
+    t: Tensor | RandomTensor,
+    run: RunConfig,
+    placement: Placement | None,
+    fold: Folding | None = None,
+) -> Member:
     shape = (t.shape[0], t.shape[1])
     stored = "f32" if run.weights == "decoded" else t.format
-    whole = Member(field, t.format, shape, isinstance(t, RandomTensor), stored, None)
+    folded = fold is not None and fold.folds(t.name)
+    whole = Member(field, t.format, shape, isinstance(t, RandomTensor), stored, None, folded)
     if placement is None:
         return whole
     return dataclasses.replace(whole, share=placement.share(field, shape, _is_tiled(whole, run)))
@@ -298,9 +319,9 @@ def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
 
 def _stack(fields: tuple[str, ...], members: Sequence[Sequence[Member]], run: RunConfig) -> Stack:
     of_layer = tuple(zip(*members, strict=True))
-    kinds: dict[tuple[str, ...], list[int]] = {}  # formats as stored -> layers
+    kinds: dict[tuple, list[int]] = {}  # formats as stored -> layers
     for layer, of in enumerate(of_layer):
-        kinds.setdefault(tuple(member.stored for member in of), []).append(layer)
+        kinds.setdefault(tuple(map(_as_stored, of)), []).append(layer)
     joined = [_runs(of_layer[layers[0]]) for layers in kinds.values()]
     mixed = sum(map(len, joined)) > 1
     parts = tuple(tuple(_matrix(same, run, mixed) for same in of) for of in joined)
@@ -310,8 +331,11 @@ def _stack(fields: tuple[str, ...], members: Sequence[Sequence[Member]], run: Ru
 
 def _runs(members: Sequence[Member]) -> list[tuple[Member, ...]]:
     """Neighbours that are stored in the same format."""
-    same = itertools.groupby(members, key=lambda member: member.stored)
-    return [tuple(of) for _, of in same]
+    return [tuple(of) for _, of in itertools.groupby(members, key=_as_stored)]
+
+
+def _as_stored(member: Member) -> tuple[str, bool]:
+    return member.stored, member.folded
 
 
 def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
@@ -332,7 +356,9 @@ def _step_problem(
     stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool
 ) -> selection.Step:
     matrices = [matrix for stack in stacks for part in stack.parts for matrix in part]
+    folded = any(member.folded for stack in stacks for of in stack.members for member in of)
     joined = len(matrices) == len(stacks) == 5 and all(matrix.products.tiled for matrix in matrices)
+    joined = joined and not folded
     decode, _ = attention_problems(config, run)
     return selection.Step(
         device.platform(),

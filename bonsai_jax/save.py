@@ -32,8 +32,8 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     """
     path = Path(path)
     cache = state.cache if isinstance(state, State) else state
-    fields = {k: v for k, v in serialization.to_state_dict(state).items() if v is not None}
-    arrays: dict[str, Any] = flatten_dict(fields, sep=".")
+    fields: dict[str, Any] = flatten_dict(serialization.to_state_dict(state), sep=".")
+    arrays = {name: array for name, array in fields.items() if array is not None}
     metadata = {
         "format": "bonsai-jax state 1",
         "kind": type(state).__name__,

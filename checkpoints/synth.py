@@ -47,6 +47,7 @@ class _Model:
     yarn: tuple[float, int] | None = None  # factor, original context
     norm_eps: float = 1e-6
     delta: _Delta | None = None
+    folded: int = 0  # values that a Hadamard transform of the inputs is of (folding.py); 0: not folded
 
     def is_delta(self, layer: int) -> bool:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
@@ -65,6 +66,10 @@ _MODELS = {
     "bonsai-27b": _Model(
         "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
         delta=_Delta(16, 48, 128, 64),
+    ),
+    "bonsai-2-27b": _Model(
+        "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
+        delta=_Delta(16, 48, 128, 64), folded=1024,
     ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
@@ -256,7 +261,30 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         "general.type": "model",
         "general.name": f"synth {name}",
         **{f"{model.architecture}.{key}": value for key, value in hyperparameters.items()},
+        **(_folding(model) if model.folded else {}),
         **_tokenizer(model),
+    }
+
+
+def _folding(model: _Model) -> dict[str, Any]:
+    """All linears are folded but those of a delta net's gates, and the embedding. Random weights are as
+    random rotated."""
+    names = [name for name, _, shape, _, _ in _tensors(model, "f32") if len(shape) == 2]
+    plain = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight", "token_embd.weight")
+    d = model.delta
+    inner = {d.v_heads * d.head_dim} if d else {model.heads * model.head_dim}
+    widths = sorted({model.hidden, model.ffn} | inner)
+    return {
+        "prism.hadamard.version": 1,
+        "prism.hadamard.transform": "normalized-sylvester-walsh-hadamard",
+        "prism.hadamard.axis": "input-last-dimension",
+        "prism.hadamard.block_size": model.folded,
+        "prism.hadamard.sign_mode": "explicit",
+        "prism.hadamard.sign_widths": np.array(widths, np.int32),
+        "prism.hadamard.sign_values": np.random.default_rng(0).choice([-1, 1], sum(widths)).astype(np.int32),
+        "prism.hadamard.weight_names": [name for name in names if not name.endswith(plain)],
+        "prism.hadamard.inverse_weight_names": ["token_embd.weight"],
+        "prism.hadamard.gdn_v_grouped": d is not None,
     }
 
 

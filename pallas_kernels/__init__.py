@@ -6,12 +6,14 @@ from pallas_kernels.matmul import ffn, gated, matmul
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.pytree import serializable
 from pallas_kernels.qtensor import LayerStack, Products, QTensor, Rows, dequantize, from_blocks, quantize
+from pallas_kernels.rotation import Rotation
 from pallas_kernels.selection import for_device
 
 __all__ = [
     "LayerStack",
     "Products",
     "QTensor",
+    "Rotation",
     "Rows",
     "apply_rope",
     "attend",

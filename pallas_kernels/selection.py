@@ -212,10 +212,10 @@ def _attention(problem: Attention) -> str | None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
-    if problem.rotated is not None and problem.phase == "decode":
-        return f"rope turns {problem.rotated} values of a head; the kernel turns all"
     if problem.head_dim not in (64, 128):
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
+    if problem.rotated is not None and problem.phase == "decode":
+        return f"rope turns {problem.rotated} values of a head; the kernel turns all"
     return None
 
 
