@@ -63,6 +63,7 @@ class Attention:
 
     window  keys that a query sees, itself among them; None: all before it
     scale   of scores; None: 1 / sqrt(head_dim)
+    rotated  values of a head that rope turns; None: all
     """
 
     platform: str
@@ -74,6 +75,7 @@ class Attention:
     cache_dtype: str
     window: int | None = None
     scale: float | None = None
+    rotated: int | None = None
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"
@@ -212,6 +214,8 @@ def _attention(problem: Attention) -> str | None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
     if problem.head_dim not in (64, 128):
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
+    if problem.rotated is not None and problem.phase == "decode":
+        return f"rope turns {problem.rotated} values of a head; the kernel turns all"
     return None
 
 
