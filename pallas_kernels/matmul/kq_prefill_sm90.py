@@ -22,6 +22,7 @@ leaves by TMA too, transposed on its way through shared memory, where the residu
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -37,13 +38,16 @@ from pallas_kernels.gpu import shared_memory
 from pallas_kernels.gpu.wgmma import STEP, STEP_BYTES, WARPGROUPS, stage_results, swizzled
 from pallas_kernels.matmul import kq_float16, stacks
 from pallas_kernels.matmul.activations_float16 import activations_float16
-from pallas_kernels.matmul.prefill import in_two_phases
+from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 STEPS = COLUMNS // STEP  # of what weights are brought at a time
 WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
 STAGES = 2  # of a warpgroup's results on their way out
 PAIR = 2  # blocks of threads that share activations
+# What a plan takes, on an H200: 256 columns of a block of weights, a token of them, a tile besides, the sum
+# over splits.
+ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 1400, 18, 4000, 3000
 
 
 class Plan(NamedTuple):
@@ -53,12 +57,14 @@ class Plan(NamedTuple):
     tokens   of a tile
     slots    steps of activations in shared memory
     stored   tokens of a block that go out at a time
+    splits   of the columns: each makes a part of the sums
     """
 
     blocks: int
     tokens: int
     slots: int
     stored: int
+    splits: int = 1
 
 
 @functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan"))
@@ -95,23 +101,25 @@ def kq_prefill_sm90(
     tiles = weights[0]["words"].shape[1]
     scale_bytes = kq_float16.bytes_of_scales(formats.get(format).LANES)
     words = tuple(map(math.prod, shapes))
-    plan = plan or planned(m, tiles, len(weights), words, scale_bytes, multiprocessors, shared)
-    blocks, tokens, slots, stored = plan
+    items = weights[0]["words"].shape[2]
+    plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
+    blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * WARPGROUPS * blocks * outputs))
-    pairs = min(multiprocessors // PAIR, rows * columns)
+    pairs = min(multiprocessors // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     whole = (m + -m % 8, n + -n % 32)
     operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
     operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
-    if residual is not None:
+    added = residual is not None and splits == 1
+    if added:
         operands.append(jnp.pad(residual, ((0, whole[0] - m), (0, whole[1] - n))))
     body = functools.partial(
         _body,
         kq=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=residual is not None,
+        pairs=pairs, matrices=len(weights), added=added,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
@@ -121,7 +129,7 @@ def kq_prefill_sm90(
         },
         "decoded_smem": plgpu.SMEM((len(weights), WARPGROUPS * blocks, 4, scale_bytes // 4), jnp.float32),
         "stage_smem": plgpu.SMEM((WARPGROUPS * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
-        "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens), jnp.float32),
+        "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens + -tokens % 32), jnp.float32),
         "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "a_free": plgpu.ClusterBarrier(
             collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=slots
@@ -133,7 +141,7 @@ def kq_prefill_sm90(
     }
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(whole, jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, *whole), jnp.float32),
         grid=(pairs,),
         grid_names=("pair",),
         cluster=(PAIR,),
@@ -144,34 +152,41 @@ def kq_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(*operands)[:m, :n]
+    return in_order(kernel(*operands)[:, :m, :n], None if added else residual)
 
 
 def planned(
     m: int,
     tiles: int,
+    items: int,
     matrices: int,
     words: Sequence[int],
     scale_bytes: int,
     multiprocessors: int,
     shared: int,
 ) -> Plan:
-    """The largest tile that leaves few blocks of threads idle in the last round, and what shared memory has
-    room for.
+    """What is done soonest, of what shared memory has room for. The sums of a product whose columns are split
+    are added by XLA; of SwiGLU they would have to be added before it.
 
     tiles               of 16 rows of a matrix
+    items               of 256 columns
     words, scale_bytes  of 16 rows x 256 columns: of each field, and of their scales as float32
     """
+    of_tokens = ((1, 256), (2, 128), (1, 128)) if m > 64 else ((1, m + -m % 16),)
+    of_splits = [1] if matrices == 2 else [s for s in range(1, items + 1) if items % s == 0]
     best = []
-    for blocks, tokens, cost in ((1, 256, 1.0), (2, 128, 1.15), (1, 128, 1.3)):
+    for (blocks, tokens), splits in itertools.product(of_tokens, of_splits):
         outputs = PAIR * WARPGROUPS * 64 * blocks // matrices
-        count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs), multiprocessors // PAIR
-        waste = -(-count // pairs) * pairs * tokens * outputs / (m * tiles * ROWS)
-        for stored, slots in ((64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
-            plan = Plan(blocks, tokens, slots, stored)
+        count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
+        clocks = items / splits * blocks * (ITEM_CLOCKS + TOKEN_CLOCKS * tokens) + TILE_CLOCKS
+        for stored, slots in ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
+            plan = Plan(blocks, tokens, slots, min(stored, tokens), splits)
+            if slots > STEPS and tokens > 64:
+                continue
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
-                cost *= 1 if slots >= STEPS else 1.2
-                best.append((waste * cost, plan))
+                clocks *= 1 if slots >= STEPS else 1.2
+                sums = SUM_CLOCKS if splits > 1 else 0
+                best.append((-(-count // pairs) * clocks + sums, plan))
                 break
     return min(best)[1]
 
@@ -183,7 +198,7 @@ def shared_bytes(plan: Plan, matrices: int, words: Sequence[int], scale_bytes: i
         *(4 * WEIGHT_SLOTS * 8 * plan.blocks * each for each in words),
         matrices * WARPGROUPS * plan.blocks * 4 * scale_bytes,
         WARPGROUPS * STAGES * plan.stored * 64 // matrices * 4,
-        (WEIGHT_SLOTS + 1) * plan.tokens * 4,
+        (WEIGHT_SLOTS + 1) * (plan.tokens + -plan.tokens % 32) * 4,
     ]
     barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + WARPGROUPS * STAGES
     return shared_memory.bytes_taken(*buffers, barriers=barriers)
@@ -208,21 +223,24 @@ def _body(
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
-    blocks, tokens, slots, stored = plan
+    blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
-    items = weights[0]["words"].shape[2]
+    items = weights[0]["words"].shape[2] // splits
     steps = STEPS * items
     tiles = 8 * blocks // matrices  # of a matrix in a tile of the product
     outputs = 64 // matrices  # of a block
     pair, member = lax.axis_index("pair"), lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
-    count = lax.div(rows * columns - pair + pairs - 1, pairs)  # tiles of the product for this block
+    count = lax.div(rows * columns * splits - pair + pairs - 1, pairs)  # tiles of the product for this block
 
     def token_of(i):
         return lax.rem(pair + i * pairs, rows) * tokens
 
     def column_of(i):
-        return PAIR * lax.div(pair + i * pairs, rows) + member
+        return PAIR * lax.rem(lax.div(pair + i * pairs, rows), columns) + member
+
+    def split_of(i):
+        return lax.div(pair + i * pairs, rows * columns)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply():
@@ -319,7 +337,7 @@ def _body(
                     first, matrices, added,
                 )  # fmt: skip
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[place(i, part)])
+                plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[split_of(i), *place(i, part)])
                 if added and part + STAGES < len(parts):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     bring_residual(i, part + STAGES)
@@ -343,15 +361,16 @@ def _body(
 
             for matrix, fields in enumerate(weights):
                 for name, field in fields.items():
+                    of_tile = pl.ds(column_of(i) * tiles, tiles)
                     plgpu.copy_gmem_to_smem(
-                        field.at[layer_gmem[0], pl.ds(column_of(i) * tiles, tiles), item],
+                        field.at[layer_gmem[0], of_tile, split_of(i) * items + item],
                         weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
                         weights_full.at[slot],
                     )
 
         def bring_scale(i):  # nobody reads what it overwrites: the tile after that one has been decoded
             slot = lax.rem(i, WEIGHT_SLOTS + 1)
-            where = pl.ds(token_of(i), tokens)
+            where = pl.ds(token_of(i), scale_smem.shape[1])  # TMA brings whole 128 bytes
             plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])
 
         def bring_step(i, item, step):
@@ -362,7 +381,8 @@ def _body(
             def _wait():
                 plgpu.barrier_wait(a_free.at[slot])
 
-            where = (pl.ds(token_of(i), tokens), pl.ds((item * STEPS + step) * STEP, STEP))
+            column = (split_of(i) * items + item) * COLUMNS + step * STEP
+            where = (pl.ds(token_of(i), tokens), pl.ds(column, STEP))
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[where], a_smem.at[slot], a_full.at[slot], collective_axes="member"
             )

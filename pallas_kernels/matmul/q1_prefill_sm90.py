@@ -29,6 +29,7 @@ residual comes, and results leave, by TMA through shared memory, while the next 
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,16 +48,31 @@ from pallas_kernels.gpu.values import as_real, f32, fma, i32, index, integer, of
 from pallas_kernels.gpu.wgmma import WARPGROUPS, fragment, lane, silu, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.activations_int8 import activations_int8
-from pallas_kernels.matmul.prefill import in_two_phases
+from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
 GROUP = 128
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
-SLOTS = 2  # steps in shared memory
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
+SLOTS = {16: 8, 32: 6, 48: 4, 64: 4, 128: 2}  # by the tokens of a tile: what shared memory has room for
+# What a plan takes, on an H200: a step, a token of it, a tile besides, the sum over splits.
+STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 800, 16, 3000, 3000
 
 
-@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "tokens"))
+class Plan(NamedTuple):
+    """What a block of threads does at a time.
+
+    tokens  of a tile
+    splits  of the columns: each makes a part of the sums
+    slots   steps in shared memory
+    """
+
+    tokens: int
+    splits: int
+    slots: int
+
+
+@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "plan"))
 def q1_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
@@ -66,52 +82,53 @@ def q1_prefill_sm90(
     residual: jax.Array | None = None,
     *,
     multiprocessors: int,
-    tokens: int | None = None,
+    plan: Plan | None = None,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
 
     q         int8 [bits / 8, G, M, 128] and
-    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 64, as activations_int8 has
-              them
+    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 16 or 64, as
+              activations_int8 has them
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [at most M, n]
     multiprocessors  of the GPU, each with a block of threads
-    tokens    of a tile, 64 or 128
+    plan      instead of the one chosen for these sizes
     Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    tokens = tokens or tokens_of_tile(m, n, matrices, multiprocessors)
+    tokens, splits, slots = plan or planned(m, n, steps, matrices, multiprocessors)
     wide = 64 // matrices  # outputs of a warpgroup
-    grid = (-(-m // tokens), -(-n // (WARPGROUPS * wide)))
+    grid = (-(-m // tokens), -(-n // (WARPGROUPS * wide)), splits)
     blocks = min(multiprocessors, math.prod(grid))
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
     whole = n + -n % WIDTH  # as TMA counts results
-    if residual is not None:
+    added = residual is not None and splits == 1
+    if added:
         operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, whole - n))))
     tiles = 8 // matrices  # of 16 rows, of a matrix
     scratch = {
-        "q_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
+        "q_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
         "out_smem": plgpu.SMEM((WARPGROUPS, tokens, wide), jnp.float32, transforms=swizzled(4)),
-        "scale_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens), jnp.float32),
-        "words_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 128), jnp.uint32),
-        "d_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 16), jnp.uint32),
-        "full_smem": plgpu.SMEM((SLOTS, 2), jnp.int32),  # mbarriers, of activations
-        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=SLOTS),
-        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
+        "scale_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens), jnp.float32),
+        "words_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 128), jnp.uint32),
+        "d_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 16), jnp.uint32),
+        "full_smem": plgpu.SMEM((slots, 2), jnp.int32),  # mbarriers, of activations
+        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=slots),
+        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
         "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
     }  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            matrices=matrices, planes=planes, steps=steps, pairs=pairs, tokens=tokens, grid=grid,
-            blocks=blocks, added=residual is not None,
+            matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, tokens=tokens, grid=grid,
+            blocks=blocks, added=added,
         ),
-        out_type=jax.ShapeDtypeStruct((m, whole), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(blocks,),
         grid_names=("sm",),
         num_threads=WARPGROUPS + 1,
@@ -120,18 +137,27 @@ def q1_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )  # fmt: skip
-    return kernel(*operands)[:, :n]
+    return in_order(kernel(*operands)[:, :, :n], None if added else residual)
 
 
-def tokens_of_tile(m: int, n: int, matrices: int, multiprocessors: int) -> int:
-    """The most that leave few blocks of threads idle in the last round."""
+def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int) -> Plan:
+    """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
+    would have to be added before it.
 
-    def rounds(tokens):
+    m  rows, padded as activations_int8 does
+    """
+
+    def clocks(plan: Plan) -> float:
+        tokens, splits, _ = plan
         tiles = -(-m // tokens) * -(-n // (WARPGROUPS * 64 // matrices))
-        return -(-tiles // multiprocessors) * tokens
+        rounds = -(-tiles * splits // multiprocessors)
+        of_tile = steps / splits * (STEP_CLOCKS + TOKEN_CLOCKS * tokens) + TILE_CLOCKS
+        return rounds * of_tile + (SUM_CLOCKS if splits > 1 else 0)
 
-    choices = (128, 64) if m >= 128 else (64,)
-    return min(choices, key=lambda tokens: rounds(tokens) * (1 if tokens == 128 else 1.15))
+    of_tokens = (128, 64) if m >= 128 else (min(m, 64),)
+    of_splits = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
+    plans = [Plan(tokens, splits, SLOTS[tokens]) for tokens in of_tokens for splits in of_splits]
+    return min(plans, key=clocks)
 
 
 def _body(
@@ -142,15 +168,22 @@ def _body(
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
     out_gmem = refs[-1]
-    rows, columns = grid
+    rows, columns, splits = grid
+    slots = q_smem.shape[0]
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
-    count = lax.div(rows * columns - sm + blocks - 1, blocks)  # tiles of the product for this block
+    count = lax.div(rows * columns * splits - sm + blocks - 1, blocks)  # tiles of the product for this block
     wide = out_smem.shape[-1]
     _init_barriers(full_smem)
 
     def token_of(i):
         """The first of tile i. Where rows are no whole tiles, the last two share some, and make the same."""
-        return jnp.minimum(lax.rem(sm + i * blocks, rows) * tokens, out_gmem.shape[0] - tokens)
+        return jnp.minimum(lax.rem(sm + i * blocks, rows) * tokens, out_gmem.shape[1] - tokens)
+
+    def column_of(i):
+        return lax.rem(lax.div(sm + i * blocks, rows), columns)
+
+    def split_of(i):
+        return lax.div(sm + i * blocks, rows * columns)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _multiply():
@@ -158,12 +191,14 @@ def _body(
         plgpu.set_max_registers(232, action="increase")
 
         def one_tile(i, carry):
-            column = lax.div(sm + i * blocks, rows)
-            place = (pl.ds(token_of(i), tokens), pl.ds((column * WARPGROUPS + warpgroup) * wide, wide))
+            place = (
+                pl.ds(token_of(i), tokens),
+                pl.ds((column_of(i) * WARPGROUPS + warpgroup) * wide, wide),
+            )
 
             def one_step(step, sums):
                 at = i * steps + step
-                slot = lax.rem(at, SLOTS)
+                slot = lax.rem(at, slots)
                 if (residual := residual_gmem) is not None:
 
                     @pl.when(step == min(1, steps - 1))  # by now the tile before has left
@@ -175,7 +210,7 @@ def _body(
                 q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
                 plgpu.barrier_wait(weights_here.at[slot])
                 of_slot = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
-                sums = _add_step(sums, lax.rem(lax.div(at, SLOTS), 2), *of_slot, q)
+                sums = _add_step(sums, lax.rem(lax.div(at, slots), 2), *of_slot, q)
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
 
@@ -187,7 +222,7 @@ def _body(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _store(sums, out_smem.at[warpgroup], matrices, added)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[place])
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[split_of(i), *place])
             return carry
 
         lax.fori_loop(0, count, one_tile, 0)
@@ -201,21 +236,22 @@ def _body(
         @pl.loop(0, count)
         def _tile(i):
             token = token_of(i)
-            of_tile = pl.ds(lax.div(sm + i * blocks, rows) * (8 // matrices), 8 // matrices)
+            of_tile = pl.ds(column_of(i) * (8 // matrices), 8 // matrices)
+            first = split_of(i) * steps
 
             @pl.loop(0, steps)
             def _step(step):
                 at = i * steps + step
-                slot = lax.rem(at, SLOTS)
+                slot = lax.rem(at, slots)
 
-                @pl.when(at >= SLOTS)
+                @pl.when(at >= slots)
                 def _wait():
                     plgpu.barrier_wait(free.at[slot])
 
-                _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
+                _bring_step(first + step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
                 for w, refs in enumerate(weights):
                     for source, target in zip(refs, (words_smem, d_smem), strict=True):
-                        source = source.at[layer, of_tile, pl.ds(step * pairs, pairs)]
+                        source = source.at[layer, of_tile, pl.ds((first + step) * pairs, pairs)]
                         plgpu.copy_gmem_to_smem(source, target.at[slot, w], weights_here.at[slot])
 
 

@@ -297,7 +297,7 @@ def _attention(heads, kv_heads, head_dim, normed, layout="bfloat16"):
 
 def _many_rows(n, k, matrices, rows, bits=8):
     weights = (_tiles(n, k),) * matrices
-    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % 64)
+    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % (64 if rows > 64 else 16))
     q, scale = jax.ShapeDtypeStruct((*shape, 128), jnp.int8), jax.ShapeDtypeStruct(shape, jnp.float32)
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
 
@@ -447,10 +447,18 @@ HOT_ON_HOPPER = {
     "many: gate and up": lambda: _many_rows(12288, 4096, 2, 2048),
     "many: down": lambda: _many_rows(4096, 12288, 1, 2048),
     "many: out": lambda: _many_rows(4096, 4096, 1, 512),
+    "many: gate and up, 16 rows": lambda: _many_rows(12288, 4096, 2, 16),
+    "many: down, 32 rows": lambda: _many_rows(4096, 12288, 1, 32),
+    "many: qkv, 48 rows": lambda: _many_rows(6144, 4096, 1, 48),
+    "many: out, 64 rows": lambda: _many_rows(4096, 4096, 1, 64),
+    "many: out, 16 rows of 16 bits": lambda: _many_rows(4096, 4096, 1, 16, bits=16),
     "many: q4_k down": lambda: _many_rows_of_integers("q4_k", 4096, 12288, 1, 2048),
     "many: q4_k qkv": lambda: _many_rows_of_integers("q4_k", 6144, 4096, 1, 2048),
     "many: q4_k out, 512 rows": lambda: _many_rows_of_integers("q4_k", 4096, 4096, 1, 512),
     "many: q6_k down": lambda: _many_rows_of_integers("q6_k", 4096, 12288, 1, 2048),
+    "many: q4_k gate and up, 16 rows": lambda: _many_rows_of_integers("q4_k", 12288, 4096, 2, 16),
+    "many: q4_k down, 64 rows": lambda: _many_rows_of_integers("q4_k", 4096, 12288, 1, 64),
+    "many: q6_k down, 32 rows": lambda: _many_rows_of_integers("q6_k", 4096, 12288, 1, 32),
     "many: q8_0 down": lambda: _many_rows_of_integers("q8_0", 4096, 12288, 1, 2048),
     "many: q5_k down": lambda: _many_rows_of_integers("q5_k", 4096, 12288, 1, 2048),
     "many: q4_1 down": lambda: _many_rows_of_integers("q4_1", 4096, 12288, 1, 2048),
