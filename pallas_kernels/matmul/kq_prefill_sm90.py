@@ -11,8 +11,8 @@ exchanged:
     position        8 h + 2 t + e of a group of 16  <-  column 4 t       + h + 2 e
 
 Weights are the first operand because they come from registers, so a tile of the product is outputs x tokens.
-Blocks of threads are persistent. Of three warpgroups one brings activations (float16, 64 columns at a time)
-and weights as they are packed (256 columns) by TMA; two multiply, each `blocks` x 64 rows of weights with
+Blocks of threads are persistent. Of three or four warpgroups one brings activations (float16, 64 columns at a time)
+and weights as they are packed (256 columns) by TMA; the others multiply, each `blocks` x 64 rows of weights with
 `tokens` tokens. While the tensor cores have one block of weights, the next is decoded. Two blocks of threads,
 a pair, have the same tokens and neighbouring outputs: each brings half of the activations for both, because
 the L2 cache does not give all of them twice in the time. For SwiGLU 32 of 64 rows are the gate's, and 32 the
@@ -35,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, formats
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.gpu.wgmma import STEP, STEP_BYTES, WARPGROUPS, stage_results, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, STEP, STEP_BYTES, stage_results, swizzled
 from pallas_kernels.matmul import kq_float16, stacks
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
@@ -47,19 +47,21 @@ STAGES = 2  # of a warpgroup's results on their way out
 PAIR = 2  # blocks of threads that share activations
 # What a plan takes, on an H200: 256 columns of a block of weights, a token of them, a tile besides, the sum
 # over splits.
-ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 1400, 18, 4000, 3000
+ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 1400, 9, 5000, 3000
 
 
 class Plan(NamedTuple):
     """What a block of threads does at a time.
 
-    blocks   of 64 rows of weights that a warpgroup has
-    tokens   of a tile
-    slots    steps of activations in shared memory
-    stored   tokens of a block that go out at a time
-    splits   of the columns: each makes a part of the sums
+    warpgroups  that multiply
+    blocks      of 64 rows of weights that a warpgroup has
+    tokens      of a tile
+    slots       steps of activations in shared memory
+    stored      tokens of a block that go out at a time
+    splits      of the columns: each makes a part of the sums
     """
 
+    warpgroups: int
     blocks: int
     tokens: int
     slots: int
@@ -103,9 +105,9 @@ def kq_prefill_sm90(
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
     plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
-    blocks, tokens, slots, stored, splits = plan
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
-    rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * WARPGROUPS * blocks * outputs))
+    rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
     pairs = min(multiprocessors // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
@@ -124,20 +126,20 @@ def kq_prefill_sm90(
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
         "weights_smem": {
-            name: plgpu.SMEM((WEIGHT_SLOTS, 8 * blocks, *_shape_by_lanes(shape)), jnp.uint32)
+            name: plgpu.SMEM((WEIGHT_SLOTS, 4 * warpgroups * blocks, *_shape_by_lanes(shape)), jnp.uint32)
             for name, shape in zip(names, shapes, strict=True)
         },
-        "decoded_smem": plgpu.SMEM((len(weights), WARPGROUPS * blocks, 4, scale_bytes // 4), jnp.float32),
-        "stage_smem": plgpu.SMEM((WARPGROUPS * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
+        "decoded_smem": plgpu.SMEM((len(weights), warpgroups * blocks, 4, scale_bytes // 4), jnp.float32),
+        "stage_smem": plgpu.SMEM((warpgroups * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
         "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens + -tokens % 32), jnp.float32),
         "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "a_free": plgpu.ClusterBarrier(
-            collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=slots
+            collective_axes=("member",), num_arrivals=warpgroups, num_barriers=slots
         ),
         "weights_full": plgpu.Barrier(num_arrivals=len(weights) * len(names), num_barriers=WEIGHT_SLOTS),
-        "weights_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=WEIGHT_SLOTS),
+        "weights_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=WEIGHT_SLOTS),
         "scale_full": plgpu.Barrier(num_arrivals=1, num_barriers=WEIGHT_SLOTS + 1),
-        "stage_full": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
+        "stage_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups * STAGES),
     }
     kernel = plgpu.kernel(
         body,
@@ -146,7 +148,7 @@ def kq_prefill_sm90(
         grid_names=("pair",),
         cluster=(PAIR,),
         cluster_names=("member",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="kq_prefill_sm90",  # as profilers show it
         scratch_types=scratch,
@@ -172,15 +174,17 @@ def planned(
     items               of 256 columns
     words, scale_bytes  of 16 rows x 256 columns: of each field, and of their scales as float32
     """
-    of_tokens = ((1, 256), (2, 128), (1, 128)) if m > 64 else ((1, m + -m % 16),)
+    few = m + -m % 16
+    of_tokens = ((2, 1, 256), (2, 2, 128), (2, 1, 128)) if m > 64 else ((3, 1, few), (2, 1, few))
     of_splits = [1] if matrices == 2 else [s for s in range(1, items + 1) if items % s == 0]
     best = []
-    for (blocks, tokens), splits in itertools.product(of_tokens, of_splits):
-        outputs = PAIR * WARPGROUPS * 64 * blocks // matrices
+    for (warpgroups, blocks, tokens), splits in itertools.product(of_tokens, of_splits):
+        outputs = PAIR * warpgroups * 64 * blocks // matrices
         count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
-        clocks = items / splits * blocks * (ITEM_CLOCKS + TOKEN_CLOCKS * tokens) + TILE_CLOCKS
+        item = blocks * (ITEM_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens)
+        clocks = items / splits * item + TILE_CLOCKS
         for stored, slots in ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
-            plan = Plan(blocks, tokens, slots, min(stored, tokens), splits)
+            plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits)
             if slots > STEPS and tokens > 64:
                 continue
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
@@ -195,12 +199,12 @@ def shared_bytes(plan: Plan, matrices: int, words: Sequence[int], scale_bytes: i
     """Shared memory that a block of threads takes."""
     buffers = [
         plan.slots * plan.tokens * STEP_BYTES,
-        *(4 * WEIGHT_SLOTS * 8 * plan.blocks * each for each in words),
-        matrices * WARPGROUPS * plan.blocks * 4 * scale_bytes,
-        WARPGROUPS * STAGES * plan.stored * 64 // matrices * 4,
+        *(4 * WEIGHT_SLOTS * 4 * plan.warpgroups * plan.blocks * each for each in words),
+        matrices * plan.warpgroups * plan.blocks * 4 * scale_bytes,
+        plan.warpgroups * STAGES * plan.stored * 64 // matrices * 4,
         (WEIGHT_SLOTS + 1) * (plan.tokens + -plan.tokens % 32) * 4,
     ]
-    barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + WARPGROUPS * STAGES
+    barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + plan.warpgroups * STAGES
     return shared_memory.bytes_taken(*buffers, barriers=barriers)
 
 
@@ -223,11 +227,12 @@ def _body(
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
-    blocks, tokens, slots, stored, splits = plan
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
+    for_products, for_copies = REGISTERS[warpgroups]
     items = weights[0]["words"].shape[2] // splits
     steps = STEPS * items
-    tiles = 8 * blocks // matrices  # of a matrix in a tile of the product
+    tiles = 4 * warpgroups * blocks // matrices  # of a matrix in a tile of the product
     outputs = 64 // matrices  # of a block
     pair, member = lax.axis_index("pair"), lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
@@ -242,15 +247,15 @@ def _body(
     def split_of(i):
         return lax.div(pair + i * pairs, rows * columns)
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(warpgroup < warpgroups)
     def _multiply():
-        plgpu.set_max_registers(232, action="increase")  # 2 x 232 + 40 <= 512: more would wait forever
+        plgpu.set_max_registers(for_products, action="increase")
         # What of a tile's results leaves together: (block, first token).
         parts = [(block, first) for block in range(blocks) for first in range(0, tokens, stored)]
 
         def place(i, part):
             block, first = parts[part]
-            output = ((column_of(i) * WARPGROUPS + warpgroup) * blocks + block) * outputs
+            output = ((column_of(i) * warpgroups + warpgroup) * blocks + block) * outputs
             return pl.ds(token_of(i) + first, stored), pl.ds(output, outputs)
 
         def bring_residual(i, part):
@@ -344,9 +349,9 @@ def _body(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == warpgroups)
     def _bring():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(for_copies, action="decrease")
         # Warps issue from four schedulers, whose time counts: each brings one step of four, where slots are
         # the steps. Otherwise one warp has to see all of a slot's turns.
         workers = STEPS if slots == STEPS else 1

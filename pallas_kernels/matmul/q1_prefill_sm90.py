@@ -19,10 +19,13 @@ What takes as long as the tensor cores is S to float32 and its scales, once for 
 
 Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
 
-Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three warpgroups two multiply, each
-64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of the up projection,
-in the same lanes, so that SwiGLU is a lane's own. The third brings what they need for a step. The
-residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
+Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three or four warpgroups all but one
+multiply, each 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of the
+up projection, in the same lanes, so that SwiGLU is a lane's own. The last brings what they need for a step.
+The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
+
+In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
+columns are split over blocks too, so that all multiprocessors have work: `planned`.
 """
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
@@ -43,9 +46,9 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import as_real, f32, fma, i32, index, integer, of, select
-from pallas_kernels.gpu.wgmma import WARPGROUPS, fragment, lane, silu, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, silu, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.activations_int8 import activations_int8
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
@@ -54,25 +57,26 @@ from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 GROUP = 128
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
-SLOTS = {16: 8, 32: 6, 48: 4, 64: 4, 128: 2}  # by the tokens of a tile: what shared memory has room for
 # What a plan takes, on an H200: a step, a token of it, a tile besides, the sum over splits.
-STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 800, 16, 3000, 3000
+STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 800, 9, 5000, 3000
 
 
 class Plan(NamedTuple):
     """What a block of threads does at a time.
 
-    tokens  of a tile
-    splits  of the columns: each makes a part of the sums
-    slots   steps in shared memory
+    warpgroups  that multiply, each 64 rows of weights
+    tokens      of a tile
+    splits      of the columns: each makes a part of the sums
+    slots       steps in shared memory
     """
 
+    warpgroups: int
     tokens: int
     splits: int
     slots: int
 
 
-@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "plan"))
+@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "shared", "plan"))
 def q1_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
@@ -82,6 +86,7 @@ def q1_prefill_sm90(
     residual: jax.Array | None = None,
     *,
     multiprocessors: int,
+    shared: int,
     plan: Plan | None = None,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
@@ -93,15 +98,16 @@ def q1_prefill_sm90(
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [at most M, n]
-    multiprocessors  of the GPU, each with a block of threads
+    multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
     plan      instead of the one chosen for these sizes
     Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    tokens, splits, slots = plan or planned(m, n, steps, matrices, multiprocessors)
+    plan = plan or planned(m, n, steps, matrices, multiprocessors, shared)
+    warpgroups, tokens, splits, slots = plan
     wide = 64 // matrices  # outputs of a warpgroup
-    grid = (-(-m // tokens), -(-n // (WARPGROUPS * wide)), splits)
+    grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
     blocks = min(multiprocessors, math.prod(grid))
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
@@ -110,28 +116,28 @@ def q1_prefill_sm90(
     added = residual is not None and splits == 1
     if added:
         operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, whole - n))))
-    tiles = 8 // matrices  # of 16 rows, of a matrix
+    tiles = 4 * warpgroups // matrices  # of 16 rows, of a matrix
     scratch = {
         "q_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
-        "out_smem": plgpu.SMEM((WARPGROUPS, tokens, wide), jnp.float32, transforms=swizzled(4)),
+        "out_smem": plgpu.SMEM((warpgroups, tokens, wide), jnp.float32, transforms=swizzled(4)),
         "scale_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens), jnp.float32),
         "words_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 128), jnp.uint32),
         "d_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 16), jnp.uint32),
         "full_smem": plgpu.SMEM((slots, 2), jnp.int32),  # mbarriers, of activations
         "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=slots),
-        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots),
-        "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
+        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=slots),
+        "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
     }  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, tokens=tokens, grid=grid,
+            plan=plan, matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, grid=grid,
             blocks=blocks, added=added,
         ),
         out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(blocks,),
         grid_names=("sm",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="q1_prefill_sm90",  # as profilers show it
         scratch_types=scratch,
@@ -140,36 +146,43 @@ def q1_prefill_sm90(
     return in_order(kernel(*operands)[:, :, :n], None if added else residual)
 
 
-def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int) -> Plan:
+def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int, shared: int) -> Plan:
     """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
     would have to be added before it.
 
     m  rows, padded as activations_int8 does
     """
-
-    def clocks(plan: Plan) -> float:
-        tokens, splits, _ = plan
-        tiles = -(-m // tokens) * -(-n // (WARPGROUPS * 64 // matrices))
-        rounds = -(-tiles * splits // multiprocessors)
-        of_tile = steps / splits * (STEP_CLOCKS + TOKEN_CLOCKS * tokens) + TILE_CLOCKS
-        return rounds * of_tile + (SUM_CLOCKS if splits > 1 else 0)
-
-    of_tokens = (128, 64) if m >= 128 else (min(m, 64),)
+    of_tokens = ((2, 128), (2, 64)) if m >= 128 else ((3, min(m, 64)), (2, min(m, 64)))
     of_splits = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
-    plans = [Plan(tokens, splits, SLOTS[tokens]) for tokens in of_tokens for splits in of_splits]
-    return min(plans, key=clocks)
+    best = []
+    for (warpgroups, tokens), splits in itertools.product(of_tokens, of_splits):
+        tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
+        step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
+        clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
+        clocks += SUM_CLOCKS if splits > 1 else 0
+        slots = next(s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s) <= shared)
+        best.append((clocks, Plan(warpgroups, tokens, splits, slots)))
+    return min(best)[1]
+
+
+def shared_bytes(warpgroups: int, tokens: int, slots: int) -> int:
+    """Shared memory that a block of threads takes, at most."""
+    of_step = STEP * (tokens * (GROUP + 4) + warpgroups * 4 * 4 * (128 + 16) // 2)
+    buffers = [warpgroups * tokens * 64 * 4, slots * of_step]
+    return shared_memory.bytes_taken(*buffers, barriers=2 * slots + warpgroups) + 4 * shared_memory.ALIGNMENT
 
 
 def _body(
     q_gmem, scale_gmem, layer_gmem, *refs,
     q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_here, free, residual_here,
-    matrices, planes, steps, pairs, tokens, added, grid, blocks,
+    plan, matrices, planes, steps, pairs, added, grid, blocks,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
     out_gmem = refs[-1]
     rows, columns, splits = grid
-    slots = q_smem.shape[0]
+    warpgroups, tokens, _, slots = plan
+    for_products, for_copies = REGISTERS[warpgroups]
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
     count = lax.div(rows * columns * splits - sm + blocks - 1, blocks)  # tiles of the product for this block
     wide = out_smem.shape[-1]
@@ -185,15 +198,14 @@ def _body(
     def split_of(i):
         return lax.div(sm + i * blocks, rows * columns)
 
-    @pl.when(warpgroup < WARPGROUPS)
+    @pl.when(warpgroup < warpgroups)
     def _multiply():
-        # 2 x 232 + 40 are the launch's 3 x 168: more would wait forever.
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(for_products, action="increase")
 
         def one_tile(i, carry):
             place = (
                 pl.ds(token_of(i), tokens),
-                pl.ds((column_of(i) * WARPGROUPS + warpgroup) * wide, wide),
+                pl.ds((column_of(i) * warpgroups + warpgroup) * wide, wide),
             )
 
             def one_step(step, sums):
@@ -228,15 +240,16 @@ def _body(
         lax.fori_loop(0, count, one_tile, 0)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == warpgroups)
     def _bring():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(for_copies, action="decrease")
         layer = layer_gmem[0]
 
         @pl.loop(0, count)
         def _tile(i):
             token = token_of(i)
-            of_tile = pl.ds(column_of(i) * (8 // matrices), 8 // matrices)
+            tiles = words_smem.shape[2]
+            of_tile = pl.ds(column_of(i) * tiles, tiles)
             first = split_of(i) * steps
 
             @pl.loop(0, steps)
@@ -443,8 +456,9 @@ def gemm(a, scale, weights, part_layer, residual) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
     pairs, layer = stacks.whole(pairs, part_layer)
-    n, multiprocessors = weights[0].shape[0], device.multiprocessors()
-    return q1_prefill_sm90(a, scale, pairs, layer, n, residual, multiprocessors=multiprocessors)
+    n, gpu = weights[0].shape[0], device.default()
+    sizes = {"multiprocessors": gpu.multiprocessors, "shared": gpu.shared_bytes}
+    return q1_prefill_sm90(a, scale, pairs, layer, n, residual, **sizes)
 
 
 run = in_two_phases(prologue, gemm)

@@ -302,8 +302,8 @@ def _many_rows(n, k, matrices, rows, bits=8):
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
 
     def f(q, scale, weights, layer, residual):
-        blocks = device.multiprocessors()
-        return q1_prefill_sm90(q, scale, weights, layer, n, residual, multiprocessors=blocks)
+        gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
+        return q1_prefill_sm90(q, scale, weights, layer, n, residual, **gpu)
 
     return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
