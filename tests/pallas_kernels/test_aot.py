@@ -283,14 +283,14 @@ def _pages(layout, *shape):
     return jax.eval_shape(lambda: cache_layouts.empty(layout, shape))
 
 
-def _attention(heads, kv_heads, head_dim, normed, layout="bfloat16"):
+def _attention(heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1):
     f32, i32, pages = jnp.float32, jnp.int32, 40
     cache = _pages(layout, 4, pages, 64, kv_heads, head_dim)
-    angle = jax.ShapeDtypeStruct((1, head_dim // 2), f32)
+    angle = jax.ShapeDtypeStruct((rows, head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
     return functools.partial(decode_attention, eps=1e-6, interleaved=not normed), (
-        jax.ShapeDtypeStruct((1, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
-        jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1,), i32), jax.ShapeDtypeStruct((), i32),
+        jax.ShapeDtypeStruct((rows, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
+        jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32), jax.ShapeDtypeStruct((), i32),
         angle, angle, (gamma, gamma) if normed else None, None,
     )  # fmt: skip
 
@@ -477,6 +477,8 @@ HOT_ON_HOPPER = {
     "codes behind a norm, no fours of groups": lambda: _rows(activations_int8, 2048, 896),
     "codes": lambda: _rows(activations_int8, 2048, 12288, normed=False),
     "codes, 16 bits, 28672 wide": lambda: _rows(activations_int8, 512, 28672, normed=False, bits=16),
+    "attention, 48 rows": lambda: _attention(32, 8, 128, True, "float16", rows=48),
+    "attention, 256 rows": lambda: _attention(32, 8, 128, True, "float16", rows=256),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
