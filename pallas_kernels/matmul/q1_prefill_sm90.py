@@ -57,6 +57,7 @@ from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 GROUP = 128
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
+MOST_AHEAD = 32  # tokens of a tile of which two products have room in registers
 # What a plan takes, on an H200: a step, a token of it, a tile besides, the sum over splits.
 STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 800, 9, 5000, 3000
 
@@ -346,15 +347,10 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
 
         four_t = index(t * 4)
         y = [lanes.element(v, e) for v in sums.registers.flat for e in (0, 1)]
-        memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
-        for i, q in enumerate(q_smem):
+
+        def scale(i, d, product):
             group, plane = divmod(i, planes)
-            if i % (2 * planes) == 0:
-                weights = load(group // 2)
-            if plane == 0:
-                words, d = weights[group % 2]
-                bytes_, less = _weights(words), [x * -MAGIC for x in d]
-            product = _arrived(_multiply(bytes_, q, tokens, unsigned=plane > 0))
+            less = [x * -MAGIC for x in d]
             s = [
                 memory.load_reals(4, scale_smem, [group, plane, four_t + first])
                 for first in range(0, tokens, 16)
@@ -364,6 +360,22 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
                 at = 4 * j + 2 * r + e
                 whole = as_real(product[at] + MAGIC_WORD)
                 y[at] = fma(fma(whole, d[r], less[r]), s[j // 2][2 * (j % 2) + e], y[at])
+
+        memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
+        ahead = []  # products on their way: where registers have room, one is scaled while the next is made
+        for i, q in enumerate(q_smem):
+            group, plane = divmod(i, planes)
+            if i % (2 * planes) == 0:
+                weights = load(group // 2)
+            if plane == 0:
+                words, d = weights[group % 2]
+                bytes_ = _weights(words)
+            ahead.append((i, d, _multiply(bytes_, q, tokens, unsigned=plane > 0)))
+            if len(ahead) > (tokens <= MOST_AHEAD):
+                i, d_then, product = ahead.pop(0)
+                scale(i, d_then, _arrived(product, len(ahead)))
+        for i, d_then, product in ahead:
+            scale(i, d_then, _arrived(product, 0))
         pair = ir.VectorType.get((2,), f32())
         pairs = [vector.from_elements(pair, y[i : i + 2]) for i in range(0, len(y), 2)]
         return fragment(pairs, (64, tokens), fragments.WGMMA_LAYOUT)
@@ -411,9 +423,10 @@ def _multiply(weights, q_smem, tokens: int, unsigned: bool) -> list:
     return lanes.ptx([i32()] * count, [*weights, base], text, constraints, effects=True)
 
 
-def _arrived(product: list) -> list:
-    """The registers of a product, when it is done: what uses them is not computed before."""
-    lanes.ptx(None, [], "wgmma.wait_group.sync.aligned 0;", "~{memory}", effects=True)
+def _arrived(product: list, later: int) -> list:
+    """The registers of a product, when it is done and at most so many later ones are not: what uses them is
+    not computed before."""
+    lanes.ptx(None, [], f"wgmma.wait_group.sync.aligned {later};", "~{memory}", effects=True)
     count = len(product)
     constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
     return lanes.ptx([i32()] * count, product, "", constraints, effects=True)

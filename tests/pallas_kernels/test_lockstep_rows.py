@@ -79,7 +79,7 @@ def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, 
     with lockstep():
         made = activations_int8.activations_int8(x, *((gamma, index, 1e-6) if normed else ()), bits=bits)
     assert (
-        made[0].shape == (bits // 8, -(-columns // 512) * 4, 64, 128) and made[1].shape == made[0].shape[:3]
+        made[0].shape == (bits // 8, -(-columns // 512) * 4, 32, 128) and made[1].shape == made[0].shape[:3]
     )
     q, scale = in_order(*made, 20, columns)
     groups = (x * gamma[layer or 0] if normed else x).reshape(20, -1, 128)
