@@ -54,7 +54,7 @@ def activations_int8(
     """
     rows, columns = x.shape
     places, digits = columns + -columns % (4 * GROUP), bits // 8
-    warps = prologue.warps_of_block(places)
+    warps = prologue.warps_of_block(rows, places)
     shape = digits, places // GROUP, rows + -rows % (ROWS if rows > ROWS else 16)
     return prologue.launch_rows(
         functools.partial(_quantize_row, columns=columns, places=places, warps=warps, eps=eps, bits=bits),

@@ -11,13 +11,17 @@ exchanged:
     position        8 h + 2 t + e of a group of 16  <-  column 4 t       + h + 2 e
 
 Weights are the first operand because they come from registers, so a tile of the product is outputs x tokens.
-Blocks of threads are persistent. Of three or four warpgroups one brings activations (float16, 64 columns at a time)
-and weights as they are packed (256 columns) by TMA; the others multiply, each `blocks` x 64 rows of weights with
-`tokens` tokens. While the tensor cores have one block of weights, the next is decoded. Two blocks of threads,
-a pair, have the same tokens and neighbouring outputs: each brings half of the activations for both, because
-the L2 cache does not give all of them twice in the time. For SwiGLU 32 of 64 rows are the gate's, and 32 the
-same of the up projection: rows g and g + 8 of a lane, so that it has both of an output. What a tile gives
-leaves by TMA too, transposed on its way through shared memory, where the residual has been put before.
+Blocks of threads are persistent. Of three or four warpgroups one brings activations (float16, 64 columns at a
+time) and weights as they are packed (256 columns) by TMA; the others multiply, each `blocks` x 64 rows of
+weights with `tokens` tokens. While the tensor cores have one block of weights, the next is decoded. Two
+blocks of threads, a pair, have the same tokens and neighbouring outputs: each brings half of the activations
+for both, because the L2 cache does not give all of them twice in the time. For SwiGLU 32 of 64 rows are the
+gate's, and 32 the same of the up projection: rows g and g + 8 of a lane, so that it has both of an output.
+What a tile gives leaves by TMA too, transposed on its way through shared memory, where the residual has been
+put before.
+
+In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
+columns are split over blocks too, so that all multiprocessors have work: `planned`.
 """
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
 

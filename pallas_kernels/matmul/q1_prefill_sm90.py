@@ -19,10 +19,10 @@ What takes as long as the tensor cores is S to float32 and its scales, once for 
 
 Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
 
-Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three or four warpgroups all but one
-multiply, each 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of the
-up projection, in the same lanes, so that SwiGLU is a lane's own. The last brings what they need for a step.
-The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
+Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three or four warpgroups all but
+one multiply, each 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of
+the up projection, in the same lanes, so that SwiGLU is a lane's own. The last brings what they need for a
+step. The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
 
 In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
 columns are split over blocks too, so that all multiprocessors have work: `planned`.

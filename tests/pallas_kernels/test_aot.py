@@ -290,8 +290,8 @@ def _attention(heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1):
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
     return functools.partial(decode_attention, eps=1e-6, interleaved=not normed), (
         jax.ShapeDtypeStruct((rows, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
-        jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32), jax.ShapeDtypeStruct((), i32),
-        angle, angle, (gamma, gamma) if normed else None, None,
+        jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
+        jax.ShapeDtypeStruct((), i32), angle, angle, (gamma, gamma) if normed else None, None,
     )  # fmt: skip
 
 
