@@ -18,9 +18,10 @@ from pallas_kernels.cpu.values import (
     constant,
     intrinsic,
     loop,
+    type_of,
     vector,
 )
-from pallas_kernels.cpu.vectors import PIECE, Vectors
+from pallas_kernels.cpu.vectors import PIECE, Load, Vectors
 
 LANES = PIECE // 4  # sums of four products, and float32 of the widest vectors
 
@@ -171,6 +172,35 @@ class Writer:
             record.at(offset["sum"]).store(together(sums).float() * scale)
         return q, sums
 
+    def places(self, frame: Value, matrix: int, row: Value, n: Value) -> dict[str, Value]:
+        """Where a row of weights begins in each field."""
+        kernel, k = self.kernel, ffi.size(frame, 0, 1)
+        layer = ffi.argument(frame, 1).load(I32).signed(I64)
+        blocks = (layer * n + row) * (k / formats.get(kernel.format).WEIGHTS)
+        first = self.weights + matrix * len(kernel.fields)
+        return {
+            name: ffi.argument(frame, first + i).at(blocks * dtype.itemsize)
+            for i, (name, dtype) in enumerate(kernel.fields.items())
+        }
+
+    def loads(self, places: dict[str, Value], c: Value, left: Value | None) -> Load:
+        """What reads fields of chunk c of a row, and asks for what comes behind; with `left` it has only so
+        many columns."""
+        kernel = self.kernel
+        blocks = None if left is None else left / formats.get(kernel.format).WEIGHTS
+
+        def load(name: str) -> Value:
+            dtype = kernel.fields[name]
+            count = dtype.itemsize // dtype.base.itemsize
+            size = kernel.blocks * dtype.itemsize
+            place = places[name].at(c * size)
+            for line in range(0, size, PIECE):
+                place.at(AHEAD * size + line).prefetch()
+            kind = vector(type_of(dtype.base), kernel.blocks * count)
+            return place.load(kind, None if blocks is None else blocks * count)
+
+        return load
+
     def floats(self, piece: Value) -> list[Value]:
         """float32 of every fourth byte of a piece less `zero`, from byte 0, 1, 2 and 3 on."""
         if piece.is_float:
@@ -187,6 +217,7 @@ class Writer:
 
 SMALL = 2**18  # products of a weight and an activation that one thread does sooner than two
 PARTS = 4  # for each thread
+AHEAD = 64  # chunks by which a row's bytes are asked for before they are read
 
 
 def together(values: list[Value]) -> Value:

@@ -19,7 +19,6 @@ import dataclasses
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels import formats
 from pallas_kernels.cpu import activations, ffi
 from pallas_kernels.cpu.activations import LANES, dot, together
 from pallas_kernels.cpu.values import (
@@ -32,11 +31,10 @@ from pallas_kernels.cpu.values import (
     constant,
     exp,
     loop,
-    type_of,
     vector,
     when,
 )
-from pallas_kernels.cpu.vectors import PIECE
+from pallas_kernels.cpu.vectors import PIECE, Load
 
 TILE = 4  # rows of activations
 BESIDE = 2  # vectors of 16 rows of weights in a panel
@@ -76,16 +74,27 @@ class Kernel(activations.Kernel):
         return self.vectors.groups if self.integers else self.vectors.width // 32
 
     @property
+    def scales(self) -> int:
+        """Numbers beside the codes of a chunk: scales, and minimums where there are."""
+        v = self.vectors
+        return v.groups * (2 if v.minimums else 1) if self.integers else 0
+
+    @property
+    def sides(self) -> int:
+        """Vectors of them."""
+        return -(-self.scales // LANES)
+
+    @property
+    def unpacked(self) -> int:
+        """Vectors of 16 dwords that a chunk of a row of weights becomes."""
+        return self.vectors.pieces * (1 if self.integers else 4) + self.sides
+
+    @property
     def chunk(self) -> dict[str, int]:
         """What a panel has of a chunk, and its offset in bytes; "end" behind it all."""
-        v, unit = self.vectors, BESIDE * PIECE
-        scales = v.groups * unit if self.integers else 0
+        unit = BESIDE * PIECE
         end = len(self.order) * unit
-        return {
-            "scale": end,
-            "minimum": end + scales,
-            "end": end + scales + (scales if v.minimums else 0),
-        }
+        return {"scale": end, "minimum": end + self.groups * unit, "end": end + self.scales * unit}
 
     def target(self) -> str:
         """The name by which XLA knows it: made, compiled and registered on first use."""
@@ -130,74 +139,65 @@ class _Writer(activations.Writer):
         height = LANES * BESIDE // self.kernel.matrices
         first, last = _share(n, i, parts, height)
         with when(first.compared("<", last)):
-            panel, memory = ffi.allocated(self._chunks_of(frame) * self.kernel.chunk["end"])
+            chunks, size = self._chunks_of(frame), self.kernel.chunk["end"]
+            panel, memory = ffi.allocated(chunks * (size + self.kernel.unpacked * LANES * PIECE))
+            unpacked = panel.at(chunks * size)
             with loop(first, last, height) as row:
-                self._fill(frame, panel, row, n)
+                self._fill(frame, panel, unpacked, row, n)
                 with loop(constant(frame.b, I64, 0), (rows + (TILE - 1)) / TILE) as tile:
                     self._tile(frame, panel, tile, row, n)
             ffi.freed(memory)
 
-    def _fill(self, frame: Value, panel: Value, first: Value, n: Value) -> None:
-        """Unpack rows of weights from `first` on into the panel; behind the last row, the last again."""
-        kernel, v, b = self.kernel, self.v, frame.b
-        zero, lanes = constant(b, I64, 0), constant(b, I64, LANES)
-        unit = 1 if kernel.integers else 4  # vectors of units in a piece
-        weights = formats.get(kernel.format).WEIGHTS
-        with b.goto_entry_block():
-            rows = Value(b, b.alloca(vector(I32, LANES), LANES * v.pieces * unit))
-        with (
-            loop(zero, self._chunks_of(frame)) as c,
-            loop(zero, constant(b, I64, BESIDE)) as beside,
-        ):
-            mine = panel.at(c * kernel.chunk["end"] + beside * PIECE)
-            with loop(zero, lanes) as r:
-                place = (frame, first, n, c, beside, r, rows, mine)
-                left = ffi.size(frame, 0, 1) / weights - c * kernel.blocks
-                if not kernel.ragged:
-                    self._unpack(*place, None)
-                else:
-                    with b.if_else(left.compared("<", kernel.blocks).ir) as (last, whole):
-                        with last:
-                            self._unpack(*place, left.narrow(I32))
-                        with whole:
-                            self._unpack(*place, None)
-            places = np.argsort(kernel.order)
-            for s in range(v.pieces * unit):
-                vectors = [
-                    rows.at((r * v.pieces * unit + s) * PIECE).load(vector(I32, LANES)) for r in range(LANES)
-                ]
-                for j, column in enumerate(_transposed(vectors)):
-                    mine.at(int(places[s * LANES + j]) * BESIDE * PIECE).store(column)
+    def _fill(self, frame: Value, panel: Value, rows: Value, first: Value, n: Value) -> None:
+        """Unpack rows of weights from `first` on, one after the other as memory likes it, and arrange them in
+        the panel; behind the last row, the last again."""
+        kernel, b = self.kernel, frame.b
+        zero = constant(b, I64, 0)
+        with loop(zero, constant(b, I64, BESIDE)) as beside:
+            with loop(zero, constant(b, I64, LANES)) as r:
+                row = first + r if kernel.matrices == 2 else first + beside * LANES + r
+                row = row.compared("<", n).select(row, n - 1)
+                places = self.places(frame, 0, row, n)
+                if kernel.matrices == 2:
+                    other = self.places(frame, 1, row, n)
+                    gate = beside.compared("==", 0)
+                    places = {name: gate.select(place, other[name]) for name, place in places.items()}
+                self.chunks(
+                    ffi.size(frame, 0, 1),
+                    lambda c, left: self._unpack(
+                        self.loads(places, c, left), rows.at((c * LANES + r) * (kernel.unpacked * PIECE))
+                    ),
+                )
+            with loop(zero, self._chunks_of(frame)) as c:
+                self._arrange(
+                    rows.at(c * (kernel.unpacked * LANES * PIECE)),
+                    panel.at(c * kernel.chunk["end"] + beside * PIECE),
+                )
 
-    def _unpack(self, frame, first, n, c, beside, r, rows, mine, left: Value | None) -> None:
-        """A chunk of a row of weights, with `left` only so many blocks: what will be dwords of columns to
-        `rows`, scales to the panel."""
+    def _arrange(self, rows: Value, panel: Value) -> None:
+        """A chunk of 16 rows of weights: lanes that were columns become rows."""
+        kernel = self.kernel
+        places, codes = np.argsort(kernel.order), kernel.unpacked - kernel.sides
+        for s in range(kernel.unpacked):
+            at = [rows.at((r * kernel.unpacked + s) * PIECE) for r in range(LANES)]
+            for j, column in enumerate(_transposed([place.load(vector(I32, LANES)) for place in at])):
+                i = (s - codes) * LANES + j  # of the scales, and the minimums behind them
+                if s < codes:
+                    panel.at(int(places[s * LANES + j]) * BESIDE * PIECE).store(column)
+                elif i < kernel.scales:
+                    panel.at(kernel.chunk["scale"] + i * BESIDE * PIECE).store(column)
+
+    def _unpack(self, load: Load, row: Value) -> None:
+        """A chunk of a row of weights: what will be dwords of columns, and its scales."""
         kernel, v = self.kernel, self.v
-        k, weights = ffi.size(frame, 0, 1), formats.get(kernel.format).WEIGHTS
-        layer = ffi.argument(frame, 1).load(I32).signed(I64)
-        row = first + r if kernel.matrices == 2 else first + beside * LANES + r
-        row = row.compared("<", n).select(row, n - 1)
-
-        def load(name: str):
-            dtype = kernel.fields[name]
-            count = dtype.itemsize // dtype.base.itemsize
-            at = self.weights + list(kernel.fields).index(name)
-            base = ffi.argument(frame, at)
-            if kernel.matrices == 2:
-                base = beside.compared("==", 0).select(base, ffi.argument(frame, at + len(kernel.fields)))
-            place = base.at(((layer * n + row) * (k / weights) + c * kernel.blocks) * dtype.itemsize)
-            kind = vector(type_of(dtype.base), kernel.blocks * count)
-            return place.load(kind, None if left is None else left * count)
-
         codes, scales = v.codes(load), v.scales(load) if v.scales else None
         minimums = v.minimums(load) if v.minimums else None
         if kernel.integers:
             assert scales is not None
-            for p, piece in enumerate(codes):
-                rows.at((r * v.pieces + p) * PIECE).store(piece.as_type(vector(I32, LANES)))
-            for name, values in (("scale", scales), ("minimum", minimums)):
-                for g in range(v.groups if values is not None else 0):
-                    mine.at(r * 4 + (kernel.chunk[name] + g * BESIDE * PIECE)).store(values[g])
+            scales = scales if minimums is None else scales.then(minimums)
+            sides = [scales.take((np.arange(LANES) + LANES * i) % scales.count) for i in range(kernel.sides)]
+            for i, values in enumerate(codes + sides):
+                row.at(i * PIECE).store(values.as_type(vector(I32, LANES)))
             return
         for p, piece in enumerate(codes):
             groups = v.group_of_lanes(p)
@@ -206,7 +206,7 @@ class _Writer(activations.Writer):
                     w = w * scales.take(groups)
                 if minimums is not None:
                     w = w - minimums.take(groups)
-                rows.at((r * v.pieces * 4 + 4 * p + i) * PIECE).store(w.as_type(vector(I32, LANES)))
+                row.at((4 * p + i) * PIECE).store(w.as_type(vector(I32, LANES)))
 
     def _tile(self, frame: Value, panel: Value, tile: Value, row: Value, n: Value) -> None:
         """y of a tile of activations and a panel."""

@@ -6,13 +6,10 @@ import dataclasses
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels import formats
 from pallas_kernels.cpu import activations, ffi
 from pallas_kernels.cpu.activations import LANES, dot
-from pallas_kernels.cpu.values import F32, I8, I32, I64, Value, Variable, constant, exp, loop, type_of, vector
+from pallas_kernels.cpu.values import F32, I8, I32, I64, Value, Variable, constant, exp, loop, vector
 from pallas_kernels.cpu.vectors import PIECE
-
-AHEAD = 64  # chunks by which a row's bytes are asked for before they are read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,31 +110,14 @@ class _Writer(activations.Writer):
     def _row(self, frame: Value, matrix: int, row: Value, n: Value) -> list[Value]:
         """Of a row of weights and each row of activations: sums in lanes, which are to be added up."""
         kernel, v, b = self.kernel, self.v, frame.b
-        k = ffi.size(frame, 0, 1)
-        weights = formats.get(kernel.format).WEIGHTS
-        blocks = kernel.blocks
-        layer = ffi.argument(frame, 1).load(I32).signed(I64)
         workspace = ffi.result(frame, 1)
-        places = {}
-        for i, name in enumerate(kernel.fields):
-            base = ffi.argument(frame, self.weights + matrix * len(kernel.fields) + i)
-            places[name] = base.at((layer * n + row) * (k / weights * kernel.fields[name].itemsize))
+        places = self.places(frame, matrix, row, n)
         sums = [Variable(constant(b, vector(F32, LANES), 0.0)) for _ in range(kernel.rows)]
         minimums = [Variable(constant(b, vector(F32, v.groups), 0.0)) for _ in sums] if v.minimums else []
 
         def chunk(c: Value, left: Value | None):
             record = workspace.at(c * (kernel.rows * kernel.record["end"]))
-            left_blocks = None if left is None else left / weights
-
-            def load(name: str):
-                dtype = kernel.fields[name]
-                count = dtype.itemsize // dtype.base.itemsize
-                place = places[name].at(c * (blocks * dtype.itemsize))
-                for line in range(0, blocks * dtype.itemsize, PIECE):
-                    place.at(AHEAD * blocks * dtype.itemsize + line).prefetch()
-                valid = None if left_blocks is None else left_blocks * count
-                return place.load(vector(type_of(dtype.base), blocks * count), valid)
-
+            load = self.loads(places, c, left)
             codes, scales = v.codes(load), v.scales(load) if v.scales else None
             below = v.minimums(load) if v.minimums else None
             for m in range(kernel.rows):
@@ -147,7 +127,7 @@ class _Writer(activations.Writer):
                     x_sums = of_row.at(kernel.record["sum"]).load(below.type)
                     minimums[m].value = (-below).fma(x_sums, minimums[m].value)
 
-        self.chunks(k, chunk)
+        self.chunks(ffi.size(frame, 0, 1), chunk)
         if not minimums:
             return [of_row.value for of_row in sums]
         zeros = constant(b, vector(F32, v.groups), 0.0)
