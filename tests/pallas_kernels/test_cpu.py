@@ -182,7 +182,7 @@ def test_without_the_package_the_reference_runs(monkeypatch):
     assert verdict.reason == "needs the package llvmlite: install the extra `cpu`"
 
 
-@pytest.mark.parametrize("format", ["iq4_xs", "f32"])
+@pytest.mark.parametrize("format", ["iq2_xs", "f32"])
 def test_what_has_no_kernel_stays_with_the_reference(format):
     assert selection.products(Matmul("cpu", format, 64, 256)).kernels == ((None, "reference"),)
 
