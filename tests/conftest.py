@@ -2,6 +2,7 @@
 tests."""
 
 import os
+import sys
 import tempfile
 
 import pytest
@@ -15,7 +16,12 @@ def pytest_configure(config):
     they compiled, and XLA leaves out its optimizations, except for tests that ask for them (`optimized`).
     XLA's older emitters of fusions compile in half the newer ones' time; which ones is a process's setting,
     and XLA_FLAGS in the environment is left as it is (test_as_users_have_it.py)."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.option.markexpr in (*ON_GPUS, "aot"):
+    if sys.dont_write_bytecode:  # as in many containers, where every process would compile jax's sources anew
+        folder = config.rootpath / ".pytest_cache" / "bytecode"
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
+        sys.dont_write_bytecode = False
+    if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.option.markexpr.startswith((*ON_GPUS, "aot")):
         return  # a worker's or a nested pytest's is there already
     folder = tempfile.TemporaryDirectory(prefix="compiled-")
     config.add_cleanup(folder.cleanup)

@@ -13,7 +13,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -37,7 +36,8 @@ def smollm2() -> Path:
 
 @functools.cache
 def smollm2_model(activation_bits=16) -> bj.Model:
-    return bj.load(str(smollm2()), bj.RunConfig(rows=16, activation_bits=activation_bits))
+    """10 rows: 19 prompts are one program, twice."""
+    return bj.load(str(smollm2()), bj.RunConfig(rows=10, activation_bits=activation_bits))
 
 
 def prompts() -> list[dict]:
@@ -109,6 +109,7 @@ def test_smollm2_distributions_are_llama_cpp_s():
     assert found.kl < 3e-4 and found.same_top > 0.995
 
 
+@pytest.mark.slow
 def test_smollm2_is_as_near_to_llama_cpp_on_the_file_as_its_int8_activations_let_it():
     """llama.cpp quantizes activations to 8 bits on this file; measured against an exact forward: KL 3e-3, 96
     %."""
@@ -162,9 +163,9 @@ def as_file(source: str, path: Path) -> Path:
     return path
 
 
-EVERY_DAY = {  # each architecture exactly, and in a format; each format once
+EVERY_DAY = {  # each architecture exactly, and one format of each family
     "tiny-qwen3": ("f32", "q1_0"),
-    "tiny-llama": ("f32", "q4_k_m"),
+    "tiny-llama": ("f32",),
     "tiny-qwen2": ("f32", "q8_0"),
 }
 
@@ -186,14 +187,6 @@ def test_tiny_models_of_every_architecture_run_in_llama_cpp_and_here(name, forma
     print(f"{name} {format}: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < (1e-6 if format == "f32" else 2e-3)
     assert found.same_top > (0.999 if format == "f32" else 0.95)
-
-
-def test_a_synthetic_model_is_the_same_from_its_file_as_from_its_seed(tmp_path):
-    path = as_file("synth:tiny-qwen3:q4_k_m", tmp_path / "tiny.gguf")
-    drawn, read = bj.load("synth:tiny-qwen3:q4_k_m"), bj.load(str(path))
-    assert drawn.config == read.config
-    for one, other in zip(jax.tree.leaves(drawn.params), jax.tree.leaves(read.params), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_a_changed_tensor_changes_the_text(tmp_path):
