@@ -13,6 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -157,8 +158,10 @@ def test_the_kept_oracle_is_what_llama_cpp_says_today():
 
 def as_file(source: str, path: Path) -> Path:
     """A synthetic model as the GGUF file that it would be."""
-    checkpoint = open_checkpoint(source)
+    checkpoint, before = open_checkpoint(source), jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)  # the weights are the same bits, sooner
     tensors = [Tensor(t.name, t.format, t.shape, np.asarray(blocks(t))) for t in checkpoint.tensors.values()]
+    jax.config.update("jax_disable_most_optimizations", before)
     write_gguf(path, checkpoint.metadata, tensors)
     return path
 
