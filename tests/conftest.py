@@ -1,5 +1,5 @@
 """Machines with a GPU may lack the oracles' packages: `pytest -m gpu` must not even import the other
-tests."""
+tests. Nor need others import those."""
 
 import os
 import sys
@@ -10,7 +10,10 @@ import pytest
 ON_GPUS = ("gpu", "multigpu")
 XLA_FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 XLA_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
-LONGEST = ("test_parallel.py", "test_notebooks.py", "test_oracle.py", "test_recipes.py")
+LONGEST = (
+    *("test_oracle.py", "test_parallel.py", "test_docs.py", "test_recipes.py", "test_decoding.py"),
+    *("test_benchmarks.py", "test_cli.py", "test_text.py", "test_cli_figures.py", "test_speculation.py"),
+)
 
 
 def pytest_configure(config):
@@ -38,12 +41,16 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first: each is one worker's, and the other must not wait for it at the end."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_ignore_collect(collection_path, config):
-    if config.option.markexpr in ON_GPUS and collection_path.name.startswith("test_"):
-        return collection_path.parent.name != "gpu"
+    if collection_path.name.startswith("test_"):
+        if config.option.markexpr in ON_GPUS:
+            return collection_path.parent.name != "gpu"
+        if "not gpu" in config.option.markexpr:
+            return collection_path.parent.name == "gpu"
     return None
 
 

@@ -228,7 +228,11 @@ def ops(w, gamma):
 OPS = list(ops(None, None))
 
 
-@pytest.mark.parametrize("op", OPS)
+# The feed-forward has the norm, the residual and the product of two matrices too.
+SLOW = [pytest.param(op, marks=pytest.mark.slow) for op in ("matmul and residual", "gated")]
+
+
+@pytest.mark.parametrize("op", ["matmul", "ffn", "ffn without a gate", *SLOW])
 def test_vmap_is_one_call_a_row(op):
     f = ops(weight("q5_k", 1, K), 1 + numbers(2, LAYERS, K))[op]
     x = numbers(3, 4, 2, K)
