@@ -104,8 +104,9 @@ def test_smollm2_writes_what_llama_cpp_writes():
     assert same >= 19
 
 
-def test_smollm2_distributions_are_llama_cpp_s():
-    found = agreement(smollm2_model(), kept_oracle()["float32"])
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["half", "all"])
+def test_smollm2_distributions_are_llama_cpp_s(step):
+    found = agreement(smollm2_model(), kept_oracle()["float32"][::step])
     print(f"SmolLM2 against llama.cpp on F32: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < 3e-4 and found.same_top > 0.995
 
