@@ -26,6 +26,9 @@ KINDS = ("plain", "normed", "added", "gated")
 RAGGED, WHOLE = 640, 1024  # columns: no multiple of 256, and one
 
 
+made = jax.jit(from_blocks, static_argnums=1)  # outside of jit each operation would be compiled alone
+
+
 def weights(format, seed, *shape, bits=8):
     """A stack [layers, N, K] of blocks that were kept, and their weights in float64."""
     *lead, k = shape
@@ -33,7 +36,7 @@ def weights(format, seed, *shape, bits=8):
     raw, dense = KEPT[f"{format}.raw"].reshape(-1, size), KEPT[f"{format}.weights"]
     dense = dense.reshape(len(raw), -1)
     which = np.random.default_rng(seed).integers(0, len(raw), (*lead, k // dense.shape[1]))
-    w = from_blocks(jnp.asarray(raw[which].reshape(*lead, -1)), format)
+    w = made(raw[which].reshape(*lead, -1), format)
     w = w.replace(products=Products(((None, "cpu"),), bits))
     return w, dense[which].reshape(*lead, k).astype(np.float64)
 
