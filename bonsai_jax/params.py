@@ -41,6 +41,7 @@ class Layers(struct.PyTreeNode):
     k_norm: Float[Array, "L D"] | None = None
     delta_norm: Float[Array, "L H"] | None = None
     delta_in: tuple[LayerStack, ...] = ()
+    delta_gates: tuple[LayerStack, ...] = ()
     delta_conv: Float[Array, "L C W"] | None = None
     delta_dt: Float[Array, "L Hv"] | None = None
     delta_a: Float[Array, "L Hv"] | None = None

@@ -22,7 +22,8 @@ from pallas_kernels.tiles import ROWS
 # Fields of Layers that join those of Spec, rows below rows, because they have the same input.
 JOINED = {
     "wqkv": ("wq", "wk", "wv"),
-    "delta_in": ("delta_qkv", "delta_gate", "delta_alpha", "delta_beta"),
+    "delta_in": ("delta_qkv", "delta_z"),
+    "delta_gates": ("delta_alpha", "delta_beta"),
 }
 SWIGLU = ("w_gate", "w_up")
 MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches are faster (LOG.md)
@@ -313,7 +314,10 @@ def _is_tiled(member: Member, run: RunConfig) -> bool:
 
 
 def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
-    """Whether matrices can lie rows below rows: those of kernels must fill whole tiles."""
+    """Whether matrices can lie rows below rows: those of kernels must fill whole tiles, and folded ones have
+    another input."""
+    if any(len({m.folded for m in of}) > 1 for of in zip(*members, strict=True)):
+        return False
     return not any(m.own_shape[0] % ROWS and _is_tiled(m, run) for of in members for m in of)
 
 

@@ -31,7 +31,7 @@ TENSORS = (
         "delta",
         ("delta_norm", "attn_norm.weight", ("hidden",)),
         ("delta_qkv", "attn_qkv.weight", ("delta.qkv_width", "hidden")),
-        ("delta_gate", "attn_gate.weight", ("delta.v_width", "hidden")),
+        ("delta_z", "attn_gate.weight", ("delta.v_width", "hidden")),
         ("delta_alpha", "ssm_alpha.weight", ("delta.v_heads", "hidden")),
         ("delta_beta", "ssm_beta.weight", ("delta.v_heads", "hidden")),
         ("delta_dt", "ssm_dt.bias", ("delta.v_heads",)),
