@@ -115,7 +115,7 @@ def load(
         read(stack.fields, stacked)
     for spec, tensors in plan.tensors.items():
         if not spec.is_matrix:
-            fields[spec.field] = _vectors(spec, tensors, placement)
+            fields[spec.field] = _vectors(spec, tensors, plan, placement)
             read([spec.field], fields[spec.field])
         elif not tensors:
             fields[spec.field] = None
@@ -160,12 +160,17 @@ def blocks(tensor: Tensor | RandomTensor) -> jax.Array:
     return formats.pack(tensor.format, _draw(tensor))
 
 
-def _vectors(spec: Spec, tensors: Sequence[Tensor | RandomTensor], placement: Placement | None):
+def _vectors(
+    spec: Spec, tensors: Sequence[Tensor | RandomTensor], plan: LoadPlan, placement: Placement | None
+):
     """Norms, biases and the like: float32 [layers, *shape], or [*shape] of what no layer has; None for
     none."""
     if not tensors:
         return None
     rows = [qtensor.dequantize(qtensor.from_blocks(blocks(t)[None], t.format))[0] for t in tensors]
+    if plan.naming == "huggingface":
+        rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
+        rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
     vectors = jnp.stack(rows) if "{}" in spec.gguf else rows[0]
     if placement and spec.field not in ("bq", "bk", "bv", "rope_divisors"):
         return placement.vectors(spec.field, np.asarray(vectors))
