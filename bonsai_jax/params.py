@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.placement import Placement, Share
+from bonsai_jax.placement import AXES, Placement, Share
 from bonsai_jax.plan import LoadPlan, Matrix, Member, Spec, Stack, StepPlan, joined_name
 from checkpoints import RandomTensor, Tensor
 from pallas_kernels import LayerStack, QTensor, Rotation, formats, qtensor, serializable
@@ -172,6 +172,8 @@ def _vectors(
         rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
         rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
     vectors = jnp.stack(rows) if "{}" in spec.gguf else rows[0]
+    if placement and "delta" in AXES.get(spec.field, ()):
+        return placement.of_heads(spec.field, np.asarray(vectors))
     if placement and spec.field not in ("bq", "bk", "bv", "rope_divisors"):
         return placement.vectors(spec.field, np.asarray(vectors))
     return vectors
