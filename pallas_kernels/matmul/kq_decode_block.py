@@ -64,22 +64,14 @@ class IntegerProduct:
 
 def scratch(products: Sequence[IntegerProduct]) -> dict[str, Any]:
     """Shared memory of a block besides its ring, for products one behind the other (plan.scratch_bytes)."""
-    largest = {"q": 0, "stats": 0, "sums": 0, "squares": 0}
-    for product in products:
-        sizes = kq_decode_plan.scratch_bytes(
-            product.plan.parts,
-            product.matrices,
-            product.steps,
-            product.padded,
-            product.plan.warps,
-            product.bits,
-        )
-        largest = {name: max(most, size) for (name, most), size in zip(largest.items(), sizes, strict=True)}
-    dtypes = {"q": jnp.int32}
-    return {
-        f"{name}_smem": plgpu.SMEM((size // 4,), dtypes.get(name, jnp.float32))
-        for name, size in largest.items()
-    }
+    sizes = [
+        kq_decode_plan.scratch_bytes(p.plan.parts, p.matrices, p.steps, p.padded, p.plan.warps, p.bits)
+        for p in products
+    ]
+    q, *rest = (max(of) // 4 for of in zip(*sizes, strict=True))
+    names = ("stats_smem", "sums_smem", "squares_smem")
+    reals = {name: plgpu.SMEM((n,), jnp.float32) for name, n in zip(names, rest, strict=True)}
+    return {"q_smem": plgpu.SMEM((q,), jnp.int32), **reals}
 
 
 class Block:
@@ -96,12 +88,9 @@ class Block:
         self, sizes: IntegerProduct, share: Share, store, residual, load_x, *,
         gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem,
     ):  # fmt: skip
-        self.sizes, self.share, self.part, self.store = sizes, share, share.part, store
-        self.kq, self.residual, self.normed = (
-            formats.get(self.part.format).LANES,
-            residual,
-            gamma_gmem is not None,
-        )
+        self.sizes, self.share, self.part = sizes, share, share.part
+        self.kq, self.normed = formats.get(self.part.format).LANES, gamma_gmem is not None
+        self.store, self.residual = store, residual
         self.q_smem, self.stats_smem = q_smem, stats_smem
         self.sums_smem, self.squares_smem = sums_smem, squares_smem
         self.thread = integer(lanes.thread())

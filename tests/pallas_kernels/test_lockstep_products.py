@@ -39,7 +39,8 @@ def test_products_in_one_launch_are_those_of_launches(case):
         tuple(drawn(f, (1, n, k), seed=i + 10 * m).tiled.fields for m, (f, n, k) in enumerate(of))
         for i, of in enumerate(shapes)
     ]
-    weights, formats = [(of,) for of in made], [(o,), (gate_up,), (down,)]
+    weights: list[tuple] = [(of,) for of in made]
+    formats: list[tuple[str, ...]] = [(o,), (gate_up,), (down,)]
     if qkv:
         weights.append(tuple((drawn(f, (1, n, hidden), seed=n).tiled.fields,) for f, n in qkv))
         formats.append(tuple(f for f, _ in qkv))
@@ -50,6 +51,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
         planned = layer_products.plan(phases, rows, bits, EPS)
+        assert planned is not None
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
             formats_of=tuple(formats), eps=EPS, bits=bits,
