@@ -175,13 +175,12 @@ def store_tagged(value, ref, at, tag):
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
 
 
-def load_tagged(ref, wanted, tag, few: bool = False) -> list:
+def load_tagged(ref, wanted, tag) -> list:
     """Wait until each of the wanted words has this tag: list of float32.
 
     wanted  ((at, constant), count) pairs: count, 1 or 4, neighbours from element at + constant of a ref of
             i32. The last is asked for again and again, and then all of them: to ask for all would be most of
             what the L2 cache can give, and keep back who writes them.
-    few     where they are few, all are asked for again and again: one round trip less
     """
     pointers = [_pointer(ref, at) for (at, _), _ in wanted]
 
@@ -202,8 +201,7 @@ def load_tagged(ref, wanted, tag, few: bool = False) -> list:
         count = sum(n for _, n in wanted)
         return lanes.repeated(lambda: attempt(wanted, pointers), [i32()] * count)
 
-    if not few:
-        until_written(wanted[-1:], pointers[-1:])
+    until_written(wanted[-1:], pointers[-1:])
     words = until_written(wanted, pointers)
     # A tag left in the value would be a bias: it is at most 2^-21 of it.
     return [as_real(word & 0xFFFFFFFC) for word in words]

@@ -90,6 +90,8 @@ class Ring:
         """Begin to copy what there is room for: the first state."""
         phase, tiles, mine = self._from(0)
         state = [phase, integer(0), integer(0), tiles, mine, integer(0)]
+        if len(self.phases) > 1:  # a loop, since the code for several products is long
+            return lanes.loop(0, self.depth, 1, state, lambda _, state: self.refilled(state))
         for _ in range(self.depth):
             state = self.refilled(state)
         return [*state[:-1], integer(0)]

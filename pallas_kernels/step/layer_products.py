@@ -266,9 +266,7 @@ def _body(
     def receive(vector: int, places: list) -> list[list]:
         """8 float32 from each (row, column) of a vector on, when they are there."""
         starts = [at + (row * widths[vector] + begins[vector]) for row, at in places]
-        words = memory.load_tagged(
-            workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag, few=True
-        )
+        words = memory.load_tagged(workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag)
         return [words[k : k + 8] for k in range(0, len(words), 8)]
 
     def send(y, vector: int, row, n):
