@@ -53,6 +53,11 @@ def in_order(parts: jax.Array, residual: jax.Array | None) -> jax.Array:
     return y
 
 
+def clocks_of_sums(size: int, splits: int) -> float:
+    """What `in_order` takes of so many sums, as measured on an H200."""
+    return 2300 + size * (splits + 2) / 800 if splits > 1 else 0
+
+
 def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float32 [*batch, K] -> (a float16 [*batch, K], s float32 [*batch, 1]): x = s a but for a's rounding,
     with s the power of two that brings the largest |a| of a row into [1, 2)."""
