@@ -7,7 +7,7 @@
                kq (2 to 8 bits)    1 to 8, 1 to 16             from 8.0   kq_decode
                                    from 9 (16 bits: from 17)   9.0        kq_prefill_sm90
                not float32         other, from 9               any        cublas
-               CPU                 1 to 16                     none       cpu
+               CPU, not float32    any                         none       cpu
                any                 other                       or none    reference
     Attention  any                 1 query of each sequence    from 8.0   decode
                16 bits             more                        9.0        prefill_sm90
@@ -63,6 +63,7 @@ class Attention:
 
     window  keys that a query sees, itself among them; None: all before it
     scale   of scores; None: 1 / sqrt(head_dim)
+    rotated  values of a head that rope turns; None: all
     """
 
     platform: str
@@ -74,6 +75,7 @@ class Attention:
     cache_dtype: str
     window: int | None = None
     scale: float | None = None
+    rotated: int | None = None
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"
@@ -223,6 +225,8 @@ def _attention(problem: Attention) -> str | None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
     if problem.head_dim not in (64, 128):
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
+    if problem.rotated is not None and problem.phase == "decode":
+        return f"rope turns {problem.rotated} values of a head; the kernel turns all"
     return None
 
 
@@ -297,7 +301,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "kq_decode": Candidate(lambda problem: _of_family("kq", problem), 1, 16),
         "q1_prefill_sm90": Candidate(lambda problem: _on_hopper("q1", problem), 9),
         "cublas": Candidate(_cublas, 9, pallas=False),
-        "cpu": Candidate(_cpu, 1, 16, pallas=False),
+        "cpu": Candidate(_cpu, pallas=False),
         "reference": Candidate(_never, pallas=False),
     },
     Attention: {
