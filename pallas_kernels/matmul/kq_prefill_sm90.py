@@ -119,13 +119,13 @@ def kq_prefill_sm90(
     operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
     operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
-    added = residual is not None and splits == 1
-    if added:
-        operands.append(jnp.pad(residual, ((0, whole[0] - m), (0, whole[1] - n))))
+    added, after = (residual, None) if splits == 1 else (None, residual)
+    if added is not None:
+        operands.append(jnp.pad(added, ((0, whole[0] - m), (0, whole[1] - n))))
     body = functools.partial(
         _body,
         kq=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=added,
+        pairs=pairs, matrices=len(weights), added=added is not None,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
@@ -158,7 +158,7 @@ def kq_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return in_order(kernel(*operands)[:, :m, :n], None if added else residual)
+    return in_order(kernel(*operands)[:, :m, :n], after)
 
 
 def planned(

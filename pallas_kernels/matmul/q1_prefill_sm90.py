@@ -114,9 +114,9 @@ def q1_prefill_sm90(
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
     whole = n + -n % WIDTH  # as TMA counts results
-    added = residual is not None and splits == 1
-    if added:
-        operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, whole - n))))
+    added, after = (residual, None) if splits == 1 else (None, residual)
+    if added is not None:
+        operands.append(jnp.pad(added, ((0, m - len(added)), (0, whole - n))))
     tiles = 4 * warpgroups // matrices  # of 16 rows, of a matrix
     scratch = {
         "q_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
@@ -133,7 +133,7 @@ def q1_prefill_sm90(
         functools.partial(
             _body,
             plan=plan, matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, grid=grid,
-            blocks=blocks, added=added,
+            blocks=blocks, added=added is not None,
         ),
         out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(blocks,),
@@ -144,7 +144,7 @@ def q1_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )  # fmt: skip
-    return in_order(kernel(*operands)[:, :, :n], None if added else residual)
+    return in_order(kernel(*operands)[:, :, :n], after)
 
 
 def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int, shared: int) -> Plan:
