@@ -1,5 +1,5 @@
-"""Products with many rows (prefill), on the tensor cores: a prologue that norms and rounds activations, then
-a GEMM with its epilogue. Three modules have these two:
+"""Products with many rows (prefill, steps of 9 rows and more), on the tensor cores: a prologue that norms and
+rounds activations, then a GEMM with its epilogue. Three modules have these two:
 
     q1_prefill_sm90          x [M, K] -> norm -> x = s q, q integers, s per group of 128 columns
                                          -> exact sums of a group -> d s in float32, SwiGLU or residual
