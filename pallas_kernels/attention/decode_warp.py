@@ -65,12 +65,10 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv):
     fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
     token = NewToken.of(warp, load_qkv)
     step = KEYS * plan.team
-    if plan.splits == 1:
-        warp.ask_for(share.start + step)
     state = visit(warp, token, share.start, fetched, None)
     state = lanes.loop(
         share.start + step, share.stop, step, state,
-        lambda first, state: visit(warp, token, first, warp.fetch_and_ask(first, step), state),
+        lambda first, state: visit(warp, token, first, warp.fetch(first), state),
     )  # fmt: skip
     maximum, total, *o = state
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
@@ -129,18 +127,6 @@ class Warp:
             load(cache.values, value_js, self.value_part),
         )
 
-    def fetch_and_ask(self, first, step: int):
-        """What `fetch` returns; of a row that has no other splits the next keys are asked for."""
-        fetched = self.fetch(first)
-        if self.plan.splits == 1:
-            self.ask_for(first + step)
-        return fetched
-
-    def ask_for(self, first):
-        """This warp's 16 keys behind `first`, and their values, into the L2 cache: half a row a lane."""
-        lane = lanes.thread() % 32
-        ask_for_key(self.plan, self.cache, self.share, self.layer, first + self.number * KEYS, lane)
-
     def place(self, j, part, page=None):
         """Of element `part` of key j, whose page may be known."""
         return place(self.plan, self.cache, self.share, self.layer, j, part, page)
@@ -169,22 +155,18 @@ def place(plan: Plan, cache: Cache, share: Share, layer, j, part, page=None) -> 
 def ask_for(plan: Plan, cache: Cache, share: Share, layer):
     """A layer's keys and values of this block into the L2 cache: 16 keys a warp, half a row a lane."""
     lane, warp = lanes.thread() % 32, lanes.thread() // 32
+    key, half = lane // 2, lane % 2
+    part = half * (plan.head_dim // 2)
 
     def one(first, carry):
-        ask_for_key(plan, cache, share, layer, first + warp * KEYS, lane)
+        j = first + warp * KEYS + key
+        with lanes.when(j < share.stop):
+            at = place(plan, cache, share, layer, j, part)
+            for ref in jax.tree.leaves((cache.keys, cache.values)):
+                memory.prefetch(ref, at[: len(ref.type.shape)])
         return carry
 
     lanes.loop(share.start, share.stop, KEYS_PER_SPLIT, [], one)
-
-
-def ask_for_key(plan: Plan, cache: Cache, share: Share, layer, first, lane):
-    """A lane's half of one of 16 keys from `first` on, and of its value, if the split has it."""
-    key, half = lane // 2, lane % 2
-    part, j = half * (plan.head_dim // 2), first + key
-    with lanes.when(j < share.stop):
-        at = place(plan, cache, share, layer, j, part)
-        for ref in jax.tree.leaves((cache.keys, cache.values)):
-            memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -46,6 +46,7 @@ from pallas_kernels.matmul.prefill import clocks_of_sums, in_order, in_two_phase
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 STEPS = COLUMNS // STEP  # of what weights are brought at a time
+WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
 STAGES = 2  # of a warpgroup's results on their way out
 PAIR = 2  # blocks of threads that share activations
 # What a plan takes, on an H200: 256 columns of a block of weights, for each token and warpgroup, a tile.
@@ -61,7 +62,6 @@ class Plan(NamedTuple):
     slots       steps of activations in shared memory
     stored      tokens of a block that go out at a time
     splits      of the columns: each makes a part of the sums
-    items       256 columns of a tile's weights each, in shared memory
     """
 
     warpgroups: int
@@ -70,7 +70,6 @@ class Plan(NamedTuple):
     slots: int
     stored: int
     splits: int = 1
-    items: int = 2
 
 
 @functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan"))
@@ -109,7 +108,7 @@ def kq_prefill_sm90(
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
     plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
-    warpgroups, blocks, tokens, slots, stored, splits, held = plan
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
     pairs = min(multiprocessors // PAIR, rows * columns * splits)
@@ -130,19 +129,19 @@ def kq_prefill_sm90(
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
         "weights_smem": {
-            name: plgpu.SMEM((held, 4 * warpgroups * blocks, *_shape_by_lanes(shape)), jnp.uint32)
+            name: plgpu.SMEM((WEIGHT_SLOTS, 4 * warpgroups * blocks, *_shape_by_lanes(shape)), jnp.uint32)
             for name, shape in zip(names, shapes, strict=True)
         },
         "decoded_smem": plgpu.SMEM((len(weights), warpgroups * blocks, 4, scale_bytes // 4), jnp.float32),
         "stage_smem": plgpu.SMEM((warpgroups * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
-        "scale_smem": plgpu.SMEM((held + 1, tokens + -tokens % 32), jnp.float32),
+        "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens + -tokens % 32), jnp.float32),
         "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "a_free": plgpu.ClusterBarrier(
             collective_axes=("member",), num_arrivals=warpgroups, num_barriers=slots
         ),
-        "weights_full": plgpu.Barrier(num_arrivals=len(weights) * len(names), num_barriers=held),
-        "weights_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=held),
-        "scale_full": plgpu.Barrier(num_arrivals=1, num_barriers=held + 1),
+        "weights_full": plgpu.Barrier(num_arrivals=len(weights) * len(names), num_barriers=WEIGHT_SLOTS),
+        "weights_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=WEIGHT_SLOTS),
+        "scale_full": plgpu.Barrier(num_arrivals=1, num_barriers=WEIGHT_SLOTS + 1),
         "stage_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups * STAGES),
     }
     kernel = plgpu.kernel(
@@ -187,12 +186,9 @@ def planned(
         count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
         item = blocks * (ITEM_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens)
         clocks = items / splits * item + TILE_CLOCKS
-        # Of few tokens an item is soon multiplied: more of them are on their way.
-        of_few = [(64, slots, held) for held in (4, 3) for slots in (2 * STEPS, STEPS)]
-        of_any = [(64, STEPS, 2), (32, STEPS, 2), (32, 3, 2), (16, 3, 2), (16, 2, 2)]
-        for stored, slots, held in of_any if tokens > 64 else of_few + of_any:
-            plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits, held)
-            if slots > STEPS * items // splits:
+        for stored, slots in ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
+            plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits)
+            if slots > STEPS and (tokens > 64 or slots > STEPS * items // splits):
                 continue  # the block that brings activations waits in the end until each slot is free again
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
                 clocks *= 1 if slots >= STEPS else 1.2
@@ -206,12 +202,12 @@ def shared_bytes(plan: Plan, matrices: int, words: Sequence[int], scale_bytes: i
     """Shared memory that a block of threads takes."""
     buffers = [
         plan.slots * plan.tokens * STEP_BYTES,
-        *(4 * plan.items * 4 * plan.warpgroups * plan.blocks * each for each in words),
+        *(4 * WEIGHT_SLOTS * 4 * plan.warpgroups * plan.blocks * each for each in words),
         matrices * plan.warpgroups * plan.blocks * 4 * scale_bytes,
         plan.warpgroups * STAGES * plan.stored * 64 // matrices * 4,
-        (plan.items + 1) * (plan.tokens + -plan.tokens % 32) * 4,
+        (WEIGHT_SLOTS + 1) * (plan.tokens + -plan.tokens % 32) * 4,
     ]
-    barriers = 2 * plan.slots + 3 * plan.items + 1 + plan.warpgroups * STAGES
+    barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + plan.warpgroups * STAGES
     return shared_memory.bytes_taken(*buffers, barriers=barriers)
 
 
@@ -234,7 +230,7 @@ def _body(
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
-    warpgroups, blocks, tokens, slots, stored, splits, held = plan
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
     for_products, for_copies = REGISTERS[warpgroups]
     items = weights[0]["words"].shape[2] // splits
@@ -277,11 +273,10 @@ def _body(
             first = (warpgroup * blocks + block) * own
             return [weights_smem[name].at[slot, pl.ds(m * tiles + first, own)] for m in range(matrices)]
 
-        def scales_of(at_weights, block):
+        def scales_of(slot, block):
             """With two matrices a warp's are for another too, which may still want those of the item
             before."""
-            turn = lax.rem(at_weights, 2) if matrices == 2 else 0
-            return decoded_smem.at[turn, warpgroup * blocks + block]
+            return decoded_smem.at[slot if matrices == 2 else 0, warpgroup * blocks + block]
 
         def products(i):
             """The products of a tile, without their scales."""
@@ -290,12 +285,12 @@ def _body(
                 @pl.loop(0, items)
                 def _item(item):
                     at_weights = i * items + item
-                    slot = lax.rem(at_weights, held)
+                    slot = lax.rem(at_weights, WEIGHT_SLOTS)
                     plgpu.barrier_wait(weights_full.at[slot])
                     for block in range(blocks):
                         of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
                         fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
-                        kq_float16.put_scales(kq, shapes, fields, scales_of(at_weights, block))
+                        kq_float16.put_scales(kq, shapes, fields, scales_of(slot, block))
                     if matrices == 2:
                         kq_float16.seen()
                     for step in range(STEPS):
@@ -303,7 +298,7 @@ def _body(
                         a_slot = step if slots == STEPS else lax.rem(at, slots)
                         for block in range(blocks):
                             w = kq_float16.operand(
-                                kq, step, words_of(slot, block, "words"), scales_of(at_weights, block)
+                                kq, step, words_of(slot, block, "words"), scales_of(slot, block)
                             )
                             if block == 0:
                                 plgpu.barrier_wait(a_full.at[a_slot])
@@ -337,7 +332,7 @@ def _body(
         @pl.loop(0, count)
         def _tile(i):
             sums = products(i)
-            scale_slot = lax.rem(i, held + 1)
+            scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
             plgpu.barrier_wait(scale_full.at[scale_slot])
             for part, (block, first) in enumerate(parts):
                 stage = warpgroup * STAGES + part % STAGES
@@ -366,9 +361,9 @@ def _body(
 
         def bring_weights(i, item):
             at_weights = i * items + item
-            slot = lax.rem(at_weights, held)
+            slot = lax.rem(at_weights, WEIGHT_SLOTS)
 
-            @pl.when(at_weights >= held)
+            @pl.when(at_weights >= WEIGHT_SLOTS)
             def _wait():
                 plgpu.barrier_wait(weights_free.at[slot])
 
@@ -382,7 +377,7 @@ def _body(
                     )
 
         def bring_scale(i):  # nobody reads what it overwrites: the tile after that one has been decoded
-            slot = lax.rem(i, held + 1)
+            slot = lax.rem(i, WEIGHT_SLOTS + 1)
             where = pl.ds(token_of(i), scale_smem.shape[1])  # TMA brings whole 128 bytes
             plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])
 
