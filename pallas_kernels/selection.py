@@ -4,8 +4,8 @@
     Matmul     q1 (1 bit)          1 to 3                      from 8.0   q1_decode_b1
                                    4 to 8                                 q1_decode_s8, or q1_decode_b1
                                    from 9                      9.0        q1_prefill_sm90
-               kq (2 to 8 bits)    1 to 16                     from 8.0   kq_decode
-                                   from 17                     9.0        kq_prefill_sm90
+               kq (2 to 8 bits)    1 to 8, 1 to 16             from 8.0   kq_decode
+                                   from 9 (16 bits: from 17)   9.0        kq_prefill_sm90
                not float32         other, from 9               any        cublas
                CPU, not float32    any                         none       cpu
                any                 other                       or none    reference
@@ -143,20 +143,19 @@ class Candidate:
 
     refuses      why it cannot run a problem; None: it can
     first, last  rows of activations that it is for; None: any number from the first on
-    last_mixed   the last for stacks that mix formats; None: as for others
+    range_of     of a problem, in place of the two
     pallas       whether it is a Pallas kernel; else XLA's own code
     """
 
     refuses: Callable[..., str | None]
     first: int = 1
     last: int | None = None
-    last_mixed: int | None = None
+    range_of: Callable[..., tuple[int, int | None]] | None = None
     pallas: bool = True
 
-    def last_of(self, problem: "Problem") -> int | None:
-        """The last number of rows that it is for."""
-        mixed = isinstance(problem, Matmul) and problem.mixed
-        return self.last_mixed or self.last if mixed else self.last
+    def rows(self, problem: "Problem") -> tuple[int, int | None]:
+        """The first and the last number of rows that it is for."""
+        return self.range_of(problem) if self.range_of else (self.first, self.last)
 
 
 FIRST = "the first that can run it"
@@ -195,6 +194,12 @@ def _on_hopper(family: str, problem: Matmul) -> str | None:
     if family == "q1" and -(-problem.n // 16) % 4:
         return "its tiles are 64 outputs"
     return None
+
+
+def _rows_of_kq_prefill(problem: Matmul) -> tuple[int, int | None]:
+    """It rounds activations to float16: to more bits than 8, but to fewer than 16. In a loop of layers, as
+    prefill's, XLA branches by the format that a layer has, and the GPU waits for the host."""
+    return 9 if problem.bits == 8 else 17, STEP_ROWS if problem.mixed else None
 
 
 def _cublas(problem: Matmul) -> str | None:
@@ -337,10 +342,9 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
     Matmul: {
         "q1_decode_s8": Candidate(_q1_decode_s8, 4, 8),
         "q1_decode_b1": Candidate(lambda problem: _of_family("q1", problem), 1, 8),
+        "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), range_of=_rows_of_kq_prefill),
         "kq_decode": Candidate(lambda problem: _of_family("kq", problem), 1, 16),
         "q1_prefill_sm90": Candidate(lambda problem: _on_hopper("q1", problem), 9),
-        # By a layer's format XLA branches in a loop of layers, as prefill's, and the GPU waits for the host.
-        "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), 17, last_mixed=STEP_ROWS),
         "cublas": Candidate(_cublas, 9, pallas=False),
         "cpu": Candidate(_cpu, pallas=False),
         "reference": Candidate(_never, pallas=False),
@@ -374,10 +378,10 @@ def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict
     verdicts, taken = [], False
     for name, candidate in CANDIDATES[type(problem)].items():
         reason = candidate.refuses(problem)
-        last_row = candidate.last_of(problem)
-        if not candidate.first <= rows <= (last_row or rows):
-            last = f" to {last_row}" if last_row else " on"
-            reason = reason or f"is for {candidate.first}{last} rows"
+        first, last = candidate.rows(problem)
+        if not first <= rows <= (last or rows):
+            to = f" to {last}" if last else " on"
+            reason = reason or f"is for {first}{to} rows"
         if reason is None and not _admits(impl, name, candidate, rows):
             reason = f"{impl} was asked for"
         if reason is None and taken:
@@ -409,8 +413,8 @@ def choose(problem: Problem, rows: int = 1, impl: str = "auto") -> str:
 def products(problem: Matmul, impl: str = "auto") -> Products:
     """The kernel for every number of rows. Errors as for `choose`."""
     candidates = CANDIDATES[Matmul].values()
-    lasts = {c.last_of(problem) for c in candidates} - {None}
-    firsts = sorted({c.first for c in candidates} | {last + 1 for last in lasts})
+    ranges = [c.rows(problem) for c in candidates]
+    firsts = sorted({first for first, _ in ranges} | {last + 1 for _, last in ranges if last})
     chosen = [choose(problem, rows, impl) for rows in firsts]
     changes = [i for i in range(len(firsts)) if i + 1 == len(firsts) or chosen[i] != chosen[i + 1]]
     lasts = [firsts[i + 1] - 1 if i + 1 < len(firsts) else None for i in changes]

@@ -42,16 +42,15 @@ from pallas_kernels.gpu import shared_memory
 from pallas_kernels.gpu.wgmma import REGISTERS, STEP, STEP_BYTES, stage_results, swizzled
 from pallas_kernels.matmul import kq_float16, stacks
 from pallas_kernels.matmul.activations_float16 import activations_float16
-from pallas_kernels.matmul.prefill import in_order, in_two_phases
+from pallas_kernels.matmul.prefill import clocks_of_sums, in_order, in_two_phases
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 STEPS = COLUMNS // STEP  # of what weights are brought at a time
 WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
 STAGES = 2  # of a warpgroup's results on their way out
 PAIR = 2  # blocks of threads that share activations
-# What a plan takes, on an H200: 256 columns of a block of weights, a token of them, a tile besides, the sum
-# over splits.
-ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 1400, 9, 5000, 3000
+# What a plan takes, on an H200: 256 columns of a block of weights, for each token and warpgroup, a tile.
+ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 1400, 9, 500
 
 
 class Plan(NamedTuple):
@@ -119,13 +118,13 @@ def kq_prefill_sm90(
     operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
     operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
-    added = residual is not None and splits == 1
-    if added:
-        operands.append(jnp.pad(residual, ((0, whole[0] - m), (0, whole[1] - n))))
+    added, after = (residual, None) if splits == 1 else (None, residual)
+    if added is not None:
+        operands.append(jnp.pad(added, ((0, whole[0] - m), (0, whole[1] - n))))
     body = functools.partial(
         _body,
         kq=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=added,
+        pairs=pairs, matrices=len(weights), added=added is not None,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
@@ -158,7 +157,7 @@ def kq_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return in_order(kernel(*operands)[:, :m, :n], None if added else residual)
+    return in_order(kernel(*operands)[:, :m, :n], after)
 
 
 def planned(
@@ -189,12 +188,12 @@ def planned(
         clocks = items / splits * item + TILE_CLOCKS
         for stored, slots in ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
             plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits)
-            if slots > STEPS and tokens > 64:
-                continue
+            if slots > STEPS and (tokens > 64 or slots > STEPS * items // splits):
+                continue  # the block that brings activations waits in the end until each slot is free again
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
                 clocks *= 1 if slots >= STEPS else 1.2
-                sums = SUM_CLOCKS if splits > 1 else 0
-                best.append((-(-count // pairs) * clocks + sums, plan))
+                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * ROWS, splits)
+                best.append((clocks, plan))
                 break
     return min(best)[1]
 

@@ -51,15 +51,15 @@ from pallas_kernels.gpu.values import as_real, f32, fma, i32, index, integer, of
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, silu, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.activations_int8 import activations_int8
-from pallas_kernels.matmul.prefill import in_order, in_two_phases
+from pallas_kernels.matmul.prefill import clocks_of_sums, in_order, in_two_phases
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
 GROUP = 128
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
 MOST_AHEAD = 32  # tokens of a tile of which two products have room in registers
-# What a plan takes, on an H200: a step, a token of it, a tile besides, the sum over splits.
-STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 800, 9, 5000, 3000
+# What a plan takes, as measured on an H200: a step, for each token and warpgroup of it, a tile.
+STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 700, 14, 500
 
 
 class Plan(NamedTuple):
@@ -114,9 +114,9 @@ def q1_prefill_sm90(
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
     whole = n + -n % WIDTH  # as TMA counts results
-    added = residual is not None and splits == 1
-    if added:
-        operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, whole - n))))
+    added, after = (residual, None) if splits == 1 else (None, residual)
+    if added is not None:
+        operands.append(jnp.pad(added, ((0, m - len(added)), (0, whole - n))))
     tiles = 4 * warpgroups // matrices  # of 16 rows, of a matrix
     scratch = {
         "q_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
@@ -133,7 +133,7 @@ def q1_prefill_sm90(
         functools.partial(
             _body,
             plan=plan, matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, grid=grid,
-            blocks=blocks, added=added,
+            blocks=blocks, added=added is not None,
         ),
         out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(blocks,),
@@ -144,7 +144,7 @@ def q1_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )  # fmt: skip
-    return in_order(kernel(*operands)[:, :, :n], None if added else residual)
+    return in_order(kernel(*operands)[:, :, :n], after)
 
 
 def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int, shared: int) -> Plan:
@@ -153,14 +153,15 @@ def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int, sha
 
     m  rows, padded as activations_int8 does
     """
-    of_tokens = ((2, 128), (2, 64)) if m >= 128 else ((3, min(m, 64)), (2, min(m, 64)))
+    few = min(m, 64)
+    of_tokens = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
     of_splits = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
     best = []
     for (warpgroups, tokens), splits in itertools.product(of_tokens, of_splits):
         tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
         step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
         clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
-        clocks += SUM_CLOCKS if splits > 1 else 0
+        clocks += clocks_of_sums(m * n, splits)
         slots = next(s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s) <= shared)
         best.append((clocks, Plan(warpgroups, tokens, splits, slots)))
     return min(best)[1]

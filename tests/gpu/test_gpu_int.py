@@ -141,7 +141,8 @@ def check_product(format, N, K, rows, kind, bits):
         norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
     want = [norm * codes @ np.asarray(dequantized(w[layer]), np.float64).T for w in stacks]
     want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
-    tiled = [for_device(w, matrices=len(stacks), bits=w.products.activation_bits) for w in stacks]
+    by_kernel = Products(((None, "kq_decode"),), bits)  # for so many rows on any GPU
+    tiled = [tile(w).replace(products=by_kernel) for w in stacks]
     if kind == "gated":
         gate, up = (LayerStack((w,), tuple((0, i) for i in range(layers))) for w in tiled)
         run = jax.jit(lambda x: gated(x, gate, up, layer, gamma=jnp.asarray(gamma), eps=1e-6))

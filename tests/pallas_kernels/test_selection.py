@@ -135,7 +135,7 @@ def test_the_table_of_kernels(monkeypatch):
         ("q1_0", "sm_90", one_bit + ["q1_prefill_sm90"] * 5),
         ("q1_0", "sm_80", one_bit + ["cublas"] * 5),
         ("q1_0", "sm_120", one_bit + ["cublas"] * 5),
-        ("q4_k", "sm_90", ["kq_decode"] * 6 + ["kq_prefill_sm90"] * 3),
+        ("q4_k", "sm_90", ["kq_decode"] * 4 + ["kq_prefill_sm90"] * 5),
         ("q4_k", "sm_89", ["kq_decode"] * 6 + ["cublas"] * 3),
         ("f16", "sm_90", ["reference"] * 4 + ["cublas"] * 5),
         ("f32", "sm_90", ["reference"] * 9),
@@ -143,7 +143,9 @@ def test_the_table_of_kernels(monkeypatch):
     ):
         assert kernels(format, platform) == dict(zip(rows, want, strict=True)), (format, platform)
     mixed = kernels("q4_k", "sm_90", mixed=True)
-    assert [mixed[rows] for rows in (16, 64, 512)] == ["kq_decode", "kq_prefill_sm90", "cublas"]
+    assert [mixed[rows] for rows in (8, 64, 512)] == ["kq_decode", "kq_prefill_sm90", "cublas"]
+    exact = kernels("q4_k", "sm_90", bits=16)
+    assert [exact[rows] for rows in (16, 17, 512)] == ["kq_decode"] + ["kq_prefill_sm90"] * 2
     assert kernels("q1_0", "sm_90", n=4000)[9] == "cublas"  # no whole tiles of 64 outputs
     # Integers of 8 rows of so many columns are more than the shared memory of a block.
     wide = kernels("q1_0", "sm_90", k=32768)
