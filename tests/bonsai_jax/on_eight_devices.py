@@ -50,7 +50,8 @@ def bytes_of(tree, device) -> int:
     "source, weights, data, model",
     [
         ("tiny-llama:q8_0", "packed", 2, 4),  # 6 rows: two of padding; two devices a KV head
-        ("tiny-llama:q4_k_m", "decoded", 1, 2),
+        ("tiny-llama:q8_0", "decoded", 2, 4),
+        pytest.param("tiny-llama:q4_k_m", "decoded", 1, 2, marks=pytest.mark.slow),
         pytest.param("tiny-llama:q8_0", "packed", 4, 1, marks=pytest.mark.slow),
         pytest.param("tiny-llama:q1_0", "packed", 2, 2, marks=pytest.mark.slow),
     ],
@@ -61,7 +62,7 @@ def test_tokens_are_those_of_one_device(source, weights, data, model):
 
 
 def test_speculation_draws_one_devices_tokens():
-    sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(2, 2))
+    sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(2, 4))
     assert_same(answers(sharded, speculate="ngram"), on_one_device("tiny-llama:q8_0", "packed"))
 
 

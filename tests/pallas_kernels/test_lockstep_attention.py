@@ -59,6 +59,10 @@ SHAPES = [
     (8, 1, 128, [256], 24, False, False, 4),
     (6, 1, 256, [129, -1], 64, False, True, 3),  # values behind the scores
     (6, 1, 256, [257], 24, False, False, 4),
+    # More rows than blocks at once: teams of a warp, of which the last block lacks some, and of four.
+    (4, 1, 128, [129, 0, -1, 33, 16, 300, 7], 16, False, True, 1),
+    (2, 1, 64, [129, 0, -1, 33, 16, 300, 7], 24, True, False, 1),
+    (4, 1, 64, [129, 300, -1], 64, False, True, 2),
 ]
 # Each layout has every second shape.
 CASES = [(n, *s) for i, n in enumerate(cache_layouts.names()) for j, s in enumerate(SHAPES) if (i + j) % 2]
