@@ -19,10 +19,11 @@ import jax.numpy as jnp
 from bonsai_jax import bench, card, layers
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
-from bonsai_jax.cache import KVCache
+from bonsai_jax.cache import DeltaState, KVCache
+from bonsai_jax.config import Channels, Mixer
 from bonsai_jax.model import Model
 from bonsai_jax.params import Params
-from pallas_kernels import QTensor, Rows, attend, gated, matmul
+from pallas_kernels import QTensor, Rows, attend, delta_net, gated, matmul
 from pallas_kernels.attention import empty_workspace
 
 
@@ -65,7 +66,7 @@ def measure(
     if tokens > 1 and rows > 1:
         raise NotImplementedError("profile: a prefill of more than one row is not measured; take rows=1")
     config, run, params = model.config, model.run, model.params
-    w, L = params.layers, config.num_layers
+    w, d = params.layers, config.delta
     H, ffn_width, q_width = config.hidden, config.ffn, config.q_width
     qkv_width = q_width + 2 * config.kv_width
     cache = kv.empty(config, run, rows, depth + tokens)
@@ -76,15 +77,28 @@ def measure(
     cache_bytes = rows * (depth + tokens) * kv.bytes_per_token(config, run.cache_dtype)
     seen = rows * sum(range(depth + 1, depth + tokens + 1))  # keys, by all queries
     weight_bytes = lambda *stacks: sum(stack.nbytes for stack in stacks)  # noqa: E731
-    each = 2 * L * rows * tokens  # operations for a weight that every layer has
+    L = len(config.layers_of("attention"))
+    each = 2 * L * rows * tokens  # operations for a weight that every layer with attention has
+    all_layers = 2 * config.num_layers * rows * tokens
     plan = {  # phase: one layer of it, what it begins with, bytes, operations
-        "qkv": (_qkv, vectors(H), weight_bytes(*w.wqkv), each * qkv_width * H),
+        "qkv": (_qkv, vectors(H), weight_bytes(*w.wqkv), each * (config.q_rows + 2 * config.kv_width) * H),
         "attention": (_attention, (vectors(qkv_width), cache), cache_bytes, 4 * L * q_width * seen),
         "attention output": (_output, (vectors(q_width), vectors(H)), weight_bytes(w.wo), each * H * q_width),
-        "gate and up": (_gate_up, vectors(H), weight_bytes(w.w_gate, w.w_up), 2 * each * H * ffn_width),
-        "down": (_down, (vectors(ffn_width), vectors(H)), weight_bytes(w.w_down), each * H * ffn_width),
+        "gate and up": (_gate_up, vectors(H), weight_bytes(w.w_gate, w.w_up), 2 * all_layers * H * ffn_width),
+        "down": (_down, (vectors(ffn_width), vectors(H)), weight_bytes(w.w_down), all_layers * H * ffn_width),
         "head": (_head, last, head.nbytes, 2 * rows * config.vocab_size * H),
     }
+    if d is not None and w.delta_out is not None:
+        each = 2 * len(config.layers_of("delta")) * rows * tokens
+        made, states = vectors(d.qkv_width), 2 * rows * kv.bytes_per_row(config)
+        own = kv.empty(config, run, rows, 1)  # each phase's cache is donated
+        plan = {
+            "delta inputs": (_delta_in, vectors(H), weight_bytes(*w.delta_in, *w.delta_gates),
+                             each * (d.qkv_width + d.v_width + 2 * d.v_heads) * H),
+            "delta net": (_delta_net, (made, own), states, 4 * each * d.v_width * d.k_dim),
+            "delta output": (_delta_out, (vectors(d.v_width), vectors(H)), w.delta_out.nbytes,
+                             each * d.v_width * H),
+        } | plan  # fmt: skip
     name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
     of_what = {"model": bench.model_name(model.source), "test": f"{name}@d{depth}"}
 
@@ -102,8 +116,8 @@ def measure(
     for phase, (one, start, moved, operations) in plan.items():
         call = _once(one, model) if phase == "head" else _all_layers(one, model, depth, tokens)
         seconds = _seconds(lambda state, call=call: call(params, state), start, repetitions, tokens)
-        if phase == "attention":
-            impl, rate = attends, card.arithmetic()
+        if phase in ("attention", "delta net"):
+            impl, rate = attends if phase == "attention" else "reference", card.arithmetic()
         elif phase == "head":
             impl, rate = card.kernel_names(head, rows), _rate(head, rows)
         else:
@@ -133,10 +147,10 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
 
 def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callable[[Params, Any], Any]:
     """One phase over all layers: unrolled on kernels, else scanned."""
-    L, unrolled = model.config.num_layers, model.params.step.unrolled
+    L, unrolled = len(model.config.layers_of(OF_KIND.get(one, "attention"))), model.params.step.unrolled
 
     def step(layer, params: Params, state):
-        if one is not _attention:
+        if one not in (_attention, _delta_net):
             return handed_on(one(params, state, layer, model.config), state)
         positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), state[0].shape[:2])
         return one(params, state, layer, model.config, positions)
@@ -183,6 +197,34 @@ def _attention(params: Params, state: tuple[jax.Array, KVCache, jax.Array | None
     return qkv.at[..., : out.shape[-1]].set(out), cache.replace(k=k_pages, v=v_pages), workspace
 
 
+def _delta_net(params: Params, state: tuple[jax.Array, KVCache], layer, config, positions):
+    made, cache = state
+    w, held, d = params.layers, cache.delta, config.delta
+    assert held is not None and w.delta_conv is not None and w.delta_a is not None
+    assert w.delta_dt is not None and w.delta_head_norm is not None
+    z, gates = made[..., : d.v_width], made[..., : d.v_heads]
+    y, s, tail = delta_net(
+        made, z, gates, gates, held.s, held.tail, positions, layer,
+        conv=w.delta_conv, decay=w.delta_a, dt=w.delta_dt, norm=w.delta_head_norm,
+        eps=config.rms_norm_eps, grouped=d.grouped,
+    )  # fmt: skip
+    return made.at[..., : d.v_width].set(y), cache.replace(delta=DeltaState(s, tail))
+
+
+def _delta_in(params: Params, x, layer, config):
+    w = params.layers
+    y = [
+        matmul(x, weight, layer, gamma=w.delta_norm, eps=config.rms_norm_eps)
+        for weight in (*w.delta_in, *w.delta_gates)
+    ]
+    return jnp.concatenate(y, axis=-1)
+
+
+def _delta_out(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
+    mixed, y = state
+    return matmul(mixed, params.layers.delta_out, layer, residual=y)
+
+
 def _qkv(params: Params, x, layer, config):
     w = params.layers
     y = [matmul(x, weight, layer, gamma=w.attn_norm, eps=config.rms_norm_eps) for weight in w.wqkv]
@@ -208,12 +250,20 @@ def _head(params: Params, x, layer, config):
     return layers.logits(params, x, config)
 
 
+# Phases of layers that are not attention's, by what has them.
+OF_KIND: dict[Callable, Mixer | Channels] = {
+    **dict.fromkeys((_delta_in, _delta_net, _delta_out), "delta"),
+    **dict.fromkeys((_gate_up, _down), "mlp"),
+}
+
 # Products by phase: (params, state, layer, config) -> y, in the order in which a step has them.
 PRODUCTS = {
     "qkv": _qkv,
     "attention output": _output,
     "gate and up": _gate_up,
     "down": _down,
+    "delta inputs": _delta_in,
+    "delta output": _delta_out,
     "head": _head,
 }
 

@@ -39,7 +39,10 @@ class Taps:
     z                       pattern @ v, by head, before W_o [B, T, heads, D]
     hidden                  act(W_gate n) * (W_up n), before W_down [B, T, F]
 
-    read   names whose values are returned (edited ones), stacked by layer
+    Layers whose tokens a gated delta net mixes have no q, k, v, rot_q, rot_k, scores, pattern and z; their
+    "attention" is what the delta net adds.
+
+    read   names whose values are returned (edited ones), stacked over the layers that have them
     edit   (name, layer, x) -> x, called while the layers are traced; `layer` may be traced
     at     names that `edit` is called for; those of the residual stream and what is added to it, unless given
 

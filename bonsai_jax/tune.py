@@ -168,8 +168,12 @@ def _asked(model: Model, phase: str, rows: int) -> Iterator[tuple[list[int], dic
         "gate and up": (w.w_gate, w.w_up),
         "down": (w.w_down,),
     }
+    if w.delta_out is not None:
+        stacks |= {"delta inputs": (*w.delta_in, *w.delta_gates), "delta output": (w.delta_out,)}
+    elif phase.startswith("delta"):
+        return
     groups: dict[tuple, list[int]] = {}
-    for layer in range(config.num_layers) if phase in stacks else (0,):
+    for layer in range(len(stacks[phase][0].where)) if phase in stacks else (0,):
         parts = tuple(stack.where[layer][0] for stack in stacks.get(phase, ()))
         groups.setdefault(parts, []).append(layer)
     for layers in groups.values():
@@ -184,6 +188,8 @@ def _start(model: Model, phase: str, rows: int):
     c, rng = model.config, np.random.default_rng(rows)
     draw = lambda width: jnp.asarray(rng.standard_normal((rows, 1, width)), jnp.float32)  # noqa: E731
     inputs = {"attention output": c.q_width, "down": c.ffn}
+    if c.delta is not None:
+        inputs["delta output"] = c.delta.v_width
     return (draw(inputs[phase]), draw(c.hidden)) if phase in inputs else draw(c.hidden)
 
 

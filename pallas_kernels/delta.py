@@ -52,7 +52,6 @@ def delta_net(
     Hk, W = (C - Hv * V) // (2 * K), conv.shape[-1]
     valid = positions >= 0
     fresh = (positions[:, 0] == 0)[:, None, None]
-    S = jnp.where(fresh[..., None], 0.0, states[layer])
     seen = jnp.concatenate([jnp.where(fresh, 0.0, tails[layer]), qkv.astype(jnp.float32)], axis=1)
     if T == 1:  # a row that has ended keeps its own
         tail = jnp.where(valid[:, :, None], seen[:, 1:], seen[:, :-1])
@@ -61,33 +60,38 @@ def delta_net(
         tail = jnp.take_along_axis(seen, last[..., None], axis=1)
     weights = conv[layer]
     u = jax.nn.silu(sum(seen[:, i : i + T] * weights[:, i] for i in range(W)))
-    q, k, v = jnp.split(u, (Hk * K, 2 * Hk * K), axis=-1)
-    q, k = (_heads(x.reshape(B, T, Hk, K), Hv, eps, grouped) for x in (q, k))
+    qk, v = jnp.split(u, (2 * Hk * K,), axis=-1)
+    qk = qk.reshape(B, T, 2, Hk, K)
+    qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
+    times = Hv // Hk  # v heads of a k head
+    qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
+    q, k = qk[:, :, 0], qk[:, :, 1]
     b = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0.0)
     g = jnp.where(valid[..., None], decay[layer] * jax.nn.softplus(alpha + dt[layer]), 0.0)
     recur = _one_token if T == 1 else _chunks
-    o, S = recur(q * K**-0.5, k, v.reshape(B, T, Hv, V), b, g, S)
+    o, S = recur(q * K**-0.5, k, v.reshape(B, T, Hv, V), b, g, states[layer], fresh[..., None])
     y = rms_norm(o, norm[layer], eps).reshape(B, T, Hv * V) * jax.nn.silu(z)
     return y, states.at[layer].set(S), tails.at[layer].set(tail)
 
 
-def _heads(x: Float[Array, "B T Hk K"], Hv: int, eps: float, grouped: bool) -> Float[Array, "B T Hv K"]:
-    """Normed queries or keys, those of each v head."""
-    x = x / jnp.maximum(jnp.sqrt(jnp.sum(x * x, -1, keepdims=True)), eps)
-    times = Hv // x.shape[2]
-    return jnp.repeat(x, times, axis=2) if grouped else jnp.tile(x, (1, 1, times, 1))
+def _one_token(q, k, v, b, g, S, fresh):
+    """The recurrence of one token; q, k [B, 1, H, K], v [B, 1, H, V], b, g [B, 1, H], S [B, H, K, V], which
+    counts as 0 for rows that are fresh [B, 1, 1, 1].
 
+    d = b (v - exp(g) S^T k);   o = exp(g) S^T q + (k . q) d
 
-def _one_token(q, k, v, b, g, S):
-    """The recurrence of one token; q, k [B, 1, H, K], v [B, 1, H, V], b, g [B, 1, H], S [B, H, K, V]."""
+    so that the old S is read for both products at once, and the new one is only written.
+    """
     q, k, v, b, g = (x[:, 0] for x in (q, k, v, b, g))
-    S = jnp.exp(g)[..., None, None] * S
-    d = b[..., None] * (v - jnp.sum(S * k[..., None], axis=-2))  # [B, H, V]
-    S = S + k[..., None] * d[..., None, :]
-    return jnp.sum(S * q[..., None], axis=-2)[:, None], S
+    kept = jnp.exp(g)[..., None]  # [B, H, 1]
+    old = jnp.where(fresh, 0.0, kept[..., None] * S)
+    of_k, of_q = (jnp.where(fresh[..., 0], 0.0, jnp.sum(S * x[..., None], axis=-2)) for x in (k, q))
+    d = b[..., None] * (v - kept * of_k)
+    o = kept * of_q + jnp.sum(k * q, axis=-1, keepdims=True) * d
+    return o[:, None], old + k[..., None] * d[..., None, :]
 
 
-def _chunks(q, k, v, b, g, S):
+def _chunks(q, k, v, b, g, S, fresh):
     """The recurrence of many tokens. With G the sum of g within a chunk, up to and with a token,
 
     A[t, i] = b_t exp(G_t - G_i) k_t . k_i, i < t;   [U W] = (I + A)^-1 [b v, b exp(G) k]
@@ -124,6 +128,6 @@ def _chunks(q, k, v, b, g, S):
         return kept[..., None] * S + jnp.einsum("bhik,bhiv->bhkv", to_S, D, precision=EXACT), o
 
     each = U, W, M, jnp.exp(G)[..., None] * q, jnp.exp(end - G)[..., None] * k, jnp.exp(end)
-    S, o = jax.lax.scan(chunk, S, each)
+    S, o = jax.lax.scan(chunk, jnp.where(fresh, 0.0, S), each)
     o = jnp.moveaxis(o, (0, 2), (1, 3)).reshape(B, many * CHUNK, H, -1)
     return o[:, :T], S

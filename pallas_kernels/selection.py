@@ -227,10 +227,10 @@ def _attention(problem: Attention) -> str | None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
-    if problem.head_dim not in (64, 128):
-        return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
-    if problem.rotated is not None and problem.phase == "decode":
-        return f"rope turns {problem.rotated} values of a head; the kernel turns all"
+    widths = (64, 128, 256) if problem.phase == "decode" else (64, 128)
+    if problem.head_dim not in widths:
+        *some, last = widths
+        return f"head_dim is {problem.head_dim}; the kernel has {', '.join(map(str, some))} and {last}"
     return None
 
 
@@ -279,6 +279,8 @@ def _one_launch(problem: Step) -> str | None:
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _attention(problem.attention):
         return reason
+    if problem.attention.rotated is not None:
+        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns all"
     from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
 
     a = problem.attention

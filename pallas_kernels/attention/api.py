@@ -83,8 +83,16 @@ def attend(
     if impl == "decode" and T == 1:
         from pallas_kernels.attention.decode import decode_attention  # only GPUs need it
 
-        cos, sin = (x[:, 0] for x in rotation)
         gammas = norms if norms[0] is not None else None
+        if 2 * rotation[0].shape[-1] < head_dim:  # the kernel turns all of a head: here, ahead of it
+            q, k, v = split(qkv.reshape(B, T, -1, head_dim))
+            if norms[0] is not None and norms[1] is not None:
+                q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
+            q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
+            qkv, gammas = jnp.concatenate([q, k, v], axis=2).reshape(B, T, width), None
+            cos = sin = None
+        else:
+            cos, sin = (x[:, 0] for x in rotation)
         kernel = functools.partial(decode_attention, eps=eps, interleaved=interleaved)
         out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(kernel)(
             qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, workspace

@@ -42,7 +42,7 @@ def decode_attention(
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
-        normed=norms is not None, eps=eps, interleaved=interleaved,
+        normed=norms is not None, eps=eps, interleaved=interleaved, turned=cos is not None,
     )  # fmt: skip
     if workspace is not None and workspace.size < phase.partials:
         raise ValueError(
@@ -63,7 +63,8 @@ def decode_attention(
         scratch_types=[plgpu.SMEM((phase.scratch,), jnp.float32)],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    operands = [qkv, cos, sin, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
+    angles = (cos, sin) if phase.turned else ()
+    operands = [qkv, *angles, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
     out = kernel(*operands, *(norms or ()), *refs, workspace)
     return out, *jax.tree.map(jax.freeze, pages), jax.freeze(workspace)
 
@@ -71,7 +72,9 @@ def decode_attention(
 def _body(*refs, phase: "Attention", layout, structure):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
-        qkv, cos, sin, positions, table, layer_gmem, *refs = refs
+        qkv, *refs = refs
+        cos, sin, *refs = refs if phase.turned else (None, None, *refs)
+        positions, table, layer_gmem, *refs = refs
         q_gamma, k_gamma, *refs = refs if phase.normed else (None, None, *refs)
         *pages, workspace, out, scratch_smem = refs
         keys, values = jax.tree.unflatten(structure, pages)

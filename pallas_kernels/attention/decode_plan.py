@@ -33,6 +33,7 @@ class Plan:
     normed: bool
     eps: float
     interleaved: bool
+    turned: bool = True  # by rope, here; else q and k are as they come
 
     @property
     def heads(self) -> int:

@@ -36,6 +36,8 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
 )
 
+WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
+
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -110,22 +112,30 @@ class Warp:
         )
 
     def fetch(self, first, page=None):
-        """Keys and values as they are stored, [key][part]; the last in place of those that are not there
-        yet."""
-        plan, cache, length = self.plan, self.cache, self.share.length
-        key_js, value_js = self.keys_of(first)
-        if page is None and plan.page_size % KEYS == 0:
-            base = stored_key(length, first + self.number * KEYS)
-            page = memory.load(cache.table, self.share.row, base // plan.page_size)
+        """Keys and values as they are stored, [key][part]; the last in place of those that are not there yet.
+        None for heads too wide for the registers of both: `visit` fetches keys, and behind the scores
+        values."""
+        if self.plan.head_dim > WIDEST_AT_ONCE:
+            return None
+        page = self.page_of(first) if page is None else page
+        return self.fetch_keys(first, page), self.fetch_values(first, page)
 
-        def load(refs, js, parts):
-            at = lambda j, part: self.place(stored_key(length, j), part, page)  # noqa: E731
-            return [[cache.layout.load(refs, at(j, part)) for part in parts] for j in js]
+    def fetch_keys(self, first, page):
+        return self.load(self.cache.keys, self.keys_of(first)[0], self.key_part, page)
 
-        return (
-            load(cache.keys, key_js, self.key_part),
-            load(cache.values, value_js, self.value_part),
-        )
+    def fetch_values(self, first, page):
+        return self.load(self.cache.values, self.keys_of(first)[1], self.value_part, page)
+
+    def page_of(self, first):
+        """Of this warp's 16 keys behind `first`; None where pages have no whole 16."""
+        if self.plan.page_size % KEYS:
+            return None
+        base = stored_key(self.share.length, first + self.number * KEYS)
+        return memory.load(self.cache.table, self.share.row, base // self.plan.page_size)
+
+    def load(self, refs, js, parts, page):
+        at = lambda j, part: self.place(stored_key(self.share.length, j), part, page)  # noqa: E731
+        return [[self.cache.layout.load(refs, at(j, part)) for part in parts] for j in js]
 
     def place(self, j, part, page=None):
         """Of element `part` of key j, whose page may be known."""
@@ -201,11 +211,11 @@ class NewToken:
                 memory.load_either(8, is_key, cache.k_gamma, cache.q_gamma, first + part)
                 for part in warp.key_part
             ]
-        cos, sin = angles(warp)
         first = warp.t * 8 + head * plan.head_dim
         loaded = load_qkv(share.row, [(first, 32 * c + i) for c in chunks for i in (0, 4)])
         x = [loaded[8 * c : 8 * c + 8] for c in chunks]
-        x = rotated(normed(x, gamma, plan), cos, sin, plan.interleaved)
+        x = normed(x, gamma, plan)
+        x = rotated(x, *angles(warp), plan.interleaved) if plan.turned else x
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
         factor = select(is_key, 1.0, scale)
@@ -266,7 +276,8 @@ def visit(warp: Warp, token: NewToken, first, fetched, state):
     base = first + warp.number * KEYS
     near = share.length - base < KEYS
     has_new = near & (share.length < share.stop)
-    keys, values = fetched
+    page = warp.page_of(first) if fetched is None else None
+    keys, values = (warp.fetch_keys(first, page), None) if fetched is None else fetched
     keys = chosen(has_new, lambda: token.with_key(key_js, keys), keys)
     scores = multiplied(layout, token, keys)
     valid = [j < share.stop for j in value_js]
@@ -283,6 +294,7 @@ def visit(warp: Warp, token: NewToken, first, fetched, state):
     weights = [select(ok, lanes.exp2(s - new_maximum), zero) for ok, s in zip(valid, scores, strict=True)]
     total = functools.reduce(operator.add, weights, total)
     (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
+    values = warp.fetch_values(first, page) if values is None else values
     values = chosen(has_new, lambda: token.with_value(value_js, values), values)
     return [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
 

@@ -9,6 +9,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import bench, card, decoding, params, profile
+from bonsai_jax import cache as kv
 from bonsai_jax.plan import StepPlan
 from checkpoints import open_checkpoint
 from pallas_kernels import Products, QTensor
@@ -137,6 +138,17 @@ def test_profile_counts_rows_and_the_tokens_of_a_prefill():
         else:
             assert batch == (moved, 3 * operations)
             assert prefill == (moved, operations if phase == "head" else 3 * operations)
+
+
+def test_profile_of_a_delta_net_has_its_phases():
+    """Every weight that a step reads is in some phase, but for norms and the like."""
+    model = bj.load("synth:tiny-qwen35:q8_0", bj.RunConfig(rows=1, weights="packed"))
+    rows = list(profile.measure(model, 0, 1))
+    assert [row.phase for row in rows[:3]] == ["delta inputs", "delta net", "delta output"]
+    assert [row.phase for row in rows[3:]] == PHASES
+    held = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
+    assert 0.95 < held / params.decode_bytes(model.params) <= 1
+    assert rows[1].bytes == 2 * kv.bytes_per_row(model.config)
 
 
 def test_profile_of_a_long_prompt_is_of_one_chunk():

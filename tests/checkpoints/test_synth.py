@@ -9,7 +9,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from checkpoints import CheckpointError, Tensor, open_checkpoint, write_gguf
+from checkpoints import CheckpointError, Tensor, folding, open_checkpoint, write_gguf
 
 
 def nbytes(source: str) -> int:
@@ -21,6 +21,29 @@ def nbytes(source: str) -> int:
 )
 def test_bonsai_has_the_bytes_of_the_real_files(model, tensor_bytes):
     assert nbytes(f"synth:bonsai-{model}:q1_0") == tensor_bytes
+
+
+@pytest.mark.parametrize(
+    "source, tensor_bytes",
+    [
+        ("bonsai-27b:q1_0", 3_836_327_936),
+        # The files less the same 11,120,992 bytes, which are metadata.
+        ("bonsai-2-27b:ptq1_0", 5_946_648_928 - 11_120_992),
+        ("bonsai-2-27b:pq2_0", 7_206_168_928 - 11_120_992),
+    ],
+)
+def test_the_27b_has_the_tensors_of_the_real_files(source, tensor_bytes):
+    tensors = open_checkpoint(f"synth:{source}").tensors
+    counts = Counter(t.format for t in tensors.values())
+    assert counts == {source.split(":")[1]: 402, "f32": 353, "bf16": 96}
+    assert nbytes(f"synth:{source}") == tensor_bytes
+
+
+def test_the_folded_27b_says_what_its_inputs_are_rotated_by():
+    assert folding(open_checkpoint("synth:bonsai-27b:q1_0")) is None
+    found = folding(open_checkpoint("synth:bonsai-2-27b:pq2_0"))
+    assert len(found.weights) == 401 and found.tables == {"token_embd.weight"} and found.block == 1024
+    assert sorted(found.signs) == [5120, 6144, 17408] and found.v_grouped
 
 
 def test_shapes_of_the_4b_whose_query_width_is_not_its_hidden_size():
@@ -64,14 +87,14 @@ def test_q4_k_m_is_llama_cpps_recipe():
     assert open_checkpoint("synth:bonsai-4b:q5_k_m").tensors["blk.5.ffn_up.weight"].format == "q5_k"
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen2", "tiny-llama"])
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35"])
 @pytest.mark.parametrize("format", ["q6_k", "q4_k_m", "q5_k_m", "q1_0", "q2_0_g64", "bf16", "iq2_xxs"])
 def test_every_block_divides_the_tiny_models(model, format):
     tensors = open_checkpoint(f"synth:{model}:{format}").tensors
     biases = [n for n in tensors if n.endswith(".bias")]
-    assert len(biases) == (9 if model == "tiny-qwen2" else 0)
+    assert len(biases) == {"tiny-qwen2": 9, "tiny-qwen35": 5}.get(model, 0)
     assert {t.format for n, t in tensors.items() if "norm" in n or n in biases} == {"f32"}
-    assert ("output.weight" in tensors) == (model == "tiny-llama")
+    assert ("output.weight" in tensors) == (model in ("tiny-llama", "tiny-qwen35"))
 
 
 def test_seeds_depend_on_the_tensor_the_seed_and_nothing_else():

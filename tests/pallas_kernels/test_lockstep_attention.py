@@ -35,7 +35,8 @@ def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed):
             for cache in (k_pages, v_pages):
                 cache[:, table[row, j // page_size], j % page_size] = 1e4
     positions = np.asarray(lengths)
-    angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)))
+    pairs = 32 if D == 256 else D // 2  # the widest heads are those of which only a part is turned
+    angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(pairs) / pairs))
     rest = {
         "rotation": (np.cos(angle), np.sin(angle)),
         "interleaved": interleaved,
@@ -56,6 +57,8 @@ SHAPES = [
     (7, 1, 128, [257], 64, True, True, 3),
     (8, 1, 64, [300, 16], 64, False, True, 12),  # two blocks for a KV head
     (8, 1, 128, [256], 24, False, False, 4),
+    (6, 1, 256, [129, -1], 64, False, True, 3),  # values behind the scores
+    (6, 1, 256, [257], 24, False, False, 4),
     # More rows than blocks at once: teams of a warp, of which the last block lacks some, and of four.
     (4, 1, 128, [129, 0, -1, 33, 16, 300, 7], 16, False, True, 1),
     (2, 1, 64, [129, 0, -1, 33, 16, 300, 7], 24, True, False, 1),

@@ -37,10 +37,7 @@ WITHOUT_KERNEL = [name for name in formats.names() if formats.family(name) is No
 FALLS_BACK = {
     **{(name, format): f"no kernel for matmul of {format} in this version" for name in MODELS
        for format in WITHOUT_KERNEL},
-    ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64 and 128",
-    **{(name, ""): "head_dim is 256; the kernel has 64 and 128"
-       for name in ("Gemma-2-2B", "bonsai-27b", "bonsai-2-27b")},
-    ("tiny-qwen35", ""): "rope turns 16 values of a head; the kernel turns all",
+    ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64, 128 and 256",
 }  # fmt: skip
 
 
