@@ -170,13 +170,32 @@ def load_written_by_others(ref, at):
 def store_tagged(value, ref, at, tag):
     """A float32, rounded to 22 bits of mantissa, with a tag of 2 bits in place of the lowest: one word, so
     that whoever reads the tag has the value. `ref` is of i32."""
-    word = as_word(value) + 2 & 0xFFFFFFFC | tag
+    store_for_others(tagged(value, tag), ref, at)
+
+
+def tagged(value, tag):
+    """A float32, rounded to 22 bits of mantissa, as a word with a tag of 2 bits."""
+    return as_word(value) + 2 & 0xFFFFFFFC | tag
+
+
+def untagged(word):
+    """The float32 of a word with a tag: left in the value it would be a bias, at most 2^-21 of it."""
+    return as_real(of(word) & 0xFFFFFFFC)
+
+
+def store_for_others(word, ref, at):
+    """A word to global memory, for other blocks of the same launch."""
     text = "st.relaxed.gpu.global.u32 [$0], $1;"
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
 
 
 def load_tagged(ref, wanted, tag) -> list:
-    """Wait until each of the wanted words has this tag: list of float32.
+    """`load_tagged_words`, as float32."""
+    return [untagged(word) for word in load_tagged_words(ref, wanted, tag)]
+
+
+def load_tagged_words(ref, wanted, tag) -> list:
+    """Wait until each of the wanted words has this tag: list of i32, the tags in them.
 
     wanted  ((at, constant), count) pairs: count, 1 or 4, neighbours from element at + constant of a ref of
             i32. The last is asked for again and again, and then all of them: to ask for all would be most of
@@ -202,9 +221,7 @@ def load_tagged(ref, wanted, tag) -> list:
         return lanes.repeated(lambda: attempt(wanted, pointers), [i32()] * count)
 
     until_written(wanted[-1:], pointers[-1:])
-    words = until_written(wanted, pointers)
-    # A tag left in the value would be a bias: it is at most 2^-21 of it.
-    return [as_real(word & 0xFFFFFFFC) for word in words]
+    return until_written(wanted, pointers)
 
 
 def _pointer(ref, at, element_type=None):

@@ -345,8 +345,8 @@ class _Block:
                 if of != p:
                     continue
                 words, d = loaded[3 * n], lanes.halves(loaded[3 * n + 1 + h])
-                bits = [_bits_as_bytes(lanes.element(words, 2 * h + r)) for r in (0, 1)]
-                sums = _multiply_group(bits, b)
+                bits = [bits_as_bytes(lanes.element(words, 2 * h + r)) for r in (0, 1)]
+                sums = multiply_group(bits, b)
                 for r, c in itertools.product((0, 1), (0, 1)):
                     product = fma(real(sums[2 * r + c]), stats[2 * c], stats[2 * c + 1])
                     y[j, m][r][c] = fma(d[r], product, y[j, m][r][c])
@@ -391,7 +391,7 @@ class _Block:
         lanes.loop(self.thread, last * (16 * sizes.rows), 32 * sizes.warps, [], one)
 
 
-def _multiply_group(bits: list, q: list) -> list:
+def multiply_group(bits: list, q: list) -> list:
     """16 rows of bits, as bytes, times 8 rows of x: sums as tensor_cores.multiply_bytes has them.
 
     bits  of rows g and g + 8 eight words
@@ -407,6 +407,6 @@ def _multiply_group(bits: list, q: list) -> list:
     return sums
 
 
-def _bits_as_bytes(word) -> list:
+def bits_as_bytes(word) -> list:
     """Bits i, 8 + i, 16 + i and 24 + i of a word as bytes, for i = 0 .. 7."""
     return [(word >> i if i else word) & 0x01010101 for i in range(8)]

@@ -30,9 +30,10 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul.q1_decode_b1 import LaneColumns, RowPlanes
+from pallas_kernels.step.rows_product import WORDS, RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
-from pallas_kernels.step.workspace import WRITES, Workspace, tag, workspace_words
+from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
 
 AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
 
@@ -125,9 +126,12 @@ class _Step:
 
     def _layer(self, layer, carry):
         for phase in Phase:
-            takes_part = self._takes_part(phase)
+            takes_part, product = self._takes_part(phase), self._product
+            if phase != Phase.ATTENTION and self.shapes.rows > 1:
+                self._pass_on(phase, layer)
+                product = self._product_of_rows
             with lanes.when(takes_part):
-                self._attend(layer) if phase == Phase.ATTENTION else self._product(phase, layer)
+                self._attend(layer) if phase == Phase.ATTENTION else product(phase, layer)
             if phase != Phase.ATTENTION:
                 with lanes.when(~self._takes_part(phase) & (lanes.thread() == 0)):
                     self.weights.request_during(phase, layer)
@@ -161,28 +165,72 @@ class _Step:
             )
         mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
         added = self._added(phase, layer, mine)
-        for row in range(p.rows):
-            received = p.gather(
-                me, lambda columns, row=row: self.workspace.receive(phase, layer, index(row), columns, 1)
-            )
-            if row == 0:
-                with lanes.when(me.thread == THREADS - 32):
-                    self.weights.request_during(phase, layer)
-            x = p.quantize(me, received, gamma)
-            p.store_squares(me, x, self.scratch, row)
-            if row == 0:
-                self.weights.wait(phase, layer)
-            self._multiply(phase, me, x, row)
+        received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
+        with lanes.when(me.thread == THREADS - 32):
+            self.weights.request_during(phase, layer)
+        x = p.quantize(me, received, gamma)
+        p.store_squares(me, x, self.scratch, 0)
+        self.weights.wait(phase, layer)
+        self._multiply(phase, me, x)
         lanes.block_barrier()
+        p.outputs(me, self.scratch, mine, self._store(phase, layer, added))
+        lanes.block_barrier()  # the next phase has the same scratch memory
 
+    def _pass_on(self, phase: Phase, layer):
+        """What a phase reads, by a warp of some block for each row of a group."""
+        p, tag = self.products[phase], self.workspace.tag(phase, layer, READS)
+        assert isinstance(p, RowsProduct)
+        gamma = self.gamma.get(phase)
+        row = lanes.thread() // 32
+        for first in range(0, p.groups, self.shapes.blocks):
+            group = lanes.block() + first
+            with lanes.when((group < p.groups) & (row < p.rows)):
+                words = p.quantize(
+                    group, row,
+                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1),
+                    gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
+                    tag,
+                )  # fmt: skip
+                self.workspace.pass_on(phase, [(group * (WORDS * p.rows) + at, *rest) for at, *rest in words])
+
+    def _product_of_rows(self, phase: Phase, layer):
+        p = self.products[phase]
+        assert isinstance(p, RowsProduct)
+        me = LaneColumns.of(p)
+        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places))
+        with lanes.when(me.thread == THREADS - 32):
+            self.weights.request_during(phase, layer)
+        p.store_squares(me, x, self.scratch)
+        self.weights.wait(phase, layer)
+
+        def one_round(first, carry):
+            mine = p.my_outputs(me, first, self.weights.first_tile(phase))
+            added = self._added(phase, layer, mine)
+            tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
+            sums = p.multiply(
+                me, x,
+                lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
+            )  # fmt: skip
+            p.store_sums(me, sums, self.scratch)
+            lanes.block_barrier()
+            p.outputs(self.scratch, mine, self._store(phase, layer, added))
+            lanes.block_barrier()  # the next round or phase has the same scratch memory
+            return carry
+
+        if p.together == p.tiles:
+            one_round(index(0), [])
+        else:
+            lanes.loop(0, p.tiles, p.together, [], one_round)
+
+    def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):
             y = y + added[k] if added else y
             if phase in (Phase.O, Phase.DOWN):
                 memory.store(y, self.x, row, n)
             self.workspace.send(phase, layer, y, row, n)
 
-        p.outputs(me, self.scratch, mine, store)
-        lanes.block_barrier()  # the next phase has the same scratch memory
+        return store
 
     def _added(self, phase: Phase, layer, mine: list) -> list:
         """To each of this thread's outputs: the residual, which is this block's own, or the bias."""
@@ -197,8 +245,8 @@ class _Step:
             return [memory.load(self.bias, layer, minimum(n, last)) for *_, n in mine]
         return []
 
-    def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes, row: int):
-        """A row's sums of this warp, of all of the block's tiles."""
+    def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes):
+        """The row's sums of this warp, of all of the block's tiles."""
         p = self.products[phase]
         together = max(1, AT_ONCE // p.matrices)
         last = max(0, p.tiles - together)
@@ -216,7 +264,7 @@ class _Step:
                             phase, m, j, me.scale_group[pair, h], me.g
                         ),
                     )  # fmt: skip
-                    p.store_sums(me, sums, self.scratch, m, j, row)
+                    p.store_sums(me, sums, self.scratch, m, j, 0)
             return carry
 
         lanes.loop(0, p.tiles, together, [], some_tiles)
