@@ -21,7 +21,7 @@ from pallas_kernels.tiles import ROWS
 # Fields of Spec that are joined, rows below rows, because they have the same input.
 QKV = ("wq", "wk", "wv")
 SWIGLU = ("w_gate", "w_up")
-MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches are faster (LOG.md)
+MOST_ROWS_OF_A_LAUNCH = 8
 
 
 @dataclasses.dataclass(frozen=True)
