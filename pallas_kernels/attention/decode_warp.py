@@ -170,14 +170,15 @@ class NewToken:
     operands    its queries as tensor cores take them, 16 dimensions each
     unit        what scores are to be multiplied by for it, or None
     key         as it will be stored, this lane's parts; lanes behind the heads have it
-    load_value  () -> the value, float32, this lane's parts
+    value       the same; all lanes of t = 0 .. 3 have it. Asked for with q and k: behind the scores, the
+                warp that needs it would wait for memory once more
     """
 
     warp: Warp
     operands: list
     unit: Any
     key: list
-    load_value: Callable[[], list]
+    value: list
 
     @classmethod
     def of(cls, warp: Warp, load_qkv) -> "NewToken":
@@ -197,8 +198,13 @@ class NewToken:
             ]
         cos, sin = angles(warp)
         first = warp.t * 8 + head * plan.head_dim
-        loaded = load_qkv(share.row, [(first, 32 * c + i) for c in chunks for i in (0, 4)])
-        x = [loaded[8 * c : 8 * c + 8] for c in chunks]
+        of_value = warp.g * 8 + (key_head + plan.kv_heads) * plan.head_dim
+        halves = range(plan.head_dim // 64)
+        columns = [(of_value, 64 * c + i) for c in halves for i in (0, 4)]
+        columns += [(first, 32 * c + i) for c in chunks for i in (0, 4)]
+        loaded = load_qkv(share.row, columns)
+        eights = [loaded[k : k + 8] for k in range(0, len(loaded), 8)]
+        value, x = eights[: len(halves)], eights[len(halves) :]
         x = rotated(normed(x, gamma, plan), cos, sin, plan.interleaved)
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
@@ -213,14 +219,7 @@ class NewToken:
         high = [[operands[i][k] for i in (2 * c, 2 * c + 1) for k in (0, 2)] for c in chunks]
         key = layout.narrow(x, (1, 2), high if unit is None else None)
 
-        def load_value():
-            value_head = key_head + plan.kv_heads
-            first = warp.g * 8 + value_head * plan.head_dim
-            halves = range(plan.head_dim // 64)
-            loaded = load_qkv(share.row, [(first, 64 * c + i) for c in halves for i in (0, 4)])
-            return [loaded[8 * c : 8 * c + 8] for c in halves]
-
-        return cls(warp, operands, unit, key, load_value)
+        return cls(warp, operands, unit, key, layout.narrow(value, (4, 8, 16), None))
 
     def with_key(self, js, fetched):
         """The new key in its place among this warp's, and in the cache."""
@@ -234,10 +233,9 @@ class NewToken:
     def with_value(self, js, fetched):
         """The new value in its place among this warp's, and in the cache."""
         warp = self.warp
-        value = warp.cache.layout.narrow(self.load_value(), (4, 8, 16), None)
         with lanes.when(warp.t == 0):
-            self._store(warp.cache.values, warp.value_part, value)
-        return self._placed(js, value, fetched)
+            self._store(warp.cache.values, warp.value_part, self.value)
+        return self._placed(js, self.value, fetched)
 
     def _store(self, refs, parts, stored):
         for part, values in zip(parts, stored, strict=True):
