@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 

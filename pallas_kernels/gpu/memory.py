@@ -189,17 +189,18 @@ def store_for_others(word, ref, at):
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
 
 
-def load_tagged(ref, wanted, tag) -> list:
+def load_tagged(ref, wanted, tag, at_once: bool = False) -> list:
     """`load_tagged_words`, as float32."""
-    return [untagged(word) for word in load_tagged_words(ref, wanted, tag)]
+    return [untagged(word) for word in load_tagged_words(ref, wanted, tag, at_once)]
 
 
-def load_tagged_words(ref, wanted, tag) -> list:
+def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
     """Wait until each of the wanted words has this tag: list of i32, the tags in them.
 
     wanted  ((at, constant), count) pairs: count, 1 or 4, neighbours from element at + constant of a ref of
             i32. The last is asked for again and again, and then all of them: to ask for all would be most of
             what the L2 cache can give, and keep back who writes them.
+    at_once all are asked for again and again: where few blocks wait, it saves them a way to memory
     """
     pointers = [_pointer(ref, at) for (at, _), _ in wanted]
 
@@ -220,7 +221,8 @@ def load_tagged_words(ref, wanted, tag) -> list:
         count = sum(n for _, n in wanted)
         return lanes.repeated(lambda: attempt(wanted, pointers), [i32()] * count)
 
-    until_written(wanted[-1:], pointers[-1:])
+    if not at_once:
+        until_written(wanted[-1:], pointers[-1:])
     return until_written(wanted, pointers)
 
 

@@ -146,7 +146,7 @@ class _Step:
         workspace = self.workspace
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
-            load_qkv=lambda row, columns: workspace.receive(Phase.ATTENTION, layer, row, columns, 4),
+            load_qkv=lambda row, columns: workspace.receive(Phase.ATTENTION, layer, row, columns, 4, at_once=True),
             store_out=lambda y, row, n: workspace.send(Phase.ATTENTION, layer, y, row, n),
             exchange=Exchange(
                 workspace.ref, workspace_words(self.shapes), workspace.tag(Phase.ATTENTION, layer, WRITES)
@@ -187,7 +187,7 @@ class _Step:
             with lanes.when((group < p.groups) & (row < p.rows)):
                 words = p.quantize(
                     group, row,
-                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1),
+                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True),
                     gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
                     tag,
                 )  # fmt: skip

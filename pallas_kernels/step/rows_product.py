@@ -21,7 +21,6 @@ lane.
 import dataclasses
 import itertools
 from collections.abc import Callable
-from typing import Any
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
@@ -100,7 +99,7 @@ class RowsProduct:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory: sums [together, matrices, rows, warps, 16], then squares [rows, warps]."""
+        """float32 of shared memory: sums of a round, then squares [rows, warps]."""
         return self._sums + self.rows * self.warps
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:

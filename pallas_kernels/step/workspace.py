@@ -56,11 +56,11 @@ class Workspace:
             self.passed_on[vector] = at
             at += size
 
-    def receive(self, phase: Phase, layer, row, columns, count: int) -> list:
+    def receive(self, phase: Phase, layer, row, columns, count: int, at_once: bool = False) -> list:
         """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads."""
         vector = READS[phase]
         wanted = [((self._at(vector, row, column), more), count) for column, more in columns]
-        return memory.load_tagged(self.ref, wanted, self.tag(phase, layer, READS))
+        return memory.load_tagged(self.ref, wanted, self.tag(phase, layer, READS), at_once)
 
     def send(self, phase: Phase, layer, y, row, column):
         """A float32 of what a phase writes."""
