@@ -146,7 +146,9 @@ class _Step:
         workspace = self.workspace
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
-            load_qkv=lambda row, columns: workspace.receive(Phase.ATTENTION, layer, row, columns, 4, at_once=True),
+            load_qkv=lambda row, columns: workspace.receive(
+                Phase.ATTENTION, layer, row, columns, 4, at_once=True
+            ),
             store_out=lambda y, row, n: workspace.send(Phase.ATTENTION, layer, y, row, n),
             exchange=Exchange(
                 workspace.ref, workspace_words(self.shapes), workspace.tag(Phase.ATTENTION, layer, WRITES)

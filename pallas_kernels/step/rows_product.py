@@ -5,7 +5,7 @@ A group of 128 activations is not made by one block, so nobody who makes a part 
 all blocks would quantize all rows if each did it for itself. So it is done between: a warp of some block has
 a row of a group, waits for its 128 numbers, quantizes them, and passes them on.
 
-    makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of tensor cores
+    makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
 
 What is passed on for lane 4 g + t of those who multiply, of row g: 12 words, each with a tag in bits 0 and 1.
 Column 32 t + 8 b + i of the group is code i of byte b.
