@@ -25,11 +25,11 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, KEYS_PER_SPLIT, THREADS, Plan
+from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, THREADS, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import Cache, ask_for, attend, stored_key
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, minimum, of, select
+from pallas_kernels.gpu.values import index, integer, maximum, minimum, of, select
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved"))
@@ -152,8 +152,7 @@ class Attention(Plan):
         length = index(arith.maxsi(position, integer(0)))
         keys = length + select(active, index(1), index(0))
         splits = minimum(of(arith.ceildivui(keys, index(KEYS_PER_SPLIT))), self.splits)
-        few = keys < KEYS_ALONE + 1
-        return keys, length, active, select(few, 1, splits)
+        return keys, length, active, maximum(splits, 1)
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()

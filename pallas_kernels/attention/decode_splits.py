@@ -62,7 +62,7 @@ class Exchange:
     def receive(self, places) -> list:
         """What was sent to (element, constant) places."""
         wanted = [((at, constant + self.begin), 1) for at, constant in places]
-        return memory.load_tagged(self.workspace, wanted, self.tag)
+        return memory.load_tagged(self.workspace, wanted, self.tag, at_once=True)
 
 
 @dataclasses.dataclass(frozen=True)

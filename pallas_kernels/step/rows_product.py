@@ -12,7 +12,7 @@ Column 32 t + 8 b + i of the group is code i of byte b.
 
     word i = 0 .. 7   codes i of bytes 0, 1 and 2, in bytes 1, 2 and 3
     word 8 .. 10      codes of byte 3, three to a word, in bytes 1, 2 and 3
-    word 11           float32: 2 s for t = 0, - s sum_k q_k for t = 1, sum_k x_k^2 before gamma for t = 2
+    word 11           float32: s / 64 for t = 0, - s sum_k q_k for t = 1, sum_k x_k^2 before gamma for t = 2
 
 in the order [group][words 0 .. 3, 4 .. 7, 8 .. 11][row][t][4], so that a warp reads 16 neighbouring bytes a
 lane.
@@ -37,7 +37,7 @@ from pallas_kernels.gpu.values import (
 )
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
-from pallas_kernels.matmul.q1_decode_s8 import bits_as_bytes, multiply_group
+from pallas_kernels.matmul.q1_decode_s8 import UNIT, bits_as_bytes, multiply_group
 from pallas_kernels.matmul.quantize_activations import largest_of_group
 
 MOST_ROWS = 8  # columns of the tensor core
@@ -126,7 +126,7 @@ class RowsProduct:
             code = lanes.from_lane(last, lane + more) if more else last
             extra = code << shift if not more else extra | code << shift
         scale = as_real(memory.tagged(largest * (1 / TOP), 0))  # as it is received
-        of_row = select(t == 0, scale * 2, select(t == 1, -(scale * sum_of_q), squares))
+        of_row = select(t == 0, scale * (2 / UNIT), select(t == 1, -(scale * sum_of_q), squares))
         of_row = select(t == 3, 0.0, of_row)
         is_last = i == 7
         place = lambda v, at: index(v * (16 * self.rows) + t * 4 + at) + row * 16  # noqa: E731
@@ -184,7 +184,7 @@ class RowsProduct:
                     sums = multiply_group(bits, [x.codes[p, h]])
                     d = lanes.halves(scales(m, u, p, h))
                     for r, c in itertools.product((0, 1), (0, 1)):
-                        product = fma(real(sums[2 * r + c]), stats[2 * c], stats[2 * c + 1])
+                        product = fma(sums[2 * r + c], stats[2 * c], stats[2 * c + 1])
                         y[u, m][r][c] = fma(d[r], product, y[u, m][r][c])
         return y
 
