@@ -124,20 +124,29 @@ class Attention(Plan):
         page = memory.load(cache.table, row, base // self.page_size)
         return Kept(position, integer(start), integer(stop), page)
 
-    def run(self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None):
+    def run(
+        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
+        pass_on=None,
+    ):  # fmt: skip
         """A layer's share of this block.
 
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
         next_layer  its keys and values are asked for in the end, into the L2 cache
+        pass_on     in place of store_out where a row has one split: called by all warps with the row, the
+                    block of query heads, and columns (an index and a constant each) -> outputs
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a block alike
             state = attend(self, cache, share, layer, load_qkv)
-            combine(self, share, smem, *state, store_out, exchange)
+            combine(self, share, smem, *state, store_out, exchange, pass_on)
             if next_layer is not None:
                 ask_for(self, cache, share, next_layer)
+
+    def has_one_split(self, position):
+        """Whether a row's keys are one block's."""
+        return self._splits(position)[-1] == 1
 
     def _owner(self):
         """(owner, row, block of query heads, split) of this block."""

@@ -29,7 +29,7 @@ from pallas_kernels.attention.decode_warp import Cache
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
-from pallas_kernels.matmul.q1_decode_b1 import LaneColumns, RowPlanes
+from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, RowPlanes
 from pallas_kernels.step.rows_product import WORDS, RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
@@ -119,6 +119,11 @@ class _Step:
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers_smem)
         self.workspace = Workspace(shapes, workspace)
 
+    @property
+    def attends_groups(self) -> bool:
+        """Whether a block of attention makes whole groups of what o reads, of several rows."""
+        return self.shapes.rows > 1 and self.attention.heads * self.attention.head_dim % GROUP == 0
+
     def run(self):
         self.kept = self.attention.keep(self.cache)
         self.weights.prepare()
@@ -154,6 +159,7 @@ class _Step:
                 workspace.ref, workspace_words(self.shapes), workspace.tag(Phase.ATTENTION, layer, WRITES)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
+            pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
         )  # fmt: skip
         lanes.block_barrier()
 
@@ -180,20 +186,35 @@ class _Step:
 
     def _pass_on(self, phase: Phase, layer):
         """What a phase reads, by a warp of some block for each row of a group."""
-        p, tag = self.products[phase], self.workspace.tag(phase, layer, READS)
+        p, row = self.products[phase], lanes.thread() // 32
         assert isinstance(p, RowsProduct)
-        gamma = self.gamma.get(phase)
-        row = lanes.thread() // 32
         for first in range(0, p.groups, self.shapes.blocks):
             group = lanes.block() + first
-            with lanes.when((group < p.groups) & (row < p.rows)):
-                words = p.quantize(
-                    group, row,
+            wanted = (group < p.groups) & (row < p.rows)
+            if phase == Phase.O and self.attends_groups:
+                position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
+                wanted = wanted & ~self.attention.has_one_split(position)
+            with lanes.when(wanted):
+                self._pass_on_group(
+                    phase, layer, group, row,
                     lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True),
-                    gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
-                    tag,
                 )  # fmt: skip
-                self.workspace.pass_on(phase, [(group * (WORDS * p.rows) + at, *rest) for at, *rest in words])
+
+    def _pass_on_attended(self, layer, row, heads, load):
+        """What a block of attention has made, by a warp for each group."""
+        groups = self.attention.heads * self.attention.head_dim // GROUP
+        with lanes.when(lanes.thread() // 32 < groups):
+            self._pass_on_group(Phase.O, layer, heads * groups + lanes.thread() // 32, row, load)
+
+    def _pass_on_group(self, phase: Phase, layer, group, row, load):
+        p, gamma = self.products[phase], self.gamma.get(phase)
+        assert isinstance(p, RowsProduct)
+        words = p.quantize(
+            group, row, load,
+            gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
+            self.workspace.tag(phase, layer, READS),
+        )  # fmt: skip
+        self.workspace.pass_on(phase, [(group * (WORDS * p.rows) + at, *rest) for at, *rest in words])
 
     def _product_of_rows(self, phase: Phase, layer):
         p = self.products[phase]
