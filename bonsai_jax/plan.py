@@ -21,7 +21,6 @@ from pallas_kernels.tiles import ROWS
 # Fields of Spec that are joined, rows below rows, because they have the same input.
 QKV = ("wq", "wk", "wv")
 SWIGLU = ("w_gate", "w_up")
-MOST_ROWS_OF_A_LAUNCH = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,8 +319,7 @@ def _step_problem(
 def _step_plan(problem: selection.Step, stacks: Sequence[Stack], run: RunConfig) -> StepPlan:
     rows = 0
     if selection.choose(problem, impl=run.schedule) == "one_launch":
-        able = range(1, MOST_ROWS_OF_A_LAUNCH + 1)
-        chosen = [selection.choose(dataclasses.replace(problem, rows=n)) for n in able]
-        rows = next((n for n, name in enumerate(chosen) if name != "one_launch"), len(chosen))
+        chosen = (selection.choose(dataclasses.replace(problem, rows=n)) for n in itertools.count(1))
+        rows = next(n for n, name in enumerate(chosen) if name != "one_launch")
     tiled = any(matrix.products.tiled for stack in stacks for part in stack.parts for matrix in part)
     return StepPlan(rows, unrolled=tiled)
