@@ -197,7 +197,7 @@ def load_tagged(ref, wanted, tag, at_once: bool = False) -> list:
 def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
     """Wait until each of the wanted words has this tag: list of i32, the tags in them.
 
-    wanted  ((at, constant), count) pairs: count, 1 or 4, neighbours from element at + constant of a ref of
+    wanted  ((at, constant), count) pairs: count, 1, 2 or 4, neighbours from element at + constant of a ref of
             i32. The last is asked for again and again, and then all of them: to ask for all would be most of
             what the L2 cache can give, and keep back who writes them.
     at_once all are asked for again and again: where few blocks wait, it saves them a way to memory
@@ -207,9 +207,10 @@ def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
     def attempt(wanted, pointers):
         words = []
         for pointer, ((_, constant), count) in zip(pointers, wanted, strict=True):
-            many = count == 4
-            places = "{$0,$1,$2,$3}, [$4" if many else "$0, [$1"
-            text = f"ld.relaxed.gpu.global{'.v4' * many}.u32 {places}+{4 * constant}];"
+            places, width = ",".join(f"${i}" for i in range(count)), ""
+            if count > 1:
+                places, width = f"{{{places}}}", f".v{count}"
+            text = f"ld.relaxed.gpu.global{width}.u32 {places}, [${count}+{4 * constant}];"
             constraints = ",".join(["=r"] * count) + ",l,~{memory}"
             words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
         wrong = integer(0)

@@ -30,7 +30,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, RowPlanes
-from pallas_kernels.step.rows_product import WORDS, RowsProduct
+from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
@@ -214,13 +214,13 @@ class _Step:
             gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
             self.workspace.tag(phase, layer, READS),
         )  # fmt: skip
-        self.workspace.pass_on(phase, [(group * (WORDS * p.rows) + at, *rest) for at, *rest in words])
+        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words])
 
     def _product_of_rows(self, phase: Phase, layer):
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
-        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places))
+        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p.at_once))
         with lanes.when(me.thread == THREADS - 32):
             self.weights.request_during(phase, layer)
         p.store_squares(me, x, self.scratch)

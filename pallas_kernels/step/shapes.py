@@ -10,6 +10,9 @@ from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct
+from pallas_kernels.step import rows_of_planes
+from pallas_kernels.step.rows_of_bytes import RowsOfBytes
+from pallas_kernels.step.rows_of_planes import RowsOfPlanes
 from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct
 
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
@@ -69,7 +72,9 @@ class Shapes:
 
         def product(n, k, **rest):
             n_tiles = -(-n // 16)
-            kind = RowsProduct if self.rows > 1 else functools.partial(BitProduct, bits=self.bits)
+            kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
+            if self.rows == 1:
+                kind = functools.partial(BitProduct, bits=self.bits)
             return kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
                 tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,

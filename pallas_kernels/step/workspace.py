@@ -13,7 +13,7 @@ later one, of which each part was made by somebody who had read all of that vect
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import integer, of
-from pallas_kernels.step.rows_product import WORDS, RowsProduct
+from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 
 READS = {
@@ -41,7 +41,7 @@ def workspace_words(shapes: Shapes) -> int:
 def _passed_on(shapes: Shapes) -> dict[Vector, int]:
     """Words of each vector that a product reads, where it is passed on as integers."""
     products = {READS[phase]: p for phase, p in shapes.products().items()}
-    return {v: p.groups * p.rows * WORDS for v, p in products.items() if isinstance(p, RowsProduct)}
+    return {v: p.groups * p.rows * p.words for v, p in products.items() if isinstance(p, RowsProduct)}
 
 
 class Workspace:
@@ -67,10 +67,11 @@ class Workspace:
         at = self._at(WRITES[phase], row, column)
         memory.store_tagged(y, self.ref, at, self.tag(phase, layer, WRITES))
 
-    def receive_passed_on(self, phase: Phase, layer, places) -> list:
-        """Wait for 4 words from each place on (an index and a constant) of what is passed on to a phase."""
+    def receive_passed_on(self, phase: Phase, layer, places, count: int) -> list:
+        """Wait for `count` words from each place on (an index and a constant) of what is passed on to a
+        phase."""
         begin = self.passed_on[READS[phase]]
-        wanted = [((of(place) + begin, constant), 4) for place, constant in places]
+        wanted = [((of(place) + begin, constant), count) for place, constant in places]
         return memory.load_tagged_words(self.ref, wanted, self.tag(phase, layer, READS))
 
     def pass_on(self, phase: Phase, words):
