@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, THREADS, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import Cache, ask_for, attend, stored_key
+from pallas_kernels.attention.decode_warp import Cache, attend, stored_key
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, maximum, minimum, of, select
 
@@ -133,16 +133,14 @@ class Attention(Plan):
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
-        next_layer  its keys and values are asked for in the end, into the L2 cache
+        next_layer  its first keys and values are asked for, into the L2 cache
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a block alike
-            state = attend(self, cache, share, layer, load_qkv)
+            state = attend(self, cache, share, layer, load_qkv, next_layer)
             combine(self, share, smem, *state, store_out, exchange, pass_on)
-            if next_layer is not None:
-                ask_for(self, cache, share, next_layer)
 
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""

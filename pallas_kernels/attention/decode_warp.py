@@ -35,6 +35,8 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
 )
 
+ASKED_AHEAD = 2 * KEYS_PER_SPLIT  # keys of a block
+
 
 @dataclasses.dataclass(frozen=True)
 class Cache:
@@ -54,14 +56,17 @@ class Cache:
     k_gamma: Any
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv):
+def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
+    next_layer  its first keys and values are asked for, into the L2 cache
     """
     warp = Warp.of(plan, cache, share, layer)
     # Before q is asked for, which other blocks may still be making.
     fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
+    if next_layer is not None:
+        ask_for(plan, cache, share, next_layer)
     token = NewToken.of(warp, load_qkv)
     step = KEYS_PER_SPLIT
     state = visit(warp, token, share.start, fetched, None)
@@ -146,7 +151,8 @@ def place(plan: Plan, cache: Cache, share: Share, layer, j, part, page=None) -> 
 
 
 def ask_for(plan: Plan, cache: Cache, share: Share, layer):
-    """A layer's keys and values of this block into the L2 cache: 16 keys a warp, half a row a lane."""
+    """A layer's first keys and values of this block into the L2 cache: 16 keys a warp, half a row a lane. No
+    more than it holds beside the weights: what has to go again is read twice."""
     lane, warp = lanes.thread() % 32, lanes.thread() // 32
     key, half = lane // 2, lane % 2
     part = half * (plan.head_dim // 2)
@@ -159,7 +165,8 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
                 memory.prefetch(ref, at[: len(ref.type.shape)])
         return carry
 
-    lanes.loop(share.start, share.stop, KEYS_PER_SPLIT, [], one)
+    stop = minimum(share.stop, share.start + ASKED_AHEAD)
+    lanes.loop(share.start, stop, KEYS_PER_SPLIT, [], one)
 
 
 @dataclasses.dataclass(frozen=True)
