@@ -62,19 +62,21 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=N
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
     next_layer  its first keys and values are asked for, into the L2 cache
     """
-    warp = Warp.of(plan, cache, share, layer)
-    # Before q is asked for, which other blocks may still be making.
-    fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
-    if next_layer is not None:
-        ask_for(plan, cache, share, next_layer)
-    token = NewToken.of(warp, load_qkv)
-    step = KEYS_PER_SPLIT
-    state = visit(warp, token, share.start, fetched, None)
-    state = lanes.loop(
-        share.start + step, share.stop, step, state,
-        lambda first, state: visit(warp, token, first, warp.fetch(first), state),
-    )  # fmt: skip
-    maximum, total, *o = state
+    warp, step = Warp.of(plan, cache, share, layer), KEYS_PER_SPLIT
+
+    def attended():
+        # Before q is asked for, which other blocks may still be making.
+        fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
+        if next_layer is not None:
+            ask_for(plan, cache, share, next_layer)
+        token = NewToken.of(warp, load_qkv)
+        return lanes.loop(
+            share.start + step, share.stop, step, visit(warp, token, share.start, fetched, None),
+            lambda first, state: visit(warp, token, first, warp.fetch(first), state),
+        )  # fmt: skip
+
+    nothing = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
+    maximum, total, *o = lanes.choose(warp.has_keys, attended, nothing)
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
     return maximum, lanes.warp_sum_real(total, 4), o
 
@@ -103,6 +105,11 @@ class Warp:
         key_part = [t * 8 + c for c in range(0, plan.head_dim, 32)]
         value_part = [g * 8 + c for c in range(0, plan.head_dim, 64)]
         return cls(plan, cache, share, layer, warp, g, t, key_part, value_part)
+
+    @property
+    def has_keys(self):
+        """Whether there are keys for this warp, which else would keep the others back."""
+        return self.share.start + self.number * KEYS < self.share.stop
 
     def keys_of(self, first):
         """This warp's 16 keys behind `first`: g and g + 8 as a lane's keys, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9

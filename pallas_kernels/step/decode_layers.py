@@ -122,7 +122,7 @@ class _Step:
     @property
     def attends_groups(self) -> bool:
         """Whether a block of attention makes whole groups of what o reads, of several rows."""
-        return self.shapes.rows > 1 and self.attention.heads * self.attention.head_dim % GROUP == 0
+        return self.shapes.passes_on and self.attention.heads * self.attention.head_dim % GROUP == 0
 
     def run(self):
         self.kept = self.attention.keep(self.cache)
@@ -132,7 +132,7 @@ class _Step:
     def _layer(self, layer, carry):
         for phase in Phase:
             takes_part, product = self._takes_part(phase), self._product
-            if phase != Phase.ATTENTION and self.shapes.rows > 1:
+            if phase != Phase.ATTENTION and self.shapes.passes_on:
                 self._pass_on(phase, layer)
                 product = self._product_of_rows
             with lanes.when(takes_part):

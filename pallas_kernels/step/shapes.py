@@ -66,6 +66,12 @@ class Shapes:
             return f"{owners} blocks for attention are more than {self.blocks} multiprocessors"
         return None
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether activations are quantized once and passed on (rows_product.py); of one row, each block
+        quantizes what it multiplies."""
+        return self.rows > 1
+
     def products(self) -> dict[Phase, Product]:
         """The products by phase."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
@@ -73,7 +79,7 @@ class Shapes:
         def product(n, k, **rest):
             n_tiles = -(-n // 16)
             kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
-            if self.rows == 1:
+            if not self.passes_on:
                 kind = functools.partial(BitProduct, bits=self.bits)
             return kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
