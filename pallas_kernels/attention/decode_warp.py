@@ -62,7 +62,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=N
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
     next_layer  its first keys and values are asked for, into the L2 cache
     """
-    warp, step = Warp.of(plan, cache, share, layer), KEYS_PER_SPLIT
+    warp, step = Warp.of(plan, cache, share, layer), KEYS * plan.team
 
     def attended():
         # Before q is asked for, which other blocks may still be making.
@@ -83,7 +83,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=N
 
 @dataclasses.dataclass(frozen=True)
 class Warp:
-    """A warp's place in its block, a lane's in it, and where their keys and values are.
+    """A warp's place in its team, a lane's in it, and where their keys and values are.
 
     key_part    first dimensions of this lane's parts of a key, 8 each; value_part: of a value
     """
@@ -100,7 +100,7 @@ class Warp:
 
     @classmethod
     def of(cls, plan: Plan, cache: Cache, share: Share, layer) -> "Warp":
-        warp, lane = lanes.thread() // 32, lanes.thread() % 32
+        warp, lane = team_warp(plan), lanes.thread() % 32
         g, t = lane // 4, lane % 4
         key_part = [t * 8 + c for c in range(0, plan.head_dim, 32)]
         value_part = [g * 8 + c for c in range(0, plan.head_dim, 64)]
@@ -141,6 +141,12 @@ class Warp:
     def place(self, j, part, page=None):
         """Of element `part` of key j, whose page may be known."""
         return place(self.plan, self.cache, self.share, self.layer, j, part, page)
+
+
+def team_warp(plan: Plan):
+    """The warp's number in its team."""
+    warp = lanes.thread() // 32
+    return warp if plan.teams == 1 else warp % plan.team
 
 
 def stored_key(length, j):

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from pallas_kernels.cpu import compiled
+
 Builder = Any  # ir.IRBuilder, whose methods have no annotations
 Type = Any  # ir.Type
 
@@ -171,6 +173,17 @@ class Value:
         mask = ir.Constant(vector(I32, len(indices)), [I32(int(i)) for i in indices])
         return self._made(self.b.shuffle_vector(self.ir, ir.Constant(self.type, ir.Undefined), mask))
 
+    def looked_up(self, table: Sequence[int]) -> "Value":
+        """Of bytes 0 to 15 the bytes of a table of 16."""
+        if self.count == 64 and compiled.has("avx512bw"):
+            places = constant(self.b, self.type, np.tile(table, 4))
+            return intrinsic("llvm.x86.avx512.pshuf.b.512", self.type, places, self)
+        found = [constant(self.b, self.type, value) for value in table]
+        for bit in (1, 2, 4, 8):
+            is_set = (self & bit).compared("!=", 0)
+            found = [is_set.select(yes, no) for no, yes in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
+
     def __getitem__(self, part: slice | int) -> "Value":
         if isinstance(part, int):
             return self._made(self.b.extract_element(self.ir, I32(part)))
@@ -222,8 +235,22 @@ class Value:
         zeros = constant(self.b, kind, 0)
         return intrinsic(name, kind, self, Value(self.b, I32(1)), mask, zeros)
 
-    def store(self, value: "Value") -> None:
-        self.b.store(value.ir, self.ir, align=1)
+    def prefetch(self) -> None:
+        """Bring the line at this address, which need not be anyone's, into the caches."""
+        kind = ir.FunctionType(ir.VoidType(), [ADDRESS, I32, I32, I32])
+        name = "llvm.prefetch.p0"
+        function = self.b.module.globals.get(name) or ir.Function(self.b.module, kind, name)
+        self.b.call(function, [self.ir, I32(0), I32(3), I32(1)])
+
+    def store(self, value: "Value", count: "Value | None" = None) -> None:
+        """With `count` only so many elements of a vector."""
+        if count is None:
+            self.b.store(value.ir, self.ir, align=1)
+            return
+        lanes = constant(self.b, vector(I32, value.count), np.arange(value.count))
+        mask = lanes.compared("<", count.splat(value.count))
+        name = f"llvm.masked.store.{_suffix(value.type)}.p0"
+        intrinsic(name, ir.VoidType(), value, self, Value(self.b, I32(1)), mask)
 
 
 def constant(b: Builder, kind: Type, value) -> Value:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
 
 # A module of this folder that is named in Products has
@@ -134,8 +135,10 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     exact  by the reference, whatever was chosen
     """
     rows = x.size // x.shape[-1]
-    if not exact and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
+    folded = {w.rotation is not None for w in leaves(weights)}
+    if not exact and len(folded) == 1 and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
+        x, gamma = _turned(x, leaves(weights)[0], layer, gamma, eps)
         return module("cublas").run(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
@@ -149,6 +152,16 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     return jax.nn.silu(g) * u
 
 
+def _turned(x, w: QTensor, layer, gamma, eps) -> tuple[jax.Array, jax.Array | None]:
+    """x and gamma; for folded weights norm(x), rotated, and no gamma."""
+    if w.rotation is None:
+        return x, gamma
+    x = x.astype(jnp.float32)
+    if gamma is not None:
+        x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
+    return w.rotation(x), None
+
+
 def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
     """Both matrices and the index into them, if one launch can take them: the same format, at the same
     index."""
@@ -160,14 +173,20 @@ def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Arra
         gate, up = gate.parts[part], up.parts[part]
     if not (isinstance(gate, QTensor) and isinstance(up, QTensor)):
         return None
-    alike = (gate.format, gate.tiled, gate.products) == (up.format, up.tiled, up.products)
+    alike = _how(gate) == _how(up)
     return ((gate, up), i) if alike else None
+
+
+def _how(w: QTensor):
+    return w.format, w.tiled, w.products, w.rotation is None
 
 
 def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """Product with one part of a stack."""
     if isinstance(w, QTensor):
         return _run(exact, x, (w,), part_layer, layer, gamma, eps, residual)
+    x, gamma = _turned(x, w.pieces[0], layer, gamma, eps)  # folded are all pieces or none (plan.py)
+    w = Rows(tuple(piece.replace(rotation=None) for piece in w.pieces))
     if not exact and residual is None and all(kernel_of(piece, x) == "kq_decode" for piece in w.pieces):
         return module("kq_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
     y = [_run(exact, x, (piece,), part_layer, layer, gamma, eps, None) for piece in w.pieces]
@@ -176,5 +195,6 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
 
 
 def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
+    x, gamma = _turned(x, weights[0], layer, gamma, eps)
     kernel = "reference" if exact else kernel_of(weights[0], x)
     return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)
