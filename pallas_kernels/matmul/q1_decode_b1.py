@@ -191,7 +191,8 @@ class LaneColumns:
     count: dict
 
     @staticmethod
-    def of(phase: "BitProduct") -> "LaneColumns":
+    def of(phase: Any) -> "LaneColumns":
+        """phase: a BitProduct, or what has its columns, pairs, warps and per_warp."""
         thread = lanes.thread()
         warp, lane = thread // 32, thread % 32
         g, t = lane // 4, lane % 4

@@ -29,7 +29,7 @@ from pallas_kernels.attention.decode_warp import Cache
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, RowPlanes
+from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
 from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
@@ -165,6 +165,7 @@ class _Step:
 
     def _product(self, phase: Phase, layer):
         p = self.products[phase]
+        assert isinstance(p, BitProduct)
         me = LaneColumns.of(p)
         gamma = {}
         if p.normed:
@@ -271,6 +272,7 @@ class _Step:
     def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes):
         """The row's sums of this warp, of all of the block's tiles."""
         p = self.products[phase]
+        assert isinstance(p, BitProduct)
         together = max(1, AT_ONCE // p.matrices)
         last = max(0, p.tiles - together)
 

@@ -11,8 +11,10 @@ but a product for each row, more rows by the integer ones (rows_of_bytes.py). He
 a round, whose sums meet in shared memory.
 """
 
+import abc
 import dataclasses
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import epilogue
@@ -24,26 +26,16 @@ MOST_TILES = 8  # of a round, of both matrices: so few have their sums in regist
 
 
 @dataclasses.dataclass(frozen=True)
-class RowsProduct:
+class RowsProduct(abc.ABC):
     """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
-    Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced. What has its own way
-    of multiplying says
+    Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
 
     words     that are passed on of a row of a group
     at_once   of them that a lane has side by side
-    quantize(group, row, load, gamma, tag)     by a warp, a row of a group: [(place among the group's words,
-              word, condition or None)]; load and gamma: columns (an index and a constant each) -> float32 of
-              x and of the norm's weights (None without a norm)
-    receive(me, load) -> x    this warp's groups of all rows, when they are there; load: [(place, constant)]
-              of at_once words each -> words
-    store_squares(me, x, scratch)      behind a norm, each row's sum of squares over this warp's groups
-    multiply(me, x, words, scales)     sums of this warp, of a round; words(m, u, p) is a tile's vector of a
-              pair, scales(m, u, p, h) its scales of a group
-    store_sums(me, sums, scratch)
     """
 
-    words = 0
-    at_once = 0
+    words: ClassVar[int]
+    at_once: ClassVar[int]
 
     rows: int
     columns: int
@@ -113,3 +105,28 @@ class RowsProduct:
                     squares = over_warps(row * self.warps + self.sums, 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
                 store(i, row, n, epilogue.finished(y, norm))
+
+    @abc.abstractmethod
+    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
+        """By a warp, a row of a group: (place among the group's words, word, condition or None) of each word.
+
+        load, gamma   columns (an index and a constant each) -> float32 of x and, behind a norm, its weights
+        """
+
+    @abc.abstractmethod
+    def receive(self, me: LaneColumns, load: Callable) -> Any:
+        """This warp's groups of all rows, when they are there; load: places (an index and a constant) of
+        at_once words each -> words."""
+
+    @abc.abstractmethod
+    def store_squares(self, me: LaneColumns, x: Any, scratch_smem):
+        """Behind a norm, each row's sum of squares over this warp's groups."""
+
+    @abc.abstractmethod
+    def multiply(self, me: LaneColumns, x: Any, words: Callable, scales: Callable) -> dict:
+        """This warp's sums of a round, by (tile u, matrix m). words(m, u, p) is a tile's vector of a pair,
+        scales(m, u, p, h) its scales of a group."""
+
+    @abc.abstractmethod
+    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+        """Where `outputs` finds them."""
