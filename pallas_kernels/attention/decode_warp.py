@@ -20,7 +20,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
+from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import (
@@ -34,8 +34,6 @@ from pallas_kernels.gpu.values import (
     select,
     sum_of_squares,
 )
-
-ASKED_AHEAD = 2 * KEYS_PER_SPLIT  # keys of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,22 +162,17 @@ def place(plan: Plan, cache: Cache, share: Share, layer, j, part, page=None) -> 
 
 
 def ask_for(plan: Plan, cache: Cache, share: Share, layer):
-    """A layer's first keys and values of this block into the L2 cache: 16 keys a warp, half a row a lane. No
-    more than it holds beside the weights: what has to go again is read twice."""
+    """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
+    cache cannot hold beside the weights is read twice."""
     lane, warp = lanes.thread() % 32, lanes.thread() // 32
     key, half = lane // 2, lane % 2
     part = half * (plan.head_dim // 2)
 
-    def one(first, carry):
-        j = first + warp * KEYS + key
-        with lanes.when(j < share.stop):
-            at = place(plan, cache, share, layer, j, part)
-            for ref in jax.tree.leaves((cache.keys, cache.values)):
-                memory.prefetch(ref, at[: len(ref.type.shape)])
-        return carry
-
-    stop = minimum(share.stop, share.start + ASKED_AHEAD)
-    lanes.loop(share.start, stop, KEYS_PER_SPLIT, [], one)
+    j = share.start + warp * KEYS + key
+    with lanes.when(j < share.stop):
+        at = place(plan, cache, share, layer, j, part)
+        for ref in jax.tree.leaves((cache.keys, cache.values)):
+            memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
 @dataclasses.dataclass(frozen=True)

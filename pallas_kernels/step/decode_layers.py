@@ -221,7 +221,7 @@ class _Step:
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
-        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p.at_once))
+        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p))
         with lanes.when(me.thread == THREADS - 32):
             self.weights.request_during(phase, layer)
         p.store_squares(me, x, self.scratch)

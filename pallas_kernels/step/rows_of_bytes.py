@@ -1,4 +1,4 @@
-"""Products of 5 to 8 rows in one launch, on the integer tensor cores: weights become bytes once for all rows,
+"""Products of 3 to 8 rows in one launch, on the integer tensor cores: weights become bytes once for all rows,
 as in q1_decode_s8.py.
 
 What is passed on (rows_product.py) for lane 4 g + t of those who multiply, of row g: 12 words, each with a
@@ -50,7 +50,7 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    words, at_once = 48, 4
+    words, side_by_side, at_once = 48, 4, False
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)

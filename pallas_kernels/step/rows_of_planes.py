@@ -1,4 +1,4 @@
-"""Products of 2 to 4 rows in one launch, on the binary tensor cores: bits of weights and bits of activations,
+"""Products of 2 rows in one launch, on the binary tensor cores: bits of weights and bits of activations,
 as in q1_decode_b1.py.
 
 What is passed on (rows_product.py) for lane 4 p + t of those who multiply: word t of plane p of a row of a
@@ -25,11 +25,11 @@ from pallas_kernels.matmul.q1_decode_b1 import (
 )
 from pallas_kernels.step.rows_product import RowsProduct
 
-MOST_ROWS = 4  # each takes as many instructions; with more, those of bytes are fewer
+MOST_ROWS = 2  # each takes as many instructions; of 3 rows on, bytes are faster (LOG.md)
 
 
 class RowsOfPlanes(RowsProduct):
-    words, at_once = 64, 2
+    words, side_by_side, at_once = 64, 2, True
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = lanes.thread() % 32

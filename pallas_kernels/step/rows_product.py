@@ -6,8 +6,8 @@ a row of a group, waits for its 128 numbers, quantizes them, and passes them on.
 
     makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
 
-Few rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights
-but a product for each row, more rows by the integer ones (rows_of_bytes.py). Here is what both have: tiles of
+Two rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights but
+a product for each row, more rows by the integer ones (rows_of_bytes.py). Here is what both have: tiles of
 a round, whose sums meet in shared memory.
 """
 
@@ -31,11 +31,13 @@ class RowsProduct(abc.ABC):
     Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
 
     words     that are passed on of a row of a group
-    at_once   of them that a lane has side by side
+    side_by_side   of them that a lane has
+    at_once   whether waiting for them asks for all again (memory.load_tagged): of few rows they are few
     """
 
     words: ClassVar[int]
-    at_once: ClassVar[int]
+    side_by_side: ClassVar[int]
+    at_once: ClassVar[bool]
 
     rows: int
     columns: int
@@ -116,7 +118,7 @@ class RowsProduct(abc.ABC):
     @abc.abstractmethod
     def receive(self, me: LaneColumns, load: Callable) -> Any:
         """This warp's groups of all rows, when they are there; load: places (an index and a constant) of
-        at_once words each -> words."""
+        side_by_side words each -> words."""
 
     @abc.abstractmethod
     def store_squares(self, me: LaneColumns, x: Any, scratch_smem):

@@ -67,12 +67,11 @@ class Workspace:
         at = self._at(WRITES[phase], row, column)
         memory.store_tagged(y, self.ref, at, self.tag(phase, layer, WRITES))
 
-    def receive_passed_on(self, phase: Phase, layer, places, count: int) -> list:
-        """Wait for `count` words from each place on (an index and a constant) of what is passed on to a
-        phase."""
+    def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct) -> list:
+        """Wait for words from each place on (an index and a constant) of what is passed on to a phase."""
         begin = self.passed_on[READS[phase]]
-        wanted = [((of(place) + begin, constant), count) for place, constant in places]
-        return memory.load_tagged_words(self.ref, wanted, self.tag(phase, layer, READS))
+        wanted = [((of(place) + begin, constant), p.side_by_side) for place, constant in places]
+        return memory.load_tagged_words(self.ref, wanted, self.tag(phase, layer, READS), p.at_once)
 
     def pass_on(self, phase: Phase, words):
         """(place, word, condition or None) of what is passed on to a phase."""
