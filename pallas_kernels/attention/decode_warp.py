@@ -15,6 +15,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -182,15 +183,15 @@ class NewToken:
     operands    its queries as tensor cores take them, 16 dimensions each
     unit        what scores are to be multiplied by for it, or None
     key         as it will be stored, this lane's parts; lanes behind the heads have it
-    value       the same; all lanes of t = 0 .. 3 have it. Asked for with q and k: behind the scores, the
-                warp that needs it would wait for memory once more
+    load_value  () -> the value, the same. Of 16 bits, it was asked for with q and k: behind
+                the scores, the warp that needs it would wait for memory once more
     """
 
     warp: Warp
     operands: list
     unit: Any
     key: list
-    value: list
+    load_value: Callable[[], list]
 
     @classmethod
     def of(cls, warp: Warp, load_qkv) -> "NewToken":
@@ -212,11 +213,19 @@ class NewToken:
         first = warp.t * 8 + head * plan.head_dim
         of_value = warp.g * 8 + (key_head + plan.kv_heads) * plan.head_dim
         halves = range(plan.head_dim // 64)
-        columns = [(of_value, 64 * c + i) for c in halves for i in (0, 4)]
-        columns += [(first, 32 * c + i) for c in chunks for i in (0, 4)]
-        loaded = load_qkv(share.row, columns)
-        eights = [loaded[k : k + 8] for k in range(0, len(loaded), 8)]
-        value, x = eights[: len(halves)], eights[len(halves) :]
+        of_query = [(first, 32 * c + i) for c in chunks for i in (0, 4)]
+        of_value = [(of_value, 64 * c + i) for c in halves for i in (0, 4)]
+
+        def load(columns):
+            loaded = load_qkv(share.row, columns)
+            return [loaded[k : k + 8] for k in range(0, len(loaded), 8)]
+
+        if layout.DTYPE == layout.OPERAND:
+            loaded = load(of_value + of_query)
+            value, x = layout.narrow(loaded[: len(halves)], (4, 8, 16), None), loaded[len(halves) :]
+            load_value = lambda: value  # noqa: E731
+        else:  # twice the registers
+            x, load_value = load(of_query), lambda: layout.narrow(load(of_value), (4, 8, 16), None)
         x = rotated(normed(x, gamma, plan), cos, sin, plan.interleaved)
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
@@ -231,7 +240,7 @@ class NewToken:
         high = [[operands[i][k] for i in (2 * c, 2 * c + 1) for k in (0, 2)] for c in chunks]
         key = layout.narrow(x, (1, 2), high if unit is None else None)
 
-        return cls(warp, operands, unit, key, layout.narrow(value, (4, 8, 16), None))
+        return cls(warp, operands, unit, key, load_value)
 
     def with_key(self, js, fetched):
         """The new key in its place among this warp's, and in the cache."""
@@ -244,10 +253,10 @@ class NewToken:
 
     def with_value(self, js, fetched):
         """The new value in its place among this warp's, and in the cache."""
-        warp = self.warp
+        warp, value = self.warp, self.load_value()
         with lanes.when(warp.t == 0):
-            self._store(warp.cache.values, warp.value_part, self.value)
-        return self._placed(js, self.value, fetched)
+            self._store(warp.cache.values, warp.value_part, value)
+        return self._placed(js, value, fetched)
 
     def _store(self, refs, parts, stored):
         for part, values in zip(parts, stored, strict=True):
