@@ -14,7 +14,7 @@
                16 bits             more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
-    Step       q1                  as many as have room        from 9.0   one_launch
+    Step       q1                  1 to 8, if they have room   from 9.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
                any                 other                       any        launches
     Sampling   any                 any                         from 8.0   two_launches

@@ -25,11 +25,11 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, KEYS_PER_SPLIT, Plan
+from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import Cache, ask_for, attend, stored_key, team_warp
+from pallas_kernels.attention.decode_warp import Cache, attend, stored_key, team_warp
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, minimum, of, select
+from pallas_kernels.gpu.values import index, integer, maximum, minimum, of, select
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved"))
@@ -127,20 +127,27 @@ class Attention(Plan):
         page = memory.load(cache.table, row, base // self.page_size)
         return Kept(position, integer(start), integer(stop), page)
 
-    def run(self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None):
+    def run(
+        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
+        pass_on=None,
+    ):  # fmt: skip
         """A layer's share of this team.
 
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
-        next_layer  its keys and values are asked for in the end, into the L2 cache
+        next_layer  its first keys and values are asked for, into the L2 cache
+        pass_on     in place of store_out where a row has one split: called by all warps with the row, the
+                    block of query heads, and columns (an index and a constant each) -> outputs
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
-            state = attend(self, cache, share, layer, load_qkv)
-            combine(self, share, smem, *state, store_out, exchange)
-            if next_layer is not None:
-                ask_for(self, cache, share, next_layer)
+            state = attend(self, cache, share, layer, load_qkv, next_layer)
+            combine(self, share, smem, *state, store_out, exchange, pass_on)
+
+    def has_one_split(self, position):
+        """Whether a row's keys are one block's."""
+        return self._splits(position)[-1] == 1
 
     def _owner(self):
         """(owner, row, block of query heads, split) of this team; a split that no row has, of those without a
@@ -159,8 +166,7 @@ class Attention(Plan):
         length = index(arith.maxsi(position, integer(0)))
         keys = length + select(active, index(1), index(0))
         splits = minimum(of(arith.ceildivui(keys, index(KEYS_PER_SPLIT))), self.splits)
-        few = keys < KEYS_ALONE + 1
-        return keys, length, active, select(few, 1, splits)
+        return keys, length, active, maximum(splits, 1)
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()

@@ -15,7 +15,6 @@ THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
 KEYS_PER_SPLIT = KEYS * WARPS  # that much is on its way before q is there
-KEYS_ALONE = 2 * KEYS_PER_SPLIT  # so few are not worth combining
 
 
 @dataclasses.dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Exchange:
     def receive(self, places) -> list:
         """What was sent to (element, constant) places."""
         wanted = [((at, constant + self.begin), 1) for at, constant in places]
-        return memory.load_tagged(self.workspace, wanted, self.tag)
+        return memory.load_tagged(self.workspace, wanted, self.tag, at_once=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,19 +151,30 @@ class Block:
                 use(element, element // self.plan.head_dim)
 
 
-def combine(plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange):
-    """The warps' (m, l, o) -> the split's -> with those of the other splits, the output."""
+def combine(plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange, pass_on=None):
+    """The warps' (m, l, o) -> the split's -> with those of the other splits, the output. A row's only split
+    gives it to `pass_on` by warps, where that is not None (decode.Attention.run)."""
     size = plan.heads * plan.head_dim
     block = Block.of(plan, smem, maximum, total, o)
 
-    def store(element, numerator, denominator):
+    def ratio(numerator, denominator):
         denominator = select(share.active, denominator, 1.0)
-        value = select(share.active, numerator / denominator, 0.0)
-        store_out(value, share.row, element + share.heads * size)
+        return select(share.active, numerator / denominator, 0.0)
+
+    def store(element, numerator, denominator):
+        store_out(ratio(numerator, denominator), share.row, element + share.heads * size)
+
+    def load(columns):
+        """Outputs of columns of all heads, an index and a constant each."""
+        elements = [first - share.heads * size + more for first, more in columns]
+        return [ratio(block.sum_of(e), block.total_of(e // plan.head_dim)) for e in elements]
 
     alone = share.splits == 1
     with lanes.when(alone):
-        block.outputs(lambda element, g: store(element, block.sum_of(element), block.total_of(g)))
+        if pass_on is None:
+            block.outputs(lambda element, g: store(element, block.sum_of(element), block.total_of(g)))
+        else:
+            pass_on(share.row, share.heads, load)
     if plan.splits == 1:
         return
     with lanes.when(~alone):

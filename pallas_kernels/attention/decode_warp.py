@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
+from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import (
@@ -57,22 +57,27 @@ class Cache:
     k_gamma: Any
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv):
+def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
+    next_layer  its first keys and values are asked for, into the L2 cache
     """
-    warp = Warp.of(plan, cache, share, layer)
-    # Before q is asked for, which other blocks may still be making.
-    fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
-    token = NewToken.of(warp, load_qkv)
-    step = KEYS * plan.team
-    state = visit(warp, token, share.start, fetched, None)
-    state = lanes.loop(
-        share.start + step, share.stop, step, state,
-        lambda first, state: visit(warp, token, first, warp.fetch(first), state),
-    )  # fmt: skip
-    maximum, total, *o = state
+    warp, step = Warp.of(plan, cache, share, layer), KEYS * plan.team
+
+    def attended():
+        # Before q is asked for, which other blocks may still be making.
+        fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
+        if next_layer is not None:
+            ask_for(plan, cache, share, next_layer)
+        token = NewToken.of(warp, load_qkv)
+        return lanes.loop(
+            share.start + step, share.stop, step, visit(warp, token, share.start, fetched, None),
+            lambda first, state: visit(warp, token, first, warp.fetch(first), state),
+        )  # fmt: skip
+
+    nothing = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
+    maximum, total, *o = lanes.choose(warp.has_keys, attended, nothing)
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
     return maximum, lanes.warp_sum_real(total, 4), o
 
@@ -101,6 +106,11 @@ class Warp:
         key_part = [t * 8 + c for c in range(0, plan.head_dim, 32)]
         value_part = [g * 8 + c for c in range(0, plan.head_dim, 64)]
         return cls(plan, cache, share, layer, warp, g, t, key_part, value_part)
+
+    @property
+    def has_keys(self):
+        """Whether there are keys for this warp, which else would keep the others back."""
+        return self.share.start + self.number * KEYS < self.share.stop
 
     def keys_of(self, first):
         """This warp's 16 keys behind `first`: g and g + 8 as a lane's keys, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9
@@ -163,20 +173,17 @@ def place(plan: Plan, cache: Cache, share: Share, layer, j, part, page=None) -> 
 
 
 def ask_for(plan: Plan, cache: Cache, share: Share, layer):
-    """A layer's keys and values of this block into the L2 cache: 16 keys a warp, half a row a lane."""
+    """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
+    cache cannot hold beside the weights is read twice."""
     lane, warp = lanes.thread() % 32, lanes.thread() // 32
     key, half = lane // 2, lane % 2
     part = half * (plan.head_dim // 2)
 
-    def one(first, carry):
-        j = first + warp * KEYS + key
-        with lanes.when(j < share.stop):
-            at = place(plan, cache, share, layer, j, part)
-            for ref in jax.tree.leaves((cache.keys, cache.values)):
-                memory.prefetch(ref, at[: len(ref.type.shape)])
-        return carry
-
-    lanes.loop(share.start, share.stop, KEYS_PER_SPLIT, [], one)
+    j = share.start + warp * KEYS + key
+    with lanes.when(j < share.stop):
+        at = place(plan, cache, share, layer, j, part)
+        for ref in jax.tree.leaves((cache.keys, cache.values)):
+            memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +193,8 @@ class NewToken:
     operands    its queries as tensor cores take them, 16 dimensions each
     unit        what scores are to be multiplied by for it, or None
     key         as it will be stored, this lane's parts; lanes behind the heads have it
-    load_value  () -> the value, float32, this lane's parts
+    load_value  () -> the value, the same. Of 16 bits and no wide head, it was asked for with q and k: behind
+                the scores, the warp that needs it would wait for memory once more
     """
 
     warp: Warp
@@ -211,11 +219,25 @@ class NewToken:
                 memory.load_either(8, is_key, cache.k_gamma, cache.q_gamma, first + part)
                 for part in warp.key_part
             ]
+        turned = angles(warp) if plan.turned else None
         first = warp.t * 8 + head * plan.head_dim
-        loaded = load_qkv(share.row, [(first, 32 * c + i) for c in chunks for i in (0, 4)])
-        x = [loaded[8 * c : 8 * c + 8] for c in chunks]
+        of_value = warp.g * 8 + (key_head + plan.kv_heads) * plan.head_dim
+        halves = range(plan.head_dim // 64)
+        of_query = [(first, 32 * c + i) for c in chunks for i in (0, 4)]
+        of_value = [(of_value, 64 * c + i) for c in halves for i in (0, 4)]
+
+        def load(columns):
+            loaded = load_qkv(share.row, columns)
+            return [loaded[k : k + 8] for k in range(0, len(loaded), 8)]
+
+        if layout.DTYPE == layout.OPERAND and plan.head_dim <= WIDEST_AT_ONCE:
+            loaded = load(of_value + of_query)
+            value, x = layout.narrow(loaded[: len(halves)], (4, 8, 16), None), loaded[len(halves) :]
+            load_value = lambda: value  # noqa: E731
+        else:  # twice the registers
+            x, load_value = load(of_query), lambda: layout.narrow(load(of_value), (4, 8, 16), None)
         x = normed(x, gamma, plan)
-        x = rotated(x, *angles(warp), plan.interleaved) if plan.turned else x
+        x = rotated(x, *turned, plan.interleaved) if plan.turned else x
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
         factor = select(is_key, 1.0, scale)
@@ -228,13 +250,6 @@ class NewToken:
                 operands.append([high0, low0, high2, low2])
         high = [[operands[i][k] for i in (2 * c, 2 * c + 1) for k in (0, 2)] for c in chunks]
         key = layout.narrow(x, (1, 2), high if unit is None else None)
-
-        def load_value():
-            value_head = key_head + plan.kv_heads
-            first = warp.g * 8 + value_head * plan.head_dim
-            halves = range(plan.head_dim // 64)
-            loaded = load_qkv(share.row, [(first, 64 * c + i) for c in halves for i in (0, 4)])
-            return [loaded[8 * c : 8 * c + 8] for c in halves]
 
         return cls(warp, operands, unit, key, load_value)
 
@@ -249,8 +264,7 @@ class NewToken:
 
     def with_value(self, js, fetched):
         """The new value in its place among this warp's, and in the cache."""
-        warp = self.warp
-        value = warp.cache.layout.narrow(self.load_value(), (4, 8, 16), None)
+        warp, value = self.warp, self.load_value()
         with lanes.when(warp.t == 0):
             self._store(warp.cache.values, warp.value_part, value)
         return self._placed(js, value, fetched)

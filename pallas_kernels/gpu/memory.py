@@ -170,26 +170,47 @@ def load_written_by_others(ref, at):
 def store_tagged(value, ref, at, tag):
     """A float32, rounded to 22 bits of mantissa, with a tag of 2 bits in place of the lowest: one word, so
     that whoever reads the tag has the value. `ref` is of i32."""
-    word = as_word(value) + 2 & 0xFFFFFFFC | tag
+    store_for_others(tagged(value, tag), ref, at)
+
+
+def tagged(value, tag):
+    """A float32, rounded to 22 bits of mantissa, as a word with a tag of 2 bits."""
+    return as_word(value) + 2 & 0xFFFFFFFC | tag
+
+
+def untagged(word):
+    """The float32 of a word with a tag: left in the value it would be a bias, at most 2^-21 of it."""
+    return as_real(of(word) & 0xFFFFFFFC)
+
+
+def store_for_others(word, ref, at):
+    """A word to global memory, for other blocks of the same launch."""
     text = "st.relaxed.gpu.global.u32 [$0], $1;"
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
 
 
-def load_tagged(ref, wanted, tag) -> list:
-    """Wait until each of the wanted words has this tag: list of float32.
+def load_tagged(ref, wanted, tag, at_once: bool = False) -> list:
+    """`load_tagged_words`, as float32."""
+    return [untagged(word) for word in load_tagged_words(ref, wanted, tag, at_once)]
 
-    wanted  ((at, constant), count) pairs: count, 1 or 4, neighbours from element at + constant of a ref of
+
+def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
+    """Wait until each of the wanted words has this tag: list of i32, the tags in them.
+
+    wanted  ((at, constant), count) pairs: count, 1, 2 or 4, neighbours from element at + constant of a ref of
             i32. The last is asked for again and again, and then all of them: to ask for all would be most of
             what the L2 cache can give, and keep back who writes them.
+    at_once all are asked for again and again: where few blocks wait, it saves them a way to memory
     """
     pointers = [_pointer(ref, at) for (at, _), _ in wanted]
 
     def attempt(wanted, pointers):
         words = []
         for pointer, ((_, constant), count) in zip(pointers, wanted, strict=True):
-            many = count == 4
-            places = "{$0,$1,$2,$3}, [$4" if many else "$0, [$1"
-            text = f"ld.relaxed.gpu.global{'.v4' * many}.u32 {places}+{4 * constant}];"
+            places, width = ",".join(f"${i}" for i in range(count)), ""
+            if count > 1:
+                places, width = f"{{{places}}}", f".v{count}"
+            text = f"ld.relaxed.gpu.global{width}.u32 {places}, [${count}+{4 * constant}];"
             constraints = ",".join(["=r"] * count) + ",l,~{memory}"
             words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
         wrong = integer(0)
@@ -201,10 +222,9 @@ def load_tagged(ref, wanted, tag) -> list:
         count = sum(n for _, n in wanted)
         return lanes.repeated(lambda: attempt(wanted, pointers), [i32()] * count)
 
-    until_written(wanted[-1:], pointers[-1:])
-    words = until_written(wanted, pointers)
-    # A tag left in the value would be a bias: it is at most 2^-21 of it.
-    return [as_real(word & 0xFFFFFFFC) for word in words]
+    if not at_once:
+        until_written(wanted[-1:], pointers[-1:])
+    return until_written(wanted, pointers)
 
 
 def _pointer(ref, at, element_type=None):

@@ -7,15 +7,15 @@ from pallas_kernels.gpu import lanes
 from pallas_kernels.gpu.values import f32, i32, integer
 
 
-def count_common_bits(a0, a1, b):
-    """Binary tensor cores: popcounts of a & b over 128 bits, for 16 rows of `a` and 8 columns of `b`.
+def count_common_bits(a0, a1, b, start=0):
+    """Binary tensor cores: start + popcounts of a & b over 128 bits, for 16 rows of `a` and 8 columns of `b`.
 
     mma.m16n8k128 .b1 and.popc. With lane = 4 g + t: a0 and a1 hold word t of rows g and g + 8, b word t of
     column g. Returns for this lane [row g, column 2 t], [g, 2 t + 1], [g + 8, 2 t], [g + 8, 2 t + 1].
     """
     kind = "m16n8k128.row.col.s32.b1.b1.s32.and.popc"
     text = f"mma.sync.aligned.{kind} {{$0,$1,$2,$3}},{{$4,$5}},{{$6}},{{$7,$7,$7,$7}};"
-    return lanes.ptx([i32()] * 4, [a0, a1, b, integer(0)], text, "=r,=r,=r,=r,r,r,r,r")
+    return lanes.ptx([i32()] * 4, [a0, a1, b, integer(start)], text, "=r,=r,=r,=r,r,r,r,r")
 
 
 def add_product(c, a, b, operand):

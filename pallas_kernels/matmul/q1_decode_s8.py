@@ -9,9 +9,9 @@ float32, 52 MB for 8 rows of 12,288, more than the weights. With the same codes 
     sum_k w_k x_k = sum over groups of 128 of   d (2 s (sum_k b_k q_k) - s sum_k q_k)        w = d (2 b - 1)
 
 which is exact within a group, as there. In the layout of q1_decode_b1.py lane 4 g + t has word t of rows g
-and g + 8 of a group, bit 8 b + i of it being column 32 t + 8 b + i. `word >> i & 0x01010101` is therefore
-what mma.m16n8k32 wants as four neighbouring k of a row, if the activations' columns are taken in the same
-order.
+and g + 8 of a group, bit 8 b + i of it being column 32 t + 8 b + i. `word << 7 - i & 0x80808080` is therefore
+what mma.m16n8k32 wants as four neighbouring k of a row, a 1 being 128, if the activations' columns are taken
+in the same order.
 
 A block of threads has `tiles` tiles of 16 rows; its warps share the columns in pairs of groups:
 
@@ -45,6 +45,7 @@ from pallas_kernels.gpu.values import (
 )
 from pallas_kernels.matmul import epilogue, q1_decode
 from pallas_kernels.matmul.quantize_activations import (
+    MAGIC,
     MAGIC_WORD,
     largest_of_group,
     magic_words,
@@ -54,6 +55,7 @@ from pallas_kernels.matmul.quantize_activations import (
 GROUP = 128
 ITEMS = 8  # tiles times pairs of a warp in one round: as many 16-byte loads a lane has in flight
 ROWS = 8  # columns of the tensor core
+UNIT = 128  # times sums of products (multiply_group)
 
 
 def run(*arguments) -> jax.Array:
@@ -101,7 +103,7 @@ def quantize_rows(
     layers  int32 [2 or more], the second is i
     Returns codes int32 [K / 128, bits / 8, 2, 32, 4] (for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
     columns 32 t + 8 b + 0..3 and + 4..7 of row g; the digit of the lowest 8 bits first), scales float32
-    [K / 128, 8, 2] (2 s and -s sum q of each row) and squares float32 [K / 128, 8] (sum of x^2). Rows that
+    [K / 128, 8, 2] (s / 64 and -s sum q of each row) and squares float32 [K / 128, 8] (sum of x^2). Rows that
     are not there have scales of 0.
     """
     rows, columns = x.shape
@@ -148,7 +150,7 @@ def _quantize_group(x_gmem, layers_gmem, gamma_gmem, q_gmem, scales_gmem, square
     with lanes.when(part == 0):
         scale = select(row < rows, largest * (1 / top), 0.0)
         at = [index(group), index(row)]
-        memory.store(scale * 2, scales_gmem, *at, 0)
+        memory.store(scale * (2 / UNIT), scales_gmem, *at, 0)
         memory.store(-(scale * real(sum_of_q)), scales_gmem, *at, 1)
         memory.store(squares, squares_gmem, *at)
 
@@ -345,10 +347,10 @@ class _Block:
                 if of != p:
                     continue
                 words, d = loaded[3 * n], lanes.halves(loaded[3 * n + 1 + h])
-                bits = [_bits_as_bytes(lanes.element(words, 2 * h + r)) for r in (0, 1)]
-                sums = _multiply_group(bits, b)
+                bits = [bits_as_bytes(lanes.element(words, 2 * h + r)) for r in (0, 1)]
+                sums = multiply_group(bits, b)
                 for r, c in itertools.product((0, 1), (0, 1)):
-                    product = fma(real(sums[2 * r + c]), stats[2 * c], stats[2 * c + 1])
+                    product = fma(sums[2 * r + c], stats[2 * c], stats[2 * c + 1])
                     y[j, m][r][c] = fma(d[r], product, y[j, m][r][c])
         return y
 
@@ -391,22 +393,32 @@ class _Block:
         lanes.loop(self.thread, last * (16 * sizes.rows), 32 * sizes.warps, [], one)
 
 
-def _multiply_group(bits: list, q: list) -> list:
-    """16 rows of bits, as bytes, times 8 rows of x: sums as tensor_cores.multiply_bytes has them.
+def multiply_group(bits: list, q: list) -> list:
+    """16 rows of bits, as bytes, times 8 rows of x: 128 sum_k b_k q_k as float32, which hold them exactly,
+    where tensor_cores.multiply_bytes has its sums.
 
     bits  of rows g and g + 8 eight words
     q     per 8 bits of the integers, the lowest first, eight words
     """
-    sums = [integer(0)] * 4
-    for digit in reversed(range(len(q))):
-        highest = digit == len(q) - 1
-        sums = sums if highest else [v << 8 for v in sums]
-        for s in range(4):
-            a = [bits[r][2 * s + half] for half in (0, 1) for r in (0, 1)]
-            sums = tensor_cores.multiply_bytes(a, q[digit][2 * s : 2 * s + 2], sums, False, highest)
-    return sums
+
+    def product(sums: list, first: int) -> list:
+        """Of the even bits, or the odd ones."""
+        for digit in reversed(range(len(q))):
+            highest = digit == len(q) - 1
+            sums = sums if highest else [v << 8 for v in sums]
+            for i in (first, first + 4):
+                a = [bits[r][k] for k in (i, i + 2) for r in (0, 1)]
+                sums = tensor_cores.multiply_bytes(a, [q[digit][i], q[digit][i + 2]], sums, False, highest)
+        return sums
+
+    even = product([integer(0)] * 4, 0)
+    if len(q) > 1:
+        return [real(e * 2 + o) for e, o in zip(even, product([integer(0)] * 4, 1), strict=True)]
+    # Sums below 2^22 are the last bits of a float: no conversion, which would run at a quarter of the speed.
+    return [as_real(v) - MAGIC for v in product([v * 2 + MAGIC_WORD for v in even], 1)]
 
 
-def _bits_as_bytes(word) -> list:
-    """Bits i, 8 + i, 16 + i and 24 + i of a word as bytes, for i = 0 .. 7."""
-    return [(word >> i if i else word) & 0x01010101 for i in range(8)]
+def bits_as_bytes(word) -> list:
+    """Bits i, 8 + i, 16 + i and 24 + i of a word as bytes, for i = 0 .. 7: a 1 is 64 where i is even, else
+    128. So two masks share a shift, to the left, for which there are more units than to the right."""
+    return [(word << 6 - i // 2 * 2 if i < 6 else word) & (0x40404040 << i % 2) for i in range(8)]

@@ -29,10 +29,11 @@ from pallas_kernels.attention.decode_warp import Cache
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
-from pallas_kernels.matmul.q1_decode_b1 import LaneColumns, RowPlanes
+from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
+from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
-from pallas_kernels.step.workspace import WRITES, Workspace, tag, workspace_words
+from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
 
 AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
 
@@ -118,6 +119,11 @@ class _Step:
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers_smem)
         self.workspace = Workspace(shapes, workspace)
 
+    @property
+    def attends_groups(self) -> bool:
+        """Whether a block of attention makes whole groups of what o reads, of several rows."""
+        return self.shapes.passes_on and self.attention.heads * self.attention.head_dim % GROUP == 0
+
     def run(self):
         self.kept = self.attention.keep(self.cache)
         self.weights.prepare()
@@ -125,9 +131,12 @@ class _Step:
 
     def _layer(self, layer, carry):
         for phase in Phase:
-            takes_part = self._takes_part(phase)
+            takes_part, product = self._takes_part(phase), self._product
+            if phase != Phase.ATTENTION and self.shapes.passes_on:
+                self._pass_on(phase, layer)
+                product = self._product_of_rows
             with lanes.when(takes_part):
-                self._attend(layer) if phase == Phase.ATTENTION else self._product(phase, layer)
+                self._attend(layer) if phase == Phase.ATTENTION else product(phase, layer)
             if phase != Phase.ATTENTION:
                 with lanes.when(~self._takes_part(phase) & (lanes.thread() == 0)):
                     self.weights.request_during(phase, layer)
@@ -142,17 +151,21 @@ class _Step:
         workspace = self.workspace
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
-            load_qkv=lambda row, columns: workspace.receive(Phase.ATTENTION, layer, row, columns, 4),
+            load_qkv=lambda row, columns: workspace.receive(
+                Phase.ATTENTION, layer, row, columns, 4, at_once=True
+            ),
             store_out=lambda y, row, n: workspace.send(Phase.ATTENTION, layer, y, row, n),
             exchange=Exchange(
                 workspace.ref, workspace_words(self.shapes), workspace.tag(Phase.ATTENTION, layer, WRITES)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
+            pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
         )  # fmt: skip
         lanes.block_barrier()
 
     def _product(self, phase: Phase, layer):
         p = self.products[phase]
+        assert isinstance(p, BitProduct)
         me = LaneColumns.of(p)
         gamma = {}
         if p.normed:
@@ -161,28 +174,87 @@ class _Step:
             )
         mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
         added = self._added(phase, layer, mine)
-        for row in range(p.rows):
-            received = p.gather(
-                me, lambda columns, row=row: self.workspace.receive(phase, layer, index(row), columns, 1)
-            )
-            if row == 0:
-                with lanes.when(me.thread == THREADS - 32):
-                    self.weights.request_during(phase, layer)
-            x = p.quantize(me, received, gamma)
-            p.store_squares(me, x, self.scratch, row)
-            if row == 0:
-                self.weights.wait(phase, layer)
-            self._multiply(phase, me, x, row)
+        received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
+        with lanes.when(me.thread == THREADS - 32):
+            self.weights.request_during(phase, layer)
+        x = p.quantize(me, received, gamma)
+        p.store_squares(me, x, self.scratch, 0)
+        self.weights.wait(phase, layer)
+        self._multiply(phase, me, x)
         lanes.block_barrier()
+        p.outputs(me, self.scratch, mine, self._store(phase, layer, added))
+        lanes.block_barrier()  # the next phase has the same scratch memory
 
+    def _pass_on(self, phase: Phase, layer):
+        """What a phase reads, by a warp of some block for each row of a group."""
+        p, row = self.products[phase], lanes.thread() // 32
+        assert isinstance(p, RowsProduct)
+        for first in range(0, p.groups, self.shapes.blocks):
+            group = lanes.block() + first
+            wanted = (group < p.groups) & (row < p.rows)
+            if phase == Phase.O and self.attends_groups:
+                position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
+                wanted = wanted & ~self.attention.has_one_split(position)
+            with lanes.when(wanted):
+                self._pass_on_group(
+                    phase, layer, group, row,
+                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True),
+                )  # fmt: skip
+
+    def _pass_on_attended(self, layer, row, heads, load):
+        """What a block of attention has made, by a warp for each group."""
+        groups = self.attention.heads * self.attention.head_dim // GROUP
+        with lanes.when(lanes.thread() // 32 < groups):
+            self._pass_on_group(Phase.O, layer, heads * groups + lanes.thread() // 32, row, load)
+
+    def _pass_on_group(self, phase: Phase, layer, group, row, load):
+        p, gamma = self.products[phase], self.gamma.get(phase)
+        assert isinstance(p, RowsProduct)
+        words = p.quantize(
+            group, row, load,
+            gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
+            self.workspace.tag(phase, layer, READS),
+        )  # fmt: skip
+        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words])
+
+    def _product_of_rows(self, phase: Phase, layer):
+        p = self.products[phase]
+        assert isinstance(p, RowsProduct)
+        me = LaneColumns.of(p)
+        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p))
+        with lanes.when(me.thread == THREADS - 32):
+            self.weights.request_during(phase, layer)
+        p.store_squares(me, x, self.scratch)
+        self.weights.wait(phase, layer)
+
+        def one_round(first, carry):
+            mine = p.my_outputs(me, first, self.weights.first_tile(phase))
+            added = self._added(phase, layer, mine)
+            tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
+            sums = p.multiply(
+                me, x,
+                lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
+            )  # fmt: skip
+            p.store_sums(me, sums, self.scratch)
+            lanes.block_barrier()
+            p.outputs(self.scratch, mine, self._store(phase, layer, added))
+            lanes.block_barrier()  # the next round or phase has the same scratch memory
+            return carry
+
+        if p.together == p.tiles:
+            one_round(index(0), [])
+        else:
+            lanes.loop(0, p.tiles, p.together, [], one_round)
+
+    def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):
             y = y + added[k] if added else y
             if phase in (Phase.O, Phase.DOWN):
                 memory.store(y, self.x, row, n)
             self.workspace.send(phase, layer, y, row, n)
 
-        p.outputs(me, self.scratch, mine, store)
-        lanes.block_barrier()  # the next phase has the same scratch memory
+        return store
 
     def _added(self, phase: Phase, layer, mine: list) -> list:
         """To each of this thread's outputs: the residual, which is this block's own, or the bias."""
@@ -197,9 +269,10 @@ class _Step:
             return [memory.load(self.bias, layer, minimum(n, last)) for *_, n in mine]
         return []
 
-    def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes, row: int):
-        """A row's sums of this warp, of all of the block's tiles."""
+    def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes):
+        """The row's sums of this warp, of all of the block's tiles."""
         p = self.products[phase]
+        assert isinstance(p, BitProduct)
         together = max(1, AT_ONCE // p.matrices)
         last = max(0, p.tiles - together)
 
@@ -216,7 +289,7 @@ class _Step:
                             phase, m, j, me.scale_group[pair, h], me.g
                         ),
                     )  # fmt: skip
-                    p.store_sums(me, sums, self.scratch, m, j, row)
+                    p.store_sums(me, sums, self.scratch, m, j, 0)
             return carry
 
         lanes.loop(0, p.tiles, together, [], some_tiles)

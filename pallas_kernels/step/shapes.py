@@ -3,15 +3,21 @@ room for it."""
 
 import dataclasses
 import enum
+import functools
 
 from pallas_kernels import device
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct
+from pallas_kernels.step import rows_of_planes
+from pallas_kernels.step.rows_of_bytes import RowsOfBytes
+from pallas_kernels.step.rows_of_planes import RowsOfPlanes
+from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct
 
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
+Product = BitProduct | RowsProduct
 
 
 class Phase(enum.IntEnum):
@@ -49,6 +55,10 @@ class Shapes:
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
+        if self.rows > MOST_ROWS:
+            return f"{self.rows} rows are more than the {MOST_ROWS} columns of a tensor core"
+        if self.rows > 1 and self.bits != 8:
+            return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
         if taken > most:
             return f"a block's share of a layer takes {taken} bytes of shared memory; there are {most}"
@@ -56,15 +66,24 @@ class Shapes:
             return f"{owners} blocks for attention are more than {self.blocks} multiprocessors"
         return None
 
-    def products(self) -> dict[Phase, BitProduct]:
+    @property
+    def passes_on(self) -> bool:
+        """Whether activations are quantized once and passed on (rows_product.py); of one row, each block
+        quantizes what it multiplies."""
+        return self.rows > 1
+
+    def products(self) -> dict[Phase, Product]:
         """The products by phase."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
         def product(n, k, **rest):
             n_tiles = -(-n // 16)
-            return BitProduct(
+            kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
+            if not self.passes_on:
+                kind = functools.partial(BitProduct, bits=self.bits)
+            return kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
-                tiles=-(-n_tiles // self.blocks), bits=self.bits, eps=self.eps, **rest,
+                tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,
             )  # fmt: skip
 
         return {
@@ -107,6 +126,6 @@ class Shapes:
         }[vector]
 
 
-def share_bytes(p: BitProduct) -> int:
+def share_bytes(p: Product) -> int:
     """Of a block's tiles of one matrix."""
     return p.tiles * p.pairs * (PAIR_BYTES + SCALE_BYTES)

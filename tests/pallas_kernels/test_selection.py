@@ -9,7 +9,6 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax.params import Params
-from bonsai_jax.plan import MOST_ROWS
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
@@ -212,7 +211,9 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ),
         ({"layers": None}, "not all layers' weights are Q1_0, joined by layer"),
         ({"split": True}, "devices that share weights must add their parts"),
-        ({"rows": 8}, "bytes of shared memory"),
+        ({"rows": 9}, "9 rows are more than the 8 columns of a tensor core"),
+        ({"rows": 2, "bits": 16}, "activations of 2 rows are passed on as 8 bits; 16 were asked for"),
+        ({"hidden": 8192, "ffn": 28672}, "bytes of shared memory"),
         ({"platform": "sm_89"}, "needs bulk copies to shared memory"),
     ],
 )
@@ -303,11 +304,11 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["bonsai-8b", "bonsai-4b", "bonsai-1.7b"])
-def test_steps_of_more_rows_than_one_launch_has_room_for_are_launches(name, monkeypatch):
+def test_steps_of_more_rows_than_one_launch_takes_are_launches(name, monkeypatch):
     *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
-    most = plan.step.rows
-    assert most == MOST_ROWS["one_launch"]
-    assert [plan.step.schedule(rows) for rows in (1, most, most + 1)] == ["one_launch"] * 2 + ["launches"]
+    assert [plan.step.schedule(rows) for rows in (1, 8, 9)] == ["one_launch"] * 2 + ["launches"]
+    *_, plan = planned(f"synth:{name}:q1_0", monkeypatch, activation_bits=16)
+    assert [plan.step.schedule(rows) for rows in (1, 2)] == ["one_launch", "launches"]
 
 
 def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):

@@ -211,10 +211,10 @@ def _load_constants(machine, match, pointer):
     return machine.load_pointed(pointer, int(match[1]), 4, Type("f32"))
 
 
-@instruction(r"ld\.relaxed\.gpu\.global(\.v4)?\.(u32|f32) \S+ \[\$\d(?:\+(\d+))?\]")
+@instruction(r"ld\.relaxed\.gpu\.global(?:\.v(\d))?\.(u32|f32) \S+ \[\$\d(?:\+(\d+))?\]")
 def _load_relaxed(machine, match, pointer):
     type = Type({"u32": "i32", "f32": "f32"}[match[2]])
-    return machine.load_pointed(pointer, int(match[3] or 0), 4 if match[1] else 1, type, relaxed=True)
+    return machine.load_pointed(pointer, int(match[3] or 0), int(match[1] or 1), type, relaxed=True)
 
 
 @instruction(r"st\.relaxed\.gpu\.global\.u32 \[\$0\], \$1")

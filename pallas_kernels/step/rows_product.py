@@ -1,0 +1,134 @@
+"""Products of 2 to 8 rows as phases of a decode step in one launch (decode_layers.py).
+
+A group of 128 activations is not made by one block, so nobody who makes a part of it knows its largest; and
+all blocks would quantize all rows if each did it for itself. So it is done between: a warp of some block has
+a row of a group, waits for its 128 numbers, quantizes them, and passes them on.
+
+    makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
+
+Two rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights but
+a product for each row, more rows by the integer ones (rows_of_bytes.py). Here is what both have: tiles of
+a round, whose sums meet in shared memory.
+"""
+
+import abc
+import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.matmul import epilogue
+from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
+
+MOST_ROWS = 8  # columns of the tensor core
+MOST_SUMS = 4224  # words of shared memory: tiles of a round have no more sums
+MOST_TILES = 8  # of a round, of both matrices: so few have their sums in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class RowsProduct(abc.ABC):
+    """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
+    Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
+
+    words     that are passed on of a row of a group
+    side_by_side   of them that a lane has
+    at_once   whether waiting for them asks for all again (memory.load_tagged): of few rows they are few
+    """
+
+    words: ClassVar[int]
+    side_by_side: ClassVar[int]
+    at_once: ClassVar[bool]
+
+    rows: int
+    columns: int
+    n_tiles: int
+    pairs: int
+    warps: int
+    tiles: int
+    matrices: int = 1
+    normed: bool = False
+    eps: float = 0.0
+
+    @property
+    def per_warp(self) -> int:
+        return -(-self.pairs // self.warps)
+
+    @property
+    def groups(self) -> int:
+        return self.columns // GROUP
+
+    @property
+    def together(self) -> int:
+        """Tiles of a round: their sums meet in shared memory."""
+        room = MOST_SUMS // (self.matrices * self.rows * self.sums_of_row)
+        most = min(self.tiles, room, MOST_TILES // self.matrices)
+        return -(-self.tiles // -(-self.tiles // most))
+
+    @property
+    def sums_of_row(self) -> int:
+        return self.warps * 16 + 4  # 4: rows that are stored together lie in other banks
+
+    @property
+    def sums(self) -> int:
+        return self.together * self.matrices * self.rows * self.sums_of_row
+
+    @property
+    def scratch(self) -> int:
+        """float32 of shared memory: sums of a round, then squares [rows, warps]."""
+        return self.sums + self.rows * self.warps
+
+    def place(self, u, m, row):
+        """Where the sums of a tile of a round, a matrix and a row of x begin."""
+        return ((u * self.matrices + m) * self.rows + row) * self.sums_of_row
+
+    def my_outputs(self, me: LaneColumns, first, first_tile) -> list:
+        """This thread's outputs of the round from tile `first` on: (whether it is there, u, row, index within
+        the tile, n)."""
+        out, threads = [], self.warps * 32
+        for begin in range(0, self.together * self.rows * 16, threads):
+            at = me.thread + begin
+            inside, row, u = at % 16, at // 16 % self.rows, at // (16 * self.rows)
+            tile = first + u
+            valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
+            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside))
+        return out
+
+    def outputs(self, scratch_smem, mine: list, store: Callable):
+        """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
+
+        def over_warps(at, stride):
+            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.warps)
+
+        for i, (valid, u, row, inside, n) in enumerate(mine):
+            with lanes.when(valid):
+                y = [over_warps(self.place(u, m, row) + inside, 16) for m in range(self.matrices)]
+                norm = None
+                if self.normed:
+                    squares = over_warps(row * self.warps + self.sums, 1)
+                    norm = epilogue.inverse_rms(squares, self.columns, self.eps)
+                store(i, row, n, epilogue.finished(y, norm))
+
+    @abc.abstractmethod
+    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
+        """By a warp, a row of a group: (place among the group's words, word, condition or None) of each word.
+
+        load, gamma   columns (an index and a constant each) -> float32 of x and, behind a norm, its weights
+        """
+
+    @abc.abstractmethod
+    def receive(self, me: LaneColumns, load: Callable) -> Any:
+        """This warp's groups of all rows, when they are there; load: places (an index and a constant) of
+        side_by_side words each -> words."""
+
+    @abc.abstractmethod
+    def store_squares(self, me: LaneColumns, x: Any, scratch_smem):
+        """Behind a norm, each row's sum of squares over this warp's groups."""
+
+    @abc.abstractmethod
+    def multiply(self, me: LaneColumns, x: Any, words: Callable, scales: Callable) -> dict:
+        """This warp's sums of a round, by (tile u, matrix m). words(m, u, p) is a tile's vector of a pair,
+        scales(m, u, p, h) its scales of a group."""
+
+    @abc.abstractmethod
+    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+        """Where `outputs` finds them."""
