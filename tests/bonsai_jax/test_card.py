@@ -49,7 +49,7 @@ def without_kernels(monkeypatch):
 def test_auto_is_packed_where_kernels_read_every_matrix(machine):
     machine(1000)
     assert held() == held("synth:bonsai-4b:q4_k_m") == "packed"
-    assert held("synth:tiny-llama:q2_k") == held(impl="reference") == "decoded"
+    assert held("synth:tiny-llama:iq2_xs") == held(impl="reference") == "decoded"
 
 
 def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(machine, monkeypatch, without_kernels):
