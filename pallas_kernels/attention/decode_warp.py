@@ -215,7 +215,9 @@ class NewToken:
         loaded = load_qkv(share.row, [(first, 32 * c + i) for c in chunks for i in (0, 4)])
         x = [loaded[8 * c : 8 * c + 8] for c in chunks]
         x = normed(x, gamma, plan)
-        x = rotated(x, *angles(warp), plan.interleaved) if plan.turned else x
+        if plan.turned:
+            cos, sin = angles(warp)
+            x = rotated(x, cos, sin, plan.interleaved)
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
         factor = select(is_key, 1.0, scale)
