@@ -222,6 +222,7 @@ def _delta_in(params: Params, x, layer, config):
 
 def _delta_out(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
     mixed, y = state
+    assert params.layers.delta_out is not None
     return matmul(mixed, params.layers.delta_out, layer, residual=y)
 
 

@@ -29,6 +29,7 @@ class Conversation:
     messages  [{"role": ..., "content": ...}, ...], without the system message
     cache     one row of the model's context; None before the first turn
     held      the tokens that the cache's row begins with, as far as they are known here
+    think     the template's enable_thinking; None: as it has it
     figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache
     """
 
@@ -36,6 +37,7 @@ class Conversation:
     sampling: "SamplingParams"
     max_new_tokens: int = -1
     system: str | None = None
+    think: bool | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
     speculate: str | None = None
@@ -59,7 +61,8 @@ class Conversation:
 
         messages = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
-        ids = self.model.tokenizer.encode_chat([*first, *messages])
+        thinking = {} if self.think is None else {"enable_thinking": self.think}
+        ids = self.model.tokenizer.encode_chat([*first, *messages], **thinking)
         room = self.model.run.context - len(ids)
         if room < 1:
             raise ValueError(
@@ -208,6 +211,7 @@ def command(
     model: options.ModelName = None,
     max_new_tokens: options.NewTokens = -1,
     system: options.System = None,
+    think: options.Think = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     temperature: options.Temperature = 0.8,
@@ -264,6 +268,7 @@ def command(
         params,
         max_new_tokens,
         system=system,
+        think=think,
         stop=tuple(stop or ()),
         ignore_eos=ignore_eos,
         speculate=speculate,

@@ -30,6 +30,7 @@ def command(
         bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")
     ] = False,
     system: options.System = None,
+    think: options.Think = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     as_json: options.Json = False,
@@ -66,6 +67,8 @@ def command(
         raise typer.BadParameter("give one prompt: as the argument, with -p, or with -f")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
+    if think is not None and not chat:
+        raise typer.BadParameter("--think and --no-think need --chat")
     text = prompt_option if prompt in (None, "-") else prompt
     if text is None and prompt is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter("no prompt: give one as the argument, with -f, or piped")
@@ -104,7 +107,8 @@ def command(
     clock = CompileClock()
     if chat:
         messages = [{"role": "system", "content": system}] if system is not None else []
-        ids = loaded.tokenizer.encode_chat([*messages, {"role": "user", "content": text}])
+        thinking = {} if think is None else {"enable_thinking": think}
+        ids = loaded.tokenizer.encode_chat([*messages, {"role": "user", "content": text}], **thinking)
     else:
         ids = loaded.tokenizer.encode(text)
     if max_new_tokens < 0:

@@ -129,6 +129,7 @@ def _row(name: str, tensors: list) -> dict[str, Any]:
 def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") -> dict[str, Any]:
     from bonsai_jax import cache as kv
     from bonsai_jax import card
+    from checkpoints import folding
 
     step = card.step_bytes(checkpoint, run)
     return {
@@ -139,11 +140,19 @@ def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") 
         "cache dtype": run.cache_dtype,
         "context": run.context,
         "model's own context": config.context_length,
+        **({"bytes of a row's states": states} if (states := kv.bytes_per_row(config)) else {}),
+        **({"left aside": ", ".join(aside)} if (aside := _aside(checkpoint, config)) else {}),
+        **({"Hadamard-folded weights": len(fold.weights)} if (fold := folding(checkpoint)) else {}),
         "KV bytes at that context": card.cache_bytes(config, run),
         "bytes per decoded token": step,
         "memory bytes/s": card.bandwidth(),
         "ceiling tok/s": card.bandwidth() / step,
     }
+
+
+def _aside(checkpoint: "Checkpoint", config: "ModelConfig") -> list[str]:
+    """How names begin of tensors that nothing here runs, as a draft layer."""
+    return [start for start in config.aside if any(name.startswith(start) for name in checkpoint.tensors)]
 
 
 def _readable(key: str, value: Any) -> str:

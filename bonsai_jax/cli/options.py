@@ -173,6 +173,12 @@ Speculate = Annotated[
         "the newest ones earlier in prompt and answer."
     ),
 ]
+Think = Annotated[
+    bool | None,
+    typer.Option(
+        "--think/--no-think", help="Whether a model that can think does; left out, as its template has it."
+    ),
+]
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]
 Stop = Annotated[
     list[str] | None,

@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -311,3 +312,12 @@ def test_a_closed_pipe_ends_quietly():
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize("flag, wanted", [("--think", True), ("--no-think", False)])
+def test_think_is_the_templates_variable(flag, wanted):
+    with mock.patch.object(bj.Tokenizer, "encode_chat", return_value=[1, 2, 3]) as encode:
+        done = run("generate", "hello", "--chat", flag, "-m", TINY, "-n", 1, "--ignore-eos")
+    assert done.exit_code == 0 and encode.call_args.kwargs == {"enable_thinking": wanted}
+    refused = run("generate", "hello", flag, "-m", TINY)
+    assert refused.exit_code == 2 and "need --chat" in " ".join(refused.stderr.split())

@@ -151,6 +151,12 @@ def test_profile_of_a_delta_net_has_its_phases():
     assert rows[1].bytes == 2 * kv.bytes_per_row(model.config)
 
 
+def test_inspect_says_what_is_folded_and_what_a_row_keeps():
+    figures = json.loads(run("inspect", "synth:bonsai-2-27b:pq2_0", "--json").stdout)["figures"]
+    assert figures["Hadamard-folded weights"] == 401 and figures["bytes of a row's states"] == 156_893_184
+    assert "left aside" not in figures
+
+
 def test_profile_of_a_long_prompt_is_of_one_chunk():
     model = bj.load(MIXED, bj.RunConfig(context=1024))
     first = next(profile.measure(model, 0, 1, tokens=700))
