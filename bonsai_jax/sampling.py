@@ -112,11 +112,7 @@ def columns(
     biases   tokens with a bias that a row has room for; None: as many as a power of two needs
     """
     for p in per_row:
-        for token in p.logit_bias:
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}"
-                )
+        check_bias(p, vocab_size)
     if biases is None:
         biases = bias_width(per_row)
     bias_ids = np.full((len(per_row), biases), vocab_size, np.int32)
@@ -135,6 +131,15 @@ def columns(
         "bias": bias,
         "seeds": np.array([seed % 2**32 for seed in seeds], np.uint32),
     }
+
+
+def check_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError where a logit bias names a token beyond the vocabulary."""
+    for token in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}"
+            )
 
 
 def bias_width(per_row: Sequence[SamplingParams]) -> int:

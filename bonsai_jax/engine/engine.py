@@ -144,7 +144,7 @@ class Engine:
         ids = encode(self.model, prompt)
         check_new(max_new_tokens)
         checked_sampling(sampling)
-        self._check(len(ids), max_new_tokens, logprobs, n)
+        self._check(len(ids), max_new_tokens, sampling, logprobs, n)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
         answers = [
@@ -182,7 +182,9 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def _check(self, tokens: int, new: int, logprobs: int | None, n: int) -> None:
+    def _check(
+        self, tokens: int, new: int, params: SamplingParams, logprobs: int | None, n: int
+    ) -> None:
         o = self.options
         most = min(o.context, o.pages * self.model.run.page_size)
         if tokens + new > most:
@@ -198,6 +200,12 @@ class Engine:
                 f"logprobs is {logprobs}, and the engine's {o.logprobs}; give Engine(logprobs=) the most "
                 "alternatives that a request may ask for"
             )
+        if len(params.logit_bias) > o.biases:
+            raise ValueError(
+                f"SamplingParams: logit_bias names {len(params.logit_bias)} tokens, and the engine has room for "
+                f"{o.biases}; give Engine(logit_biases=)"
+            )
+        sampling_arrays.check_bias(params, self.model.config.vocab_size)
         if n < 1:
             raise ValueError(f"n is {n}; ask for 1 answer or more")
 
