@@ -84,8 +84,7 @@ def generate(
     # Powers of two, so that few programs are compiled.
     of_device = -(-len(ids) // placement.size(model.mesh, placement.DATA))
     rows = min(1 << (of_device - 1).bit_length(), model.run.rows)
-    context = core.bucket(max(map(len, ids))) + core.bucket(max_new_tokens)
-    context = min(context, model.run.context)
+    context = min(core.bucket(max(map(len, ids)) + max_new_tokens), model.run.context)
     loop = Loop(
         model,
         Options(

@@ -182,9 +182,7 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def _check(
-        self, tokens: int, new: int, params: SamplingParams, logprobs: int | None, n: int
-    ) -> None:
+    def _check(self, tokens: int, new: int, params: SamplingParams, logprobs: int | None, n: int) -> None:
         o = self.options
         most = min(o.context, o.pages * self.model.run.page_size)
         if tokens + new > most:
@@ -202,8 +200,8 @@ class Engine:
             )
         if len(params.logit_bias) > o.biases:
             raise ValueError(
-                f"SamplingParams: logit_bias names {len(params.logit_bias)} tokens, and the engine has room for "
-                f"{o.biases}; give Engine(logit_biases=)"
+                f"SamplingParams: logit_bias names {len(params.logit_bias)} tokens, and the engine has room "
+                f"for {o.biases}; give Engine(logit_biases=)"
             )
         sampling_arrays.check_bias(params, self.model.config.vocab_size)
         if n < 1:

@@ -265,9 +265,11 @@ class Scheduler:
             return useful / max(rows * tokens, self.limits.free_tokens), useful
 
         shape = max(self.limits.shapes, key=worth)
-        other = max((s for s in self.limits.shapes if s in self.compiled), key=worth, default=shape)
-        if shape not in self.compiled and worth(other)[0] > worth(shape)[0] / PADDED:
-            shape = other
+        if shape not in self.compiled:  # few programs: of each length one, for as many rows as it can have
+            widest = {tokens: rows for rows, tokens in sorted(self.limits.shapes)}
+            few = [s for s in self.limits.shapes if s in self.compiled or s[0] == widest[s[1]]]
+            other = max(few, key=worth)
+            shape = other if worth(other)[0] > worth(shape)[0] / PADDED else shape
         self.compiled.add(shape)
         return [[self._read(r, shape[1]) for r in of[: shape[0]]] for of in able], shape
 

@@ -4,7 +4,6 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
-import os
 import threading
 import time
 
@@ -157,9 +156,7 @@ def test_the_second_of_two_with_one_beginning_reads_its_tail_only(engine, monkey
         return prefill(self, reads, *rest)
 
     monkeypatch.setattr(looping.Loop, "_prefill", noted)
-    outputs = [
-        engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(60) for ids in prompts
-    ]
+    outputs = [engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(60) for ids in prompts]
     assert_same([o.tokens for o in outputs], want)
     # 3 full pages shared; 2 tokens of the fourth copied with their page, which its owner had written on
     assert [r for r in read if r[0] >= 48] == [(50, 5, True)] and read[0][0] == 0
@@ -270,7 +267,7 @@ def test_an_engine_that_fails_twice_says_that_it_gives_up(monkeypatch):
         engine._thread.join(10)
         with pytest.raises(RuntimeError, match="the engine has failed, and runs nothing more: no device"):
             engine.submit([1, 2], max_new_tokens=2)
-    with pytest.raises(RuntimeError, match="closed|failed"):
+    with pytest.raises(RuntimeError, match=r"closed|failed"):
         engine.submit([1, 2], max_new_tokens=2)
 
 
