@@ -1,13 +1,14 @@
 """Many requests through an engine's loop, beside fixed groups and beside steps without an engine.
 
-    python benchmarks/engine.py trace -m synth:bonsai-8b:q4_k_m --rows 256 --pages 2560
-    python benchmarks/engine.py groups -m synth:bonsai-8b:q4_k_m --rows 64 --requests 192
+    python benchmarks/engine.py trace -m synth:bonsai-8b:q4_k_m --rows 128 --pages 1280 --crowd 64
+    python benchmarks/engine.py groups -m synth:bonsai-8b:q4_k_m --rows 32 --groups 3
     python benchmarks/engine.py rows -m synth:bonsai-8b:q4_k_m --rows 16,32,64
 
 trace    the requests of engine_requests.csv, all there from the beginning, each with its own number of new
-         tokens
+         tokens. Then --crowd requests of 128 + 128 tokens at once, in the same engine
 groups   the same requests as `generate` answered them before there was an engine: groups of neighbours in
-         length, each one jitted call that waits for its longest answer. At equal pages: --rows x 2,560 tokens
+         length, each one jitted call that waits for its longest answer. At equal pages: rows x 2,560 tokens
+         (the last number of --rows). --groups of them are measured, and the sum is extrapolated
 rows     128 tokens of prompt and 128 new ones for so many requests at once, sampled with the defaults; beside
          it `bench`'s row, the same steps in one loop on the device
 A line for each measurement, as JSON. Prompts are random tokens, answers do not end before their length. What
@@ -22,7 +23,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import numpy as np
 
 import bonsai_jax as bj
@@ -99,6 +99,20 @@ def of_trace(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
         "preempted": loop.scheduler.preempted - before,
         "compiled_meanwhile": compiled(loop) - programs,
     }
+    if o.crowd:
+        yield {"crowd": o.crowd, **of_crowd(model, loop, o.crowd, o.repetitions)}
+
+
+def of_crowd(model: bj.Model, loop: Loop, rows: int, repetitions: int) -> dict:
+    """So many requests of 128 + 128 tokens at once."""
+    loop.scheduler.compiled.add(rows)  # as `warmup` does
+    n, times = 128, []
+    for repetition in range(repetitions + 1):
+        ids = [np.random.default_rng((repetition, i)).integers(0, 1000, n).tolist() for i in range(rows)]
+        end, speed, _, gaps = run(loop, [(i, n if repetition else 4) for i in ids])
+        times.append((speed, rows * n / end, gaps[-1]))
+    names = ("engine_tok_s", "with_prefill_tok_s", "gap_most_s")
+    return dict(zip(names, map(statistics.median, zip(*times[1:], strict=True)), strict=True))
 
 
 def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
@@ -108,7 +122,7 @@ def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
     size = decoding.bucket(most)
 
     def group(ids: list[list[int]], new: int) -> None:
-        ids = [*ids, *[ids[0][:1]] * (o.rows[0] - len(ids))]
+        ids = [*ids, *[ids[0][:1]] * (o.rows[-1] - len(ids))]
         tokens, lengths = prompts.pad(ids)
         context = min(tokens.shape[1] + size, CONTEXT)
         sampling = [bj.SamplingParams(seed=i) for i in range(len(ids))]
@@ -116,17 +130,26 @@ def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
         _, drawn = jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=size)
         np.asarray(drawn)
 
-    groups = [ids[first : first + o.rows[0]] for first in range(0, len(ids), o.rows[0])]
-    began = time.perf_counter()
-    for one in groups:
+    groups = [ids[first : first + o.rows[-1]] for first in range(0, len(ids), o.rows[-1])]
+    every = max(1, len(groups) // o.groups)
+    chosen, seconds = groups[every // 2 :: every], []
+    for one in chosen:
+        began = time.perf_counter()
         group(one, 2)
-    yield {"compiling_s": time.perf_counter() - began}
-    began = time.perf_counter()
-    for one in groups:
+        yield {"compiling_s": time.perf_counter() - began}
+        began = time.perf_counter()
         group(one, most)
-    seconds = time.perf_counter() - began
+        seconds.append(time.perf_counter() - began)
+        yield {"group_s": seconds[-1], "longest_prompt": len(one[0])}
+    whole = statistics.mean(seconds) * len(groups)
     new = sum(new for _, new in requests)
-    yield {"seconds": seconds, "requests_s": len(requests) / seconds, "new_tok_s": new / seconds}
+    yield {
+        "measured_groups": len(chosen),
+        "of_groups": len(groups),
+        "seconds_extrapolated": whole,
+        "requests_s": len(requests) / whole,
+        "new_tok_s": new / whole,
+    }
 
 
 def of_rows(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
@@ -136,26 +159,12 @@ def of_rows(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
         speeds = [test.run() for _ in range(o.repetitions)]
         yield {"rows": rows, "bench_tok_s": statistics.median(speeds)}
         del test
-        ids = random_prompts(model, [n] * rows)
         pages = rows * kv.page_count(2 * n, model.run.page_size)
         for wait in (None, o.max_wait_s):
             loop = Loop(model, Options(max_rows=rows, pages=pages, context=2 * n, max_wait_s=wait))
-            run(loop, [(i, 4) for i in ids])
-            times = []
-            for _ in range(o.repetitions):
-                for i in ids:  # none of them is known
-                    i[0] = (i[0] + 1) % model.config.vocab_size
-                end, speed, _, gaps = run(loop, [(i, n) for i in ids])
-                times.append((speed, end, gaps[-1]))
-            speed, end, gap = (statistics.median(t) for t in zip(*times, strict=True))
-            yield {
-                "rows": rows,
-                "max_wait_s": wait,
-                "engine_tok_s": speed,
-                "with_prefill_tok_s": rows * n / end,
-                "gap_most_s": gap,
-                "share_of_bench": speed / statistics.median(speeds),
-            }
+            line = of_crowd(model, loop, rows, o.repetitions)
+            share = line["engine_tok_s"] / statistics.median(speeds)
+            yield {"rows": rows, "max_wait_s": wait, **line, "share_of_bench": share}
             loop.release()
 
 
@@ -163,21 +172,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("what", choices=("trace", "groups", "rows"))
+    parser.add_argument("what", nargs="+", choices=("trace", "groups", "rows"))
     parser.add_argument("-m", "--model", default="demo")
     parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[8])
     parser.add_argument("--pages", type=int, default=2560)
     parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--crowd", type=int, default=0)
+    parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--max-wait-s", type=float)
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     options = parser.parse_args()
     run_config = bj.RunConfig(context=CONTEXT, rows=1)  # the memory is the engine's to give
     model = bj.load(options.model, run_config)
-    measure = {"trace": of_trace, "groups": of_groups, "rows": of_rows}[options.what]
-    about = {"what": options.what, "at_most": options.rows, "pages": options.pages, "model": options.model}
-    for line in measure(model, options):
-        print(json.dumps({**bench.origin(), **about, **line}), flush=True)
-    jax.clear_caches()
+    for what in options.what:
+        measure = {"trace": of_trace, "groups": of_groups, "rows": of_rows}[what]
+        about = {"what": what, "at_most": options.rows, "pages": options.pages, "model": options.model}
+        for line in measure(model, options):
+            print(json.dumps({**bench.origin(), **about, **line}), flush=True)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from bonsai_jax.model import Model, start_state
 from bonsai_jax.prompts import Ids
 from bonsai_jax.taps import Taps
 
-PREFILL_TOKENS = (32, 128, 512, 2048)  # lengths of chunks that prefill is compiled for
 FREE_TOKENS = 256  # on a GPU a prefill of fewer costs as much: it reads the weights, too
 
 
@@ -175,10 +174,13 @@ class Loop:
     def _limits(self) -> Limits:
         o, on_cpu = self.options, jax.default_backend() == "cpu"
         most = o.prefill_tokens or (decoding.PREFILL_CHUNK if on_cpu else decoding.PREFILL_BATCH)
-        few = [n for n in (4**i for i in range(16)) if n < o.max_rows]
         powers = [n for n in (2**i for i in range(32)) if n < o.max_rows]
-        tokens = [n for n in PREFILL_TOKENS if n < most] + [most]
-        shapes = [(n, t) for n in (*few, o.max_rows) for t in tokens if n == 1 or n * t <= most]
+        # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
+        short = max(32, most // 16)
+        long = [n for n in (4 * short, 16 * short) if n < most]
+        several = sorted({min(n, o.max_rows) for n in (4, 16)} - {1})
+        shapes = [(1, n) for n in (short, *long, most)]
+        shapes = [*dict.fromkeys(shapes), *((n, short) for n in several if n * short <= most)]
         return Limits(
             max_rows=o.max_rows,
             pages=o.pages,

@@ -125,7 +125,7 @@ def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve
     assert_all_is_back(scheduler)
     assert (scheduler.preempted == 0) == reserve
     if reserve:  # nothing is read twice, and beginnings are shared
-        assert device.tokens_read < 0.9 * sum(len(r.prompt) for r in requests)
+        assert device.tokens_read < 0.95 * sum(len(r.prompt) for r in requests)
 
 
 def test_nobody_writes_less_often_than_every_plan_while_a_long_prompt_is_read():
