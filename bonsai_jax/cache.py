@@ -1,10 +1,11 @@
-"""The key-value cache: pages, a block table and lengths. Immutable to read, donated to write."""
+"""What rows keep of the tokens they have read: pages of keys and values, a block table and lengths, and the
+states of layers that keep no keys. Immutable to read, donated to write."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.plan import attention_kernels
@@ -13,13 +14,28 @@ from pallas_kernels.cache_layouts import Pages
 
 
 @serializable
+class DeltaState(struct.PyTreeNode):
+    """What layers of a gated delta net keep of each row (pallas_kernels/delta.py). A row that reads its token
+    at position 0 begins anew, whatever is here.
+
+    s      float32 [layers, rows, v heads, k_dim, v_dim]
+    tail   float32 [layers, rows, conv - 1, channels]: what the convolution sees of the tokens before
+    """
+
+    s: Float[Array, "L B Hv K V"]
+    tail: Float[Array, "L B W-1 C"]
+
+
+@serializable
 class KVCache(struct.PyTreeNode):
-    """Keys and values of every layer, in pages that rows own through the block table.
+    """Keys and values of every layer with attention, in pages that rows own through the block table, and the
+    states of other layers, by row.
 
     k, v         [layers, pages, page_size, kv heads, head_dim], as a layout stores it (pallas_kernels.
                  cache_layouts); keys are rotated
     block_table  int32 [rows, pages per row]: the page of a row's tokens [i * page_size, (i + 1) * page_size)
-    lengths      int32 [rows]: tokens stored
+    lengths      int32 [rows]: tokens stored; a row of 0 holds nothing, in its states neither
+    delta        the states of layers whose mixer is delta; None for models without
     impl         the kernel of attention chosen for it (plan.py)
     prefill_impl the one for many tokens a row
 
@@ -30,6 +46,7 @@ class KVCache(struct.PyTreeNode):
     v: Pages
     block_table: Int[Array, "B pages_per_row"]
     lengths: Int[Array, "B"]
+    delta: DeltaState | None = None
     impl: str = struct.field(pytree_node=False, default="reference")
     prefill_impl: str = struct.field(pytree_node=False, default="reference")
 
@@ -47,9 +64,26 @@ class KVCache(struct.PyTreeNode):
         """Most tokens a row can hold."""
         return self.block_table.shape[1] * self.page_size
 
+    @property
+    def rewinds(self) -> bool:
+        """Whether `rewind` can take tokens back: a recurrent state is of all tokens at once."""
+        return self.delta is None
+
     def rewind(self, lengths: Int[Array, "B"]) -> "KVCache":
-        """Forget each row's tokens from `lengths` on; what follows is written over them."""
+        """Forget each row's tokens from `lengths` on; what follows is written over them.
+
+        Raises NotImplementedError for a cache with recurrent states.
+        """
+        if not self.rewinds:
+            raise NotImplementedError(
+                "rewind: layers of a gated delta net keep one state of all tokens, which none can be taken "
+                "out of; take a copy before you read on (cache.take), or forget whole rows (cache.reset)"
+            )
         return self.replace(lengths=jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32)))
+
+    def reset(self, rows: Bool[Array, "B"] | bool = True) -> "KVCache":
+        """Forget all tokens of these rows."""
+        return self.replace(lengths=jnp.where(rows, 0, self.lengths))
 
     def take(self, rows: Int[Array, "R"]) -> "KVCache":
         """A cache of these rows, repeated as often as they are named: a copy, each with pages of its own.
@@ -67,6 +101,7 @@ class KVCache(struct.PyTreeNode):
             v=jax.tree.map(copied, self.v),
             block_table=jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape),
             lengths=self.lengths[rows],
+            delta=jax.tree.map(lambda of_rows: of_rows[:, rows], self.delta),
         )
 
 
@@ -76,10 +111,18 @@ def page_count(tokens: int, page_size: int) -> int:
 
 
 def bytes_per_token(config: ModelConfig, dtype: str | None) -> int:
-    """Cache bytes for one token of one row: keys and values of every layer. dtype: a resolved RunConfig's
-    cache_dtype."""
+    """Cache bytes for one token of one row: keys and values of every layer with attention. dtype: a resolved
+    RunConfig's cache_dtype."""
     of_head = cache_layouts.bytes_per_head(str(dtype), config.head_dim)
-    return 2 * config.num_layers * config.num_kv_heads * of_head
+    return 2 * len(config.layers_of("attention")) * config.num_kv_heads * of_head
+
+
+def bytes_per_row(config: ModelConfig) -> int:
+    """Bytes of one row's recurrent states, whatever it has read; 0 for models without."""
+    if (d := config.delta) is None:
+        return 0
+    of_layer = d.v_heads * d.k_dim * d.v_dim + (d.conv - 1) * d.qkv_width
+    return 4 * len(config.layers_of("delta")) * of_layer
 
 
 def first_table(rows: int, pages_per_row: int, pages: int | None = None) -> np.ndarray:
@@ -98,15 +141,28 @@ def empty(config: ModelConfig, run: RunConfig, rows: int, context: int, pages: i
     """
     of_row = page_count(context, run.page_size)
     in_all = rows * of_row if pages is None else pages
-    shape = (config.num_layers, in_all, run.page_size, config.num_kv_heads, config.head_dim)
+    layers = len(config.layers_of("attention"))
+    shape = (layers, in_all, run.page_size, config.num_kv_heads, config.head_dim)
     one, prefill = attention_kernels(config, run)
     return KVCache(
         k=cache_layouts.empty(str(run.cache_dtype), shape),
         v=cache_layouts.empty(str(run.cache_dtype), shape),
         block_table=jnp.asarray(first_table(rows, of_row, pages)),
         lengths=jnp.zeros(rows, jnp.int32),
+        delta=empty_states(config, rows),
         impl=one,
         prefill_impl=prefill,
+    )
+
+
+def empty_states(config: ModelConfig, rows: int) -> DeltaState | None:
+    """States of rows that have read nothing; None for models without."""
+    if (d := config.delta) is None:
+        return None
+    layers = len(config.layers_of("delta"))
+    return DeltaState(
+        jnp.zeros((layers, rows, d.v_heads, d.k_dim, d.v_dim)),
+        jnp.zeros((layers, rows, d.conv - 1, d.qkv_width)),
     )
 
 

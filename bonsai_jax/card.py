@@ -41,7 +41,7 @@ def held_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes of a cache with every row full. `run` must be resolved (model.resolve)."""
     tokens = run.rows * kv.page_count(run.context, run.page_size) * run.page_size
-    return tokens * kv.bytes_per_token(config, run.cache_dtype)
+    return tokens * kv.bytes_per_token(config, run.cache_dtype) + run.rows * kv.bytes_per_row(config)
 
 
 def explain_weights(
@@ -252,5 +252,7 @@ def step_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
 
 
 def decode_bytes(weight_bytes: int, config: ModelConfig, run: RunConfig, depths: Sequence[int]) -> int:
-    """Bytes that one decode step must move for rows at these depths: weights once, each row's cache once."""
-    return weight_bytes + sum(depths) * kv.bytes_per_token(config, run.cache_dtype)
+    """Bytes that one decode step must move for rows at these depths: weights once, each row's keys and values
+    once, its recurrent states there and back."""
+    states = 2 * len(depths) * kv.bytes_per_row(config)
+    return weight_bytes + sum(depths) * kv.bytes_per_token(config, run.cache_dtype) + states

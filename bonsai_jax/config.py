@@ -49,6 +49,46 @@ def yarn_mscale(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
+@dataclasses.dataclass(frozen=True)
+class DeltaConfig:
+    """Sizes of layers that mix tokens by a gated delta net (pallas_kernels/delta.py).
+
+    k_heads, v_heads  heads of queries and keys, and of values; a k head serves v_heads / k_heads of them
+    k_dim, v_dim      their widths
+    conv              tokens that the convolution before it sees, the newest among them
+    grouped           v head h uses k head h // (v_heads / k_heads), as in Hugging Face files; else, as in
+                      GGUF files, h % k_heads
+    """
+
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+    grouped: bool = False
+
+    def __post_init__(self):
+        if self.v_heads % self.k_heads:
+            raise ValueError(
+                f"model config: {self.v_heads} v heads do not divide into {self.k_heads} k heads"
+            )
+        if self.conv < 2:
+            raise ValueError(f"model config: the convolution sees {self.conv} tokens; supported: from 2 on")
+
+    @property
+    def v_width(self) -> int:
+        return self.v_heads * self.v_dim
+
+    @property
+    def qkv_width(self) -> int:
+        """Channels of the convolution: queries, keys and values."""
+        return 2 * self.k_heads * self.k_dim + self.v_width
+
+
+Mixer = Literal["attention", "delta"]
+Channels = Literal["mlp"]
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
@@ -59,6 +99,12 @@ class ModelConfig:
     activation       of the feed-forward's gate; "gelu" is tanh's approximation
     window           keys that a query sees, itself among them; None: all before it
     attention_scale  factor on scores; None: 1 / sqrt(head_dim)
+    attention_gate   whether what a head gives is multiplied by the sigmoid of a gate as wide, which wq
+                     makes too: of each head its query, then its gate
+    rotated          values of each head, the first ones, that rope turns; None: all
+    mixers           of each layer, what mixes its tokens; (): attention in all
+    channels         of each layer, what mixes its channels; (): mlp, the gated feed-forward, in all
+    delta            sizes of the layers whose mixer is delta
     """
 
     architecture: str
@@ -75,11 +121,16 @@ class ModelConfig:
     activation: Literal["silu", "gelu"] = "silu"
     window: int | None = None
     attention_scale: float | None = None
+    attention_gate: bool = False
+    rotated: int | None = None
+    mixers: tuple[Mixer, ...] = ()
+    channels: tuple[Channels, ...] = ()
+    delta: DeltaConfig | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, int) and value <= 0:
+            if isinstance(value, int) and not isinstance(value, bool) and value <= 0:
                 raise ValueError(f"model config: {field.name} is {value}; it must be positive")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
@@ -87,14 +138,66 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model config: head_dim is {self.head_dim}; rotary embeddings need an even one")
+        if self.rotated is not None and (self.rotated % 2 or self.rotated > self.head_dim):
+            raise ValueError(
+                f"model config: rope turns {self.rotated} values of a head of {self.head_dim}; an even "
+                "number up to that is expected"
+            )
+
+    @property
+    def kinds(self) -> tuple[tuple[Mixer, Channels], ...]:
+        """Of each layer what mixes its tokens, and what its channels."""
+        mixers: tuple[Mixer, ...] = self.mixers or ("attention",) * self.num_layers
+        channels: tuple[Channels, ...] = self.channels or ("mlp",) * self.num_layers
+        return tuple(zip(mixers, channels, strict=True))
+
+    def layers_of(self, kind: Mixer | Channels) -> tuple[int, ...]:
+        """The layers that have this mixer of tokens or of channels, in order: weights and state of a kind are
+        stacked so."""
+        return tuple(layer for layer, kinds in enumerate(self.kinds) if kind in kinds)
+
+    def places(self, layer: int) -> tuple[int, int]:
+        """Of a layer, how many before it have its mixer of tokens, and how many its mixer of channels: its
+        indices into the stacks of the two."""
+        mixer, channels = self.kinds[layer]
+        return self.layers_of(mixer).index(layer), self.layers_of(channels).index(layer)
+
+    @property
+    def period(self) -> int:
+        """The least number of layers after which kinds repeat: 1 where all layers are alike, num_layers where
+        nothing repeats."""
+        kinds = self.kinds
+        return next(p for p in range(1, len(kinds) + 1) if kinds[p:] == kinds[: len(kinds) - p])
+
+    def of_device(self, parts: int) -> "ModelConfig":
+        """With the heads that each of `parts` devices has; KV heads are one at least."""
+        delta = self.delta and dataclasses.replace(
+            self.delta, k_heads=self.delta.k_heads // parts, v_heads=self.delta.v_heads // parts
+        )
+        return dataclasses.replace(
+            self,
+            num_heads=self.num_heads // parts,
+            num_kv_heads=max(1, self.num_kv_heads // parts),
+            delta=delta,
+        )
 
     @property
     def q_width(self) -> int:
         return self.num_heads * self.head_dim
 
     @property
+    def q_rows(self) -> int:
+        """Outputs of wq: queries, with their gates where there are any."""
+        return self.q_width * (2 if self.attention_gate else 1)
+
+    @property
+    def rope_dim(self) -> int:
+        """Values of a head that rope turns."""
+        return self.head_dim if self.rotated is None else self.rotated
+
+    @property
     def rope_pairs(self) -> int:
-        return self.head_dim // 2
+        return self.rope_dim // 2
 
     @property
     def kv_width(self) -> int:

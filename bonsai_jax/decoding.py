@@ -9,7 +9,6 @@
 guidance and speculation stand on it. Their jitted forms, which donate what they update, are in jitted.py.
 """
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -257,8 +256,7 @@ def forward(
     tokens, lengths = checked_tokens(tokens, lengths, None, config)
     B, T = tokens.shape[:2]
     parts = 1 if params.axis is None else jax.lax.axis_size(params.axis)
-    of_device = dataclasses.replace(config, num_kv_heads=max(1, config.num_kv_heads // parts))
-    cache = kv.empty(of_device, RunConfig(impl="reference", cache_dtype="float32"), B, T)
+    cache = kv.empty(config.of_device(parts), RunConfig(impl="reference", cache_dtype="float32"), B, T)
     # A length known beforehand: reverse differentiation needs loops of known length.
     hidden, _, kept = architectures.get(config.architecture).forward(
         params, tokens, _positions(cache, tokens, lengths), cache, config, num_keys=T, taps=taps

@@ -4,6 +4,7 @@ import functools
 import math
 import types
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,12 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax import cache as kv
 from bonsai_jax import taps as tapping
-from bonsai_jax.cache import KVCache
+from bonsai_jax.cache import DeltaState, KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
 from bonsai_jax.taps import Tap, Taps, tapped
-from pallas_kernels import LayerStack, QTensor, attend, device, gated, matmul
+from pallas_kernels import LayerStack, QTensor, attend, cache_layouts, delta_net, device, gated, matmul
 from pallas_kernels.attention import empty_workspace
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.qtensor import leaves
@@ -64,10 +65,10 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def attention_block(
     x: Float[Array, "B T H"],
     params: Params,
-    layer: int | Int[Array, ""],
+    index: int | Int[Array, ""],
     cache: KVCache,
     positions: Int[Array, "B T"],
-    rotation: tuple[Float[Array, "B T D/2"], Float[Array, "B T D/2"]],
+    rotation: tuple[Float[Array, "B T R"], Float[Array, "B T R"]],
     config: ModelConfig,
     num_keys: int | Int[Array, ""],
     workspace: Int[Array, "words"] | None = None,
@@ -75,31 +76,68 @@ def attention_block(
 ) -> tuple[Float[Array, "B T H"], KVCache, Int[Array, "words"] | None]:
     """Self-attention of one layer and its residual: x, the cache and the workspace (pallas_kernels.attend).
 
-    x + W_o attention(...): norm, q k v, (QK-norm,) rope, cache write, attention, output projection
+    x + W_o attention(...): norm, q k v, (QK-norm,) rope, cache write, attention, (gate,) output projection
 
+    index  the layer's among those with attention (ModelConfig.places)
     taps   what edits or notes values on their way (taps.SITES)
     """
     w, eps = params.layers, config.rms_norm_eps
 
-    qkv = [matmul(x, weight, layer, gamma=w.attn_norm, eps=eps) for weight in w.wqkv]
-    qkv = qkv[0] if len(qkv) == 1 else jnp.concatenate(qkv, axis=-1)
-    qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
+    qkv = _joined(x, w.wqkv, index, w.attn_norm, eps)
+    qkv = qkv if w.bqkv is None else qkv + w.bqkv[index]
+    gate = None
+    if config.attention_gate:
+        qkv, gate = _ungated(qkv, cache, config)
     if taps:
         tapping.check(taps, cache.impl if x.shape[-2] == 1 else cache.prefill_impl, params.axis)
     out, k_pages, v_pages, workspace = attend(
-        qkv, cache.k, cache.v, cache.block_table, positions, layer,
+        qkv, cache.k, cache.v, cache.block_table, positions, index,
         rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm), eps=eps,
         num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl, window=config.window,
         scale=config.attention_scale, workspace=workspace, taps=taps,
     )  # fmt: skip
     cache = cache.replace(k=k_pages, v=v_pages)
-    return _add_product(x, out, w.wo, layer, params, taps.get("attention")), cache, workspace
+    out = out if gate is None else out * jax.nn.sigmoid(gate)
+    return _add_product(x, out, w.wo, index, params, taps.get("attention")), cache, workspace
+
+
+def delta_block(
+    x: Float[Array, "B T H"],
+    params: Params,
+    index: int | Int[Array, ""],
+    cache: KVCache,
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+    taps: Mapping[str, Tap] = NO_TAPS,
+) -> tuple[Float[Array, "B T H"], KVCache]:
+    """Gated delta net of one layer and its residual.
+
+    x + W_out delta_net(W_qkv n, W_z n, W_alpha n, W_beta n),  n = rms_norm(x)
+
+    index  the layer's among those with a delta net (ModelConfig.places)
+    taps   of its own it has none: "attention" is what it adds to x
+    """
+    w, state, sizes = params.layers, cache.delta, config.delta
+    assert state is not None and sizes is not None
+    assert w.delta_conv is not None and w.delta_a is not None and w.delta_dt is not None
+    assert w.delta_head_norm is not None and w.delta_out is not None
+    made = _joined(x, w.delta_in, index, w.delta_norm, config.rms_norm_eps)
+    heads, _, v_dim = state.s.shape[2:]  # of this device
+    channels = state.tail.shape[-1]
+    borders = (channels, channels + heads * v_dim, channels + heads * (v_dim + 1))
+    y, s, tail = delta_net(
+        *jnp.split(made, borders, axis=-1), state.s, state.tail, positions, index,
+        conv=w.delta_conv, decay=w.delta_a, dt=w.delta_dt, norm=w.delta_head_norm,
+        eps=config.rms_norm_eps, grouped=sizes.grouped,
+    )  # fmt: skip
+    cache = cache.replace(delta=DeltaState(s, tail))
+    return _add_product(x, y, w.delta_out, index, params, taps.get("attention")), cache
 
 
 def gated_mlp(
     x: Float[Array, "B T H"],
     params: Params,
-    layer: int | Int[Array, ""],
+    index: int | Int[Array, ""],
     config: ModelConfig,
     taps: Mapping[str, Tap] = NO_TAPS,
 ) -> Float[Array, "B T H"]:
@@ -107,16 +145,17 @@ def gated_mlp(
 
     x + W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
 
+    index  the layer's among those with such a feed-forward (ModelConfig.places)
     taps   what edits or notes values on their way (taps.SITES)
     """
     w = params.layers
     norm = {"gamma": w.ffn_norm, "eps": config.rms_norm_eps}
     if config.activation == "silu":
-        hidden = gated(x, w.w_gate, w.w_up, layer, **norm)
+        hidden = gated(x, w.w_gate, w.w_up, index, **norm)
     else:
-        hidden = jax.nn.gelu(matmul(x, w.w_gate, layer, **norm)) * matmul(x, w.w_up, layer, **norm)
+        hidden = jax.nn.gelu(matmul(x, w.w_gate, index, **norm)) * matmul(x, w.w_up, index, **norm)
     hidden = tapped(taps, "hidden", hidden)
-    return _add_product(x, hidden, w.w_down, layer, params, taps.get("mlp"))
+    return _add_product(x, hidden, w.w_down, index, params, taps.get("mlp"))
 
 
 @over_mesh("whole", arrays="whole")
@@ -142,26 +181,45 @@ def decoder(
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens a row through every layer, against what the cache holds before them.
 
-    x_0 = embed(tokens);  x <- attention_block(x);  x <- gated_mlp(x).  Returns x, not yet normed (`logits`
-                          does), the cache, and what taps.read names, by layer.
+    x_0 = embed(tokens);  x <- mixer(x);  x <- channels(x), of each layer those that ModelConfig.kinds names.
+                          Returns x, not yet normed (`logits` does), the cache, and what taps.read names, by
+                          layer.
 
     tokens that are floating point stand for themselves: x_0 = tokens.
 
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
-    scanned with the cache as carry, so that its pages are updated in place; weights stay stacked and are
-    indexed by layer. A decode step on kernels is one launch where that is its schedule, else unrolled: a GPU
-    captures straight code as one graph, but a loop not.
+    scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
+    their kinds repeat; weights stay stacked and are indexed by layer. A decode step on kernels is one launch
+    where that is its schedule, else unrolled: a GPU captures straight code as one graph, but a loop not.
     """
     taps = Taps() if taps is None else taps
 
-    def layer_step(carry, layer):
+    def layer_step(carry, place, turn=0):
+        """The layer at a place of the turn-th period; turn may be traced."""
         x, cache, workspace = carry
-        rest = (params, layer, cache, positions, rotation, config, num_keys, workspace)
+        layer, of_mixer, of_channels = _indices(config, place, turn)
+        mixer, channels = config.kinds[place]
         kept: dict[str, jax.Array] = {}
         here = taps.of_layer(layer, kept)
-        x, cache, workspace = attention_block(tapped(here, "input", x), *rest, here)
-        x = gated_mlp(tapped(here, "middle", x), params, layer, config, here)
+        x = tapped(here, "input", x)
+        match mixer:
+            case "attention":
+                rest = (params, of_mixer, cache, positions, rotation, config, num_keys, workspace)
+                x, cache, workspace = attention_block(x, *rest, here)
+            case "delta":
+                x, cache = delta_block(x, params, of_mixer, cache, positions, config, here)
+        x = tapped(here, "middle", x)
+        match channels:
+            case "mlp":
+                x = gated_mlp(x, params, of_channels, config, here)
         return (tapped(here, "output", x), cache, workspace), kept
+
+    def period(carry, turn):
+        each = []
+        for place in range(config.period):
+            carry, of_layer = layer_step(carry, place, turn)
+            each.append(of_layer)
+        return carry, each
 
     angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
     rotation = (config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle))
@@ -177,12 +235,58 @@ def decoder(
             carry, of_layer = layer_step(carry, layer)
             each.append(of_layer)
         x, cache, _ = carry
-        kept = jax.tree.map(lambda *x: jnp.stack(x), *each)
+        kept = _by_layer([], each)
     else:
-        unroll = UNROLL if params.step.unrolled else 1
-        each = jnp.arange(config.num_layers)
-        (x, cache, _), kept = jax.lax.scan(layer_step, (x, cache, None), each, unroll=unroll)
+        turns, rest = divmod(config.num_layers, config.period)
+        unroll = max(1, UNROLL // config.period) if params.step.unrolled else 1
+        carry, of_turns = jax.lax.scan(period, (x, cache, None), jnp.arange(turns), unroll=unroll)
+        each = []
+        for layer in range(config.num_layers - rest, config.num_layers):
+            carry, of_layer = layer_step(carry, layer)
+            each.append(of_layer)
+        (x, cache, _), kept = carry, _by_layer(of_turns, each)
     return x, kv.advance(cache, positions), kept
+
+
+def _indices(config: ModelConfig, place: int, turn) -> tuple[Any, Any, Any]:
+    """The layer at a place of the turn-th period: its number, and its indices among those of its mixer and of
+    its channels."""
+    first, one_period = config.kinds[place], config.kinds[: config.period]
+    steps = len(one_period), *(sum(kind in of for of in one_period) for kind in first)
+    starts = place, *config.places(place)
+    # As it is where it is the turn: models of one kind of layer have no arithmetic here.
+    return tuple(turn if (a, b) == (0, 1) else a + b * turn for a, b in zip(starts, steps, strict=True))
+
+
+def _by_layer(of_turns: list[dict[str, jax.Array]], rest: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """What taps read, by site and stacked over the layers that have it: of each place of a period for all
+    turns, and of the layers behind them."""
+    found = {}
+    for site in dict.fromkeys(name for of in (*of_turns, *rest) for name in of):
+        places = [of[site] for of in of_turns if site in of]
+        behind = [of[site][None] for of in rest if site in of]
+        if len(places) == 1:
+            behind = [places[0], *behind]
+        elif places:
+            stacked = jnp.stack(places, axis=1)
+            behind = [stacked.reshape(-1, *stacked.shape[2:]), *behind]
+        found[site] = behind[0] if len(behind) == 1 else jnp.concatenate(behind)
+    return found
+
+
+def _joined(x: jax.Array, weights: tuple[LayerStack, ...], index, gamma, eps: float) -> jax.Array:
+    """Products of the same normed input, side by side."""
+    y = [matmul(x, weight, index, gamma=gamma, eps=eps) for weight in weights]
+    return y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1)
+
+
+def _ungated(qkv: jax.Array, cache: KVCache, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
+    """What wq, wk and wv make without the gates, which wq makes behind each head's query; and the gates."""
+    rest = 2 * cache_layouts.shape(cache.k)[3] * config.head_dim
+    heads, rest = jnp.split(qkv, (qkv.shape[-1] - rest,), axis=-1)
+    heads = heads.reshape(*heads.shape[:-1], -1, 2, config.head_dim)
+    q, gate = (heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
+    return jnp.concatenate([q, rest], axis=-1), gate
 
 
 def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):

@@ -27,6 +27,17 @@ def positive(metadata: Mapping[str, Any], key: str, default: float | None = None
     return float(value)
 
 
+def flags(metadata: Mapping[str, Any], key: str, count: int) -> list[bool]:
+    """The first `count` values of the list metadata[key], each true or false."""
+    values = metadata.get(key)
+    if values is None:
+        raise KeyError(key)
+    values = values.tolist() if isinstance(values, np.ndarray) else values
+    if not isinstance(values, list) or len(values) < count or any(v not in (0, 1) for v in values):
+        raise ValueError(f"{key} is {_short(values)}; a list of {count} values, true or false, is expected")
+    return [bool(v) for v in values[:count]]
+
+
 def nested(metadata: Mapping[str, Any], key: str) -> dict[str, Any]:
     """What the object metadata[key] holds, under "key.name"; nothing where there is none."""
     value = metadata.get(key) or {}

@@ -106,7 +106,7 @@ def load_params(
     """The checkpoint's weights on the default device or over a mesh, as `run` (resolved) wants them held."""
     where = None if mesh is None else placement.Placement(mesh, config, run.all_reduce)
     plan = load_plan(checkpoint, config, run, where)
-    return weights.load(plan, layers.rope_frequencies(config.rope, config.head_dim), where, progress)
+    return weights.load(plan, layers.rope_frequencies(config.rope, config.rope_dim), where, progress)
 
 
 def load_plan(
@@ -174,6 +174,11 @@ def start_state(
         jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (rows,)),
     )
     if speculate is not None:
+        if not cache.rewinds:
+            raise NotImplementedError(
+                f"speculate={speculate!r}: {model.config.architecture} keeps a recurrent state, which cannot "
+                "take back tokens that were proposed and not drawn; leave speculate out"
+            )
         of_device = rows // placement.size(model.mesh, placement.DATA)
         new = speculation.start(rows, cache.capacity, speculate, of_device)
         state = state.replace(speculation=new)

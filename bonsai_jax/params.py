@@ -13,16 +13,21 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.placement import Placement, Share
-from bonsai_jax.plan import QKV, LoadPlan, Matrix, Member, Spec, Stack, StepPlan
+from bonsai_jax.plan import LoadPlan, Matrix, Member, Spec, Stack, StepPlan, joined_name
 from checkpoints import RandomTensor, Tensor
-from pallas_kernels import LayerStack, QTensor, formats, qtensor, serializable
+from pallas_kernels import LayerStack, QTensor, Rotation, formats, qtensor, serializable
 
 
 @serializable
 class Layers(struct.PyTreeNode):
-    """Weights that every layer has, stacked by layer. Matrices are outputs x inputs; None where a model has
-    none. Queries, keys and values are joined, in each layer those whose formats agree to one matrix
-    (plan.py)."""
+    """Weights of layers, each stacked over the layers of the kind that has it (ModelConfig.layers_of).
+    Matrices are outputs x inputs; None where a model has none. Queries, keys and values are joined, in each
+    layer those whose formats agree to one matrix (plan.JOINED), and so are the inputs of a delta net.
+
+    attn_norm to k_norm     attention
+    ffn_norm to w_down      the gated feed-forward, mlp
+    delta_norm to delta_out  gated delta net (pallas_kernels/delta.py)
+    """
 
     attn_norm: Float[Array, "L H"]
     wqkv: tuple[LayerStack, ...]
@@ -34,6 +39,13 @@ class Layers(struct.PyTreeNode):
     bqkv: Float[Array, "L Q+2KV"] | None = None
     q_norm: Float[Array, "L D"] | None = None
     k_norm: Float[Array, "L D"] | None = None
+    delta_norm: Float[Array, "L H"] | None = None
+    delta_in: tuple[LayerStack, ...] = ()
+    delta_conv: Float[Array, "L C W"] | None = None
+    delta_dt: Float[Array, "L Hv"] | None = None
+    delta_a: Float[Array, "L Hv"] | None = None
+    delta_head_norm: Float[Array, "L V"] | None = None
+    delta_out: LayerStack | None = None
 
 
 @serializable
@@ -53,7 +65,7 @@ class Params(struct.PyTreeNode):
     layers: Layers
     final_norm: Float[Array, "H"]
     head: QTensor | None
-    rope_frequencies: Float[Array, "D/2"]
+    rope_frequencies: Float[Array, "R"]
     peers: Int[Array, "data model devices+2 2"] | None = None
     step: StepPlan = struct.field(pytree_node=False, default=StepPlan())
     axis: str | None = struct.field(pytree_node=False, default=None)
@@ -68,7 +80,7 @@ def load(
 ) -> Params:
     """Read every tensor of a plan onto the default device, or over the mesh for which it was made.
 
-    rope_frequencies  float32 [head_dim / 2] (layers.rope_frequencies)
+    rope_frequencies  float32 [rope_dim / 2] (layers.rope_frequencies)
     placement  how weights lie over many devices; each makes its share from its share of the blocks
     progress   called with bytes read so far and in all
     """
@@ -76,7 +88,7 @@ def load(
     total, done = sum(t.nbytes for tensors in plan.tensors.values() for t in tensors), 0
     by_field = {spec.field: tensors for spec, tensors in plan.tensors.items()}
     fields: dict[str, Any] = {}
-    qkv: list[LayerStack] = []
+    joined: dict[str, list[LayerStack]] = {}
 
     def read(names: Sequence[str], made: Any) -> None:
         nonlocal done
@@ -90,17 +102,18 @@ def load(
 
     for member, matrix in plan.matrices:
         source = _source(member, by_field[member.field][0], placement)
-        fields[member.field] = _make((source,), matrix, (member,), placement)
+        made = _make((source,), matrix, (member,), placement)
+        fields[member.field] = made.replace(rotation=_rotation(plan, member))
         read([member.field], fields[member.field])
     for stack in plan.stacks:
-        stacked = _stack(stack, by_field, placement)
-        if stack.fields[0] in QKV:
-            qkv.append(stacked)
+        stacked = _stack(plan, stack, by_field, placement)
+        if (name := joined_name(stack.fields[0])) is not None:
+            joined.setdefault(name, []).append(stacked)
         else:
             fields[stack.fields[0]] = stacked
         read(stack.fields, stacked)
     for spec, tensors in plan.tensors.items():
-        if len(spec.shape) == 1:
+        if not spec.is_matrix:
             fields[spec.field] = _vectors(spec, tensors, placement)
             read([spec.field], fields[spec.field])
         elif not tensors:
@@ -118,9 +131,10 @@ def load(
     if placement:
         frequencies = placement.vectors("rope_frequencies", np.asarray(frequencies))
     layer_fields = {f.name for f in dataclasses.fields(Layers)}
+    fields |= {name: tuple(stacks) for name, stacks in joined.items()}
     of_layers = {name: fields.pop(name) for name in [*fields] if name in layer_fields}
     return Params(
-        layers=Layers(wqkv=tuple(qkv), **of_layers),
+        layers=Layers(**of_layers),
         step=plan.step,
         axis=placement.axis if placement else None,
         mesh=placement.mesh if placement else None,
@@ -146,7 +160,8 @@ def blocks(tensor: Tensor | RandomTensor) -> jax.Array:
 
 
 def _vectors(spec: Spec, tensors: Sequence[Tensor | RandomTensor], placement: Placement | None):
-    """Norms and biases: float32 [layers, width], or [width] of what no layer has; None for none."""
+    """Norms, biases and the like: float32 [layers, *shape], or [*shape] of what no layer has; None for
+    none."""
     if not tensors:
         return None
     rows = [qtensor.dequantize(qtensor.from_blocks(blocks(t)[None], t.format))[0] for t in tensors]
@@ -157,7 +172,10 @@ def _vectors(spec: Spec, tensors: Sequence[Tensor | RandomTensor], placement: Pl
 
 
 def _stack(
-    stack: Stack, tensors: Mapping[str, Sequence[Tensor | RandomTensor]], placement: Placement | None
+    plan: LoadPlan,
+    stack: Stack,
+    tensors: Mapping[str, Sequence[Tensor | RandomTensor]],
+    placement: Placement | None,
 ) -> LayerStack:
     """Each layer is written into its place in a donated stack, so that no more than one layer exists
     twice."""
@@ -174,8 +192,21 @@ def _stack(
                     piece = _zeros(jax.eval_shape(make, sources), len(layers), members[0].share, placement)
                 piece = _place(piece, sources, index, matrix, members, placement)
             pieces.append(piece)
+        rotations = [
+            _rotation(plan, stack.members_of(matrix, stack.layers(number)[0])[0]) for matrix in matrices
+        ]
+        pieces = [piece.replace(rotation=r) for piece, r in zip(pieces, rotations, strict=True)]
         parts.append(pieces[0] if len(pieces) == 1 else qtensor.Rows(tuple(pieces)))
     return LayerStack(tuple(parts), stack.where)
+
+
+def _rotation(plan: LoadPlan, member: Member) -> Rotation | None:
+    """Of the inputs of a matrix; None where it is not folded."""
+    if not member.folded or (fold := plan.folding) is None:
+        return None
+    signs = fold.signs.get(member.shape[1])
+    heads = plan.v_heads if member.field == "delta_out" and fold.v_grouped else None
+    return Rotation(None if signs is None else jnp.asarray(signs), fold.block, heads)
 
 
 def _source(member: Member, t: Tensor | RandomTensor, placement: Placement | None):

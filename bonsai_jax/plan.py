@@ -9,17 +9,21 @@ KVCache.
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Iterator, Sequence
 
-from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.config import Channels, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
-from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor
+from checkpoints import Checkpoint, CheckpointError, Folding, RandomTensor, Tensor, folding
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import Products
 from pallas_kernels.tiles import ROWS
 
-# Fields of Spec that are joined, rows below rows, because they have the same input.
-QKV = ("wq", "wk", "wv")
+# Fields of Layers that join those of Spec, rows below rows, because they have the same input.
+JOINED = {
+    "wqkv": ("wq", "wk", "wv"),
+    "delta_in": ("delta_qkv", "delta_gate", "delta_alpha", "delta_beta"),
+}
 SWIGLU = ("w_gate", "w_up")
 MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches are faster (LOG.md)
 
@@ -28,12 +32,15 @@ MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches a
 class Spec:
     """Where one field of Params comes from.
 
-    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer; wq,
-                 wk and wv, and bq, bk and bv, are joined
+    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer;
+                 those of JOINED, and bq, bk and bv, are joined
     gguf         tensor name in GGUF files
     huggingface  tensor name in Hugging Face files; None where only GGUF has it
-    shape        names of ModelConfig attributes; two of them make a matrix, which may be quantized
+    shape        names of ModelConfig attributes, dotted ones too; two of them make a matrix, which may be
+                 quantized
     optional     whether a file may lack it
+    kind         the mixer of tokens or of channels whose layers have it; None: all layers
+    plain        whether it is a plain float32 array also with two axes
     """
 
     field: str
@@ -41,6 +48,18 @@ class Spec:
     huggingface: str | None
     shape: tuple[str, ...]
     optional: bool = False
+    kind: Mixer | Channels | None = None
+    plain: bool = False
+
+    @property
+    def is_matrix(self) -> bool:
+        return len(self.shape) == 2 and not self.plain
+
+    def layers(self, config: ModelConfig) -> Sequence[int] | None:
+        """The layers that have it; None for what is no layer's."""
+        if "{}" not in self.gguf:
+            return None
+        return range(config.num_layers) if self.kind is None else config.layers_of(self.kind)
 
     def name(self, naming: str) -> str | None:
         return self.gguf if naming == "gguf" else self.huggingface
@@ -54,6 +73,7 @@ class Member:
     tensor  format, shape (N, K), and whether its blocks are drawn (checkpoints/synth.py) or read
     stored  format in which the device has it: the file's, or "f32" where it is dequantized at load
     share   what each device has of it, over a mesh that splits it; None: all
+    folded  whether it is stored rotated (checkpoints/folding.py)
     """
 
     field: str
@@ -62,6 +82,7 @@ class Member:
     drawn: bool
     stored: str
     share: Share | None
+    folded: bool = False
 
     @property
     def own_shape(self) -> tuple[int, int]:
@@ -89,7 +110,8 @@ class Matrix:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """One LayerStack of Params: a weight of every layer, or several of the same input (q, k and v).
+    """One LayerStack of Params: a weight of every layer that has it, or several of the same input (q, k and
+    v).
 
     fields   of Spec
     members  of each layer, one for each field
@@ -134,6 +156,8 @@ class LoadPlan:
     matrices  weights that no layer has: embed, head
     step      how a decode step is launched
     problem   the decode step of one row
+    folding   how matrices that are folded were rotated; None where none is
+    v_heads   of a gated delta net whose v heads are tiled: (v heads of a k head, k heads)
     """
 
     tensors: dict[Spec, list[Tensor | RandomTensor]]
@@ -141,6 +165,8 @@ class LoadPlan:
     matrices: tuple[tuple[Member, Matrix], ...]
     step: StepPlan
     problem: selection.Step
+    folding: Folding | None = None
+    v_heads: tuple[int, int] | None = None
 
     def each(self) -> Iterator[tuple[Matrix, int]]:
         """(matrix, number of layers that have it) of every matrix."""
@@ -167,19 +193,28 @@ def plan(
     for a format without a file in pallas_kernels/formats and for an implementation or a schedule that was
     named and cannot run, and ValueError for weights that the placement cannot split.
     """
-    tensors = match(checkpoint, specs, config)
+    tensors, fold = match(checkpoint, specs, config), folding(checkpoint)
+    if fold and placement and placement.axis:
+        raise NotImplementedError(
+            f"{checkpoint.source}: its weights are Hadamard-folded, which is not supported where they are "
+            "split over devices; load it on one, or split rows only (data parallel)"
+        )
     members = {
-        spec.field: [_member(spec.field, t, run, placement) for t in of]
+        spec.field: [_member(spec.field, t, run, placement, fold) for t in of]
         for spec, of in tensors.items()
-        if len(spec.shape) == 2 and of
+        if spec.is_matrix and of
     }
     if placement:
         placement.check(
             [(m.field, m.shape, m.stored, _is_tiled(m, run)) for of in members.values() for m in of]
         )
     of_layers = {spec.field for spec in specs if "{}" in spec.gguf} & members.keys()
-    groups = [QKV] if _may_join([members[field] for field in QKV], run) else [(field,) for field in QKV]
-    groups += [(field,) for field in members if field in of_layers and field not in QKV]
+    groups = []
+    for of in JOINED.values():
+        present = tuple(field for field in of if field in of_layers)
+        together = present and _may_join([members[field] for field in present], run)
+        groups += [present] if together else [(field,) for field in present]
+    groups += [(field,) for field in members if field in of_layers and joined_name(field) is None]
     stacks = tuple(_stack(fields, [members[field] for field in fields], run) for fields in groups)
     matrices = tuple(
         (of[0], _matrix((of[0],), run, mixed=False))
@@ -187,7 +222,15 @@ def plan(
         if field not in of_layers
     )
     problem = _step_problem(stacks, config, run, split=bool(placement and placement.axis))
-    return LoadPlan(tensors, stacks, matrices, _step_plan(problem, stacks, run), problem)
+    d = config.delta
+    v_heads = (d.v_heads // d.k_heads, d.k_heads) if d and not d.grouped else None
+    step = _step_plan(problem, stacks, run)
+    return LoadPlan(tensors, stacks, matrices, step, problem, fold, v_heads)
+
+
+def joined_name(field: str) -> str | None:
+    """The field of Layers that a field of Spec is joined in; None: none."""
+    return next((name for name, of in JOINED.items() if field in of), None)
 
 
 def match(
@@ -200,11 +243,12 @@ def match(
         if (name := spec.name(checkpoint.naming)) is None:
             found[spec] = []
             continue
-        names = [name.format(i) for i in range(config.num_layers)] if "{}" in name else [name]
+        layers = spec.layers(config)
+        names = [name] if layers is None else [name.format(i) for i in layers]
         if spec.optional and not any(n in unused for n in names):
             found[spec] = []
             continue
-        shape = tuple(getattr(config, dimension) for dimension in spec.shape)
+        shape = tuple(operator.attrgetter(dimension)(config) for dimension in spec.shape)
         for n in names:
             if n not in unused:
                 raise CheckpointError(
@@ -232,7 +276,7 @@ def attention_problems(
 ) -> tuple[selection.Attention, selection.Attention]:
     """What the choice of attention depends on: for one token a row, and for many. `run` must be resolved."""
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim, run.page_size, str(run.cache_dtype))
-    rest = {"window": config.window, "scale": config.attention_scale}
+    rest = {"window": config.window, "scale": config.attention_scale, "rotated": config.rotated}
     return (
         selection.Attention(device.platform(), "decode", *sizes, **rest),
         selection.Attention(device.platform(), "prefill", *sizes, **rest),
@@ -247,10 +291,17 @@ def attention_kernels(config: ModelConfig, run: RunConfig) -> tuple[str, str]:
     return selection.choose(decode, impl=run.impl), selection.choose(prefill, impl=of_many)
 
 
-def _member(field: str, t: Tensor | RandomTensor, run: RunConfig, placement: Placement | None) -> Member:
+def _member(
+    field: str,
+    t: Tensor | RandomTensor,
+    run: RunConfig,
+    placement: Placement | None,
+    fold: Folding | None = None,
+) -> Member:
     shape = (t.shape[0], t.shape[1])
     stored = "f32" if run.weights == "decoded" else t.format
-    whole = Member(field, t.format, shape, isinstance(t, RandomTensor), stored, None)
+    folded = fold is not None and fold.folds(t.name)
+    whole = Member(field, t.format, shape, isinstance(t, RandomTensor), stored, None, folded)
     if placement is None:
         return whole
     return dataclasses.replace(whole, share=placement.share(field, shape, _is_tiled(whole, run)))
@@ -268,9 +319,9 @@ def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
 
 def _stack(fields: tuple[str, ...], members: Sequence[Sequence[Member]], run: RunConfig) -> Stack:
     of_layer = tuple(zip(*members, strict=True))
-    kinds: dict[tuple[str, ...], list[int]] = {}  # formats as stored -> layers
+    kinds: dict[tuple, list[int]] = {}  # formats as stored -> layers
     for layer, of in enumerate(of_layer):
-        kinds.setdefault(tuple(member.stored for member in of), []).append(layer)
+        kinds.setdefault(tuple(map(_as_stored, of)), []).append(layer)
     joined = [_runs(of_layer[layers[0]]) for layers in kinds.values()]
     mixed = sum(map(len, joined)) > 1
     parts = tuple(tuple(_matrix(same, run, mixed) for same in of) for of in joined)
@@ -280,8 +331,11 @@ def _stack(fields: tuple[str, ...], members: Sequence[Sequence[Member]], run: Ru
 
 def _runs(members: Sequence[Member]) -> list[tuple[Member, ...]]:
     """Neighbours that are stored in the same format."""
-    same = itertools.groupby(members, key=lambda member: member.stored)
-    return [tuple(of) for _, of in same]
+    return [tuple(of) for _, of in itertools.groupby(members, key=_as_stored)]
+
+
+def _as_stored(member: Member) -> tuple[str, bool]:
+    return member.stored, member.folded
 
 
 def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
@@ -302,7 +356,9 @@ def _step_problem(
     stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool
 ) -> selection.Step:
     matrices = [matrix for stack in stacks for part in stack.parts for matrix in part]
+    folded = any(member.folded for stack in stacks for of in stack.members for member in of)
     joined = len(matrices) == len(stacks) == 5 and all(matrix.products.tiled for matrix in matrices)
+    joined = joined and not folded
     decode, _ = attention_problems(config, run)
     return selection.Step(
         device.platform(),

@@ -11,8 +11,9 @@ from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
+from bonsai_jax import cache as kv
 from bonsai_jax import parallel, placement
-from bonsai_jax.cache import KVCache
+from bonsai_jax.cache import DeltaState, KVCache
 from bonsai_jax.decoding import State
 from bonsai_jax.model import Model
 from bonsai_jax.plan import attention_kernels
@@ -31,8 +32,8 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     """
     path = Path(path)
     cache = state.cache if isinstance(state, State) else state
-    fields = {k: v for k, v in serialization.to_state_dict(state).items() if v is not None}
-    arrays: dict[str, Any] = flatten_dict(fields, sep=".")
+    fields: dict[str, Any] = flatten_dict(serialization.to_state_dict(state), sep=".")
+    arrays = {name: array for name, array in fields.items() if array is not None}
     metadata = {
         "format": "bonsai-jax state 1",
         "kind": type(state).__name__,
@@ -71,7 +72,10 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         raise ValueError(f"{path}: no state that bj.save_state wrote: its metadata does not say so")
     fields = unflatten_dict(arrays, sep=".")
     try:
-        cache = KVCache(**(fields if metadata["kind"] == "KVCache" else fields.pop("cache")))
+        of_cache = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
+        if "delta" in of_cache:
+            of_cache["delta"] = DeltaState(**of_cache["delta"])
+        cache = KVCache(**of_cache)
         _check_cache(path, cache, model)
         run = dataclasses.replace(model.run, page_size=cache.page_size)
         one, prefill = attention_kernels(model.config, run)
@@ -93,12 +97,17 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
 
 def _check_cache(path, cache: KVCache, model: Model) -> None:
     layers, _, _, heads, head_dim = cache_layouts.shape(cache.k)
+    config = model.config
     # Devices that share fewer KV heads than they are have copies of them.
     parts = placement.size(model.mesh, placement.MODEL)
     of_model = parts * max(1, model.config.num_kv_heads // parts)
-    _check(path, "layers", layers, model.config.num_layers)
+    _check(path, "layers", layers, len(config.layers_of("attention")))
     _check(path, "KV heads", heads, of_model)
-    _check(path, "head_dim", head_dim, model.config.head_dim)
+    _check(path, "head_dim", head_dim, config.head_dim)
+    states = None if cache.delta is None else (cache.delta.s.shape, cache.delta.tail.shape)
+    wanted = jax.eval_shape(lambda: kv.empty_states(config, cache.lengths.shape[0]))
+    wanted = None if wanted is None else (wanted.s.shape, wanted.tail.shape)
+    _check(path, "recurrent states", states, wanted)
     if (dtype := cache_layouts.name_of(cache.k)) != model.run.cache_dtype:
         raise ValueError(
             f"{path}: the cache is {dtype}, but this model runs with {model.run.cache_dtype}; load it with "
@@ -106,7 +115,7 @@ def _check_cache(path, cache: KVCache, model: Model) -> None:
         )
 
 
-def _check(path, what: str, found: int, wanted: int) -> None:
+def _check(path, what: str, found: Any, wanted: Any) -> None:
     if found != wanted:
         raise ValueError(
             f"{path}: this state has {what} {found}, but the model {wanted}; load the model that it was made "

@@ -15,13 +15,23 @@ from pathlib import Path
 
 from . import demo
 from .checkpoint import Checkpoint, CheckpointError, RandomTensor, Tensor
+from .folding import Folding, folding
 from .gguf import open_gguf, part_paths
 from .gguf_writer import write_gguf
 from .hub import fetch, is_hub_name
 from .safetensors import open_folder
 from .synth import open_synth
 
-__all__ = ["Checkpoint", "CheckpointError", "RandomTensor", "Tensor", "open_checkpoint", "write_gguf"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "Folding",
+    "RandomTensor",
+    "Tensor",
+    "folding",
+    "open_checkpoint",
+    "write_gguf",
+]
 
 
 def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Checkpoint:

@@ -18,6 +18,18 @@ from .geometry import GEOMETRY, tensor_nbytes
 
 
 @dataclasses.dataclass(frozen=True)
+class _Delta:
+    """Gated delta net, in all layers but every fourth."""
+
+    k_heads: int
+    v_heads: int
+    head_dim: int
+    rotated: int  # values of a head of attention that rope turns
+    conv: int = 4
+    interval: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
 class _Model:
     architecture: str
     layers: int
@@ -34,6 +46,11 @@ class _Model:
     pre_tokenizer: str = "qwen2"
     yarn: tuple[float, int] | None = None  # factor, original context
     norm_eps: float = 1e-6
+    delta: _Delta | None = None
+    folded: int = 0  # values that a Hadamard transform of the inputs is of (folding.py); 0: not folded
+
+    def is_delta(self, layer: int) -> bool:
+        return self.delta is not None and (layer + 1) % self.delta.interval != 0
 
 
 _MODELS = {
@@ -46,6 +63,14 @@ _MODELS = {
     "bonsai-1.7b": _Model(
         "qwen3", 28, 2048, 6144, 16, 8, 128, 151669, 32768, 1e6, True, 151643, yarn=(4.0, 8192)
     ),
+    "bonsai-27b": _Model(
+        "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
+        delta=_Delta(16, 48, 128, 64),
+    ),
+    "bonsai-2-27b": _Model(
+        "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
+        delta=_Delta(16, 48, 128, 64), folded=1024,
+    ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
     ),
@@ -57,7 +82,11 @@ _MODELS = {
     "tiny-llama": _Model(
         "llama", 3, 256, 512, 4, 2, 64, 512, 8192, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
     ),
-}
+    # Both kinds of layer, layers behind the last period, several v heads of a k head.
+    "tiny-qwen35": _Model(
+        "qwen35", 6, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35", delta=_Delta(2, 4, 64, 16)
+    ),
+}  # fmt: skip
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 _NOT_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k")
 _FORMATS = [*_MIXES, *(name for name in GEOMETRY if name not in _NOT_WEIGHTS)]
@@ -129,6 +158,12 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
     def norm(name: str, width: int):
         return name, "f32", (width,), 1.0, 0.1
 
+    def feed_forward(i: int, down_format: str):
+        yield norm(f"blk.{i}.{'post_attention' if model.delta else 'ffn'}_norm.weight", hidden)
+        yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
+        yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
+        yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
+
     head_format = "q6_k" if format in _MIXES else base
     if model.tied:
         yield linear("token_embd.weight", model.vocab, hidden, head_format, 2.5)
@@ -143,23 +178,42 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
                     "q5_k"  # llama.cpp's rule for 70B: eight heads share attn_v, so it is small and worth it
                 )
         yield norm(f"blk.{i}.attn_norm.weight", hidden)
-        yield linear(f"blk.{i}.attn_q.weight", q_width, hidden)
+        if model.is_delta(i):
+            yield from _delta_net(model, f"blk.{i}", linear, norm, base, residual)
+            yield from feed_forward(i, down_format)
+            continue
+        yield linear(f"blk.{i}.attn_q.weight", q_width * (2 if model.delta else 1), hidden)
         yield linear(f"blk.{i}.attn_k.weight", kv_width, hidden)
         yield linear(f"blk.{i}.attn_v.weight", kv_width, hidden, v_format)
         if model.architecture == "qwen2":
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
-        if model.architecture == "qwen3":
+        if model.architecture in ("qwen3", "qwen35"):
             yield norm(f"blk.{i}.attn_q_norm.weight", model.head_dim)
             yield norm(f"blk.{i}.attn_k_norm.weight", model.head_dim)
         yield linear(f"blk.{i}.attn_output.weight", hidden, q_width, gain=residual)
-        yield norm(f"blk.{i}.ffn_norm.weight", hidden)
-        yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
-        yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
-        yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
+        yield from feed_forward(i, down_format)
     yield norm("output_norm.weight", hidden)
     if not model.tied:
         yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
+
+
+def _delta_net(model: _Model, block: str, linear, norm, base: str, residual: float) -> Iterator:
+    """Tensors of a gated delta net. States fade by a tenth a token or so; in files of 1 and 2 bits what makes
+    their gates stays in 16."""
+    d = model.delta
+    assert d is not None
+    inner, channels = d.v_heads * d.head_dim, (2 * d.k_heads + d.v_heads) * d.head_dim
+    of_gates = "bf16" if 8 * GEOMETRY[base].bytes < 3 * GEOMETRY[base].weights else base
+    yield linear(f"{block}.attn_qkv.weight", channels, model.hidden)
+    yield linear(f"{block}.attn_gate.weight", inner, model.hidden)
+    yield linear(f"{block}.ssm_alpha.weight", d.v_heads, model.hidden, of_gates)
+    yield linear(f"{block}.ssm_beta.weight", d.v_heads, model.hidden, of_gates)
+    yield f"{block}.ssm_conv1d.weight", "f32", (channels, d.conv), 0.0, 1 / math.sqrt(d.conv)
+    yield f"{block}.ssm_dt.bias", "f32", (d.v_heads,), 0.0, 0.5
+    yield f"{block}.ssm_a", "f32", (d.v_heads,), -0.15, 0.03
+    yield norm(f"{block}.ssm_norm.weight", d.head_dim)
+    yield linear(f"{block}.ssm_out.weight", model.hidden, inner, gain=residual)
 
 
 def _more_bits(i: int, layers: int) -> bool:
@@ -183,6 +237,18 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
     }
     if model.architecture == "llama":
         hyperparameters |= {"rope.dimension_count": model.head_dim, "vocab_size": model.vocab}
+    if d := model.delta:
+        thirds = [-(-d.rotated // 2 // 3), -(-d.rotated // 2 // 3)]
+        hyperparameters |= {
+            "full_attention_interval": d.interval,
+            "rope.dimension_count": d.rotated,
+            "rope.dimension_sections": np.array([*thirds, d.rotated // 2 - sum(thirds), 0], np.int32),
+            "ssm.conv_kernel": d.conv,
+            "ssm.state_size": d.head_dim,
+            "ssm.group_count": d.k_heads,
+            "ssm.time_step_rank": d.v_heads,
+            "ssm.inner_size": d.v_heads * d.head_dim,
+        }
     if model.yarn:
         factor, original = model.yarn
         hyperparameters |= {
@@ -195,7 +261,30 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
         "general.type": "model",
         "general.name": f"synth {name}",
         **{f"{model.architecture}.{key}": value for key, value in hyperparameters.items()},
+        **(_folding(model) if model.folded else {}),
         **_tokenizer(model),
+    }
+
+
+def _folding(model: _Model) -> dict[str, Any]:
+    """All linears are folded but those of a delta net's gates, and the embedding. Random weights are as
+    random rotated."""
+    names = [name for name, _, shape, _, _ in _tensors(model, "f32") if len(shape) == 2]
+    plain = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight", "token_embd.weight")
+    d = model.delta
+    inner = {d.v_heads * d.head_dim} if d else {model.heads * model.head_dim}
+    widths = sorted({model.hidden, model.ffn} | inner)
+    return {
+        "prism.hadamard.version": 1,
+        "prism.hadamard.transform": "normalized-sylvester-walsh-hadamard",
+        "prism.hadamard.axis": "input-last-dimension",
+        "prism.hadamard.block_size": model.folded,
+        "prism.hadamard.sign_mode": "explicit",
+        "prism.hadamard.sign_widths": np.array(widths, np.int32),
+        "prism.hadamard.sign_values": np.random.default_rng(0).choice([-1, 1], sum(widths)).astype(np.int32),
+        "prism.hadamard.weight_names": [name for name in names if not name.endswith(plain)],
+        "prism.hadamard.inverse_weight_names": ["token_embd.weight"],
+        "prism.hadamard.gdn_v_grouped": d is not None,
     }
 
 

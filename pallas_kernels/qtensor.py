@@ -9,6 +9,7 @@ from flax import struct
 
 from pallas_kernels import formats
 from pallas_kernels.pytree import serializable
+from pallas_kernels.rotation import Rotation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +53,7 @@ class QTensor(struct.PyTreeNode):
     tiled    whether fields are those that the format's `tile` makes, which kernels read as they are; else
              those of the file's blocks
     products  what multiplies it
+    rotation  of the inputs that it is multiplied with, where it is stored rotated (folded); None: none
     """
 
     fields: dict[str, jax.Array]
@@ -59,6 +61,7 @@ class QTensor(struct.PyTreeNode):
     shape: tuple[int, int] = struct.field(pytree_node=False)
     tiled: bool = struct.field(pytree_node=False, default=False)
     products: Products = struct.field(pytree_node=False, default=Products())
+    rotation: Rotation | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +72,10 @@ class QTensor(struct.PyTreeNode):
         return self.replace(fields={name: field[index] for name, field in self.fields.items()})
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        """float32 [*ids.shape, K]: the decoded rows `ids` of a single matrix, for embedding look-ups."""
+        """float32 [*ids.shape, K]: the decoded rows `ids` of a single matrix, for embedding look-ups; rotated
+        back where they are stored rotated."""
+        if self.rotation is not None:
+            return self.rotation.back(self.replace(rotation=None).rows(ids))
         if self.tiled:
             # Whole tiles of 16 rows, as matrices of one tile.
             fields = {

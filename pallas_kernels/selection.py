@@ -63,6 +63,7 @@ class Attention:
 
     window  keys that a query sees, itself among them; None: all before it
     scale   of scores; None: 1 / sqrt(head_dim)
+    rotated  values of a head that rope turns; None: all
     """
 
     platform: str
@@ -74,6 +75,7 @@ class Attention:
     cache_dtype: str
     window: int | None = None
     scale: float | None = None
+    rotated: int | None = None
 
     def __str__(self):
         heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"
@@ -136,16 +138,24 @@ class Candidate:
 
     refuses      why it cannot run a problem; None: it can
     first, last  rows of activations that it is for; None: any number from the first on
+    last_mixed   the last for stacks that mix formats; None: as for others
     pallas       whether it is a Pallas kernel; else XLA's own code
     """
 
     refuses: Callable[..., str | None]
     first: int = 1
     last: int | None = None
+    last_mixed: int | None = None
     pallas: bool = True
+
+    def last_of(self, problem: "Problem") -> int | None:
+        """The last number of rows that it is for."""
+        mixed = isinstance(problem, Matmul) and problem.mixed
+        return self.last_mixed or self.last if mixed else self.last
 
 
 FIRST = "the first that can run it"
+STEP_ROWS = 256  # of a decode step, at most
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
@@ -178,8 +188,6 @@ def _on_hopper(family: str, problem: Matmul) -> str | None:
         return "needs Hopper's tensor core instructions (compute capability 9.0)"
     if reason := _of_family(family, problem):
         return reason
-    if problem.mixed:
-        return "to choose between kernels by a layer's format XLA would branch, and wait for the host"
     if family == "q1" and -(-problem.n // 16) % 4:
         return "its tiles are 64 outputs"
     return None
@@ -212,6 +220,8 @@ def _attention(problem: Attention) -> str | None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
     if problem.head_dim not in (64, 128):
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
+    if problem.rotated is not None and problem.phase == "decode":
+        return f"rope turns {problem.rotated} values of a head; the kernel turns all"
     return None
 
 
@@ -284,7 +294,8 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "q1_decode_b1": Candidate(lambda problem: _of_family("q1", problem), 1, 8),
         "kq_decode": Candidate(lambda problem: _of_family("kq", problem), 1, 16),
         "q1_prefill_sm90": Candidate(lambda problem: _on_hopper("q1", problem), 9),
-        "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), 17),
+        # By a layer's format XLA branches in a loop of layers, as prefill's, and the GPU waits for the host.
+        "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), 17, last_mixed=STEP_ROWS),
         "cublas": Candidate(_cublas, 9, pallas=False),
         "cpu": Candidate(_cpu, 1, 16, pallas=False),
         "reference": Candidate(_never, pallas=False),
@@ -317,8 +328,9 @@ def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict
     verdicts, taken = [], False
     for name, candidate in CANDIDATES[type(problem)].items():
         reason = candidate.refuses(problem)
-        if not candidate.first <= rows <= (candidate.last or rows):
-            last = f" to {candidate.last}" if candidate.last else " on"
+        last_row = candidate.last_of(problem)
+        if not candidate.first <= rows <= (last_row or rows):
+            last = f" to {last_row}" if last_row else " on"
             reason = reason or f"is for {candidate.first}{last} rows"
         if reason is None and not _admits(impl, name, candidate, rows):
             reason = f"{impl} was asked for"
@@ -351,7 +363,8 @@ def choose(problem: Problem, rows: int = 1, impl: str = "auto") -> str:
 def products(problem: Matmul, impl: str = "auto") -> Products:
     """The kernel for every number of rows. Errors as for `choose`."""
     candidates = CANDIDATES[Matmul].values()
-    firsts = sorted({c.first for c in candidates} | {c.last + 1 for c in candidates if c.last})
+    lasts = {c.last_of(problem) for c in candidates} - {None}
+    firsts = sorted({c.first for c in candidates} | {last + 1 for last in lasts})
     chosen = [choose(problem, rows, impl) for rows in firsts]
     changes = [i for i in range(len(firsts)) if i + 1 == len(firsts) or chosen[i] != chosen[i + 1]]
     lasts = [firsts[i + 1] - 1 if i + 1 < len(firsts) else None for i in changes]

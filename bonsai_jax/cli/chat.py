@@ -100,7 +100,12 @@ class Conversation:
         # The cache may lack the newest token, and may be ahead of those that were shown.
         most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
         shared = next((i for i in range(most) if self.held[i] != ids[i]), most)
-        cache = self.cache.rewind(jnp.array([shared], jnp.int32))
+        if self.cache.rewinds:
+            cache = self.cache.rewind(jnp.array([shared], jnp.int32))
+        elif shared == int(self.cache.lengths[0]):
+            cache = self.cache
+        else:
+            cache, shared = self.cache.reset(), 0
         how = {"ignore_eos": self.ignore_eos, "speculate": self.speculate}
         state = start_state(self.model, cache, [self.sampling], max_new_tokens, **how)
         if not shared:

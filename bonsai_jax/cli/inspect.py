@@ -185,8 +185,9 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     found = [entry(what, problem, times, rows) for (what, problem), times in counts.items()]
     decode, prefill = attention_problems(config, run)
     of_many = "reference" if run.impl == "reference" else "auto"
-    found.append(entry("attention", decode, config.num_layers, {"decode": (1, run.impl)}))
-    found.append(entry("attention", prefill, config.num_layers, {"prefill": (1, of_many)}))
+    layers = len(config.layers_of("attention"))
+    found.append(entry("attention", decode, layers, {"decode": (1, run.impl)}))
+    found.append(entry("attention", prefill, layers, {"prefill": (1, of_many)}))
     step = entry("decode step", plan.problem, 1, {"1 row": (1, run.schedule)})
     if plan.step.one_launch_rows:
         step["kernels"] = {f"to {plan.step.one_launch_rows} rows": "one_launch", "more": "launches"}

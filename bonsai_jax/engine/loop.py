@@ -92,8 +92,10 @@ class Loop:
     ) -> Answer:
         """A request of one answer, as it waits to be added."""
         o, vectors = self.options, isinstance(ids, np.ndarray)
-        if vectors or o.reproducible or o.logits_processor is not None or params.repetition_penalty != 1:
-            reusable = 0  # what the prompt is must be seen
+        whole = not self._pool.cache.rewinds  # a recurrent state is not in the pages (prefix.py)
+        whole |= o.logits_processor is not None or params.repetition_penalty != 1  # which see the prompt
+        if vectors or whole or o.reproducible:
+            reusable = 0
         elif params.presence_penalty or params.frequency_penalty:
             reusable = len(ids)
         else:

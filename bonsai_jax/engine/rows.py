@@ -137,27 +137,26 @@ def decode(
 
 def _take(pool: State, rows: jax.Array, table: jax.Array) -> State:
     """The State of these rows, with the pages of all."""
-    cache = pool.cache
-    without_pages = pool.replace(cache=cache.replace(k=(), v=()))
-    state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), without_pages)
-    return state.replace(cache=state.cache.replace(k=cache.k, v=cache.v, block_table=table))
+    cache, (by_row, by_layer) = pool.cache, _parts(pool)
+    state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), by_row)
+    delta = jax.tree.map(lambda x: x.at[:, rows].get(mode="clip"), by_layer)
+    return state.replace(cache=state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table))
 
 
 def _put(pool: State, state: State, rows: jax.Array) -> State:
     """The pool, with this State of these rows."""
-    cache = state.cache
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
+    cache, old, new = state.cache, _parts(pool), _parts(state)
+    rest = jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old[0], new[0])
+    delta = jax.tree.map(lambda x, y: x.at[:, rows].set(y, mode="drop"), old[1], new[1])
+    return rest.replace(cache=rest.cache.replace(k=cache.k, v=cache.v, delta=delta))
 
-    def put(old, new):
-        return old.at[rows].set(new, mode="drop")
 
-    rest = jax.tree.map(
-        put,
-        pool.replace(cache=pool.cache.replace(k=(), v=())),
-        state.replace(cache=cache.replace(k=(), v=())),
-    )
-    return rest.replace(cache=rest.cache.replace(k=cache.k, v=cache.v))
+def _parts(state: State) -> tuple[State, Any]:
+    """Arrays with rows first, and those with layers first; without pages, which are of no row."""
+    cache = state.cache
+    return state.replace(cache=cache.replace(k=(), v=(), delta=None)), cache.delta
 
 
 def _started(state: State, chunk: Chunk) -> State:

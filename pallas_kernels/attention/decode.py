@@ -1,13 +1,13 @@
 """One token's attention for every row: QK-norm, rope, cache write and flash decoding over pages, in one
 launch.
 
-A block of 256 threads has a share of the work (decode_plan.py): one row, the query heads of one KV head, and
-one split of the row's keys. Its warps take 16 keys at a time (decode_warp.py):
+A team of warps has a share of the work (decode_plan.py): one row, the query heads of one KV head, and one
+split of the row's keys. Its warps take 16 keys at a time (decode_warp.py):
 
     first keys and values of its split -> registers         (on their way while q is made)
     q and k of the new token -> norm, rope -> registers     (k is one more head of the same lanes)
     warp:   the new key in its place -> cache; scores, online softmax, weighted values   (tensor cores)
-    block:  8 warps -> shared memory -> (m, l, o) of the split
+    team:   its warps -> shared memory -> (m, l, o) of the split
     splits -> out
 
 Splits meet as decode_splits.py has it, for which all blocks of a launch must run at once: one on each
@@ -25,9 +25,9 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, KEYS_PER_SPLIT, THREADS, Plan
+from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import Cache, ask_for, attend, stored_key
+from pallas_kernels.attention.decode_warp import Cache, ask_for, attend, stored_key, team_warp
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, of, select
 
@@ -57,7 +57,7 @@ def decode_attention(
         out_type=jax.ShapeDtypeStruct((batch, width), jnp.float32),
         grid=(phase.blocks,),
         grid_names=("block",),
-        num_threads=THREADS // 128,
+        num_threads=phase.warps // 4,
         thread_name="warpgroup",
         kernel_name="decode_attention",  # as profilers show it
         scratch_types=[plgpu.SMEM((phase.scratch,), jnp.float32)],
@@ -92,7 +92,7 @@ def _body(*refs, phase: "Attention", layout, structure):
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What a block knows of its share from one layer to the next, as i32: few registers.
+    """What a team knows of its share from one layer to the next, as i32: few registers.
 
     position     of the new token, or -1
     start, stop  of the split's keys, the new one among them
@@ -118,14 +118,14 @@ class Attention(Plan):
         chunk = of(arith.ceildivui(arith.ceildivui(keys, splits), index(KEYS))) * KEYS
         start = minimum(keys, split * chunk)
         stop = minimum(keys, start + chunk)
-        warp = lanes.thread() // 32
+        warp = team_warp(self)
         length = index(arith.maxsi(position, integer(0)))
         base = stored_key(length, start + warp * KEYS)
         page = memory.load(cache.table, row, base // self.page_size)
         return Kept(position, integer(start), integer(stop), page)
 
     def run(self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None):
-        """A layer's share of this block.
+        """A layer's share of this team.
 
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
         store_out   (value, row, column)
@@ -133,17 +133,21 @@ class Attention(Plan):
         next_layer  its keys and values are asked for in the end, into the L2 cache
         """
         share = self._share(kept)
-        with lanes.when(share.split < share.splits):  # all threads of a block alike
+        with lanes.when(share.split < share.splits):  # all threads of a team alike
             state = attend(self, cache, share, layer, load_qkv)
             combine(self, share, smem, *state, store_out, exchange)
             if next_layer is not None:
                 ask_for(self, cache, share, next_layer)
 
     def _owner(self):
-        """(owner, row, block of query heads, split) of this block."""
+        """(owner, row, block of query heads, split) of this team; a split that no row has, of those without a
+        share."""
         block, of_row = lanes.block(), self.owners // self.rows
         owner, split = block // self.splits, block % self.splits
-        owner = minimum(owner, self.owners - 1)  # of blocks that have no share
+        if self.teams > 1:
+            owner = block * self.teams + lanes.thread() // 32
+            split = select(owner < self.owners, index(0), index(1))
+        owner = minimum(owner, self.owners - 1)
         return owner, owner // of_row, owner % of_row, split
 
     def _splits(self, position):

@@ -1,8 +1,12 @@
 """How a decode step's attention is shared out to blocks: sizes that are known before a kernel is traced.
 
-A block has one row, one KV head's query heads (or a part of them, where there are more than 7), and one split
-of the row's keys. Splits depend on a row's own length only, and are combined in order: a row's bits do not
-depend on other rows.
+A team of warps has one row, one KV head's query heads (or a part of them, where there are more than 7), and
+one split of the row's keys. Splits depend on a row's own length only, and are combined in order: a row's bits
+do not depend on other rows' keys.
+
+Few rows have a block of 8 warps for each split. Of more rows than there are blocks at once, a block for each
+would wait for one thing after another, alone on its multiprocessor: then a team is a block of 4 warps, of
+which two run at once, or one warp, and the GPU hands out blocks as others end, whatever their rows' lengths.
 """
 
 import dataclasses
@@ -47,13 +51,31 @@ class Plan:
         return max(1, min(wanted, self.most_blocks // self.owners))
 
     @property
+    def team(self) -> int:
+        """Warps that share a split."""
+        if self.owners <= self.most_blocks:
+            return WARPS
+        return 1 if 3 * self.owners >= 2 * WARPS * self.most_blocks else 4
+
+    @property
+    def warps(self) -> int:
+        """Of a block."""
+        return max(4, self.team)
+
+    @property
+    def teams(self) -> int:
+        """Of a block; where there are several, each is a warp."""
+        return self.warps // self.team
+
+    @property
     def blocks(self) -> int:
-        return self.owners * self.splits
+        return -(-self.owners * self.splits // self.teams)
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory: sums [warps, heads, head_dim], maxima and totals [heads, warps]."""
-        return WARPS * self.heads * self.head_dim + 2 * self.heads * WARPS
+        """float32 of shared memory, for each team: sums [warps, heads, head_dim], maxima and totals
+        [heads, warps]."""
+        return self.warps * self.heads * (self.head_dim + 2)
 
     @property
     def partial(self) -> int:
@@ -63,4 +85,4 @@ class Plan:
     @property
     def partials(self) -> int:
         """Words of the workspace, in which splits meet."""
-        return self.blocks * self.partial
+        return self.owners * self.splits * self.partial

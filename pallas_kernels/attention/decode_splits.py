@@ -1,6 +1,6 @@
 """How a row's attention is put together, of what warps and blocks have of its keys (decode.py).
 
-    8 warps' (m, l, o)  -> shared memory -> the split's
+    warps' (m, l, o)    -> shared memory -> the split's
     splits' (m, l, o)   -> tagged words in global memory -> outputs, of which each split makes its part
 
 m is the largest score, l the sum of weights 2^(score - m), o the weighted values. Splits meet without a
@@ -12,7 +12,7 @@ import functools
 import operator
 from typing import Any
 
-from pallas_kernels.attention.decode_plan import THREADS, WARPS, Plan
+from pallas_kernels.attention.decode_plan import Plan
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import fma, minimum, real, select
 from pallas_kernels.gpu.values import maximum as largest_of
@@ -22,7 +22,7 @@ LOWEST = -1e30  # stands for minus infinity, of which differences are not number
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a block has of a layer's attention.
+    """What a team has of a layer's attention.
 
     owner        row and block of query heads, as one number
     row, heads   the two
@@ -67,14 +67,17 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A block's (m, l, o) of its split: m by head, l and o in shared memory, as 8 warps have them.
+    """A team's (m, l, o) of its split: m by head, l and o in shared memory, as its warps have them.
 
+    begin       of the team's in shared memory
+    thread, warp  of the team
     first_lane  whether this lane is the first of head g's
     largest     m of head g
     """
 
     plan: Plan
     smem: Any
+    begin: Any
     thread: Any
     warp: Any
     g: Any
@@ -83,40 +86,43 @@ class Block:
 
     @classmethod
     def of(cls, plan: Plan, smem, maximum, total, o) -> "Block":
-        """8 warps' (m, l, o) into shared memory, l and o with the m of the block."""
-        heads, head_dim = plan.heads, plan.head_dim
-        thread = lanes.thread()
+        """The warps' (m, l, o) into shared memory, l and o with the m of the team."""
+        heads, head_dim, team = plan.heads, plan.head_dim, plan.team
+        thread, begin, barrier = lanes.thread(), 0, lanes.block_barrier
+        if plan.teams > 1:
+            begin, barrier = thread // 32 * (plan.scratch // plan.teams), lanes.warp_barrier
+            thread = thread % 32
         warp, lane = thread // 32, thread % 32
         g, t = lane // 4, lane % 4
         present = g < heads
-        maxima, totals = cls._places(plan)
+        maxima, totals = (place + begin for place in cls._places(plan))
 
         first_lane = present & (t == 0)
         with lanes.when(first_lane):
-            memory.store(maximum, smem, g * WARPS + maxima + warp)
-        lanes.block_barrier()
+            memory.store(maximum, smem, g * team + maxima + warp)
+        barrier()
         head = minimum(g, heads - 1)
         largest = functools.reduce(
             largest_of,
-            [memory.load(smem, head * WARPS + (maxima + w)) for w in range(WARPS)],
+            [memory.load(smem, head * team + (maxima + w)) for w in range(team)],
         )
         weight = lanes.exp2(maximum - largest)
         with lanes.when(present):
             for c, values in enumerate(o):
                 for i in range(0, 16, 4):
                     scaled = [v * weight for v in values[i : i + 4]]
-                    place = warp * (heads * head_dim) + (64 * c + i) + g * head_dim + t * 16
+                    place = warp * (heads * head_dim) + (64 * c + i) + g * head_dim + t * 16 + begin
                     memory.store_reals(scaled, smem, [place])
             with lanes.when(t == 0):
-                memory.store(total * weight, smem, g * WARPS + totals + warp)
-        lanes.block_barrier()
-        return cls(plan, smem, thread, warp, g, first_lane, largest)
+                memory.store(total * weight, smem, g * team + totals + warp)
+        barrier()
+        return cls(plan, smem, begin, thread, warp, g, first_lane, largest)
 
     @staticmethod
     def _places(plan: Plan) -> tuple[int, int]:
-        """Where maxima and totals begin in shared memory, behind the sums."""
-        maxima = WARPS * plan.heads * plan.head_dim
-        return maxima, maxima + plan.heads * WARPS
+        """Where maxima and totals begin, behind the sums."""
+        maxima = plan.team * plan.heads * plan.head_dim
+        return maxima, maxima + plan.heads * plan.team
 
     def sum_of(self, element):
         """o of an element of [heads, head_dim]."""
@@ -125,17 +131,18 @@ class Block:
     def total_of(self, g):
         """l of a head."""
         _, totals = self._places(self.plan)
-        return self._over_warps(g * WARPS + totals, 1)
+        return self._over_warps(g * self.plan.team + totals, 1)
 
     def _over_warps(self, base, stride: int):
-        parts = [memory.load(self.smem, base + w * stride) for w in range(WARPS)]
+        base = base + self.begin
+        parts = [memory.load(self.smem, base + w * stride) for w in range(self.plan.team)]
         return functools.reduce(operator.add, parts)
 
     def outputs(self, use, mine=None):
         """use(element, query head) for this thread's elements of the heads' outputs, of those 32 that are
         mine."""
         size = self.plan.heads * self.plan.head_dim
-        for first in range(0, size, THREADS):
+        for first in range(0, size, 32 * self.plan.team):
             element = self.thread + first
             valid = element < size
             if mine is not None:
@@ -145,7 +152,7 @@ class Block:
 
 
 def combine(plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange):
-    """8 warps' (m, l, o) -> the split's -> with those of the other splits, the output."""
+    """The warps' (m, l, o) -> the split's -> with those of the other splits, the output."""
     size = plan.heads * plan.head_dim
     block = Block.of(plan, smem, maximum, total, o)
 

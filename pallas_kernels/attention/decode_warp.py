@@ -64,7 +64,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv):
     # Before q is asked for, which other blocks may still be making.
     fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
     token = NewToken.of(warp, load_qkv)
-    step = KEYS_PER_SPLIT
+    step = KEYS * plan.team
     state = visit(warp, token, share.start, fetched, None)
     state = lanes.loop(
         share.start + step, share.stop, step, state,
@@ -77,7 +77,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv):
 
 @dataclasses.dataclass(frozen=True)
 class Warp:
-    """A warp's place in its block, a lane's in it, and where their keys and values are.
+    """A warp's place in its team, a lane's in it, and where their keys and values are.
 
     key_part    first dimensions of this lane's parts of a key, 8 each; value_part: of a value
     """
@@ -94,7 +94,7 @@ class Warp:
 
     @classmethod
     def of(cls, plan: Plan, cache: Cache, share: Share, layer) -> "Warp":
-        warp, lane = lanes.thread() // 32, lanes.thread() % 32
+        warp, lane = team_warp(plan), lanes.thread() % 32
         g, t = lane // 4, lane % 4
         key_part = [t * 8 + c for c in range(0, plan.head_dim, 32)]
         value_part = [g * 8 + c for c in range(0, plan.head_dim, 64)]
@@ -130,6 +130,12 @@ class Warp:
     def place(self, j, part, page=None):
         """Of element `part` of key j, whose page may be known."""
         return place(self.plan, self.cache, self.share, self.layer, j, part, page)
+
+
+def team_warp(plan: Plan):
+    """The warp's number in its team."""
+    warp = lanes.thread() // 32
+    return warp if plan.teams == 1 else warp % plan.team
 
 
 def stored_key(length, j):

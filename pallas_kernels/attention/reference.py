@@ -128,7 +128,7 @@ def _at_once(
 
 
 def apply_rope(
-    x: Float[Array, "B T H D"], cos: Float[Array, "B T D/2"], sin: Float[Array, "B T D/2"], interleaved: bool
+    x: Float[Array, "B T H D"], cos: Float[Array, "B T R"], sin: Float[Array, "B T R"], interleaved: bool
 ) -> Float[Array, "B T H D"]:
     """Rotary position embedding (Su et al. 2021): pair i is turned by the angle of cos[..., i] and sin[...,
     i].
@@ -136,8 +136,13 @@ def apply_rope(
     (a, b) -> (a cos - b sin, b cos + a sin)
 
     interleaved   pairs are (0, 1), (2, 3), ...; else (i, i + D / 2)
+
+    With fewer angles than D / 2 only the first values turn, two for each angle; the rest stay.
     """
     cos, sin = cos[:, :, None], sin[:, :, None]
+    if (turned := 2 * cos.shape[-1]) < x.shape[-1]:
+        x, rest = jnp.split(x, (turned,), axis=-1)
+        return jnp.concatenate([apply_rope(x, cos[:, :, 0], sin[:, :, 0], interleaved), rest], axis=-1)
     if interleaved:
         a, b = x[..., 0::2], x[..., 1::2]
         return jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)

@@ -1,8 +1,6 @@
 """The kernel of matmul/cpu.py: rows of weights times a few rows of activations."""
 
 import dataclasses
-import functools
-import itertools
 from collections.abc import Callable
 
 import numpy as np
@@ -28,7 +26,6 @@ from pallas_kernels.cpu.values import (
 from pallas_kernels.cpu.vectors import PIECE, Vectors
 
 LANES = PIECE // 4  # sums of four products, and float32 of the widest vectors
-MOST = 8  # vectors of sums that registers have room for beside what is multiplied
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +86,6 @@ class Kernel:
 
     def workspace(self, k: int) -> int:
         return -(-k // self.vectors.width) * self.rows * self.record["end"]
-
-    @functools.cached_property
-    def block(self) -> int:
-        """Rows of weights at a time: each is multiplied with the activations while these are in registers."""
-        return max(1, min(4, MOST // (self.rows * self.matrices)))
 
     def target(self) -> str:
         """The name by which XLA knows it: made, compiled and registered on first use."""
@@ -207,74 +199,92 @@ class _Writer:
         return few.select(one, threads * PARTS)
 
     def part(self, frame: Value, i: Value, parts: Value) -> None:
-        n, block = ffi.size(frame, self.weights, 1), self.kernel.block
-        each = (n + parts * block - 1) / (parts * block) * block
+        n = ffi.size(frame, self.weights, 1)
+        each = (n + parts * LANES - 1) / (parts * LANES) * LANES
         first = i * each
         last = first + each
         last = last.compared("<", n).select(last, n)
-        with loop(first, last, block) as row:
-            self._block(frame, row, n)
+        with loop(first, last, LANES) as row:
+            self._outputs(frame, row, n)
 
-    def _block(self, frame: Value, row: Value, n: Value) -> None:
+    def _outputs(self, frame: Value, row: Value, n: Value) -> None:
+        """y of 16 rows of weights. They are read one after the other, as they lie: memory is twice as fast
+        as with several at a time. Their sums in lanes are kept, and added up together."""
+        kernel, b = self.kernel, frame.b
+        left = n - row
+        count = left.compared("<", LANES).select(left, constant(b, I64, LANES))
+        each = kernel.matrices * kernel.rows
+        with b.goto_entry_block():
+            kept = Value(b, b.alloca(vector(F32, LANES), each * LANES))
+        with loop(constant(b, I64, 0), count) as r:
+            for matrix in range(kernel.matrices):
+                for m, total in enumerate(self._row(frame, matrix, row + r, n)):
+                    kept.at((r + (matrix * kernel.rows + m) * LANES) * PIECE).store(total)
+        for m in range(kernel.rows):
+            y = []
+            for matrix in range(kernel.matrices):
+                of_row = kept.at((matrix * kernel.rows + m) * LANES * PIECE)
+                lanes = [of_row.at(r * PIECE).load(vector(F32, LANES)) for r in range(LANES)]
+                y.append(_sums_of_each(lanes))
+            out = y[0] if len(y) == 1 else y[0] / (exp(-y[0]) + 1.0) * y[1]
+            place = (row + n * m) * 4
+            if kernel.residual:
+                residual = ffi.argument(frame, self.residual).at(place)
+                out = out + residual.load(out.type, count.narrow(I32))
+            ffi.result(frame, 0).at(place).store(out, count.narrow(I32))
+
+    def _row(self, frame: Value, matrix: int, row: Value, n: Value) -> list[Value]:
+        """Of a row of weights and each row of activations: sums in lanes, which are to be added up."""
         kernel, v, b = self.kernel, self.v, frame.b
         k = ffi.size(frame, 0, 1)
-        whole = k / v.width
+        weights = formats.get(kernel.format).WEIGHTS
+        blocks = v.width // weights  # in a chunk
         layer = ffi.argument(frame, 1).load(I32).signed(I64)
-        rows = [row]
-        for r in range(1, kernel.block):  # behind the last one, the last again
-            next_row = row + r
-            rows.append(next_row.compared("<", n).select(next_row, n - 1))
-        each = range(kernel.matrices), range(kernel.block), range(kernel.rows)
-        sums = {at: Variable(constant(b, vector(F32, LANES), 0.0)) for at in itertools.product(*each)}
-        minimums = {at: Variable(constant(b, vector(F32, v.groups), 0.0)) for at in sums if v.minimums}
-        blocks = v.width // formats.get(kernel.format).WEIGHTS  # in a chunk
         workspace = ffi.result(frame, 1)
         places = {}
-        for matrix, (i, name) in itertools.product(each[0], list(enumerate(kernel.fields))):
+        for i, name in enumerate(kernel.fields):
             base = ffi.argument(frame, self.weights + matrix * len(kernel.fields) + i)
-            size = kernel.fields[name].itemsize
-            in_row = k / formats.get(kernel.format).WEIGHTS * size
-            for r in each[1]:
-                places[matrix, r, name] = base.at((layer * n + rows[r]) * in_row)
+            places[name] = base.at((layer * n + row) * (k / weights * kernel.fields[name].itemsize))
+        sums = [Variable(constant(b, vector(F32, LANES), 0.0)) for _ in range(kernel.rows)]
+        minimums = [Variable(constant(b, vector(F32, v.groups), 0.0)) for _ in sums] if v.minimums else []
 
         def chunk(c: Value, left: Value | None):
             record = workspace.at(c * (kernel.rows * kernel.record["end"]))
-            left_blocks = None if left is None else left / formats.get(kernel.format).WEIGHTS
-            for matrix, r in itertools.product(*each[:2]):
+            left_blocks = None if left is None else left / weights
 
-                def load(name: str, matrix=matrix, r=r):
-                    dtype = kernel.fields[name]
-                    count = dtype.itemsize // dtype.base.itemsize
-                    place = places[matrix, r, name].at(c * (blocks * dtype.itemsize))
-                    valid = None if left_blocks is None else left_blocks * count
-                    return place.load(vector(type_of(dtype.base), blocks * count), valid)
+            def load(name: str):
+                dtype = kernel.fields[name]
+                count = dtype.itemsize // dtype.base.itemsize
+                place = places[name].at(c * (blocks * dtype.itemsize))
+                for line in range(0, blocks * dtype.itemsize, PIECE):
+                    place.at(AHEAD * blocks * dtype.itemsize + line).prefetch()
+                valid = None if left_blocks is None else left_blocks * count
+                return place.load(vector(type_of(dtype.base), blocks * count), valid)
 
-                codes, scales = v.codes(load), v.scales(load) if v.scales else None
-                below = v.minimums(load) if v.minimums else None
-                for m in each[2]:
-                    of_row = record.at(m * kernel.record["end"])
-                    at = matrix, r, m
-                    sums[at].value = self._multiplied(codes, scales, of_row, sums[at].value)
-                    if below is not None:
-                        x_sums = of_row.at(kernel.record["sum"]).load(below.type)
-                        minimums[at].value = (-below).fma(x_sums, minimums[at].value)
+            codes, scales = v.codes(load), v.scales(load) if v.scales else None
+            below = v.minimums(load) if v.minimums else None
+            for m in range(kernel.rows):
+                of_row = record.at(m * kernel.record["end"])
+                sums[m].value = sums[m].value + self._multiplied(codes, scales, of_row)
+                if below is not None:
+                    x_sums = of_row.at(kernel.record["sum"]).load(below.type)
+                    minimums[m].value = (-below).fma(x_sums, minimums[m].value)
 
-        self._chunks(whole, k, chunk)
-        for r in each[1]:
-            for m in each[2]:
-                y = []
-                for matrix in each[0]:
-                    total = sums[matrix, r, m].value.sum()
-                    y.append(total + minimums[matrix, r, m].value.sum() if minimums else total)
-                out = y[0] if len(y) == 1 else y[0] / (exp(-y[0]) + 1.0) * y[1]
-                place = (constant(b, I64, m) * n + rows[r]) * 4
-                if kernel.residual:
-                    out = out + ffi.argument(frame, self.residual).at(place).load(F32)
-                ffi.result(frame, 0).at(place).store(out)
+        self._chunks(k / v.width, k, chunk)
+        if not minimums:
+            return [of_row.value for of_row in sums]
+        zeros = constant(b, vector(F32, v.groups), 0.0)
+        lanes = np.arange(LANES) % (2 * v.groups)  # the minimums, then zeros
+        lanes[v.groups :] = v.groups
+        return [
+            of_row.value + below.value.then(zeros).take(lanes)
+            for of_row, below in zip(sums, minimums, strict=True)
+        ]
 
-    def _multiplied(self, codes: list[Value], scales: Value | None, record: Value, total: Value) -> Value:
-        """total + a chunk's product with a row of activations, in lanes."""
-        v, b, offset = self.v, total.b, self.kernel.record
+    def _multiplied(self, codes: list[Value], scales: Value | None, record: Value) -> Value:
+        """A chunk's product with a row of activations, in lanes."""
+        v, b, offset = self.v, codes[0].b, self.kernel.record
+        total = None
         if self.kernel.integers:
             assert scales is not None
             scales = scales * record.at(offset["scale"]).load(scales.type)
@@ -296,7 +306,12 @@ class _Writer:
                     for i, weights in enumerate(self._weights(codes[p])):
                         x = record.at(offset["x"] + 4 * (PIECE * p + LANES * i)).load(vector(F32, LANES))
                         lanes = weights.fma(x, lanes)
-            total = lanes + total if scales is None else lanes.fma(scales.take(groups), total)
+            if scales is not None:
+                of_lanes = scales.take(groups)
+                total = lanes * of_lanes if total is None else lanes.fma(of_lanes, total)
+            else:
+                total = lanes if total is None else total + lanes
+        assert total is not None
         return total
 
     def _weights(self, piece: Value) -> list[Value]:
@@ -309,6 +324,7 @@ class _Writer:
 
 SMALL = 2**18  # products of a weight and an activation that one thread does sooner than two
 PARTS = 4  # for each thread
+AHEAD = 64  # chunks by which a row's bytes are asked for before they are read
 
 
 def _together(values: list[Value]) -> Value:
@@ -318,6 +334,18 @@ def _together(values: list[Value]) -> Value:
     for i, value in enumerate(values):
         out = Value(b, b.insert_element(out.ir, value.ir, I32(i)))
     return out
+
+
+def _sums_of_each(vectors: list[Value]) -> Value:
+    """[16] of 16 vectors of 16: the sum of each one's elements, always in the same order."""
+    width = LANES  # elements that are left of each; a vector has those of LANES / width of them
+    while len(vectors) > 1:
+        first = np.arange(2 * LANES).reshape(-1, width)
+        halves = [first[:, i * width // 2 : (i + 1) * width // 2].ravel() for i in (0, 1)]
+        pairs = [left.then(right) for left, right in zip(vectors[::2], vectors[1::2], strict=True)]
+        vectors = [pair.take(halves[0]) + pair.take(halves[1]) for pair in pairs]
+        width //= 2
+    return vectors[0]
 
 
 def _dot(total: Value, codes: Value, x: Value) -> Value:

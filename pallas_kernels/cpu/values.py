@@ -222,8 +222,22 @@ class Value:
         zeros = constant(self.b, kind, 0)
         return intrinsic(name, kind, self, Value(self.b, I32(1)), mask, zeros)
 
-    def store(self, value: "Value") -> None:
-        self.b.store(value.ir, self.ir, align=1)
+    def prefetch(self) -> None:
+        """Bring the line at this address, which need not be anyone's, into the caches."""
+        kind = ir.FunctionType(ir.VoidType(), [ADDRESS, I32, I32, I32])
+        name = "llvm.prefetch.p0"
+        function = self.b.module.globals.get(name) or ir.Function(self.b.module, kind, name)
+        self.b.call(function, [self.ir, I32(0), I32(3), I32(1)])
+
+    def store(self, value: "Value", count: "Value | None" = None) -> None:
+        """With `count` only so many elements of a vector."""
+        if count is None:
+            self.b.store(value.ir, self.ir, align=1)
+            return
+        lanes = constant(self.b, vector(I32, value.count), np.arange(value.count))
+        mask = lanes.compared("<", count.splat(value.count))
+        name = f"llvm.masked.store.{_suffix(value.type)}.p0"
+        intrinsic(name, ir.VoidType(), value, self, Value(self.b, I32(1)), mask)
 
 
 def constant(b: Builder, kind: Type, value) -> Value:

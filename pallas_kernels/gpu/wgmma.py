@@ -10,7 +10,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_real, as_word, index, integer, of
 
-WARPGROUPS = 2  # that multiply
+# By the warpgroups that multiply: registers of a thread of theirs, and of the one that brings operands. Their
+# sum is what the launch has: more would wait forever.
+REGISTERS = {2: (232, 40), 3: (160, 32)}
 STEP_BYTES = 128  # of a token's activations in a step: the widest swizzle, 64 columns of float16
 STEP = STEP_BYTES // 2
 

@@ -59,7 +59,7 @@ def activations_float16(
     places = columns
     if group is not None:
         places += -columns % COLUMNS
-    warps = prologue.warps_of_block(places)
+    warps = prologue.warps_of_block(rows, places)
     return prologue.launch_rows(
         functools.partial(_round_row, columns=columns, places=places, warps=warps, eps=eps, group=group),
         x,

@@ -29,7 +29,7 @@ from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_w
 
 GROUP = 128
 WIDTH = 16  # columns of a lane's piece
-ROWS = 64  # of q1_prefill_sm90's smallest tile
+ROWS = 64  # of q1_prefill_sm90's tiles, or, of fewer, a multiple of 16
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "bits"))
@@ -48,14 +48,14 @@ def activations_int8(
     layer  int32 []; None for a stack of one
     bits   8 or 16
 
-    K is a multiple of 128. G is its groups, padded to 4 by zeros. M' is M padded to 64; what is behind M
-    means nothing. q has the highest 8 bits first, signed; where there are others, they are unsigned. s has
-    the factor 256 of the highest.
+    K is a multiple of 128. G is its groups, padded to 4 by zeros. M' is M padded to 64, or to 16 below that;
+    what is behind M means nothing. q has the highest 8 bits first, signed; where there are others, they are
+    unsigned. s has the factor 256 of the highest.
     """
     rows, columns = x.shape
     places, digits = columns + -columns % (4 * GROUP), bits // 8
-    warps = prologue.warps_of_block(places)
-    shape = digits, places // GROUP, rows + -rows % ROWS
+    warps = prologue.warps_of_block(rows, places)
+    shape = digits, places // GROUP, rows + -rows % (ROWS if rows > ROWS else 16)
     return prologue.launch_rows(
         functools.partial(_quantize_row, columns=columns, places=places, warps=warps, eps=eps, bits=bits),
         x,

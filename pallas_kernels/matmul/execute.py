@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
+from pallas_kernels.rotation import Rotation
 
 # A module of this folder that is named in Products has
 #
@@ -133,7 +135,15 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
 
     exact  by the reference, whatever was chosen
     """
-    rows = x.size // x.shape[-1]
+    rows, rotations = x.size // x.shape[-1], [w.rotation for w in leaves(weights)]
+    if all(rotations):  # the same of all: they have the same input
+        x, gamma = _rotated(x, rotations[0], layer, gamma, eps), None
+    elif any(rotations) and len(weights) == 1:
+        (w,) = weights
+        return w.at(layer, lambda part, i: _each(exact, x, part, i, layer, gamma, eps, residual))
+    elif any(rotations):
+        g, u = (_of_layer(exact, x, (w,), layer, gamma, eps, None) for w in weights)
+        return jax.nn.silu(g) * u
     if not exact and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
         return module("cublas").run(x, weights, layer, layer, gamma, eps, residual)
@@ -147,6 +157,27 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
         return _run(exact, x, pair, i, layer, gamma, eps, residual)
     g, u = (_of_layer(exact, x, (w,), layer, gamma, eps, None) for w in weights)
     return jax.nn.silu(g) * u
+
+
+def _rotated(x, rotation: Rotation, layer, gamma, eps) -> jax.Array:
+    """What folded weights are multiplied with: norm(x), rotated."""
+    x = x.astype(jnp.float32)
+    if gamma is not None:
+        x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
+    return rotation(x)
+
+
+def _each(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """Product with a part of which some matrices are folded and some are not."""
+    y = []
+    for piece in w.pieces if isinstance(w, Rows) else (w,):
+        if piece.rotation is None:
+            y.append(_run(exact, x, (piece,), part_layer, layer, gamma, eps, None))
+        else:
+            turned = _rotated(x, piece.rotation, layer, gamma, eps)
+            y.append(_run(exact, turned, (piece,), part_layer, layer, None, eps, None))
+    y = jnp.concatenate(y, axis=-1)
+    return y if residual is None else y + residual
 
 
 def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:

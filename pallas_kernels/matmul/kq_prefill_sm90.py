@@ -11,17 +11,22 @@ exchanged:
     position        8 h + 2 t + e of a group of 16  <-  column 4 t       + h + 2 e
 
 Weights are the first operand because they come from registers, so a tile of the product is outputs x tokens.
-Blocks of threads are persistent. Of three warpgroups one brings activations (float16, 64 columns at a time)
-and weights as they are packed (256 columns) by TMA; two multiply, each `blocks` x 64 rows of weights with
-`tokens` tokens. While the tensor cores have one block of weights, the next is decoded. Two blocks of threads,
-a pair, have the same tokens and neighbouring outputs: each brings half of the activations for both, because
-the L2 cache does not give all of them twice in the time. For SwiGLU 32 of 64 rows are the gate's, and 32 the
-same of the up projection: rows g and g + 8 of a lane, so that it has both of an output. What a tile gives
-leaves by TMA too, transposed on its way through shared memory, where the residual has been put before.
+Blocks of threads are persistent. Of three or four warpgroups one brings activations (float16, 64 columns at a
+time) and weights as they are packed (256 columns) by TMA; the others multiply, each `blocks` x 64 rows of
+weights with `tokens` tokens. While the tensor cores have one block of weights, the next is decoded. Two
+blocks of threads, a pair, have the same tokens and neighbouring outputs: each brings half of the activations
+for both, because the L2 cache does not give all of them twice in the time. For SwiGLU 32 of 64 rows are the
+gate's, and 32 the same of the up projection: rows g and g + 8 of a lane, so that it has both of an output.
+What a tile gives leaves by TMA too, transposed on its way through shared memory, where the residual has been
+put before.
+
+In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
+columns are split over blocks too, so that all multiprocessors have work: `planned`.
 """
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
 
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -34,31 +39,38 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, formats
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.gpu.wgmma import STEP, STEP_BYTES, WARPGROUPS, stage_results, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, STEP, STEP_BYTES, stage_results, swizzled
 from pallas_kernels.matmul import kq_float16, stacks
 from pallas_kernels.matmul.activations_float16 import activations_float16
-from pallas_kernels.matmul.prefill import in_two_phases
+from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 STEPS = COLUMNS // STEP  # of what weights are brought at a time
 WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
 STAGES = 2  # of a warpgroup's results on their way out
 PAIR = 2  # blocks of threads that share activations
+# What a plan takes, on an H200: 256 columns of a block of weights, a token of them, a tile besides, the sum
+# over splits.
+ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 1400, 9, 5000, 3000
 
 
 class Plan(NamedTuple):
     """What a block of threads does at a time.
 
-    blocks   of 64 rows of weights that a warpgroup has
-    tokens   of a tile
-    slots    steps of activations in shared memory
-    stored   tokens of a block that go out at a time
+    warpgroups  that multiply
+    blocks      of 64 rows of weights that a warpgroup has
+    tokens      of a tile
+    slots       steps of activations in shared memory
+    stored      tokens of a block that go out at a time
+    splits      of the columns: each makes a part of the sums
     """
 
+    warpgroups: int
     blocks: int
     tokens: int
     slots: int
     stored: int
+    splits: int = 1
 
 
 @functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan"))
@@ -95,83 +107,94 @@ def kq_prefill_sm90(
     tiles = weights[0]["words"].shape[1]
     scale_bytes = kq_float16.bytes_of_scales(formats.get(format).LANES)
     words = tuple(map(math.prod, shapes))
-    plan = plan or planned(m, tiles, len(weights), words, scale_bytes, multiprocessors, shared)
-    blocks, tokens, slots, stored = plan
+    items = weights[0]["words"].shape[2]
+    plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
-    rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * WARPGROUPS * blocks * outputs))
-    pairs = min(multiprocessors // PAIR, rows * columns)
+    rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
+    pairs = min(multiprocessors // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     whole = (m + -m % 8, n + -n % 32)
     operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
     operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
-    if residual is not None:
+    added = residual is not None and splits == 1
+    if added:
         operands.append(jnp.pad(residual, ((0, whole[0] - m), (0, whole[1] - n))))
     body = functools.partial(
         _body,
         kq=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=residual is not None,
+        pairs=pairs, matrices=len(weights), added=added,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
         "weights_smem": {
-            name: plgpu.SMEM((WEIGHT_SLOTS, 8 * blocks, *_shape_by_lanes(shape)), jnp.uint32)
+            name: plgpu.SMEM((WEIGHT_SLOTS, 4 * warpgroups * blocks, *_shape_by_lanes(shape)), jnp.uint32)
             for name, shape in zip(names, shapes, strict=True)
         },
-        "decoded_smem": plgpu.SMEM((len(weights), WARPGROUPS * blocks, 4, scale_bytes // 4), jnp.float32),
-        "stage_smem": plgpu.SMEM((WARPGROUPS * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
-        "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens), jnp.float32),
+        "decoded_smem": plgpu.SMEM((len(weights), warpgroups * blocks, 4, scale_bytes // 4), jnp.float32),
+        "stage_smem": plgpu.SMEM((warpgroups * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
+        "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens + -tokens % 32), jnp.float32),
         "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "a_free": plgpu.ClusterBarrier(
-            collective_axes=("member",), num_arrivals=WARPGROUPS, num_barriers=slots
+            collective_axes=("member",), num_arrivals=warpgroups, num_barriers=slots
         ),
         "weights_full": plgpu.Barrier(num_arrivals=len(weights) * len(names), num_barriers=WEIGHT_SLOTS),
-        "weights_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=WEIGHT_SLOTS),
+        "weights_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=WEIGHT_SLOTS),
         "scale_full": plgpu.Barrier(num_arrivals=1, num_barriers=WEIGHT_SLOTS + 1),
-        "stage_full": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS * STAGES),
+        "stage_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups * STAGES),
     }
     kernel = plgpu.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct(whole, jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, *whole), jnp.float32),
         grid=(pairs,),
         grid_names=("pair",),
         cluster=(PAIR,),
         cluster_names=("member",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="kq_prefill_sm90",  # as profilers show it
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return kernel(*operands)[:m, :n]
+    return in_order(kernel(*operands)[:, :m, :n], None if added else residual)
 
 
 def planned(
     m: int,
     tiles: int,
+    items: int,
     matrices: int,
     words: Sequence[int],
     scale_bytes: int,
     multiprocessors: int,
     shared: int,
 ) -> Plan:
-    """The largest tile that leaves few blocks of threads idle in the last round, and what shared memory has
-    room for.
+    """What is done soonest, of what shared memory has room for. The sums of a product whose columns are split
+    are added by XLA; of SwiGLU they would have to be added before it.
 
     tiles               of 16 rows of a matrix
+    items               of 256 columns
     words, scale_bytes  of 16 rows x 256 columns: of each field, and of their scales as float32
     """
+    few = m + -m % 16
+    of_tokens = ((2, 1, 256), (2, 2, 128), (2, 1, 128)) if m > 64 else ((3, 1, few), (2, 1, few))
+    of_splits = [1] if matrices == 2 else [s for s in range(1, items + 1) if items % s == 0]
     best = []
-    for blocks, tokens, cost in ((1, 256, 1.0), (2, 128, 1.15), (1, 128, 1.3)):
-        outputs = PAIR * WARPGROUPS * 64 * blocks // matrices
-        count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs), multiprocessors // PAIR
-        waste = -(-count // pairs) * pairs * tokens * outputs / (m * tiles * ROWS)
-        for stored, slots in ((64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
-            plan = Plan(blocks, tokens, slots, stored)
+    for (warpgroups, blocks, tokens), splits in itertools.product(of_tokens, of_splits):
+        outputs = PAIR * warpgroups * 64 * blocks // matrices
+        count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
+        item = blocks * (ITEM_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens)
+        clocks = items / splits * item + TILE_CLOCKS
+        for stored, slots in ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
+            plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits)
+            if slots > STEPS and tokens > 64:
+                continue
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
-                cost *= 1 if slots >= STEPS else 1.2
-                best.append((waste * cost, plan))
+                clocks *= 1 if slots >= STEPS else 1.2
+                sums = SUM_CLOCKS if splits > 1 else 0
+                best.append((-(-count // pairs) * clocks + sums, plan))
                 break
     return min(best)[1]
 
@@ -180,12 +203,12 @@ def shared_bytes(plan: Plan, matrices: int, words: Sequence[int], scale_bytes: i
     """Shared memory that a block of threads takes."""
     buffers = [
         plan.slots * plan.tokens * STEP_BYTES,
-        *(4 * WEIGHT_SLOTS * 8 * plan.blocks * each for each in words),
-        matrices * WARPGROUPS * plan.blocks * 4 * scale_bytes,
-        WARPGROUPS * STAGES * plan.stored * 64 // matrices * 4,
-        (WEIGHT_SLOTS + 1) * plan.tokens * 4,
+        *(4 * WEIGHT_SLOTS * 4 * plan.warpgroups * plan.blocks * each for each in words),
+        matrices * plan.warpgroups * plan.blocks * 4 * scale_bytes,
+        plan.warpgroups * STAGES * plan.stored * 64 // matrices * 4,
+        (WEIGHT_SLOTS + 1) * (plan.tokens + -plan.tokens % 32) * 4,
     ]
-    barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + WARPGROUPS * STAGES
+    barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + plan.warpgroups * STAGES
     return shared_memory.bytes_taken(*buffers, barriers=barriers)
 
 
@@ -208,31 +231,35 @@ def _body(
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
-    blocks, tokens, slots, stored = plan
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
-    items = weights[0]["words"].shape[2]
+    for_products, for_copies = REGISTERS[warpgroups]
+    items = weights[0]["words"].shape[2] // splits
     steps = STEPS * items
-    tiles = 8 * blocks // matrices  # of a matrix in a tile of the product
+    tiles = 4 * warpgroups * blocks // matrices  # of a matrix in a tile of the product
     outputs = 64 // matrices  # of a block
     pair, member = lax.axis_index("pair"), lax.axis_index("member")
     warpgroup = lax.axis_index("warpgroup")
-    count = lax.div(rows * columns - pair + pairs - 1, pairs)  # tiles of the product for this block
+    count = lax.div(rows * columns * splits - pair + pairs - 1, pairs)  # tiles of the product for this block
 
     def token_of(i):
         return lax.rem(pair + i * pairs, rows) * tokens
 
     def column_of(i):
-        return PAIR * lax.div(pair + i * pairs, rows) + member
+        return PAIR * lax.rem(lax.div(pair + i * pairs, rows), columns) + member
 
-    @pl.when(warpgroup < WARPGROUPS)
+    def split_of(i):
+        return lax.div(pair + i * pairs, rows * columns)
+
+    @pl.when(warpgroup < warpgroups)
     def _multiply():
-        plgpu.set_max_registers(232, action="increase")  # 2 x 232 + 40 <= 512: more would wait forever
+        plgpu.set_max_registers(for_products, action="increase")
         # What of a tile's results leaves together: (block, first token).
         parts = [(block, first) for block in range(blocks) for first in range(0, tokens, stored)]
 
         def place(i, part):
             block, first = parts[part]
-            output = ((column_of(i) * WARPGROUPS + warpgroup) * blocks + block) * outputs
+            output = ((column_of(i) * warpgroups + warpgroup) * blocks + block) * outputs
             return pl.ds(token_of(i) + first, stored), pl.ds(output, outputs)
 
         def bring_residual(i, part):
@@ -319,16 +346,16 @@ def _body(
                     first, matrices, added,
                 )  # fmt: skip
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[place(i, part)])
+                plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[split_of(i), *place(i, part)])
                 if added and part + STAGES < len(parts):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     bring_residual(i, part + STAGES)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == warpgroups)
     def _bring():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(for_copies, action="decrease")
         # Warps issue from four schedulers, whose time counts: each brings one step of four, where slots are
         # the steps. Otherwise one warp has to see all of a slot's turns.
         workers = STEPS if slots == STEPS else 1
@@ -343,15 +370,16 @@ def _body(
 
             for matrix, fields in enumerate(weights):
                 for name, field in fields.items():
+                    of_tile = pl.ds(column_of(i) * tiles, tiles)
                     plgpu.copy_gmem_to_smem(
-                        field.at[layer_gmem[0], pl.ds(column_of(i) * tiles, tiles), item],
+                        field.at[layer_gmem[0], of_tile, split_of(i) * items + item],
                         weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
                         weights_full.at[slot],
                     )
 
         def bring_scale(i):  # nobody reads what it overwrites: the tile after that one has been decoded
             slot = lax.rem(i, WEIGHT_SLOTS + 1)
-            where = pl.ds(token_of(i), tokens)
+            where = pl.ds(token_of(i), scale_smem.shape[1])  # TMA brings whole 128 bytes
             plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])
 
         def bring_step(i, item, step):
@@ -362,7 +390,8 @@ def _body(
             def _wait():
                 plgpu.barrier_wait(a_free.at[slot])
 
-            where = (pl.ds(token_of(i), tokens), pl.ds((item * STEPS + step) * STEP, STEP))
+            column = (split_of(i) * items + item) * COLUMNS + step * STEP
+            where = (pl.ds(token_of(i), tokens), pl.ds(column, STEP))
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[where], a_smem.at[slot], a_full.at[slot], collective_axes="member"
             )

@@ -42,6 +42,17 @@ def in_two_phases(prologue: Prologue, gemm: Gemm) -> Callable[..., jax.Array]:
     return run
 
 
+def in_order(parts: jax.Array, residual: jax.Array | None) -> jax.Array:
+    """float32 [splits, M or more, N], what each split of the columns has of the sums -> their sum, and the
+    residual, float32 [M, N]. Always in the same order, so that bits are the same each time."""
+    y, *others = parts
+    if residual is not None:
+        y = residual + y[: len(residual)]
+    for part in others:
+        y = y + part[: len(y)]
+    return y
+
+
 def scaled_to_half(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """float32 [*batch, K] -> (a float16 [*batch, K], s float32 [*batch, 1]): x = s a but for a's rounding,
     with s the power of two that brings the largest |a| of a row into [1, 2)."""

@@ -14,11 +14,17 @@ from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import select
 
 MOST = 48  # float32 of a row that a lane has
+FEW_ROWS, MOST_OF_FEW = (
+    64,
+    16,
+)  # a decode step's: alone on a multiprocessor, a block has the sooner done more lanes
+MOST_WARPS = 32
 
 
-def warps_of_block(places: int) -> int:
-    """Enough for a row of so many, in whole warpgroups."""
-    return 4 * -(-places // (128 * MOST))
+def warps_of_block(rows: int, places: int) -> int:
+    """Enough for a row of so many places, in whole warpgroups."""
+    most = MOST_OF_FEW if rows <= FEW_ROWS else MOST
+    return min(MOST_WARPS, 4 * -(-places // (128 * most)))
 
 
 def launch_rows(

@@ -19,16 +19,20 @@ What takes as long as the tensor cores is S to float32 and its scales, once for 
 
 Activations of 16 bits are two planes of 8, each a product of its own with the same weights.
 
-Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three warpgroups two multiply, each
-64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of the up projection,
-in the same lanes, so that SwiGLU is a lane's own. The third brings what they need for a step. The
-residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
+Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three or four warpgroups all but
+one multiply, each 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of
+the up projection, in the same lanes, so that SwiGLU is a lane's own. The last brings what they need for a
+step. The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
+
+In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
+columns are split over blocks too, so that all multiprocessors have work: `planned`.
 """
 # pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
 import functools
 import itertools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,21 +46,38 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import as_real, f32, fma, i32, index, integer, of, select
-from pallas_kernels.gpu.wgmma import WARPGROUPS, fragment, lane, silu, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, silu, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.activations_int8 import activations_int8
-from pallas_kernels.matmul.prefill import in_two_phases
+from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
 GROUP = 128
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
-SLOTS = 2  # steps in shared memory
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
+MOST_AHEAD = 32  # tokens of a tile of which two products have room in registers
+# What a plan takes, on an H200: a step, a token of it, a tile besides, the sum over splits.
+STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS, SUM_CLOCKS = 800, 9, 5000, 3000
 
 
-@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "tokens"))
+class Plan(NamedTuple):
+    """What a block of threads does at a time.
+
+    warpgroups  that multiply, each 64 rows of weights
+    tokens      of a tile
+    splits      of the columns: each makes a part of the sums
+    slots       steps in shared memory
+    """
+
+    warpgroups: int
+    tokens: int
+    splits: int
+    slots: int
+
+
+@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "shared", "plan"))
 def q1_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
@@ -66,104 +87,131 @@ def q1_prefill_sm90(
     residual: jax.Array | None = None,
     *,
     multiprocessors: int,
-    tokens: int | None = None,
+    shared: int,
+    plan: Plan | None = None,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
 
     q         int8 [bits / 8, G, M, 128] and
-    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 64, as activations_int8 has
-              them
+    scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 16 or 64, as
+              activations_int8 has them
     weights   ((words, scales),) of W, or of G and U: tiled stacks (formats/q1_0.py) of a multiple of 64 rows
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [at most M, n]
-    multiprocessors  of the GPU, each with a block of threads
-    tokens    of a tile, 64 or 128
+    multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
+    plan      instead of the one chosen for these sizes
     Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    tokens = tokens or tokens_of_tile(m, n, matrices, multiprocessors)
+    plan = plan or planned(m, n, steps, matrices, multiprocessors, shared)
+    warpgroups, tokens, splits, slots = plan
     wide = 64 // matrices  # outputs of a warpgroup
-    grid = (-(-m // tokens), -(-n // (WARPGROUPS * wide)))
+    grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
     blocks = min(multiprocessors, math.prod(grid))
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
     whole = n + -n % WIDTH  # as TMA counts results
-    if residual is not None:
+    added = residual is not None and splits == 1
+    if added:
         operands.append(jnp.pad(residual, ((0, m - len(residual)), (0, whole - n))))
-    tiles = 8 // matrices  # of 16 rows, of a matrix
+    tiles = 4 * warpgroups // matrices  # of 16 rows, of a matrix
     scratch = {
-        "q_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
-        "out_smem": plgpu.SMEM((WARPGROUPS, tokens, wide), jnp.float32, transforms=swizzled(4)),
-        "scale_smem": plgpu.SMEM((SLOTS, 2 * pairs, planes, tokens), jnp.float32),
-        "words_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 128), jnp.uint32),
-        "d_smem": plgpu.SMEM((SLOTS, matrices, tiles, pairs, 16), jnp.uint32),
-        "full_smem": plgpu.SMEM((SLOTS, 2), jnp.int32),  # mbarriers, of activations
-        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=SLOTS),
-        "free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=SLOTS),
-        "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=WARPGROUPS),
+        "q_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens, GROUP), jnp.int8, transforms=swizzled(1)),
+        "out_smem": plgpu.SMEM((warpgroups, tokens, wide), jnp.float32, transforms=swizzled(4)),
+        "scale_smem": plgpu.SMEM((slots, 2 * pairs, planes, tokens), jnp.float32),
+        "words_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 128), jnp.uint32),
+        "d_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 16), jnp.uint32),
+        "full_smem": plgpu.SMEM((slots, 2), jnp.int32),  # mbarriers, of activations
+        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=slots),
+        "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=slots),
+        "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
     }  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(
             _body,
-            matrices=matrices, planes=planes, steps=steps, pairs=pairs, tokens=tokens, grid=grid,
-            blocks=blocks, added=residual is not None,
+            plan=plan, matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, grid=grid,
+            blocks=blocks, added=added,
         ),
-        out_type=jax.ShapeDtypeStruct((m, whole), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(blocks,),
         grid_names=("sm",),
-        num_threads=WARPGROUPS + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="q1_prefill_sm90",  # as profilers show it
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )  # fmt: skip
-    return kernel(*operands)[:, :n]
+    return in_order(kernel(*operands)[:, :, :n], None if added else residual)
 
 
-def tokens_of_tile(m: int, n: int, matrices: int, multiprocessors: int) -> int:
-    """The most that leave few blocks of threads idle in the last round."""
+def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int, shared: int) -> Plan:
+    """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
+    would have to be added before it.
 
-    def rounds(tokens):
-        tiles = -(-m // tokens) * -(-n // (WARPGROUPS * 64 // matrices))
-        return -(-tiles // multiprocessors) * tokens
+    m  rows, padded as activations_int8 does
+    """
+    of_tokens = ((2, 128), (2, 64)) if m >= 128 else ((3, min(m, 64)), (2, min(m, 64)))
+    of_splits = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
+    best = []
+    for (warpgroups, tokens), splits in itertools.product(of_tokens, of_splits):
+        tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
+        step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
+        clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
+        clocks += SUM_CLOCKS if splits > 1 else 0
+        slots = next(s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s) <= shared)
+        best.append((clocks, Plan(warpgroups, tokens, splits, slots)))
+    return min(best)[1]
 
-    choices = (128, 64) if m >= 128 else (64,)
-    return min(choices, key=lambda tokens: rounds(tokens) * (1 if tokens == 128 else 1.15))
+
+def shared_bytes(warpgroups: int, tokens: int, slots: int) -> int:
+    """Shared memory that a block of threads takes, at most."""
+    of_step = STEP * (tokens * (GROUP + 4) + warpgroups * 4 * 4 * (128 + 16) // 2)
+    buffers = [warpgroups * tokens * 64 * 4, slots * of_step]
+    return shared_memory.bytes_taken(*buffers, barriers=2 * slots + warpgroups) + 4 * shared_memory.ALIGNMENT
 
 
 def _body(
     q_gmem, scale_gmem, layer_gmem, *refs,
     q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_here, free, residual_here,
-    matrices, planes, steps, pairs, tokens, added, grid, blocks,
+    plan, matrices, planes, steps, pairs, added, grid, blocks,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
     out_gmem = refs[-1]
-    rows, columns = grid
+    rows, columns, splits = grid
+    warpgroups, tokens, _, slots = plan
+    for_products, for_copies = REGISTERS[warpgroups]
     sm, warpgroup = lax.axis_index("sm"), lax.axis_index("warpgroup")
-    count = lax.div(rows * columns - sm + blocks - 1, blocks)  # tiles of the product for this block
+    count = lax.div(rows * columns * splits - sm + blocks - 1, blocks)  # tiles of the product for this block
     wide = out_smem.shape[-1]
     _init_barriers(full_smem)
 
     def token_of(i):
         """The first of tile i. Where rows are no whole tiles, the last two share some, and make the same."""
-        return jnp.minimum(lax.rem(sm + i * blocks, rows) * tokens, out_gmem.shape[0] - tokens)
+        return jnp.minimum(lax.rem(sm + i * blocks, rows) * tokens, out_gmem.shape[1] - tokens)
 
-    @pl.when(warpgroup < WARPGROUPS)
+    def column_of(i):
+        return lax.rem(lax.div(sm + i * blocks, rows), columns)
+
+    def split_of(i):
+        return lax.div(sm + i * blocks, rows * columns)
+
+    @pl.when(warpgroup < warpgroups)
     def _multiply():
-        # 2 x 232 + 40 are the launch's 3 x 168: more would wait forever.
-        plgpu.set_max_registers(232, action="increase")
+        plgpu.set_max_registers(for_products, action="increase")
 
         def one_tile(i, carry):
-            column = lax.div(sm + i * blocks, rows)
-            place = (pl.ds(token_of(i), tokens), pl.ds((column * WARPGROUPS + warpgroup) * wide, wide))
+            place = (
+                pl.ds(token_of(i), tokens),
+                pl.ds((column_of(i) * warpgroups + warpgroup) * wide, wide),
+            )
 
             def one_step(step, sums):
                 at = i * steps + step
-                slot = lax.rem(at, SLOTS)
+                slot = lax.rem(at, slots)
                 if (residual := residual_gmem) is not None:
 
                     @pl.when(step == min(1, steps - 1))  # by now the tile before has left
@@ -175,7 +223,7 @@ def _body(
                 q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
                 plgpu.barrier_wait(weights_here.at[slot])
                 of_slot = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
-                sums = _add_step(sums, lax.rem(lax.div(at, SLOTS), 2), *of_slot, q)
+                sums = _add_step(sums, lax.rem(lax.div(at, slots), 2), *of_slot, q)
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
 
@@ -187,35 +235,37 @@ def _body(
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _store(sums, out_smem.at[warpgroup], matrices, added)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[place])
+            plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[split_of(i), *place])
             return carry
 
         lax.fori_loop(0, count, one_tile, 0)
         plgpu.wait_smem_to_gmem(0)
 
-    @pl.when(warpgroup == WARPGROUPS)
+    @pl.when(warpgroup == warpgroups)
     def _bring():
-        plgpu.set_max_registers(40, action="decrease")
+        plgpu.set_max_registers(for_copies, action="decrease")
         layer = layer_gmem[0]
 
         @pl.loop(0, count)
         def _tile(i):
             token = token_of(i)
-            of_tile = pl.ds(lax.div(sm + i * blocks, rows) * (8 // matrices), 8 // matrices)
+            tiles = words_smem.shape[2]
+            of_tile = pl.ds(column_of(i) * tiles, tiles)
+            first = split_of(i) * steps
 
             @pl.loop(0, steps)
             def _step(step):
                 at = i * steps + step
-                slot = lax.rem(at, SLOTS)
+                slot = lax.rem(at, slots)
 
-                @pl.when(at >= SLOTS)
+                @pl.when(at >= slots)
                 def _wait():
                     plgpu.barrier_wait(free.at[slot])
 
-                _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
+                _bring_step(first + step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
                 for w, refs in enumerate(weights):
                     for source, target in zip(refs, (words_smem, d_smem), strict=True):
-                        source = source.at[layer, of_tile, pl.ds(step * pairs, pairs)]
+                        source = source.at[layer, of_tile, pl.ds((first + step) * pairs, pairs)]
                         plgpu.copy_gmem_to_smem(source, target.at[slot, w], weights_here.at[slot])
 
 
@@ -297,15 +347,10 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
 
         four_t = index(t * 4)
         y = [lanes.element(v, e) for v in sums.registers.flat for e in (0, 1)]
-        memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
-        for i, q in enumerate(q_smem):
+
+        def scale(i, d, product):
             group, plane = divmod(i, planes)
-            if i % (2 * planes) == 0:
-                weights = load(group // 2)
-            if plane == 0:
-                words, d = weights[group % 2]
-                bytes_, less = _weights(words), [x * -MAGIC for x in d]
-            product = _arrived(_multiply(bytes_, q, tokens, unsigned=plane > 0))
+            less = [x * -MAGIC for x in d]
             s = [
                 memory.load_reals(4, scale_smem, [group, plane, four_t + first])
                 for first in range(0, tokens, 16)
@@ -315,6 +360,22 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
                 at = 4 * j + 2 * r + e
                 whole = as_real(product[at] + MAGIC_WORD)
                 y[at] = fma(fma(whole, d[r], less[r]), s[j // 2][2 * (j % 2) + e], y[at])
+
+        memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
+        ahead = []  # products on their way: where registers have room, one is scaled while the next is made
+        for i, q in enumerate(q_smem):
+            group, plane = divmod(i, planes)
+            if i % (2 * planes) == 0:
+                weights = load(group // 2)
+            if plane == 0:
+                words, d = weights[group % 2]
+                bytes_ = _weights(words)
+            ahead.append((i, d, _multiply(bytes_, q, tokens, unsigned=plane > 0)))
+            if len(ahead) > (tokens <= MOST_AHEAD):
+                i, d_then, product = ahead.pop(0)
+                scale(i, d_then, _arrived(product, len(ahead)))
+        for i, d_then, product in ahead:
+            scale(i, d_then, _arrived(product, 0))
         pair = ir.VectorType.get((2,), f32())
         pairs = [vector.from_elements(pair, y[i : i + 2]) for i in range(0, len(y), 2)]
         return fragment(pairs, (64, tokens), fragments.WGMMA_LAYOUT)
@@ -362,9 +423,10 @@ def _multiply(weights, q_smem, tokens: int, unsigned: bool) -> list:
     return lanes.ptx([i32()] * count, [*weights, base], text, constraints, effects=True)
 
 
-def _arrived(product: list) -> list:
-    """The registers of a product, when it is done: what uses them is not computed before."""
-    lanes.ptx(None, [], "wgmma.wait_group.sync.aligned 0;", "~{memory}", effects=True)
+def _arrived(product: list, later: int) -> list:
+    """The registers of a product, when it is done and at most so many later ones are not: what uses them is
+    not computed before."""
+    lanes.ptx(None, [], f"wgmma.wait_group.sync.aligned {later};", "~{memory}", effects=True)
     count = len(product)
     constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
     return lanes.ptx([i32()] * count, product, "", constraints, effects=True)
@@ -407,8 +469,9 @@ def gemm(a, scale, weights, part_layer, residual) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
     pairs, layer = stacks.whole(pairs, part_layer)
-    n, multiprocessors = weights[0].shape[0], device.multiprocessors()
-    return q1_prefill_sm90(a, scale, pairs, layer, n, residual, multiprocessors=multiprocessors)
+    n, gpu = weights[0].shape[0], device.default()
+    sizes = {"multiprocessors": gpu.multiprocessors, "shared": gpu.shared_bytes}
+    return q1_prefill_sm90(a, scale, pairs, layer, n, residual, **sizes)
 
 
 run = in_two_phases(prologue, gemm)

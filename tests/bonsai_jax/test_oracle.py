@@ -44,11 +44,13 @@ def prompts() -> list[dict]:
     return json.loads((DATA / "prompts.json").read_text())
 
 
-def answers(path: Path, tokenizer: bj.Tokenizer, ids: list[list[int]], n: int) -> list[dict]:
+def answers(
+    path: Path, tokenizer: bj.Tokenizer, ids: list[list[int]], n: int, context: int = 1024
+) -> list[dict]:
     """llama.cpp's greedy answers, with the top 20 behind each token, as they are kept."""
     from tests.bonsai_jax.llama_cpp import LlamaCpp
 
-    oracle, (readable,) = LlamaCpp(path), tokenizer.encode("a")
+    oracle, (readable,) = LlamaCpp(path, context), tokenizer.encode("a")
     return [oracle.greedy(prompt, n, readable=readable) for prompt in ids]
 
 
@@ -154,9 +156,9 @@ def test_the_kept_oracle_is_what_llama_cpp_says_today():
             np.testing.assert_allclose(new["top_logprobs"], kept["top_logprobs"], atol=2e-3)
 
 
-def as_file(source: str, path: Path) -> Path:
+def as_file(source: str | Checkpoint, path: Path) -> Path:
     """A synthetic model as the GGUF file that it would be."""
-    checkpoint = open_checkpoint(source)
+    checkpoint = open_checkpoint(source) if isinstance(source, str) else source
     tensors = [Tensor(t.name, t.format, t.shape, np.asarray(blocks(t))) for t in checkpoint.tensors.values()]
     write_gguf(path, checkpoint.metadata, tensors)
     return path
@@ -166,6 +168,7 @@ EVERY_DAY = {  # each architecture exactly, and in a format; each format once
     "tiny-qwen3": ("f32", "q1_0"),
     "tiny-llama": ("f32", "q4_k_m"),
     "tiny-qwen2": ("f32", "q8_0"),
+    "tiny-qwen35": ("q4_k_m",),  # F32: test_qwen35.py
 }
 
 
@@ -186,6 +189,34 @@ def test_tiny_models_of_every_architecture_run_in_llama_cpp_and_here(name, forma
     print(f"{name} {format}: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < (1e-6 if format == "f32" else 2e-3)
     assert found.same_top > (0.999 if format == "f32" else 0.95)
+
+
+def tiny_qwen35(tied: bool) -> Checkpoint:
+    checkpoint = open_checkpoint("synth:tiny-qwen35:f32")
+    tensors = dict(checkpoint.tensors)
+    if tied:
+        head = tensors.pop("output.weight")
+        tensors["token_embd.weight"] = dataclasses.replace(head, name="token_embd.weight")
+    return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+@pytest.mark.parametrize("tied, lengths", [(False, (1, 63, 64, 65, 130, 1000)), (True, (3, 12))])
+def test_a_recurrent_model_answers_prompts_of_every_length_as_llama_cpp_does(tied, lengths, tmp_path):
+    """Rows of one token to a thousand in one batch: prefill in chunks, then steps."""
+    path = as_file(tiny_qwen35(tied), tmp_path / "tiny.gguf")
+    model = bj.load(str(path))
+    prompts, new = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in lengths], 8
+    rows = answers(path, model.tokenizer, prompts, new, context=2048)
+    options = {"max_new_tokens": new, "ignore_eos": True, "logprobs": model.config.vocab_size}
+    outputs = bj.generate(model, prompts, sampling=GREEDY, **options)
+    kl = []
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.tokens == row["tokens"]
+        log_p = np.empty((new, model.config.vocab_size))
+        np.put_along_axis(log_p, np.asarray(output.logprobs.ids), np.asarray(output.logprobs.top), 1)
+        kl.append(top_kl(np.array(row["top_ids"]), np.array(row["top_logprobs"]), log_p).mean())
+    print(f"KL by length of prompt: {dict(zip(lengths, kl, strict=True))}")
+    assert max(kl) < 1e-6
 
 
 def test_a_synthetic_model_is_the_same_from_its_file_as_from_its_seed(tmp_path):

@@ -194,6 +194,8 @@ def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
         (16, 8, 128, 8, 5, False, True),
         (9, 3, 64, 2, 20, True, False),
         (14, 2, 64, 3, 9, False, False),
+        (32, 8, 128, 33, 5, False, True),  # more rows than blocks at once: teams of four warps
+        (16, 8, 128, 131, 3, False, True),  # and of one
     ],
 )
 @pytest.mark.parametrize("layout", cache_layouts.names())
@@ -377,6 +379,10 @@ def test_kernel_steps_update_the_cache_in_place():
         (4096, 4096, 512, "added"),
         (2560, 2560, 300, "gated"),
         (4096, 12288, 640, "added"),
+        (4096, 4096, 16, "added"),  # columns in splits
+        (1013, 12288, 33, "plain"),
+        (6144, 4096, 64, "normed"),
+        (2560, 2560, 17, "gated"),
     ],
 )
 def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kernel, bits):
@@ -431,6 +437,9 @@ def test_many_rows_of_1_bit_weights_are_their_definition(N, K, rows, kind, kerne
         (4096, 1024, 2000, "added"),
         (2560, 2560, 300, "gated"),
         (1000, 12288, 640, "added"),
+        (4096, 4096, 17, "added"),  # columns in splits
+        (1013, 12288, 33, "plain"),
+        (2560, 2560, 64, "gated"),
     ],
 )
 def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, format):

@@ -283,27 +283,27 @@ def _pages(layout, *shape):
     return jax.eval_shape(lambda: cache_layouts.empty(layout, shape))
 
 
-def _attention(heads, kv_heads, head_dim, normed, layout="bfloat16"):
+def _attention(heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1):
     f32, i32, pages = jnp.float32, jnp.int32, 40
     cache = _pages(layout, 4, pages, 64, kv_heads, head_dim)
-    angle = jax.ShapeDtypeStruct((1, head_dim // 2), f32)
+    angle = jax.ShapeDtypeStruct((rows, head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
     return functools.partial(decode_attention, eps=1e-6, interleaved=not normed), (
-        jax.ShapeDtypeStruct((1, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
-        jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1,), i32), jax.ShapeDtypeStruct((), i32),
-        angle, angle, (gamma, gamma) if normed else None, None,
+        jax.ShapeDtypeStruct((rows, (heads + 2 * kv_heads) * head_dim), f32), cache, cache,
+        jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
+        jax.ShapeDtypeStruct((), i32), angle, angle, (gamma, gamma) if normed else None, None,
     )  # fmt: skip
 
 
 def _many_rows(n, k, matrices, rows, bits=8):
     weights = (_tiles(n, k),) * matrices
-    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % 64)
+    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % (64 if rows > 64 else 16))
     q, scale = jax.ShapeDtypeStruct((*shape, 128), jnp.int8), jax.ShapeDtypeStruct(shape, jnp.float32)
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
 
     def f(q, scale, weights, layer, residual):
-        blocks = device.multiprocessors()
-        return q1_prefill_sm90(q, scale, weights, layer, n, residual, multiprocessors=blocks)
+        gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
+        return q1_prefill_sm90(q, scale, weights, layer, n, residual, **gpu)
 
     return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
@@ -447,10 +447,18 @@ HOT_ON_HOPPER = {
     "many: gate and up": lambda: _many_rows(12288, 4096, 2, 2048),
     "many: down": lambda: _many_rows(4096, 12288, 1, 2048),
     "many: out": lambda: _many_rows(4096, 4096, 1, 512),
+    "many: gate and up, 16 rows": lambda: _many_rows(12288, 4096, 2, 16),
+    "many: down, 32 rows": lambda: _many_rows(4096, 12288, 1, 32),
+    "many: qkv, 48 rows": lambda: _many_rows(6144, 4096, 1, 48),
+    "many: out, 64 rows": lambda: _many_rows(4096, 4096, 1, 64),
+    "many: out, 16 rows of 16 bits": lambda: _many_rows(4096, 4096, 1, 16, bits=16),
     "many: q4_k down": lambda: _many_rows_of_integers("q4_k", 4096, 12288, 1, 2048),
     "many: q4_k qkv": lambda: _many_rows_of_integers("q4_k", 6144, 4096, 1, 2048),
     "many: q4_k out, 512 rows": lambda: _many_rows_of_integers("q4_k", 4096, 4096, 1, 512),
     "many: q6_k down": lambda: _many_rows_of_integers("q6_k", 4096, 12288, 1, 2048),
+    "many: q4_k gate and up, 16 rows": lambda: _many_rows_of_integers("q4_k", 12288, 4096, 2, 16),
+    "many: q4_k down, 64 rows": lambda: _many_rows_of_integers("q4_k", 4096, 12288, 1, 64),
+    "many: q6_k down, 32 rows": lambda: _many_rows_of_integers("q6_k", 4096, 12288, 1, 32),
     "many: q8_0 down": lambda: _many_rows_of_integers("q8_0", 4096, 12288, 1, 2048),
     "many: q5_k down": lambda: _many_rows_of_integers("q5_k", 4096, 12288, 1, 2048),
     "many: q4_1 down": lambda: _many_rows_of_integers("q4_1", 4096, 12288, 1, 2048),
@@ -469,6 +477,8 @@ HOT_ON_HOPPER = {
     "codes behind a norm, no fours of groups": lambda: _rows(activations_int8, 2048, 896),
     "codes": lambda: _rows(activations_int8, 2048, 12288, normed=False),
     "codes, 16 bits, 28672 wide": lambda: _rows(activations_int8, 512, 28672, normed=False, bits=16),
+    "attention, 48 rows": lambda: _attention(32, 8, 128, True, "float16", rows=48),
+    "attention, 256 rows": lambda: _attention(32, 8, 128, True, "float16", rows=256),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Products, QTensor, dequantize, formats, matmul
-from pallas_kernels.matmul import kq_float16, kq_prefill_sm90, prefill
-from pallas_kernels.matmul.q1_prefill_sm90 import tokens_of_tile
+from pallas_kernels.matmul import kq_float16, kq_prefill_sm90, prefill, q1_prefill_sm90
 from pallas_kernels.qtensor import tile
 
 
@@ -95,21 +94,29 @@ def test_lanes_have_the_columns_that_their_activations_follow(group):
 
 @pytest.mark.parametrize("format", formats.names("kq"))
 @pytest.mark.parametrize("matrices", [1, 2])
-@pytest.mark.parametrize(("m", "n"), [(17, 64), (512, 4096), (2048, 6144), (2048, 12288)])
+@pytest.mark.parametrize(("m", "n"), [(9, 64), (17, 64), (33, 4096), (64, 4096), (512, 4096), (2048, 12288)])
 def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
     fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
     kq, shared = formats.get(format).LANES, 227 * 1024
     words = [math.prod(field.shape[2:]) for field in fields.values()]
     scales = kq_float16.bytes_of_scales(kq)
-    blocks, tokens, slots, stored = kq_prefill_sm90.planned(m, n // 16, matrices, words, scales, 132, shared)
+    plan = kq_prefill_sm90.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     of_tile = 4 * kq_prefill_sm90.WEIGHT_SLOTS * sum(words) + matrices * scales
-    stages = 2 * kq_prefill_sm90.STAGES * stored * 64 // matrices * 4
-    assert 8 * blocks * of_tile + slots * tokens * 128 + stages + 3 * tokens * 4 + 256 <= shared
-    assert slots >= 2 and tokens % stored == 0
+    stages = warpgroups * kq_prefill_sm90.STAGES * stored * 64 // matrices * 4
+    assert 4 * warpgroups * blocks * of_tile + slots * tokens * 128 + stages + 3 * tokens * 4 + 256 <= shared
+    assert slots >= 2 and tokens % stored == 0 and 16 % splits == 0
+    assert matrices == 1 or splits == 1
 
 
 def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
-    for m, n, matrices, least in [(2048, 6144, 1, 0.95), (2048, 12288, 2, 0.95), (512, 4096, 1, 0.95)]:
-        tokens = tokens_of_tile(m, n, matrices, 132)
-        count = -(-m // tokens) * -(-n // (128 // matrices))
-        assert count / (-(-count // 132) * 132) > least
+    """Of prefill, and of steps of 16 to 256 rows, whose columns are split where there are few tiles."""
+    for m, n, k, matrices, least in [
+        (2048, 6144, 4096, 1, 0.95),
+        (2048, 12288, 4096, 2, 0.95),
+        (512, 4096, 4096, 1, 0.95),
+        *((m, n, k, 1, 0.7) for m in (16, 64, 256) for n, k in ((6144, 4096), (4096, 4096), (4096, 12288))),
+    ]:
+        warpgroups, tokens, splits, _ = q1_prefill_sm90.planned(m, n, k // 512, matrices, 132, 227 * 1024)
+        count = -(-m // tokens) * -(-n // (64 * warpgroups // matrices)) * splits
+        assert count / (-(-count // 132) * 132) > least, (m, n, k)

@@ -56,6 +56,10 @@ SHAPES = [
     (7, 1, 128, [257], 64, True, True, 3),
     (8, 1, 64, [300, 16], 64, False, True, 12),  # two blocks for a KV head
     (8, 1, 128, [256], 24, False, False, 4),
+    # More rows than blocks at once: teams of a warp, of which the last block lacks some, and of four.
+    (4, 1, 128, [129, 0, -1, 33, 16, 300, 7], 16, False, True, 1),
+    (2, 1, 64, [129, 0, -1, 33, 16, 300, 7], 24, True, False, 1),
+    (4, 1, 64, [129, 300, -1], 64, False, True, 2),
 ]
 # Each layout has every second shape.
 CASES = [(n, *s) for i, n in enumerate(cache_layouts.names()) for j, s in enumerate(SHAPES) if (i + j) % 2]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.matmul import activations_float16, activations_int8, prefill, q1_prefill_sm90
+from pallas_kernels.matmul import activations_float16, activations_int8, prefill, prologue, q1_prefill_sm90
 from pallas_kernels.norm import rms_norm
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.test_gemm import in_group_order
@@ -22,7 +22,7 @@ def orders(*widths):
     return [(width, group) for width in widths for group in (None, 16, 32) if not group or width % group == 0]
 
 
-# 4 to 20 warps; whole 256 columns, and not.
+# 4 to 32 warps; whole 256 columns, and not.
 @pytest.mark.parametrize(("columns", "group"), orders(128, 576, 896, 2560, 4096, 12288, 28672))
 def test_rows_in_lockstep_are_scaled_rounded_and_ordered_as_defined(columns, group):
     x = np.random.default_rng(columns).standard_normal((4, columns)).astype(np.float32) * SIZES
@@ -79,7 +79,7 @@ def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, 
     with lockstep():
         made = activations_int8.activations_int8(x, *((gamma, index, 1e-6) if normed else ()), bits=bits)
     assert (
-        made[0].shape == (bits // 8, -(-columns // 512) * 4, 64, 128) and made[1].shape == made[0].shape[:3]
+        made[0].shape == (bits // 8, -(-columns // 512) * 4, 32, 128) and made[1].shape == made[0].shape[:3]
     )
     q, scale = in_order(*made, 20, columns)
     groups = (x * gamma[layer or 0] if normed else x).reshape(20, -1, 128)
@@ -88,6 +88,17 @@ def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, 
     assert np.abs(q).max() == top
     norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6) if normed else 1
     np.testing.assert_allclose(scale, largest.astype(np.float64) / top * norm, rtol=1e-6)
+
+
+def test_rows_are_the_same_among_more_than_a_step_has():
+    """Whose blocks have fewer warps."""
+    x = np.random.default_rng(0).standard_normal((prologue.FEW_ROWS + 1, 2560)).astype(np.float32)
+    for module in (activations_int8, activations_float16):
+        with lockstep():
+            made = getattr(module, module.__name__.split(".")[-1])
+            (many, scales), (few, few_scales) = made(x), made(x[:16])
+        np.testing.assert_array_equal(np.asarray(many)[..., :16, :], few)
+        np.testing.assert_array_equal(np.asarray(scales)[..., :16], few_scales)
 
 
 def test_bits_in_lockstep_are_64_or_less_64_where_activations_expect_them():

@@ -16,7 +16,10 @@ from pallas_kernels.qtensor import leaves
 from pallas_kernels.selection import Attention, Matmul, Sampling, Step, choose, explain, products
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
-MODELS = ("bonsai-8b", "bonsai-4b", "bonsai-1.7b", "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama")
+MODELS = (
+    "bonsai-8b", "bonsai-4b", "bonsai-1.7b", "bonsai-27b", "bonsai-2-27b", "llama-70b",
+    "tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35",
+)  # fmt: skip
 # Query heads, KV heads, head_dim of models that there is no synthetic one of.
 OTHER_HEADS = {
     "SmolLM2-135M": (9, 3, 64),
@@ -35,7 +38,9 @@ FALLS_BACK = {
     **{(name, format): f"no kernel for matmul of {format} in this version" for name in MODELS
        for format in WITHOUT_KERNEL},
     ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64 and 128",
-    ("Gemma-2-2B", ""): "head_dim is 256; the kernel has 64 and 128",
+    **{(name, ""): "head_dim is 256; the kernel has 64 and 128"
+       for name in ("Gemma-2-2B", "bonsai-27b", "bonsai-2-27b")},
+    ("tiny-qwen35", ""): "rope turns 16 values of a head; the kernel turns all",
 }  # fmt: skip
 
 
@@ -55,16 +60,19 @@ def loaded(checkpoint, config, run) -> Params:
 def problems(platform: str):
     """(model, format or "") and problem: each matrix of each synthetic model in every format, and all
     heads."""
-    heads = dict(OTHER_HEADS)
+    heads, turned = dict(OTHER_HEADS), {}
     for name in MODELS:
         checkpoint = open_checkpoint(f"synth:{name}:f32")
         config = architectures.config_of(checkpoint)
         heads[name] = (config.num_heads, config.num_kv_heads, config.head_dim)
-        for shape in {t.shape for t in checkpoint.tensors.values() if len(t.shape) == 2}:
+        turned[name] = config.rotated
+        plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
+        shapes = {t.shape for t in checkpoint.tensors.values() if len(t.shape) == 2}
+        for shape in shapes - ({(config.delta.qkv_width, config.delta.conv)} if plain else set()):
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)
     for name, shape in heads.items():
-        yield (name, ""), Attention(platform, "decode", *shape, 64, "bfloat16")
+        yield (name, ""), Attention(platform, "decode", *shape, 64, "bfloat16", rotated=turned.get(name))
 
 
 def refusal(problem) -> str | None:
@@ -134,7 +142,8 @@ def test_the_table_of_kernels(monkeypatch):
         ("q4_k", "cpu", ["cpu"] * 6 + ["reference"] * 3),
     ):
         assert kernels(format, platform) == dict(zip(rows, want, strict=True)), (format, platform)
-    assert kernels("q4_k", "sm_90", mixed=True)[17] == "cublas"
+    mixed = kernels("q4_k", "sm_90", mixed=True)
+    assert [mixed[rows] for rows in (16, 64, 512)] == ["kq_decode", "kq_prefill_sm90", "cublas"]
     assert kernels("q1_0", "sm_90", n=4000)[9] == "cublas"  # no whole tiles of 64 outputs
     # Integers of 8 rows of so many columns are more than the shared memory of a block.
     wide = kernels("q1_0", "sm_90", k=32768)
@@ -242,7 +251,7 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
     stacks = [*params.layers.wqkv, *(getattr(params.layers, f) for f in ("wo", "w_gate", "w_up", "w_down"))]
     want = [m for stack in plan.stacks for part in stack.parts for m in part]
     got = [w for stack in stacks for w in leaves(stack)]
-    described = lambda ws: sorted((w.shape, w.products.kernels) for w in ws)  # noqa: E731
+    described = lambda ws: sorted((w.shape, str(w.products)) for w in ws)  # noqa: E731
     assert described(got) == described(want)
     assert [w.tiled for w in got] == [w.products.tiled for w in got]
     mixed = {m.problem.mixed for m in want}

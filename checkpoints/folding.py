@@ -1,0 +1,123 @@
+"""Hadamard folding: weights that are stored rotated, and what must be done to their inputs (Bonsai 2).
+
+    y = W_stored H(s * P(x))        for every weight in `weights`
+    h = s * H(z)                    for a row z of every table in `tables`, after it was looked up
+
+H is the normalized Sylvester-Walsh-Hadamard transform of each `block` values,
+H[r, c] = (-1)^popcount(r & c) / sqrt(block); s are signs, by the width of the input; P is the identity, but
+where `v_grouped` it brings the v heads of a gated delta net from tiled order into grouped. H is its own
+inverse, and so is s.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .checkpoint import Checkpoint, CheckpointError
+
+PREFIX = "prism.hadamard."
+KEYS = (
+    *("version", "transform", "axis", "block_size", "sign_mode", "sign_widths", "sign_values"),
+    *("weight_names", "inverse_weight_names", "gdn_v_grouped", "tied_output"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Folding:
+    """What a file says of its folded weights.
+
+    block      values that are transformed together, a power of two
+    signs      float32 +-1 by width of the input; without a width: none
+    weights    names of the tensors that products need H(s * P(x)) for
+    tables     names of the tensors whose rows are rotated back after look-up
+    v_grouped  whether P regroups v heads ahead of the output of a gated delta net
+    """
+
+    block: int
+    signs: Mapping[int, np.ndarray]
+    weights: frozenset[str]
+    tables: frozenset[str]
+    v_grouped: bool
+
+    def folds(self, name: str) -> bool:
+        return name in self.weights or name in self.tables
+
+
+def folding(checkpoint: Checkpoint) -> Folding | None:
+    """The contract in a file's metadata (prism.hadamard.*); None without one.
+
+    Raises CheckpointError with key, value and what is supported for whatever is not known in every detail: a
+    model run otherwise than it was folded writes nonsense.
+    """
+    own = {key: value for key, value in checkpoint.metadata.items() if key.startswith(PREFIX)}
+    if not own:
+        return None
+
+    def refuse(key: str, value: Any, expected: str):
+        text = " ".join(repr(value).split())
+        text = text if len(text) <= 80 else text[:77] + "..."
+        raise CheckpointError(f"{checkpoint.source}: {PREFIX}{key} is {text}; {expected}")
+
+    def value(key: str, default: Any = None) -> Any:
+        found = own.get(PREFIX + key, default)
+        found = found.tolist() if isinstance(found, np.ndarray | np.generic) else found
+        if found is None:
+            raise CheckpointError(f"{checkpoint.source}: {PREFIX}{key} is missing; folded weights need it")
+        return found
+
+    for key in own:
+        if (name := key.removeprefix(PREFIX)) not in KEYS:
+            refuse(name, own[key], f"an unknown key of the contract; known: {', '.join(KEYS)}")
+    for key, able in {
+        "version": (1, 2),
+        "transform": ("normalized-sylvester-walsh-hadamard",),
+        "axis": ("input-last-dimension",),
+        "sign_mode": ("identity", "explicit"),
+    }.items():
+        if (found := value(key)) not in able:
+            refuse(key, found, f"supported: {', '.join(map(str, able))}")
+    tensors, block = checkpoint.tensors, value("block_size")
+    if not isinstance(block, int) or block < 2 or block & (block - 1):
+        refuse("block_size", block, "a power of two is expected")
+    names = {
+        key: value(key, default) for key, default in (("weight_names", None), ("inverse_weight_names", []))
+    }
+    for key, listed in names.items():
+        for name in listed:
+            if name not in tensors or len(tensors[name].shape) != 2:
+                refuse(key, name, "each must name a matrix of the file")
+            if tensors[name].shape[1] % block:
+                refuse("block_size", block, f"it must divide the {tensors[name].shape[1]} inputs of {name}")
+    weights, tables = map(frozenset, names.values())
+    if both := sorted(weights & tables):
+        refuse("inverse_weight_names", both[0], "a tensor of weight_names is none of these")
+    if other := sorted(tables - {"token_embd.weight"}):
+        refuse("inverse_weight_names", other[0], "supported: token_embd.weight")
+    if "token_embd.weight" in weights:
+        refuse("weight_names", "token_embd.weight", "a table belongs into inverse_weight_names")
+    # Without an output matrix the table is multiplied too: the file must say that it is meant so.
+    tied = bool(tables) and "output.weight" not in tensors
+    if bool(value("tied_output", False)) != tied or (value("version") == 2) != tied:
+        expected = "version 2 and tied_output go with a folded token_embd.weight and no output.weight"
+        refuse("tied_output", value("tied_output", False), f"{expected}; version is {value('version')}")
+    signs = _signs(value, refuse) if value("sign_mode") == "explicit" else {}
+    for name in weights | tables:
+        if value("sign_mode") == "explicit" and tensors[name].shape[1] not in signs:
+            refuse("sign_widths", value("sign_widths"), f"{name} has {tensors[name].shape[1]} inputs")
+    if (grouped := value("gdn_v_grouped", False)) not in (True, False):
+        refuse("gdn_v_grouped", grouped, "true or false is expected")
+    return Folding(block, signs, weights, tables, bool(grouped))
+
+
+def _signs(value, refuse) -> dict[int, np.ndarray]:
+    widths, values = value("sign_widths"), np.asarray(value("sign_values"), np.float32)
+    if len(set(widths)) != len(widths) or any(not isinstance(w, int) or w < 1 for w in widths):
+        refuse("sign_widths", widths, "different widths, above 0, are expected")
+    if values.shape != (sum(widths),):
+        refuse("sign_values", list(values.shape), f"{sum(widths)} values are expected, for widths {widths}")
+    if (wrong := values[abs(values) != 1]).size:
+        refuse("sign_values", float(wrong[0]), "each must be 1 or -1")
+    cut = np.split(values, np.cumsum(widths)[:-1])
+    return dict(zip(widths, cut, strict=True))

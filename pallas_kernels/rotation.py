@@ -1,0 +1,57 @@
+"""The rotation of inputs that folded weights need, and its inverse (checkpoints/folding.py)."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float
+
+from pallas_kernels.pytree import serializable
+
+
+@serializable
+class Rotation(struct.PyTreeNode):
+    """x -> H(s * P(x)), of each `block` values by themselves.
+
+    signs  float32 +-1 [K]; None: all 1
+    block  values that H, the normalized Walsh-Hadamard transform in Sylvester's order, is of; a power of two
+    heads  (repeats, k heads): P brings x, [repeats, k heads, width] as it lies, to [k heads, repeats, width];
+           None: it stays
+    """
+
+    signs: Float[Array, "K"] | None
+    block: int = struct.field(pytree_node=False)
+    heads: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
+
+    def __call__(self, x: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
+        """H(s * P(x))"""
+        if self.heads is not None:
+            x = x.reshape(*x.shape[:-1], *self.heads, -1).swapaxes(-3, -2).reshape(x.shape)
+        return hadamard(x if self.signs is None else self.signs * x, self.block)
+
+    def back(self, z: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
+        """s * H(z): the inverse where P is the identity."""
+        x = hadamard(z, self.block)
+        return x if self.signs is None else self.signs * x
+
+
+def hadamard(x: Float[Array, "*batch K"], block: int) -> Float[Array, "*batch K"]:
+    """The normalized Walsh-Hadamard transform of each `block` values, float32.
+
+    y[r] = sum_c (-1)^popcount(r & c) x[c] / sqrt(block)
+
+    As two products with matrices of about sqrt(block), along the high and the low bits of the index.
+    """
+    bits = block.bit_length() - 1
+    high, low = _matrix(bits // 2), _matrix(bits - bits // 2)
+    cut = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, len(high), len(low))
+    exact = {"precision": jax.lax.Precision.HIGHEST}
+    y = jnp.einsum("...hl,lm->...hm", cut, low, **exact)
+    return jnp.einsum("...hm,hg->...gm", y, high, **exact).reshape(x.shape)
+
+
+def _matrix(bits: int) -> np.ndarray:
+    """H of 2^bits values, float32."""
+    index = np.arange(1 << bits)
+    odd = np.bitwise_count(index[:, None] & index) & 1
+    return ((1 - 2.0 * odd) / np.sqrt(1 << bits)).astype(np.float32)

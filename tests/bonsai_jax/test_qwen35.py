@@ -1,0 +1,236 @@
+"""Qwen3.5's layers: the gated delta net and its state beside the cache, gated attention with partial rope.
+
+Held against a forward in numpy's float64 that shares no code with us; test_oracle.py holds them to llama.cpp.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import architectures, card
+from bonsai_jax import cache as kv
+from bonsai_jax.params import blocks
+from checkpoints import CheckpointError, open_checkpoint
+
+TINY = "synth:tiny-qwen35:f32"
+
+
+@functools.cache
+def tiny() -> bj.Model:
+    return bj.load(TINY, bj.RunConfig(page_size=16, impl="reference"))
+
+
+def ids(count: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 300, count).tolist()
+
+
+def in_float64(tokens: list[int]) -> np.ndarray:
+    """Logits after every token, one token at a time, from the description of the architecture."""
+    checkpoint = open_checkpoint(TINY)
+    m = {key.removeprefix("qwen35."): value for key, value in checkpoint.metadata.items()}
+    w = {
+        name: np.asarray(blocks(t)).view(np.float32).reshape(t.shape).astype(np.float64)
+        for name, t in checkpoint.tensors.items()
+    }
+    eps, heads, kv_heads = m["attention.layer_norm_rms_epsilon"], m["attention.head_count"], 2
+    k_heads, v_heads, size = m["ssm.group_count"], m["ssm.time_step_rank"], m["ssm.state_size"]
+    turned, inner = m["rope.dimension_count"], m["ssm.inner_size"]
+    theta = m["rope.freq_base"] ** (-np.arange(turned // 2) * 2 / turned)
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w[name]
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def turn(x, position):
+        z = (x[:, : turned // 2] + 1j * x[:, turned // 2 : turned]) * np.exp(1j * position * theta)
+        return np.concatenate([z.real, z.imag, x[:, turned:]], axis=1)
+
+    keys, values, seen, states, out = {}, {}, {}, {}, []
+    for position, token in enumerate(tokens):
+        x = w["token_embd.weight"][token]
+        for layer in range(m["block_count"]):
+            b = f"blk.{layer}."
+            n = norm(x, b + "attn_norm.weight")
+            if (layer + 1) % m["full_attention_interval"] == 0:
+                of_head = (w[b + "attn_q.weight"] @ n).reshape(heads, 2, -1)
+                q = turn(norm(of_head[:, 0], b + "attn_q_norm.weight"), position)
+                k = norm((w[b + "attn_k.weight"] @ n).reshape(kv_heads, -1), b + "attn_k_norm.weight")
+                keys.setdefault(layer, []).append(turn(k, position))
+                values.setdefault(layer, []).append((w[b + "attn_v.weight"] @ n).reshape(kv_heads, -1))
+                K, V = np.stack(keys[layer], 1), np.stack(values[layer], 1)  # [kv heads, tokens, D]
+                y = []
+                for h in range(heads):
+                    s = K[h // (heads // kv_heads)] @ q[h] / np.sqrt(q.shape[1])
+                    p = np.exp(s - s.max())
+                    y.append(p @ V[h // (heads // kv_heads)] / p.sum() * sigmoid(of_head[h, 1]))
+                x = x + w[b + "attn_output.weight"] @ np.concatenate(y)
+            else:
+                seen.setdefault(layer, []).append(w[b + "attn_qkv.weight"] @ n)
+                u = sum(
+                    w[b + "ssm_conv1d.weight"][:, -1 - back] * made
+                    for back, made in enumerate(seen[layer][: -5 if len(seen[layer]) > 4 else None : -1])
+                )
+                u = u * sigmoid(u)
+                q, k, v = np.split(u, [k_heads * size, 2 * k_heads * size])
+                beta = sigmoid(w[b + "ssm_beta.weight"] @ n)
+                step = np.log1p(np.exp(w[b + "ssm_alpha.weight"] @ n + w[b + "ssm_dt.bias"]))
+                decay, y = np.exp(w[b + "ssm_a"] * step), []
+                S = states.setdefault(layer, np.zeros((v_heads, size, inner // v_heads)))
+                for h in range(v_heads):
+                    of_k = slice(h % k_heads * size, h % k_heads * size + size)
+                    qh, kh = (a[of_k] / max(np.linalg.norm(a[of_k]), eps) for a in (q, k))
+                    S[h] *= decay[h]
+                    S[h] += np.outer(kh, beta[h] * (v.reshape(v_heads, -1)[h] - S[h].T @ kh))
+                    y.append(norm(S[h].T @ qh / np.sqrt(size), b + "ssm_norm.weight"))
+                z = w[b + "attn_gate.weight"] @ n
+                x = x + w[b + "ssm_out.weight"] @ (np.concatenate(y) * z * sigmoid(z))
+            n = norm(x, b + "post_attention_norm.weight")
+            gate = w[b + "ffn_gate.weight"] @ n
+            x = x + w[b + "ffn_down.weight"] @ (gate * sigmoid(gate) * (w[b + "ffn_up.weight"] @ n))
+        out.append(w["output.weight"] @ norm(x, "output_norm.weight"))
+    return np.stack(out)
+
+
+def extended(cache, rows: list[list[int]], width: int = 80):
+    """Logits of each row's tokens, and the cache; one width, so that it is compiled once."""
+    tokens = np.zeros((len(rows), width), np.int32)
+    for row, of in zip(tokens, rows, strict=True):
+        row[: len(of)] = of
+    lengths = jnp.array([len(row) for row in rows], jnp.int32)
+    out, cache = bj.jitted.extend(tiny().params, cache, tokens, lengths, tiny().config)
+    return [np.asarray(of[: len(row)]) for of, row in zip(out, rows, strict=True)], cache
+
+
+def states(cache) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache.delta)]
+
+
+def test_chunks_and_steps_are_float64_s():
+    """70 tokens: in chunks, in two pieces, and a token at a time."""
+    prompt = ids(70)
+    want = in_float64(prompt)
+    at_once, cache = extended(bj.new_cache(tiny(), 3, 96), [prompt, prompt[:5], []])
+    np.testing.assert_allclose(at_once[0], want, atol=2e-4)
+    np.testing.assert_allclose(at_once[1], want[:5], atol=2e-4)
+    rest, in_pieces = extended(cache, [[], prompt[5:], []])
+    np.testing.assert_allclose(rest[1], want[5:], atol=2e-4)
+    one_by_one = bj.new_cache(tiny(), 1, 96)
+    steps = []
+    for token in prompt:
+        (of_token,), one_by_one = extended(one_by_one, [[token]], width=1)
+        steps.append(of_token[0])
+    np.testing.assert_allclose(steps, want, atol=2e-4)
+    for whole, stepped in zip(states(in_pieces), states(one_by_one), strict=True):
+        for row in (0, 1):
+            np.testing.assert_allclose(whole[:, row], stepped[:, 0], atol=1e-5)
+
+
+def test_rows_do_not_see_each_other_and_leave_nothing():
+    """Bitwise: neighbours of other lengths, a row that stands still, one that was used before."""
+    prompt, other = ids(70, 1), ids(41, 2)
+    first, cache = extended(bj.new_cache(tiny(), 3, 96), [prompt, other, ids(9)])
+    again, beside = extended(bj.new_cache(tiny(), 3, 96), [prompt, ids(3), ids(80, 3)])
+    np.testing.assert_array_equal(first[0], again[0])
+    before = states(cache)
+    _, cache = extended(cache, [[], [1, 2, 3], []])
+    for old, new in zip(before, states(cache), strict=True):
+        np.testing.assert_array_equal(old[:, [0, 2]], new[:, [0, 2]])
+        assert (old[:, 1] != new[:, 1]).any()
+    used, _ = extended(beside.reset(jnp.array([False, True, True])), [[], other, prompt])
+    np.testing.assert_array_equal(used[1], first[1])
+    np.testing.assert_array_equal(used[2], first[0])
+
+
+def test_taken_rows_and_saved_caches_go_on(tmp_path):
+    prompt = ids(50, 4)
+    want, _ = extended(bj.new_cache(tiny(), 3, 96), [prompt, [], []])
+    _, cache = extended(bj.new_cache(tiny(), 3, 96), [ids(7), prompt[:30], []])
+    bj.save_state(tmp_path / "cache", cache)
+    for again in cache.take(jnp.array([1, 1, 0])), bj.load_state(tmp_path / "cache", tiny()).take([1, 1, 0]):
+        rest, _ = extended(again, [prompt[30:], prompt[30:], []])
+        for of_row in rest[:2]:
+            np.testing.assert_allclose(of_row, want[0][30:], atol=1e-4)
+    other = dataclasses.replace(tiny().config.delta, v_heads=2)
+    wrong = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, delta=other))
+    with pytest.raises(ValueError, match=r"this state has recurrent states .* but the model"):
+        bj.load_state(tmp_path / "cache", wrong)
+
+
+def test_a_state_cannot_be_rewound_and_says_so():
+    cache = bj.new_cache(tiny(), 1, 32)
+    with pytest.raises(NotImplementedError, match=r"cache\.take.*cache\.reset"):
+        cache.rewind(jnp.array([1]))
+    with pytest.raises(NotImplementedError, match="speculate='ngram': qwen35 keeps a recurrent state"):
+        bj.new_state(tiny(), 1, 32, bj.SamplingParams(), 4, speculate="ngram")
+
+
+def test_taps_read_every_layer_and_gradients_pass_the_chunks():
+    """Sites of all layers are stacked over all, those of attention over the layers that have it."""
+    params, config = tiny().params, tiny().config
+    tokens, lengths = np.array([ids(70)], np.int32), jnp.array([70])
+    vectors = bj.embed(params, tokens)
+    taps = bj.Taps(read={"attention", "output", "q"})
+
+    @jax.jit
+    def run(vectors):
+        out, kept = bj.forward(params, vectors, lengths, config, taps=taps)
+        return out[0, -1, 7], kept
+
+    (loss, kept), gradient = jax.value_and_grad(run, has_aux=True)(vectors)
+    assert {site: value.shape[0] for site, value in kept.items()} == {"attention": 6, "output": 6, "q": 1}
+    of_layers = np.concatenate([np.asarray(vectors)[None], kept["output"]])
+    direction = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)
+    near = [float(run(vectors + step * direction)[0]) for step in (-1e-2, 1e-2)]
+    assert abs((near[1] - near[0]) / 2e-2 - float((gradient * direction).sum())) < 2e-2
+    assert np.isfinite(of_layers).all() and np.isfinite(loss)
+
+
+def test_memory_counts_states():
+    checkpoint = open_checkpoint("synth:bonsai-27b:q1_0")
+    config = architectures.config_of(checkpoint)
+    assert kv.bytes_per_row(config) == 48 * 4 * (48 * 128 * 128 + 3 * 10240)  # 151 MB and 5.9 MB
+    assert kv.bytes_per_token(config, "float16") == 65536
+    run = bj.RunConfig(rows=2, context=128, cache_dtype="float16")
+    assert card.cache_bytes(config, run) == 2 * (128 * 65536 + kv.bytes_per_row(config))
+    assert card.decode_bytes(0, config, run, [5]) == 5 * 65536 + 2 * kv.bytes_per_row(config)
+    assert (config.period, len(config.layers_of("delta")), config.layers_of("attention")[:2]) == (
+        4,
+        48,
+        (3, 7),
+    )
+    assert config.places(7) == (1, 7) and config.places(6) == (5, 6)
+    held = jax.tree.leaves(jax.eval_shape(lambda: kv.empty_states(config, 1)))
+    assert sum(4 * leaf.size for leaf in held) == kv.bytes_per_row(config)
+
+
+@pytest.mark.parametrize(
+    "key, value, says",
+    [
+        ("ssm.inner_size", 250, r"qwen35\.ssm\.inner_size is 250; a multiple of its 4 v heads"),
+        ("ssm.group_count", 3, "4 v heads do not divide into 3 k heads"),
+        ("ssm.conv_kernel", 1, "sees 1 tokens"),
+        ("attention.recurrent_layers", [1, 1], r"recurrent_layers is \[1, 1\]; a list of 6 values"),
+        ("rope.dimension_count", 63, "rope turns 63 values of a head of 64"),
+        ("rope.scaling.type", "yarn", "'yarn'; supported: none"),
+        ("attention.value_length", 32, r"value_length is 32, but only head_dim \(64\)"),
+    ],
+)
+def test_what_the_metadata_says_wrong_is_named(key, value, says):
+    checkpoint = open_checkpoint(TINY)
+    metadata = dict(checkpoint.metadata) | {f"qwen35.{key}": value}
+    with pytest.raises((CheckpointError, NotImplementedError), match=says):
+        architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
+
+
+def test_layers_may_be_listed_one_by_one():
+    checkpoint = open_checkpoint(TINY)
+    metadata = dict(checkpoint.metadata) | {"qwen35.attention.recurrent_layers": np.array([1, 0, 1, 1, 0, 1])}
+    config = architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
+    assert config.layers_of("attention") == (1, 4) and config.period == 3
