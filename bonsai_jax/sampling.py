@@ -148,7 +148,7 @@ def bias_width(per_row: Sequence[SamplingParams]) -> int:
     return 1 << max(0, max(len(p.logit_bias) for p in per_row) - 1).bit_length()
 
 
-def keys(seeds: UInt32[Array, "B"]) -> Key[Array, "B"]:
+def keys(seeds: UInt32[Array | np.ndarray, "B"]) -> Key[Array, "B"]:
     """A key for each seed."""
     return jax.vmap(jax.random.key)(seeds)
 

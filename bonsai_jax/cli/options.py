@@ -198,8 +198,9 @@ def run_config(
     schedule: Schedules,
     activation_bits: Bits = "8",
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto",
+    rows: int = 1,
 ) -> "RunConfig":
-    """How the command line runs a model: one row."""
+    """How the command line runs a model."""
     from bonsai_jax import RunConfig
 
     return RunConfig(
@@ -210,7 +211,7 @@ def run_config(
         cache_dtype=cache_dtype,
         activation_bits=16 if activation_bits == "16" else 8,
         all_reduce=all_reduce,
-        rows=1,
+        rows=rows,
     )
 
 

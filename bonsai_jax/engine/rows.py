@@ -135,7 +135,7 @@ def decode(
     return _put(pool, state, rows), drawn, steps, *scores
 
 
-def _take(pool: State, rows: jax.Array, table: jax.Array) -> State:
+def _take(pool: State, rows: AnyArray, table: AnyArray) -> State:
     """The State of these rows, with the pages of all."""
     cache, (by_row, by_layer) = pool.cache, _parts(pool)
     state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), by_row)
@@ -143,7 +143,7 @@ def _take(pool: State, rows: jax.Array, table: jax.Array) -> State:
     return state.replace(cache=state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table))
 
 
-def _put(pool: State, state: State, rows: jax.Array) -> State:
+def _put(pool: State, state: State, rows: AnyArray) -> State:
     """The pool, with this State of these rows."""
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))

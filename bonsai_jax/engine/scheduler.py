@@ -186,15 +186,20 @@ class Scheduler:
             tokens = _tokens(request)
             most = max(0, len(tokens) - 1)  # the last is read: what it predicts is drawn
             most = most if request.reusable is None else min(most, request.reusable)
-            found = [(device, device.prefix.match(tokens, most)) for device in places]
-            if any(match is None for _, match in found):  # another row computes its beginning
+            best: tuple[Device, Match] | None = None
+            for place in places:
+                known = place.prefix.match(tokens, most)
+                if known is None:  # another row computes its beginning
+                    best = None
+                    break
+                if best is None or _worth(place, known) > _worth(*best):
+                    best = place, known
+            if best is None:
                 skipped.append(request)
                 continue
-            device, match = max(found, key=lambda f: (f[1].tokens, f[0].pages.available))
-            only_full = Match(
-                match.pages, len(match.pages) * self.limits.page_size
-            )  # a copy needs a page more
-            if not any(self._start(request, device, m, tokens) for m in (match, only_full)):
+            device, match = best
+            full = Match(match.pages, len(match.pages) * self.limits.page_size)  # without a page to copy
+            if not any(self._start(request, device, m, tokens) for m in (match, full)):
                 skipped.append(request)
                 break  # who came later does not overtake
         self.waiting = [*skipped, *self.waiting]
@@ -341,6 +346,10 @@ class Scheduler:
         rows = min(sizes, default=self.limits.max_rows)
         self.compiled.add(rows)
         return rows
+
+
+def _worth(device: Device, match: Match) -> tuple[int, int]:
+    return match.tokens, device.pages.available
 
 
 def _tokens(request: Request) -> list[int]:
