@@ -105,6 +105,7 @@ class ModelConfig:
     mixers           of each layer, what mixes its tokens; (): attention in all
     channels         of each layer, what mixes its channels; (): mlp, the gated feed-forward, in all
     delta            sizes of the layers whose mixer is delta
+    aside            how names begin of what the file has and we leave aside: a draft layer, a vision tower
     """
 
     architecture: str
@@ -126,6 +127,7 @@ class ModelConfig:
     mixers: tuple[Mixer, ...] = ()
     channels: tuple[Channels, ...] = ()
     delta: DeltaConfig | None = None
+    aside: tuple[str, ...] = ()
 
     def __post_init__(self):
         for field in dataclasses.fields(self):

@@ -121,12 +121,13 @@ def delta_block(
     assert state is not None and sizes is not None
     assert w.delta_conv is not None and w.delta_a is not None and w.delta_dt is not None
     assert w.delta_head_norm is not None and w.delta_out is not None
-    made = _joined(x, w.delta_in, index, w.delta_norm, config.rms_norm_eps)
-    heads, _, v_dim = state.s.shape[2:]  # of this device
-    channels = state.tail.shape[-1]
-    borders = (channels, channels + heads * v_dim, channels + heads * (v_dim + 1))
+    qkv_z, gates = (
+        _joined(x, of, index, w.delta_norm, config.rms_norm_eps) for of in (w.delta_in, w.delta_gates)
+    )
+    qkv, z = jnp.split(qkv_z, (state.tail.shape[-1],), axis=-1)
+    alpha, beta = jnp.split(gates, 2, axis=-1)
     y, s, tail = delta_net(
-        *jnp.split(made, borders, axis=-1), state.s, state.tail, positions, index,
+        qkv, z, alpha, beta, state.s, state.tail, positions, index,
         conv=w.delta_conv, decay=w.delta_a, dt=w.delta_dt, norm=w.delta_head_norm,
         eps=config.rms_norm_eps, grouped=sizes.grouped,
     )  # fmt: skip
@@ -204,8 +205,9 @@ def decoder(
         x = tapped(here, "input", x)
         match mixer:
             case "attention":
-                rest = (params, of_mixer, cache, positions, rotation, config, num_keys, workspace)
-                x, cache, workspace = attention_block(x, *rest, here)
+                x, cache, workspace = attention_block(
+                    x, params, of_mixer, cache, positions, rotation, config, num_keys, workspace, here
+                )
             case "delta":
                 x, cache = delta_block(x, params, of_mixer, cache, positions, config, here)
         x = tapped(here, "middle", x)

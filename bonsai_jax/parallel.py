@@ -141,6 +141,7 @@ def empty_cache(
     return shape.replace(
         k=jax.tree.map(zeros, shape.k, sharding.k),  # never whole on one device
         v=jax.tree.map(zeros, shape.v, sharding.v),
+        delta=jax.tree.map(zeros, shape.delta, sharding.delta),
         block_table=spread(table, sharding.block_table),
         lengths=jnp.zeros(rows, jnp.int32, device=sharding.lengths),
     )
@@ -153,7 +154,7 @@ def specs(tree, mesh: Mesh):
 
     def spec(path, _):
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        axes = next((AXES[name] for name in names if name in AXES), default)
+        axes = next((AXES[name] for name in reversed(names) if name in AXES), default)
         return present(tuple(RULES[axis] if axis else None for axis in axes), mesh)
 
     return jax.tree_util.tree_map_with_path(spec, tree)

@@ -12,7 +12,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.placement import Placement, Share
+from bonsai_jax.placement import AXES, Placement, Share
 from bonsai_jax.plan import LoadPlan, Matrix, Member, Spec, Stack, StepPlan, joined_name
 from checkpoints import RandomTensor, Tensor
 from pallas_kernels import LayerStack, QTensor, Rotation, formats, qtensor, serializable
@@ -41,6 +41,7 @@ class Layers(struct.PyTreeNode):
     k_norm: Float[Array, "L D"] | None = None
     delta_norm: Float[Array, "L H"] | None = None
     delta_in: tuple[LayerStack, ...] = ()
+    delta_gates: tuple[LayerStack, ...] = ()
     delta_conv: Float[Array, "L C W"] | None = None
     delta_dt: Float[Array, "L Hv"] | None = None
     delta_a: Float[Array, "L Hv"] | None = None
@@ -114,7 +115,7 @@ def load(
         read(stack.fields, stacked)
     for spec, tensors in plan.tensors.items():
         if not spec.is_matrix:
-            fields[spec.field] = _vectors(spec, tensors, placement)
+            fields[spec.field] = _vectors(spec, tensors, plan, placement)
             read([spec.field], fields[spec.field])
         elif not tensors:
             fields[spec.field] = None
@@ -159,13 +160,20 @@ def blocks(tensor: Tensor | RandomTensor) -> jax.Array:
     return formats.pack(tensor.format, _draw(tensor))
 
 
-def _vectors(spec: Spec, tensors: Sequence[Tensor | RandomTensor], placement: Placement | None):
+def _vectors(
+    spec: Spec, tensors: Sequence[Tensor | RandomTensor], plan: LoadPlan, placement: Placement | None
+):
     """Norms, biases and the like: float32 [layers, *shape], or [*shape] of what no layer has; None for
     none."""
     if not tensors:
         return None
     rows = [qtensor.dequantize(qtensor.from_blocks(blocks(t)[None], t.format))[0] for t in tensors]
+    if plan.naming == "huggingface":
+        rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
+        rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
     vectors = jnp.stack(rows) if "{}" in spec.gguf else rows[0]
+    if placement and "delta" in AXES.get(spec.field, ()):
+        return placement.of_heads(spec.field, np.asarray(vectors))
     if placement and spec.field not in ("bq", "bk", "bv", "rope_divisors"):
         return placement.vectors(spec.field, np.asarray(vectors))
     return vectors

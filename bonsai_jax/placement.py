@@ -42,12 +42,24 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "w_gate": ("layers", "ffn", None),
     "w_up": ("layers", "ffn", None),
     "w_down": ("layers", None, "ffn"),
+    **dict.fromkeys(("delta_qkv", "delta_z", "delta_in"), ("layers", "delta", None)),
+    **dict.fromkeys(("delta_alpha", "delta_beta", "delta_gates"), ("layers", "delta", None)),
+    **dict.fromkeys(("delta_dt", "delta_a"), ("layers", "delta")),
+    "delta_conv": ("layers", "delta", None),
+    "delta_out": ("layers", None, "delta"),
+    "s": ("layers", "rows", "delta"),
+    "tail": ("layers", "rows", None, "delta"),
     "k": ("layers", "rows", None, "heads"),  # a row's pages lie with the row
     "v": ("layers", "rows", None, "heads"),
     "peers": ("rows", "devices", None, None),
+    "signs": (None,),  # of folded weights, which are not split
 }
 # Logical axis -> mesh axis.
-RULES = {"rows": DATA, "vocab": MODEL, "heads": MODEL, "ffn": MODEL, "devices": MODEL, "layers": None}
+RULES = {
+    **dict.fromkeys(("vocab", "heads", "delta", "ffn", "devices"), MODEL),
+    "rows": DATA,
+    "layers": None,
+}
 
 TILE_ROWS, TILE_COLUMNS = 16, 256  # borders of the layouts that kernels read (pallas_kernels/tiles.py)
 
@@ -123,13 +135,37 @@ class Placement:
         c, parts = self.config, self.parts
         if parts == 1 or not (outputs or inputs):
             return None
+        if "delta" in (outputs, inputs):
+            return self.delta_share(field, 1 if inputs else 0)
         if inputs:
             return _even_share(1, shape[1] // parts, parts)
         if field in ("wk", "wv"):  # with fewer KV heads than devices, several have the same one
-            starts = tuple(d * c.num_kv_heads // parts * c.head_dim for d in range(parts))
-            return Share(0, starts, max(1, c.num_kv_heads // parts) * c.head_dim)
+            starts = tuple((d * c.num_kv_heads // parts * c.head_dim,) for d in range(parts))
+            return Share(0, starts, (max(1, c.num_kv_heads // parts) * c.head_dim,))
         unit = TILE_ROWS if outputs == "vocab" and tiled else 1
         return _even_share(0, -(-shape[0] // (unit * parts)) * unit, parts)
+
+    def delta_share(self, field: str, axis: int) -> "Share":
+        """Of a gated delta net a device has some k heads, and the v heads that use them: neighbours where v
+        heads are grouped, else some of each repetition."""
+        d, parts = self.config.delta, self.parts
+        assert d is not None
+        width = 1 if field in ("delta_alpha", "delta_beta", "delta_dt", "delta_a") else d.v_dim
+        repeats = 1 if d.grouped else d.v_heads // d.k_heads
+        run = d.v_heads // repeats // parts * width  # of v heads that lie side by side
+        counts, starts = (
+            [run] * repeats,
+            [[(r * parts + i) * run for r in range(repeats)] for i in range(parts)],
+        )
+        if field in ("delta_qkv", "delta_conv"):  # queries and keys lie ahead
+            k_run = d.k_heads // parts * d.k_dim
+            counts = [k_run, k_run, *counts]
+            behind = 2 * parts * k_run
+            starts = [
+                [i * k_run, (parts + i) * k_run, *(behind + start for start in of)]
+                for i, of in enumerate(starts)
+            ]
+        return Share(axis, tuple(map(tuple, starts)), tuple(counts))
 
     def blocks(self, t: Tensor, share: "Share | None") -> jax.Array:
         """A matrix's blocks over the mesh, uint8: the share of each device, which is all that is read of the
@@ -137,11 +173,15 @@ class Placement:
         data = t.data
 
         def read(index) -> np.ndarray:
-            if share is None or share.axis == 1:
+            if share is None:
                 return np.ascontiguousarray(data[index])
-            start = share.starts[(index[0].start or 0) // share.count]
-            rows = data[start : start + share.count]
-            return np.pad(rows, ((0, share.count - len(rows)), (0, 0)))
+            start = index[share.axis].start or 0
+            weights = t.shape[1] / data.shape[1] if share.axis else 1  # of a byte
+            own = share.cut(data, round(start * weights) // share.count, weights)
+            beyond = [(0, 0), (0, 0)]
+            if share.axis == 0:
+                beyond[0] = (0, share.count - len(own))
+            return np.pad(own, beyond)
 
         rows = data.shape[0] if share is None or share.axis == 1 else share.count * self.parts
         sharding = NamedSharding(self.mesh, self._spec(share))
@@ -177,8 +217,15 @@ class Placement:
         for index in range(self.parts):
             for field, bias in zip(("wq", "wk", "wv"), biases, strict=True):
                 share = self.share(field, (bias.shape[1], 0), False)
-                of_device.append(bias if share is None else share.rows(bias.T, index).T)
+                of_device.append(bias if share is None else share.cut(bias.T, index).T)
         return self.vectors("bqkv", np.concatenate(of_device, axis=1))
+
+    def of_heads(self, field: str, value: np.ndarray) -> jax.Array:
+        """A small array of a gated delta net's heads, [layers, heads, ...]: the part of each device, side by
+        side."""
+        share = self.delta_share(field, 0)
+        parts = [np.stack([share.cut(of, index) for of in value]) for index in range(self.parts)]
+        return self.vectors(field, np.concatenate(parts, axis=1))
 
     def vectors(self, field: str, value: np.ndarray) -> jax.Array:
         """A small array that every process has whole, over the mesh by `AXES`."""
@@ -243,39 +290,52 @@ def _reach_each_other(devices: tuple[Any, ...]) -> bool:
 @dataclasses.dataclass(frozen=True)
 class Share:
     """What each device along the mesh axis "model" has of a matrix: rows (axis 0) or columns (axis 1)
-    starts[index] .. starts[index] + count - 1, index being its own."""
+    start .. start + count - 1 of each run in starts[index] and counts, index being its own, one run behind
+    the other."""
 
     axis: int
-    starts: tuple[int, ...]
-    count: int
+    starts: tuple[tuple[int, ...], ...]
+    counts: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return sum(self.counts)
 
     def shape(self, whole: tuple[int, int]) -> tuple[int, int]:
         return (self.count, whole[1]) if self.axis == 0 else (whole[0], self.count)
 
     def whole_blocks(self, format: str) -> bool:
         """Whether it is cut at borders of the format's blocks, which run along the columns."""
-        return self.axis == 0 or self.count % formats.get(format).WEIGHTS == 0
+        return self.axis == 0 or all(count % formats.get(format).WEIGHTS == 0 for count in self.counts)
 
-    def rows(self, whole: np.ndarray, index: int) -> np.ndarray:
-        return whole[self.starts[index] : self.starts[index] + self.count]
+    def cut(self, whole: np.ndarray, index: int, per_element: float = 1) -> np.ndarray:
+        """A device's share of an array, of which an element along the axis holds so many weights."""
+        runs = zip(self.starts[index], self.counts, strict=True)
+        bounds = [(round(start / per_element), round((start + count) / per_element)) for start, count in runs]
+        return np.concatenate([whole[a:b] if self.axis == 0 else whole[:, a:b] for a, b in bounds], self.axis)
 
     def of(self, whole: QTensor) -> QTensor:
         """This device's share of a matrix in blocks, inside shard_map. Rows beyond the matrix are zeros."""
-        start = jnp.array(self.starts)[jax.lax.axis_index(MODEL)]
+        starts = jnp.array(self.starts)[jax.lax.axis_index(MODEL)]
 
         def cut(field: jax.Array) -> jax.Array:
             weights = whole.shape[self.axis] // field.shape[self.axis]  # of a block, along this axis
-            count = self.count // weights
-            beyond = max(0, self.starts[-1] // weights + count - field.shape[self.axis])
+            last = max(start + count for start, count in zip(self.starts[-1], self.counts, strict=True))
+            beyond = max(0, last // weights - field.shape[self.axis])
             padding = [(0, beyond if axis == self.axis else 0) for axis in range(field.ndim)]
-            return jax.lax.dynamic_slice_in_dim(jnp.pad(field, padding), start // weights, count, self.axis)
+            padded = jnp.pad(field, padding)
+            runs = [
+                jax.lax.dynamic_slice_in_dim(padded, start // weights, count // weights, self.axis)
+                for start, count in zip(starts, self.counts, strict=True)
+            ]
+            return runs[0] if len(runs) == 1 else jnp.concatenate(runs, self.axis)
 
         fields = {name: cut(field) for name, field in whole.fields.items()}
         return whole.replace(fields=fields, shape=self.shape(whole.shape))
 
 
 def _even_share(axis: int, count: int, parts: int) -> Share:
-    return Share(axis, tuple(index * count for index in range(parts)), count)
+    return Share(axis, tuple((index * count,) for index in range(parts)), (count,))
 
 
 def spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -306,10 +366,22 @@ def _refuses(config: ModelConfig, matrices, parts: int) -> str | None:
         return None
     if heads % parts or (kv_heads % parts and parts % kv_heads):
         return f"{heads} query heads and {kv_heads} KV heads do not split evenly"
+    if (d := config.delta) and d.k_heads % parts:
+        return f"{d.k_heads} k heads of the delta net do not split evenly"
     for field, (n, k), format, tiled in matrices:
         outputs, inputs = AXES[field][-2:]
         rows = TILE_ROWS if tiled else 1
         columns = math.lcm(formats.get(format).WEIGHTS, TILE_COLUMNS if tiled else 1)
+        if d and "delta" in (outputs, inputs):
+            run = d.v_dim * (d.v_heads // parts if d.grouped else d.k_heads // parts)
+            if inputs and run % columns:
+                return f"{field}: v heads of {run} columns of {format} do not split at {columns}"
+            of_heads = field in ("delta_qkv", "delta_z")
+            if of_heads and (run % rows or d.k_heads // parts * d.k_dim % rows):
+                return f"{field}: heads are no whole tiles of {rows} rows"
+            if outputs and field in ("delta_alpha", "delta_beta") and d.v_heads // parts % rows:
+                return f"{field}: {d.v_heads // parts} rows are no whole tiles of {rows}"
+            continue
         if outputs == "heads" and config.head_dim % rows:
             return f"{field}: heads of {config.head_dim} rows are no whole tiles of {rows}"
         if outputs == "ffn" and n % (parts * rows):

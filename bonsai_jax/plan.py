@@ -10,7 +10,9 @@ KVCache.
 import dataclasses
 import itertools
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
 
 from bonsai_jax.config import Channels, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
@@ -22,9 +24,11 @@ from pallas_kernels.tiles import ROWS
 # Fields of Layers that join those of Spec, rows below rows, because they have the same input.
 JOINED = {
     "wqkv": ("wq", "wk", "wv"),
-    "delta_in": ("delta_qkv", "delta_gate", "delta_alpha", "delta_beta"),
+    "delta_in": ("delta_qkv", "delta_z"),
+    "delta_gates": ("delta_alpha", "delta_beta"),
 }
 SWIGLU = ("w_gate", "w_up")
+OF_MANY_MODES = "model.language_model."  # what "model." is in Hugging Face files that see images too
 MOST_ROWS_OF_A_LAUNCH = 2  # it multiplies row by row: from three on, launches are faster (LOG.md)
 
 
@@ -41,6 +45,7 @@ class Spec:
     optional     whether a file may lack it
     kind         the mixer of tokens or of channels whose layers have it; None: all layers
     plain        whether it is a plain float32 array also with two axes
+    from_huggingface  what makes it of a Hugging Face file's array; None: it is as in GGUF files
     """
 
     field: str
@@ -50,6 +55,7 @@ class Spec:
     optional: bool = False
     kind: Mixer | Channels | None = None
     plain: bool = False
+    from_huggingface: Callable[[jax.Array], jax.Array] | None = None
 
     @property
     def is_matrix(self) -> bool:
@@ -157,6 +163,7 @@ class LoadPlan:
     step      how a decode step is launched
     problem   the decode step of one row
     folding   how matrices that are folded were rotated; None where none is
+    naming    whose names and arrays the file has: "gguf" or "huggingface"
     v_heads   of a gated delta net whose v heads are tiled: (v heads of a k head, k heads)
     """
 
@@ -167,6 +174,7 @@ class LoadPlan:
     problem: selection.Step
     folding: Folding | None = None
     v_heads: tuple[int, int] | None = None
+    naming: str = "gguf"
 
     def each(self) -> Iterator[tuple[Matrix, int]]:
         """(matrix, number of layers that have it) of every matrix."""
@@ -225,7 +233,7 @@ def plan(
     d = config.delta
     v_heads = (d.v_heads // d.k_heads, d.k_heads) if d and not d.grouped else None
     step = _step_plan(problem, stacks, run)
-    return LoadPlan(tensors, stacks, matrices, step, problem, fold, v_heads)
+    return LoadPlan(tensors, stacks, matrices, step, problem, fold, v_heads, checkpoint.naming)
 
 
 def joined_name(field: str) -> str | None:
@@ -238,7 +246,12 @@ def match(
 ) -> dict[Spec, list[Tensor | RandomTensor]]:
     """Each spec's tensors, one per layer where it has layers; none for an absent optional one. Strict both
     ways; errors as for `plan`."""
-    found, unused = {}, dict(checkpoint.tensors)
+    found = {}
+    unused = {
+        name.replace(OF_MANY_MODES, "model.", 1) if name.startswith(OF_MANY_MODES) else name: t
+        for name, t in checkpoint.tensors.items()
+        if not (config.aside and name.startswith(config.aside))
+    }
     for spec in specs:
         if (name := spec.name(checkpoint.naming)) is None:
             found[spec] = []
@@ -255,7 +268,8 @@ def match(
                     f"{checkpoint.source}: tensor {n} is missing; "
                     f"a {config.architecture} model of {config.num_layers} layers needs it"
                 )
-            if unused[n].shape != shape:
+            held = unused[n].shape
+            if (tuple(size for size in held if size > 1) if spec.plain else held) != shape:
                 raise CheckpointError(
                     f"{checkpoint.source}: tensor {n} has shape {unused[n].shape}; "
                     f"the metadata asks for {shape} ({', '.join(spec.shape)})"
@@ -313,7 +327,10 @@ def _is_tiled(member: Member, run: RunConfig) -> bool:
 
 
 def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
-    """Whether matrices can lie rows below rows: those of kernels must fill whole tiles."""
+    """Whether matrices can lie rows below rows: those of kernels must fill whole tiles, and folded ones have
+    another input."""
+    if any(len({m.folded for m in of}) > 1 for of in zip(*members, strict=True)):
+        return False
     return not any(m.own_shape[0] % ROWS and _is_tiled(m, run) for of in members for m in of)
 
 

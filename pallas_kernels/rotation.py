@@ -45,9 +45,9 @@ def hadamard(x: Float[Array, "*batch K"], block: int) -> Float[Array, "*batch K"
     bits = block.bit_length() - 1
     high, low = _matrix(bits // 2), _matrix(bits - bits // 2)
     cut = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, len(high), len(low))
-    exact = {"precision": jax.lax.Precision.HIGHEST}
-    y = jnp.einsum("...hl,lm->...hm", cut, low, **exact)
-    return jnp.einsum("...hm,hg->...gm", y, high, **exact).reshape(x.shape)
+    exact = jax.lax.Precision.HIGHEST
+    y = jnp.einsum("...hl,lm->...hm", cut, low, precision=exact)
+    return jnp.einsum("...hm,hg->...gm", y, high, precision=exact).reshape(x.shape)
 
 
 def _matrix(bits: int) -> np.ndarray:

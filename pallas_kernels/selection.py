@@ -7,7 +7,7 @@
                kq (2 to 8 bits)    1 to 16                     from 8.0   kq_decode
                                    from 17                     9.0        kq_prefill_sm90
                not float32         other, from 9               any        cublas
-               CPU                 1 to 16                     none       cpu
+               CPU, not float32    any                         none       cpu
                any                 other                       or none    reference
     Attention  any                 1 query of each sequence    from 8.0   decode
                16 bits             more                        9.0        prefill_sm90
@@ -297,7 +297,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         # By a layer's format XLA branches in a loop of layers, as prefill's, and the GPU waits for the host.
         "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), 17, last_mixed=STEP_ROWS),
         "cublas": Candidate(_cublas, 9, pallas=False),
-        "cpu": Candidate(_cpu, 1, 16, pallas=False),
+        "cpu": Candidate(_cpu, pallas=False),
         "reference": Candidate(_never, pallas=False),
     },
     Attention: {

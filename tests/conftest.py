@@ -1,39 +1,56 @@
 """Machines with a GPU may lack the oracles' packages: `pytest -m gpu` must not even import the other
-tests."""
+tests. Nor need others import those."""
 
 import os
+import sys
 import tempfile
 
 import pytest
 
 ON_GPUS = ("gpu", "multigpu")
-LONGEST = ("test_parallel.py", "test_notebooks.py", "test_oracle.py", "test_recipes.py")
+XLA_FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+XLA_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
+LONGEST = (
+    *("test_oracle.py", "test_parallel.py", "test_docs.py", "test_recipes.py", "test_decoding.py"),
+    *("test_benchmarks.py", "test_cli.py", "test_text.py", "test_cli_figures.py", "test_speculation.py"),
+)
 
 
 def pytest_configure(config):
     """Compiling is most of the tests' time. So xdist's workers and the processes that tests start share what
     they compiled, and XLA leaves out its optimizations, except for tests that ask for them (`optimized`).
-    XLA's older emitters of fusions compile in half the newer ones' time; which ones is a process's setting,
-    and XLA_FLAGS in the environment is left as it is (test_as_users_have_it.py)."""
-    if "JAX_COMPILATION_CACHE_DIR" in os.environ or config.option.markexpr in (*ON_GPUS, "aot"):
-        return  # a worker's or a nested pytest's is there already
-    folder = tempfile.TemporaryDirectory(prefix="compiled-")
-    config.add_cleanup(folder.cleanup)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+    XLA's older emitters of fusions compile in half the newer ones' time, and a program in one part in a tenth
+    less than in parts; these are a process's settings, and XLA_FLAGS in the environment is left as it is
+    (test_as_users_have_it.py). So is a folder for programs: it keeps them for the next run."""
+    if sys.dont_write_bytecode:  # as in many containers, where every process would compile jax's sources anew
+        folder = config.rootpath / ".pytest_cache" / "bytecode"
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
+        sys.dont_write_bytecode = False
+    if config.option.markexpr.startswith((*ON_GPUS, "aot")):
+        return
+    if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker's or a nested pytest's is there already
+        folder = tempfile.TemporaryDirectory(prefix="compiled-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
-    os.environ.setdefault("XLA_FLAGS", "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters")
+    os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 
 
 def pytest_collection_modifyitems(items):
     """The longest files first: each is one worker's, and the other must not wait for it at the end."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 
 def pytest_ignore_collect(collection_path, config):
-    if config.option.markexpr in ON_GPUS and collection_path.name.startswith("test_"):
-        return collection_path.parent.name != "gpu"
+    if collection_path.name.startswith("test_"):
+        if config.option.markexpr in ON_GPUS:
+            return collection_path.parent.name != "gpu"
+        if "not gpu" in config.option.markexpr:
+            return collection_path.parent.name == "gpu"
     return None
 
 

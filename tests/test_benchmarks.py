@@ -100,7 +100,12 @@ def test_gemms_stand_beside_dense_ones():
             row["tflops"] > 0 and row["share"] == row["tflops"] / row["bf16_tflops"] and row["error"] < 2e-3
         )
         assert row["layers"] == 2 and row["gemm_us"] is None  # on a CPU the op is the definition
-    table = script("gemm", *arguments).splitlines()
+
+
+@pytest.mark.slow  # matvec's table is everyday's
+def test_a_table_of_gemms():
+    arguments = ["-m", "tiny-qwen3", "--rows", "20", "--layers", "2", "--most-layers", "2", "-r", "1"]
+    table = script("gemm", *arguments, "--calls", "1").splitlines()
     assert len(table) == 2 + 3 and len({line.count("|") for line in table}) == 1
 
 

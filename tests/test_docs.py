@@ -1,4 +1,5 @@
-"""Every Python snippet of the README and of docs/ runs as it is written, page by page, top to bottom."""
+"""Every Python snippet of the README and of docs/ runs as it is written, page by page, top to bottom; every
+day with a tiny model in place of "demo"."""
 
 import os
 import re
@@ -14,14 +15,30 @@ FENCED = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
-WITH_SNIPPETS = [page for page in PAGES if FENCED.search(page.read_text())]
+TINY = """
+import bonsai_jax as bj
+load = bj.load
+bj.load = lambda source, *rest, **named: load(source.replace("demo", "synth:tiny-llama:q8_0"), *rest, **named)
+"""
 
 
-@pytest.mark.parametrize("page", WITH_SNIPPETS, ids=lambda page: page.stem)
-def test_snippets_run_as_written(page, tmp_path):
-    code = "\n".join(FENCED.findall(page.read_text()))
+def code_of(page):
+    return "\n".join(FENCED.findall(page.read_text()))
+
+
+WITH_SNIPPETS = [page for page in PAGES if code_of(page)]
+RUN = [pytest.param(page, TINY, id=page.stem) for page in WITH_SNIPPETS]
+RUN += [
+    pytest.param(page, "", id=f"{page.stem}, demo", marks=pytest.mark.slow)
+    for page in WITH_SNIPPETS
+    if '"demo"' in code_of(page)
+]
+
+
+@pytest.mark.parametrize(("page", "before"), RUN)
+def test_snippets_run_as_written(page, before, tmp_path):
     script = tmp_path / f"{page.stem}.py"
-    script.write_text(code)
+    script.write_text(before + code_of(page))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, "-W", "error", script], cwd=tmp_path, env=environment, capture_output=True, text=True

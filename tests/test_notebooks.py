@@ -27,8 +27,8 @@ def test_there_are_five():
     assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
 
 
-# What these two compile under vmap and over meshes, test_recipes.py and on_eight_devices.py do too.
-LONG = ("3_a_thousand_samples", "4_many_gpus")
+# What these compile under vmap, over meshes and under grad, test_recipes.py and on_eight_devices.py do too.
+LONG = ("3_a_thousand_samples", "4_many_gpus", "5_gradients")
 RUN = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in NOTEBOOKS]
 
 

@@ -6,7 +6,7 @@ keeps): buffers of arguments and results, and functions of its own, among them o
 threads. So there is no second pool that would compete with it, and what limits XLA's threads limits these.
 Python does not run.
 
-    handler     before(frame); parts 0 .. n - 1 of the work: part(frame, i, n); return
+    handler     of each phase: parts 0 .. n - 1 of its work, part(frame, i, n); return
     its thread  puts a job into XLA's queue for each other thread, takes parts until none is left, and waits
                 for those that others have taken
     a thread    that gets to a job takes parts until none is left. It may come when the handler has long
@@ -14,6 +14,7 @@ Python does not run.
 """
 
 import ctypes
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable
@@ -49,19 +50,31 @@ JOB_BYTES = 40
 Part = Callable[[Value, Value, Value], None]
 
 
-def handler(
-    name: str, *, before: Callable[[Value], None], parts: Callable[[Value, Value], Value], part: Part
-) -> ir.Module:
-    """A module with a handler of this name.
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What threads do together before any of them goes on.
 
-    before  writes what one thread does first, given the call's frame
-    parts   the number of parts of the rest, int64, given the frame and the number of threads
-    part    writes what is done for part i of n, given the frame, i and n, both int64
+    parts  the number of parts of the work, int64, given the frame and the number of threads
+    part   writes what is done for part i of n, given the frame, i and n, both int64
     """
+
+    parts: Callable[[Value, Value], Value]
+    part: Part
+
+
+def handler(name: str, *phases: Phase) -> ir.Module:
+    """A module with a handler of this name, which goes through these phases."""
     module = ir.Module(name)
-    one = function(module, "part", ir.VoidType(), [ADDRESS, I64, I64], part)
-    many = function(module, "take_parts", ir.VoidType(), [ADDRESS], lambda job: _take_parts(job, one))
-    job = function(module, "thread", ir.VoidType(), [ADDRESS], lambda job: _thread(job, many))
+    functions = []
+    for i, phase in enumerate(phases):
+        one = function(module, f"part_{i}", ir.VoidType(), [ADDRESS, I64, I64], phase.part)
+        many = function(
+            module, f"take_{i}", ir.VoidType(), [ADDRESS], lambda job, one=one: _take_parts(job, one)
+        )
+        job = function(
+            module, f"thread_{i}", ir.VoidType(), [ADDRESS], lambda job, many=many: _thread(job, many)
+        )
+        functions.append((one, many, job))
 
     def body(frame: Value) -> Value:
         b = frame.b
@@ -72,15 +85,15 @@ def handler(
             _metadata(frame.at(FRAME["extension"]).load(ADDRESS))
         execute = extension.compared("==", 0) & stage.compared("==", EXECUTE)
         with when(execute, likely=True):
-            before(frame)
             threads = _threads(frame)
-            n = parts(frame, threads)
-            alone = n.compared("<", 2) | threads.compared("<", 2)
-            with b.if_else(alone.ir) as (yes, no):
-                with yes:
-                    b.call(one, [frame.ir, I64(0), I64(1)])
-                with no:
-                    _spread(frame, n, threads, many, job)
+            for phase, (one, many, job) in zip(phases, functions, strict=True):
+                n = phase.parts(frame, threads)
+                alone = n.compared("<", 2) | threads.compared("<", 2)
+                with b.if_else(alone.ir) as (yes, no):
+                    with yes:
+                        b.call(one, [frame.ir, I64(0), I64(1)])
+                    with no:
+                        _spread(frame, n, threads, many, job)
         return result
 
     function(module, name, I64, [ADDRESS], body, internal=False)
@@ -184,6 +197,19 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
     _leave(job)
 
 
+def allocated(size: Value) -> tuple[Value, Value]:
+    """So many bytes of memory from a multiple of 64 on, and what `freed` takes."""
+    b = size.b
+    memory = Value(b, b.call(_library(b, "malloc", ir.FunctionType(ADDRESS, [I64])), [(size + 64).ir]))
+    behind = Value(b, b.ptrtoint(memory.ir, I64)) & 63
+    return memory.at(constant(b, I64, 64) - behind), memory
+
+
+def freed(memory: Value) -> None:
+    b = memory.b
+    b.call(_library(b, "free", ir.FunctionType(ir.VoidType(), [ADDRESS])), [memory.ir])
+
+
 def _library(b: Builder, name: str, kind: ir.FunctionType) -> Any:
     """A function of C's library (compiled._engine)."""
     return b.module.globals.get(name) or ir.Function(b.module, kind, name)
@@ -214,4 +240,4 @@ def _leave(job: Value) -> None:
     b = job.b
     before = Value(b, b.atomic_rmw("sub", job.at(JOB["holders"]).ir, I64(1), "acq_rel"))
     with when(before.compared("==", 1)):
-        b.call(_library(b, "free", ir.FunctionType(ir.VoidType(), [ADDRESS])), [job.ir])
+        freed(job)

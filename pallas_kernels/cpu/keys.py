@@ -61,7 +61,7 @@ class Kernel:
 
 def _module(kernel: Kernel, name: str) -> ir.Module:
     writer = _Writer(kernel)
-    return ffi.handler(name, before=lambda frame: None, parts=writer.parts, part=writer.part)
+    return ffi.handler(name, ffi.Phase(writer.parts, writer.part))
 
 
 # Arguments of the call.

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from pallas_kernels.cpu import compiled
+
 Builder = Any  # ir.IRBuilder, whose methods have no annotations
 Type = Any  # ir.Type
 
@@ -170,6 +172,17 @@ class Value:
         """The elements at these places."""
         mask = ir.Constant(vector(I32, len(indices)), [I32(int(i)) for i in indices])
         return self._made(self.b.shuffle_vector(self.ir, ir.Constant(self.type, ir.Undefined), mask))
+
+    def looked_up(self, table: Sequence[int]) -> "Value":
+        """Of bytes 0 to 15 the bytes of a table of 16."""
+        if self.count == 64 and compiled.has("avx512bw"):
+            places = constant(self.b, self.type, np.tile(table, 4))
+            return intrinsic("llvm.x86.avx512.pshuf.b.512", self.type, places, self)
+        found = [constant(self.b, self.type, value) for value in table]
+        for bit in (1, 2, 4, 8):
+            is_set = (self & bit).compared("!=", 0)
+            found = [is_set.select(yes, no) for no, yes in zip(found[::2], found[1::2], strict=True)]
+        return found[0]
 
     def __getitem__(self, part: slice | int) -> "Value":
         if isinstance(part, int):

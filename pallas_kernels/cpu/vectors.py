@@ -53,4 +53,5 @@ class Vectors:
 
 NIBBLES = np.arange(128).reshape(4, 2, 16).swapaxes(0, 1).reshape(2, PIECE)  # of four blocks of 32
 NATURAL = np.arange(256).reshape(4, PIECE)
+QUARTERS = np.arange(256).reshape(2, 4, 32).swapaxes(0, 1).reshape(4, PIECE)  # two bits: of two halves
 FLOATS = np.arange(PIECE).reshape(1, 4, 16).swapaxes(1, 2).reshape(1, PIECE)

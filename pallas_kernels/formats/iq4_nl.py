@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.formats.q8_0 import lane_scales
 
 WEIGHTS = 32
@@ -95,3 +96,14 @@ def looked_up(vectors):
 
 
 LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=looked_up, scales=lane_scales)
+
+
+def vector_codes(load):
+    """Values more than -128 (IQ4_XS has the same for each four groups)."""
+    qs = load("qs")
+    table = (VALUES.astype(int) + 128).tolist()
+    pieces = [qs[i : i + 64] for i in range(0, qs.count, 64)]
+    return [codes.looked_up(table) for piece in pieces for codes in (piece & 15, piece >> 4)]
+
+
+CPU = Vectors(NIBBLES, group=32, codes=vector_codes, scales=lambda load: load("d").float(), zero=128)

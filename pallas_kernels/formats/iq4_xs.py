@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
-from pallas_kernels.formats.iq4_nl import VALUES, looked_up, selector_words, selectors_of
+from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.formats.iq4_nl import VALUES, looked_up, selector_words, selectors_of, vector_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)])
@@ -92,3 +93,15 @@ def _scales(fields, lane):
 
 
 LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=looked_up, scales=_scales)
+
+
+def _vector_scales(load):
+    low, high = load("scales_l"), load("scales_h")
+    low = (low & 15).then(low >> 4).take([0, 4, 1, 5, 2, 6, 3, 7])
+    high = ((high.splat(8) >> np.arange(0, 16, 2)) & 3).low_bytes()
+    return load("d").float().splat(8) * ((low | (high << 4)).float(signed=False) - 32.0)
+
+
+CPU = Vectors(
+    np.concatenate([NIBBLES, NIBBLES + 128]), group=32, codes=vector_codes, scales=_vector_scales, zero=128
+)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+
 WEIGHTS = 32
 BLOCK = np.dtype([("e", "u1"), ("qs", "u1", 16)])
 # v(q) for q > 0 is its fraction in [1, 2), as float32 has it with the leading 1, times 2^POWER.
@@ -41,3 +43,20 @@ def _random_e(scale, bits):
 
 
 RANDOM = {"e": _random_e}
+
+
+def _vector_codes(load):
+    """v(q) + 12."""
+    v = [0, 1, 2, 3, 4, 6, 8, 12]
+    table = [12 + sign * value for sign in (1, -1) for value in v]
+    qs = load("qs")
+    return [codes.looked_up(table) for codes in (qs & 15, qs >> 4)]
+
+
+CPU = Vectors(
+    NIBBLES,
+    group=32,
+    codes=_vector_codes,
+    scales=lambda load: (load("e").words() << 7).bfloat16() * 0.5,  # 2^(e - 127) / 2
+    zero=12,
+)

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import QUARTERS, Vectors
+from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
 BLOCK = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin", "<f2")])
@@ -109,4 +111,12 @@ LANES = tiles.Lanes(
     integers=_integers,
     scales=_scales,
     whole_scales=True,
+)
+
+CPU = Vectors(
+    QUARTERS,
+    group=16,
+    codes=two_bits,
+    scales=lambda load: load("d").float().splat(16) * (load("scales") & 15).float(signed=False),
+    minimums=lambda load: load("dmin").float().splat(16) * (load("scales") >> 4).float(signed=False),
 )

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import tiles
+from pallas_kernels.cpu.vectors import QUARTERS, Vectors
+from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
 BLOCK = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
@@ -155,3 +157,22 @@ LANES = tiles.Lanes(
     scales=_scales,
     whole_scales=True,
 )
+
+
+def _vector_codes(load):
+    """Bit 2 of the weights of group g of 32 is bit g of hmask's bytes."""
+    hmask = load("hmask")
+    hmask = hmask.then(hmask)
+    high = [(hmask & (1 << of_byte)).compared("!=", 0).bytes(4, 0) for of_byte in QUARTERS // 32]
+    return [low | bit for low, bit in zip(two_bits(load), high, strict=True)]
+
+
+def _vector_scales(load):
+    scales = load("scales")
+    nibbles, pairs = scales[:8], scales[8:]
+    high = (pairs & 3).then((pairs >> 2) & 3).then((pairs >> 4).then(pairs >> 6) & 3)
+    codes = (nibbles & 15).then(nibbles >> 4) | (high << 4)
+    return load("d").float().splat(16) * (codes.float(signed=False) - 32.0)
+
+
+CPU = Vectors(QUARTERS, group=16, codes=_vector_codes, scales=_vector_scales, zero=4)

@@ -8,7 +8,7 @@ The code 3 is no ternary weight; should a file hold it, it decodes to 2d, as in 
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.cpu.vectors import Vectors
+from pallas_kernels.cpu.vectors import QUARTERS, Vectors
 from pallas_kernels.formats.q2_0_g128 import (
     KERNELS,
     LANES,
@@ -51,5 +51,4 @@ def untile(tiled, shape):
     return {"qs": q.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64), "d": d}
 
 
-COLUMNS = np.arange(256).reshape(2, 4, 32).swapaxes(0, 1).reshape(4, 64)
-CPU = Vectors(COLUMNS, group=128, codes=two_bits, scales=lambda load: load("d").float().splat(2), zero=1)
+CPU = Vectors(QUARTERS, group=128, codes=two_bits, scales=lambda load: load("d").float().splat(2), zero=1)

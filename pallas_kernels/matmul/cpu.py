@@ -13,6 +13,8 @@ A row's sum has one order, whichever thread has it: bits do not depend on how ma
 activations they stay float32, and what is summed is code * x.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -20,9 +22,11 @@ from pallas_kernels import formats
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
 
+FEW = 6  # rows of activations up to which weights are multiplied where they are unpacked
+
 
 def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
-    from pallas_kernels.cpu import rows  # needs the extra `cpu`
+    from pallas_kernels.cpu import panels, rows  # needs the extra `cpu`
 
     batch, (n, k) = x.shape[:-1], weights[0].shape
     x = x.reshape(-1, k).astype(jnp.float32)
@@ -30,9 +34,9 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, ep
         stacks.whole(gamma[None], 0) if gamma is not None and gamma.ndim == 1 else (gamma, layer)
     )
     fields, index = stacks.whole(tuple(w.fields for w in weights), part_layer)
-    kernel = rows.Kernel(
+    shape = functools.partial(rows.Kernel, rows=len(x)) if len(x) <= FEW else panels.Kernel
+    kernel = shape(
         weights[0].format,
-        rows=len(x),
         matrices=len(weights),
         bits=weights[0].products.activation_bits,
         eps=eps if gamma is not None else None,
@@ -50,7 +54,7 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, ep
         kernel.target(),
         (
             jax.ShapeDtypeStruct((len(x), n), jnp.float32),
-            jax.ShapeDtypeStruct((kernel.workspace(k),), jnp.uint8),
+            jax.ShapeDtypeStruct((kernel.workspace(len(x), k),), jnp.uint8),
         ),
     )(*operands)
     return y.reshape(*batch, n)

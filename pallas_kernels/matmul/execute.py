@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from pallas_kernels import formats
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
-from pallas_kernels.rotation import Rotation
 
 # A module of this folder that is named in Products has
 #
@@ -135,17 +134,11 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
 
     exact  by the reference, whatever was chosen
     """
-    rows, rotations = x.size // x.shape[-1], [w.rotation for w in leaves(weights)]
-    if all(rotations):  # the same of all: they have the same input
-        x, gamma = _rotated(x, rotations[0], layer, gamma, eps), None
-    elif any(rotations) and len(weights) == 1:
-        (w,) = weights
-        return w.at(layer, lambda part, i: _each(exact, x, part, i, layer, gamma, eps, residual))
-    elif any(rotations):
-        g, u = (_of_layer(exact, x, (w,), layer, gamma, eps, None) for w in weights)
-        return jax.nn.silu(g) * u
-    if not exact and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
+    rows = x.size // x.shape[-1]
+    folded = {w.rotation is not None for w in leaves(weights)}
+    if not exact and len(folded) == 1 and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
+        x, gamma = _turned(x, leaves(weights)[0], layer, gamma, eps)
         return module("cublas").run(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
@@ -159,25 +152,14 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     return jax.nn.silu(g) * u
 
 
-def _rotated(x, rotation: Rotation, layer, gamma, eps) -> jax.Array:
-    """What folded weights are multiplied with: norm(x), rotated."""
+def _turned(x, w: QTensor, layer, gamma, eps) -> tuple[jax.Array, jax.Array | None]:
+    """x and gamma; for folded weights norm(x), rotated, and no gamma."""
+    if w.rotation is None:
+        return x, gamma
     x = x.astype(jnp.float32)
     if gamma is not None:
         x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
-    return rotation(x)
-
-
-def _each(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.Array:
-    """Product with a part of which some matrices are folded and some are not."""
-    y = []
-    for piece in w.pieces if isinstance(w, Rows) else (w,):
-        if piece.rotation is None:
-            y.append(_run(exact, x, (piece,), part_layer, layer, gamma, eps, None))
-        else:
-            turned = _rotated(x, piece.rotation, layer, gamma, eps)
-            y.append(_run(exact, turned, (piece,), part_layer, layer, None, eps, None))
-    y = jnp.concatenate(y, axis=-1)
-    return y if residual is None else y + residual
+    return w.rotation(x), None
 
 
 def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
@@ -191,14 +173,20 @@ def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Arra
         gate, up = gate.parts[part], up.parts[part]
     if not (isinstance(gate, QTensor) and isinstance(up, QTensor)):
         return None
-    alike = (gate.format, gate.tiled, gate.products) == (up.format, up.tiled, up.products)
+    alike = _how(gate) == _how(up)
     return ((gate, up), i) if alike else None
+
+
+def _how(w: QTensor):
+    return w.format, w.tiled, w.products, w.rotation is None
 
 
 def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, residual) -> jax.Array:
     """Product with one part of a stack."""
     if isinstance(w, QTensor):
         return _run(exact, x, (w,), part_layer, layer, gamma, eps, residual)
+    x, gamma = _turned(x, w.pieces[0], layer, gamma, eps)  # folded are all pieces or none (plan.py)
+    w = Rows(tuple(piece.replace(rotation=None) for piece in w.pieces))
     if not exact and residual is None and all(kernel_of(piece, x) == "kq_decode" for piece in w.pieces):
         return module("kq_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
     y = [_run(exact, x, (piece,), part_layer, layer, gamma, eps, None) for piece in w.pieces]
@@ -207,5 +195,6 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
 
 
 def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
+    x, gamma = _turned(x, weights[0], layer, gamma, eps)
     kernel = "reference" if exact else kernel_of(weights[0], x)
     return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)

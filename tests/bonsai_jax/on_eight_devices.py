@@ -17,6 +17,7 @@ from bonsai_jax.placement import Placement, _mailbox
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
 from pallas_kernels import device as gpu
+from tests.bonsai_jax.test_folding import folded
 from tests.bonsai_jax.tokens import assert_same
 
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (5, 18, 30, 7, 9, 11)]
@@ -49,7 +50,8 @@ def bytes_of(tree, device) -> int:
     "source, weights, data, model",
     [
         ("tiny-llama:q8_0", "packed", 2, 4),  # 6 rows: two of padding; two devices a KV head
-        ("tiny-llama:q4_k_m", "decoded", 1, 2),
+        ("tiny-llama:q8_0", "decoded", 2, 4),
+        pytest.param("tiny-llama:q4_k_m", "decoded", 1, 2, marks=pytest.mark.slow),
         pytest.param("tiny-llama:q8_0", "packed", 4, 1, marks=pytest.mark.slow),
         pytest.param("tiny-llama:q1_0", "packed", 2, 2, marks=pytest.mark.slow),
     ],
@@ -60,7 +62,7 @@ def test_tokens_are_those_of_one_device(source, weights, data, model):
 
 
 def test_speculation_draws_one_devices_tokens():
-    sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(2, 2))
+    sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(2, 4))
     assert_same(answers(sharded, speculate="ngram"), on_one_device("tiny-llama:q8_0", "packed"))
 
 
@@ -69,6 +71,36 @@ def test_speculation_draws_one_devices_tokens():
 def test_other_architectures_have_one_devices_logits_too(source):
     whole, sharded = load(source, "packed"), load(source, "packed", bj.make_mesh(1, 4))
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (whole, sharded)), atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "source, weights",
+    [
+        ("tiny-qwen35:q8_0", "packed"),
+        pytest.param("tiny-qwen35:q4_k", "decoded", marks=pytest.mark.slow),  # 64 columns are no whole blocks
+    ],
+)
+def test_a_delta_net_is_split_by_head(source, weights):
+    """Its states and its convolution's tail too: prefill, steps, and rows of two devices."""
+    sharded = load(source, weights, bj.make_mesh(2, 2))
+    assert_same(answers(sharded), on_one_device(source, weights))
+    cache = bj.new_cache(sharded, 4, 64)
+    for device in sharded.mesh.devices.flat:
+        assert 4 * bytes_of(cache.delta, device) == sum(x.nbytes for x in jax.tree.leaves(cache.delta))
+    with pytest.raises(ValueError, match="2 k heads of the delta net do not split evenly; sizes that do: 1"):
+        bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
+
+
+def test_rows_of_a_folded_model_are_split_and_its_weights_are_not():
+    with pytest.raises(NotImplementedError, match="Hadamard-folded"):
+        load_folded(bj.make_mesh(1, 2))
+    np.testing.assert_array_equal(
+        *(bj.logits(load_folded(m), PROMPTS[0]) for m in (None, bj.make_mesh(2, 1)))
+    )
+
+
+def load_folded(mesh) -> bj.Model:
+    return bj.from_checkpoint(folded("tiny-qwen3"), bj.RunConfig(page_size=16), mesh=mesh)
 
 
 @pytest.mark.parametrize("source, parts", [("tiny-llama:q8_0", 4), ("tiny-qwen2:q8_0", 4)])

@@ -37,7 +37,8 @@ def smollm2() -> Path:
 
 @functools.cache
 def smollm2_model(activation_bits=16) -> bj.Model:
-    return bj.load(str(smollm2()), bj.RunConfig(rows=16, activation_bits=activation_bits))
+    """10 rows: 19 prompts are one program, twice."""
+    return bj.load(str(smollm2()), bj.RunConfig(rows=10, activation_bits=activation_bits))
 
 
 def prompts() -> list[dict]:
@@ -105,12 +106,14 @@ def test_smollm2_writes_what_llama_cpp_writes():
     assert same >= 19
 
 
-def test_smollm2_distributions_are_llama_cpp_s():
-    found = agreement(smollm2_model(), kept_oracle()["float32"])
+@pytest.mark.parametrize("step", [2, pytest.param(1, marks=pytest.mark.slow)], ids=["half", "all"])
+def test_smollm2_distributions_are_llama_cpp_s(step):
+    found = agreement(smollm2_model(), kept_oracle()["float32"][::step])
     print(f"SmolLM2 against llama.cpp on F32: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < 3e-4 and found.same_top > 0.995
 
 
+@pytest.mark.slow
 def test_smollm2_is_as_near_to_llama_cpp_on_the_file_as_its_int8_activations_let_it():
     """llama.cpp quantizes activations to 8 bits on this file; measured against an exact forward: KL 3e-3, 96
     %."""
@@ -158,15 +161,18 @@ def test_the_kept_oracle_is_what_llama_cpp_says_today():
 
 def as_file(source: str | Checkpoint, path: Path) -> Path:
     """A synthetic model as the GGUF file that it would be."""
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", True)  # the weights are the same bits, sooner
     checkpoint = open_checkpoint(source) if isinstance(source, str) else source
     tensors = [Tensor(t.name, t.format, t.shape, np.asarray(blocks(t))) for t in checkpoint.tensors.values()]
+    jax.config.update("jax_disable_most_optimizations", before)
     write_gguf(path, checkpoint.metadata, tensors)
     return path
 
 
-EVERY_DAY = {  # each architecture exactly, and in a format; each format once
+EVERY_DAY = {  # each architecture exactly, and one format of each family
     "tiny-qwen3": ("f32", "q1_0"),
-    "tiny-llama": ("f32", "q4_k_m"),
+    "tiny-llama": ("f32",),
     "tiny-qwen2": ("f32", "q8_0"),
     "tiny-qwen35": ("q4_k_m",),  # F32: test_qwen35.py
 }
@@ -217,14 +223,6 @@ def test_a_recurrent_model_answers_prompts_of_every_length_as_llama_cpp_does(tie
         kl.append(top_kl(np.array(row["top_ids"]), np.array(row["top_logprobs"]), log_p).mean())
     print(f"KL by length of prompt: {dict(zip(lengths, kl, strict=True))}")
     assert max(kl) < 1e-6
-
-
-def test_a_synthetic_model_is_the_same_from_its_file_as_from_its_seed(tmp_path):
-    path = as_file("synth:tiny-qwen3:q4_k_m", tmp_path / "tiny.gguf")
-    drawn, read = bj.load("synth:tiny-qwen3:q4_k_m"), bj.load(str(path))
-    assert drawn.config == read.config
-    for one, other in zip(jax.tree.leaves(drawn.params), jax.tree.leaves(read.params), strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 def test_a_changed_tensor_changes_the_text(tmp_path):

@@ -89,6 +89,16 @@ def test_packed_and_decoded_weights_give_the_same_logits():
     np.testing.assert_allclose(packed, decoded, atol=2e-4)
 
 
+def test_a_synthetic_model_is_the_same_from_its_file_as_from_its_seed(tmp_path):
+    from tests.bonsai_jax.test_oracle import as_file
+
+    path = as_file("synth:tiny-qwen3:q4_k_m", tmp_path / "tiny.gguf")
+    drawn, read = bj.load("synth:tiny-qwen3:q4_k_m"), bj.load(str(path))
+    assert drawn.config == read.config
+    for one, other in zip(jax.tree.leaves(drawn.params), jax.tree.leaves(read.params), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_loading_reports_progress():
     seen = []
     bj.load("synth:tiny-llama:q8_0", progress=lambda done, total: seen.append((done, total)))
@@ -212,6 +222,7 @@ def test_rope_scaling_agrees_with_llama_cpp(change, tmp_path):
         assert np.abs(bj.logits(plain, ids[0]) - bj.logits(model, ids[0])).max() > 1e-2
 
 
+@pytest.mark.slow  # on_eight_devices.py: pmap and shard_map draw one device's tokens
 def test_rows_can_be_sharded_over_devices():
     """generate_tokens under shard_map on two fake CPU devices: each row as on one device."""
     code = """

@@ -5,6 +5,7 @@ Held against a forward in numpy's float64 that shares no code with us; test_orac
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,9 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, card
 from bonsai_jax import cache as kv
+from bonsai_jax.model import load_params, resolve
 from bonsai_jax.params import blocks
-from checkpoints import CheckpointError, open_checkpoint
+from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 
 TINY = "synth:tiny-qwen35:f32"
 
@@ -234,3 +236,75 @@ def test_layers_may_be_listed_one_by_one():
     metadata = dict(checkpoint.metadata) | {"qwen35.attention.recurrent_layers": np.array([1, 0, 1, 1, 0, 1])}
     config = architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
     assert config.layers_of("attention") == (1, 4) and config.period == 3
+
+
+def test_a_draft_layer_is_left_aside():
+    """It is counted among the blocks. Tensors of a layer that no key speaks of are an error as ever."""
+    checkpoint = open_checkpoint(TINY)
+    own = {name.replace("blk.3.", "blk.6."): t for name, t in checkpoint.tensors.items() if "blk.3." in name}
+    own["blk.6.nextn.eh_proj.weight"] = checkpoint.tensors["blk.0.ffn_up.weight"]
+    more = dataclasses.replace(checkpoint, tensors=dict(checkpoint.tensors) | own)
+    keys = dict(checkpoint.metadata) | {"qwen35.block_count": 7, "qwen35.nextn_predict_layers": 1}
+    found = load_arrays(dataclasses.replace(more, metadata=keys))
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(load_arrays(checkpoint)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    with pytest.raises(CheckpointError, match=r"qwen35 has no place for tensor blk\.6\."):
+        load_arrays(more)
+
+
+def load_arrays(checkpoint):
+    config = architectures.config_of(checkpoint)
+    run = resolve(bj.RunConfig(impl="reference", weights="packed", rows=1), checkpoint, config)
+    return load_params(checkpoint, config, run)
+
+
+@pytest.mark.parametrize("of_many_modes", [False, True])
+def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
+    """v heads grouped by their k heads, A_log, norms less 1, the convolution as torch has it; and in a folder
+    that sees images under other names, with what sees them."""
+    file = open_checkpoint(TINY)
+    prefix = "model.language_model." if of_many_modes else "model."
+    names = {spec.gguf: spec.huggingface for spec in architectures.get("qwen35").TENSORS}
+    grouped, tensors = [0, 2, 1, 3], {}  # v head h of GGUF's uses k head h % 2
+    for name, t in file.tensors.items():
+        layer, found = re.search(r"\.(\d+)\.", name), re.sub(r"\.\d+\.", ".{}.", name)
+        w = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
+        if found.endswith(("ssm_alpha.weight", "ssm_beta.weight", "ssm_a", "ssm_dt.bias")):
+            w = w[grouped]
+        elif found.endswith("attn_gate.weight"):
+            w = w.reshape(4, 64, -1)[grouped].reshape(w.shape)
+        elif found.endswith("ssm_out.weight"):
+            w = w.reshape(-1, 4, 64)[:, grouped].reshape(w.shape)
+        elif found.endswith(("attn_qkv.weight", "ssm_conv1d.weight")):
+            v = w[256:].reshape(4, 64, -1)[grouped].reshape(256, -1)
+            w = np.concatenate([w[:256], v])
+        if found.endswith("norm.weight") and "ssm" not in found:
+            w = w - 1
+        w = np.log(-w) if found.endswith("ssm_a") else w
+        w = w[:, None] if found.endswith("conv1d.weight") else w
+        name = names[found].format(*(layer.groups() if layer else ())).replace("model.", prefix, 1)
+        raw = np.ascontiguousarray(w).view(np.uint8).reshape(*w.shape[:-1], -1)
+        tensors[name] = Tensor(name, "f32", w.shape, raw)
+    m = {key.removeprefix("qwen35."): value for key, value in file.metadata.items()}
+    text = {
+        "model_type": "qwen3_5_text", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 8192,
+        "rms_norm_eps": m["attention.layer_norm_rms_epsilon"], "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25},
+    }  # fmt: skip
+    if of_many_modes:
+        text["layer_types"] = 3 * ["linear_attention"] + ["full_attention"] + 2 * ["linear_attention"]
+        extra = tensors[f"{prefix}norm.weight"]
+        tensors |= {"model.visual.merger.norm.weight": extra, "mtp.norm.weight": extra}
+        text = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
+    folder = Checkpoint("folder", "huggingface", text, tensors)
+    config = architectures.config_of(folder)
+    assert config.delta.grouped and config.mixers == tiny().config.mixers
+    tokens, lengths = np.array([ids(7)]), jnp.array([7])
+    want, got = (
+        jax.jit(functools.partial(bj.forward, config=c))(p, tokens, lengths)[0]
+        for c, p in ((tiny().config, tiny().params), (config, load_arrays(folder)))
+    )
+    np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())

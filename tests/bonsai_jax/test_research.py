@@ -263,7 +263,9 @@ def test_a_name_that_there_is_not():
         bj.Taps(frozenset({"residual"}))
 
 
-@pytest.mark.parametrize("source", ["tiny-qwen3:q1_0", "tiny-qwen2:q4_k"])
+@pytest.mark.parametrize(
+    "source", ["tiny-qwen3:q1_0", pytest.param("tiny-qwen2:q4_k", marks=pytest.mark.slow)]
+)
 def test_gradients_with_respect_to_a_soft_prompt(source):
     """Against central differences of the loss, along random directions and along the gradient."""
     model = tiny(source)

@@ -64,7 +64,9 @@ def same(one, other):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "cache_dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+)
 def test_generation_goes_on_as_if_it_had_never_stopped(cache_dtype, tmp_path):
     """Sampled, with penalties and a bias."""
     state, want = begun(cache_dtype)

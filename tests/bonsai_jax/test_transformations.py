@@ -228,7 +228,11 @@ def ops(w, gamma):
 OPS = list(ops(None, None))
 
 
-@pytest.mark.parametrize("op", OPS)
+# The feed-forward has the norm, the residual and the product of two matrices too.
+SLOW = [pytest.param(op, marks=pytest.mark.slow) for op in ("matmul and residual", "gated")]
+
+
+@pytest.mark.parametrize("op", ["matmul", "ffn", "ffn without a gate", *SLOW])
 def test_vmap_is_one_call_a_row(op):
     f = ops(weight("q5_k", 1, K), 1 + numbers(2, LAYERS, K))[op]
     x = numbers(3, 4, 2, K)
@@ -339,9 +343,11 @@ def test_a_gradient_with_respect_to_integers_is_refused(format):
 # ---- shard_map ----
 
 
-def test_ops_under_shard_map():
-    """Eight devices, in a process that has so many: rows over devices, or outputs over devices."""
-    code = "from tests.bonsai_jax.test_transformations import check_shard_map; check_shard_map()"
+@pytest.mark.parametrize("names", [("ffn",), pytest.param(OPS, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_ops_under_shard_map(names):
+    """Eight devices, in a process that has so many: rows over devices, or outputs over devices. The
+    feed-forward has all that the other ops have."""
+    code = f"from tests.bonsai_jax.test_transformations import check_shard_map; check_shard_map({names!r})"
     environment = {
         **os.environ,
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
@@ -355,15 +361,14 @@ def test_ops_under_shard_map():
     assert done.returncode == 0, done.stderr
 
 
-def check_shard_map():
+def check_shard_map(names):
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     gamma, x = 1 + numbers(2, LAYERS, K), numbers(3, 8 * 16, K)
     for kernel in ("reference", "cublas"):
         w = weight("q4_k", 1, K).replace(products=Products(((None, kernel),)))
-        for name, f in ops(w, gamma).items():
-            if kernel == "cublas" and name != "ffn":  # which has all that the others have
-                continue
+        for name in names if kernel == "reference" else ("ffn",):
+            f = ops(w, gamma)[name]
             shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec("d"), out_specs=spec("d"))
             limit = {"rtol": 1e-5, "atol": 1e-5, "err_msg": name}
             np.testing.assert_allclose(jax.jit(shared(f))(x), jax.jit(f)(x), **limit)

@@ -21,14 +21,15 @@ from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, use_abstract_mesh
 
-TARGETS = [(8, 0), (8, 9), (9, 0)]  # compute capabilities: every kernel is compiled for them
+TARGETS = [(8, 0), (8, 9), (9, 0)]  # compute capabilities: every kernel is compiled for them (slow)
 OTHERS = [(8, 6), (10, 0), (12, 0)]  # one of each kind is
 
 
-def for_target(capability, *values):
+def for_target(capability, *values, slow=False):
     """Values of a test's parameters, the last of which is the target; xdist (--dist loadgroup) runs all tests
     of a target in one worker, so that they share one process."""
-    return pytest.param(*values, capability, marks=pytest.mark.xdist_group(str(capability)))
+    marks = [pytest.mark.xdist_group(str(capability)), *([pytest.mark.slow] if slow else [])]
+    return pytest.param(*values, capability, marks=marks)
 
 
 def _start(output: Path):

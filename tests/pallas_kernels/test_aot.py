@@ -71,7 +71,12 @@ def shapes(source, rows=1, context=2048):
     return params, jax.eval_shape(state), config
 
 
-NOT_HOPPER = [for_target(target) for target in TARGETS + OTHERS if target != (9, 0)]
+# Whole models for the oldest and the newest every day: of the kernels one of each kind is compiled for all.
+NOT_HOPPER = [
+    for_target(target, slow=target not in [(8, 0), (12, 0)])
+    for target in TARGETS + OTHERS
+    if target != (9, 0)
+]
 
 
 def check_decode(source, capability):
@@ -94,7 +99,11 @@ def check_decode(source, capability):
 
 
 @pytest.mark.parametrize(
-    "source", ["synth:tiny-llama:q4_k_m", "synth:tiny-qwen2:q8_0", "synth:tiny-qwen3:q1_0"]
+    "source",
+    [
+        *("synth:tiny-llama:q4_k_m", "synth:tiny-qwen3:q1_0"),
+        pytest.param("synth:tiny-qwen2:q8_0", marks=pytest.mark.slow),
+    ],
 )
 def test_decode_compiles_with_its_cache_aliased(source):
     check_decode(source, (9, 0))
@@ -174,7 +183,9 @@ def check_prefill(source, capability):
 
 
 @pytest.mark.parametrize("capability", NOT_HOPPER, ids=str)
-@pytest.mark.parametrize("source", ["synth:tiny-llama:q1_0", "synth:tiny-llama:q4_k_m"])
+@pytest.mark.parametrize(
+    "source", ["synth:tiny-llama:q4_k_m", pytest.param("synth:tiny-llama:q1_0", marks=pytest.mark.slow)]
+)
 def test_prefill_compiles_for_other_gpus(source, capability, compilers):
     compilers.printed(capability, check_prefill, source, capability)
 
@@ -219,11 +230,11 @@ PRODUCTS = {  # what is done with a feed-forward, and the shape of x
 }
 
 
-# Every transformation for one format of each family, and every format under one: what is done with a launch
-# does not depend on the format.
+# Every transformation for one format of each family, and every format under one, which is slow: what is done
+# with a launch does not depend on the format.
 ONE_OF_EACH = ("q1_0", "q4_k")
 OF_PRODUCTS = [
-    (format, transform)
+    pytest.param(format, transform, marks=[] if format in ONE_OF_EACH else pytest.mark.slow)
     for format in formats.names("q1") + formats.names("kq")
     for transform in PRODUCTS
     if format in ONE_OF_EACH or transform == "vmap over 4 rows"
@@ -512,12 +523,25 @@ SPILLED = {
     ("attention, float32", (9, 0)): 212,
     ("one launch, 1.7B, float32", (9, 0)): 248,
 }
-KERNELS = [for_target(capability, kernel) for kernel in HOT for capability in TARGETS]
-KERNELS += [for_target((9, 0), kernel) for kernel in HOT_ON_HOPPER]
 OF_EACH_KIND = [
     "many queries, by mma", "q4_k gate and up", "q4_k gate and up, 8 rows", "decoded: q4_k gate and up",
     "norm", "gate and up", "gate and up, 8 rows", "attention",
 ]  # fmt: skip
+# Every day each kernel for one target, one of each kind for every target. What is slow differs from those in
+# a size, or is of a format that another kernel is compiled with, while this kernel is with another format.
+SLOW = [
+    "one launch, 4B", "many: output matrix", "many: q4_k qkv", "many: q4_k out, 512 rows",
+    *(f"many: {format} down" for format in ("q6_k", "q8_0", "q5_k", "q4_1")),
+    "norm, 8192 wide", "rounding, in groups of 32", "codes behind a norm, no fours of groups",
+]  # fmt: skip
+KERNELS = [
+    for_target(
+        capability, kernel, slow=kernel in SLOW or (capability != (9, 0) and kernel not in OF_EACH_KIND)
+    )
+    for kernel in HOT
+    for capability in TARGETS
+]
+KERNELS += [for_target((9, 0), kernel, slow=kernel in SLOW) for kernel in HOT_ON_HOPPER]
 KERNELS += [for_target(capability, kernel) for kernel in OF_EACH_KIND for capability in OTHERS]
 KERNELS += [for_target(capability, "one launch, 1.7B") for capability in [(10, 0), (12, 0)]]
 KERNELS += [for_target((10, 0), "one launch, 8B")]

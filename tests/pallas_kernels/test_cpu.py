@@ -26,6 +26,9 @@ KINDS = ("plain", "normed", "added", "gated")
 RAGGED, WHOLE = 640, 1024  # columns: no multiple of 256, and one
 
 
+made = jax.jit(from_blocks, static_argnums=1)  # outside of jit each operation would be compiled alone
+
+
 def weights(format, seed, *shape, bits=8):
     """A stack [layers, N, K] of blocks that were kept, and their weights in float64."""
     *lead, k = shape
@@ -33,8 +36,8 @@ def weights(format, seed, *shape, bits=8):
     raw, dense = KEPT[f"{format}.raw"].reshape(-1, size), KEPT[f"{format}.weights"]
     dense = dense.reshape(len(raw), -1)
     which = np.random.default_rng(seed).integers(0, len(raw), (*lead, k // dense.shape[1]))
-    w = from_blocks(jnp.asarray(raw[which].reshape(*lead, -1)), format)
-    w = w.replace(products=Products(((16, "cpu"), (None, "reference")), bits))
+    w = made(raw[which].reshape(*lead, -1), format)
+    w = w.replace(products=Products(((None, "cpu"),), bits))
     return w, dense[which].reshape(*lead, k).astype(np.float64)
 
 
@@ -54,11 +57,14 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
-@pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("format", FORMATS)
-def test_the_kernel_is_the_product(format, bits):
-    case = FORMATS.index(format) + bits
-    rows, kind = (1, 2, 5)[case % 3], KINDS[case % 4]
+FEW = [(format, bits, (1, 2, 5)) for format in FORMATS for bits in (8, 16)]
+MANY = [(format, 8, (9,)) for format in FORMATS] + [(format, 16, (7,)) for format in ("q4_0", "q4_k", "q1_0")]
+
+
+@pytest.mark.parametrize(("format", "bits", "rows"), FEW + MANY)
+def test_the_kernel_is_the_product(format, bits, rows):
+    case = FORMATS.index(format) + bits + rows[0]
+    rows, kind = rows[case % len(rows)], KINDS[case % 4]
     k = RAGGED if 256 % formats.get(format).WEIGHTS == 0 and formats.get(format).WEIGHTS < 256 else WHOLE
     rng = np.random.default_rng(case)
     w, dense = weights(format, case, 3, 37, k, bits=bits)
@@ -93,7 +99,7 @@ def test_activations_are_rounded_in_the_groups_that_share_a_scale(format, group)
     assert error(got, rounded @ dense.T) < 1e-4 < 1e-3 < error(got, x @ dense.T) < 1e-2
 
 
-@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+@pytest.mark.parametrize("rows", [1, 4, 6])
 def test_rows_are_computed_alike_whatever_is_beside_them(rows):
     w, _ = weights("q4_k", 3, 70, 512)
     x = jnp.asarray(np.random.default_rng(4).standard_normal((16, 512)), jnp.float32)
@@ -171,7 +177,7 @@ def test_processes_that_python_starts_run_it():
 def test_without_the_package_the_reference_runs(monkeypatch):
     found = importlib.util.find_spec
     problem = Matmul("cpu", "q4_k", 64, 256)
-    assert choose(problem, 16) == "cpu" and choose(problem, 17) == "reference"
+    assert choose(problem, 1) == "cpu" == choose(problem, 500)
     missing = lambda name, *rest: None if name == "llvmlite" else found(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     assert choose(problem, 1) == "reference"
@@ -179,7 +185,7 @@ def test_without_the_package_the_reference_runs(monkeypatch):
     assert verdict.reason == "needs the package llvmlite: install the extra `cpu`"
 
 
-@pytest.mark.parametrize("format", ["iq4_xs", "f32"])
+@pytest.mark.parametrize("format", ["iq2_xs", "f32"])
 def test_what_has_no_kernel_stays_with_the_reference(format):
     assert selection.products(Matmul("cpu", format, 64, 256)).kernels == ((None, "reference"),)
 
@@ -187,7 +193,7 @@ def test_what_has_no_kernel_stays_with_the_reference(format):
 def test_what_is_chosen_for_this_device_leaves_the_blocks_as_they_lie():
     w, _ = weights("q4_k", 11, 8, 256)
     chosen = for_device(w)
-    assert chosen.products.kernels == ((16, "cpu"), (None, "reference")) and not chosen.tiled
+    assert chosen.products.kernels == ((None, "cpu"),) and not chosen.tiled
     assert chosen.fields.keys() == w.fields.keys()
 
 

@@ -18,12 +18,17 @@ def in_lockstep(weights, layer):
         return np.asarray(kq_dequantize.run(weights, layer))
 
 
-@pytest.mark.parametrize(
-    ("N", "K", "layer"),
-    [(48, 512, 1), (40, 256, -1), (48, 512, np.int32(2))],
-    ids=["known", "last", "traced"],
-)
-@pytest.mark.parametrize("format", INTEGER)
+# Each format in a matrix without whole tiles. How a layer is found does not depend on the format.
+LAYERS_OF = {"known": (48, 512, 1), "last": (40, 256, -1), "traced": (48, 512, np.int32(2))}
+CASES = [
+    pytest.param(format, *case, id=f"{format}-{name}", marks=[] if every_day else pytest.mark.slow)
+    for format in INTEGER
+    for name, case in LAYERS_OF.items()
+    for every_day in [name == "last" or format in ("q4_k", "q6_k")]
+]
+
+
+@pytest.mark.parametrize(("format", "N", "K", "layer"), CASES)
 def test_what_it_decodes_is_the_definition_bit_for_bit(format, N, K, layer):
     w = drawn(format, (LAYERS, N, K))
     np.testing.assert_array_equal(in_lockstep([w.tiled], layer), w.dense[layer].astype(np.float16))

@@ -21,8 +21,16 @@ from tests.pallas_kernels.test_gemm import has_float16_scales, in_group_order
 INTEGER = formats.names("kq")
 
 
-@pytest.mark.parametrize("matrices", [1, 2])
-@pytest.mark.parametrize("format", INTEGER)
+# Two matrices are other rows of the same lanes, whatever the format: one of each kind of scales.
+CASES = [
+    pytest.param(format, matrices, marks=[] if every_day else pytest.mark.slow)
+    for format in INTEGER
+    for matrices in (1, 2)
+    for every_day in [matrices == 1 or format in ("q4_0", "q4_k", "q6_k", "q2_k")]
+]
+
+
+@pytest.mark.parametrize(("format", "matrices"), CASES)
 def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(format, matrices):
     """Bit for bit where the file's scales are float16; else within their rounding and that of what is
     subtracted, 2^-12 of each."""

@@ -40,13 +40,16 @@ DECODED_BY_GGUF = [
 ]
 
 
+@functools.partial(jax.jit, static_argnums=(0, 2))  # outside of jit each operation would be compiled alone
+def drawn(format, seed, blocks):
+    """Bytes of random blocks."""
+    return formats.pack(format, formats.random_fields(format, jax.random.key(seed), blocks, 0.0, 0.1))
+
+
 def random_weight(format, seed, *shape):
     """A QTensor of random blocks [*lead, N, K], and the same weights decoded by the gguf package, in
     float64."""
-    blocks = (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)
-    raw = np.asarray(
-        formats.pack(format, formats.random_fields(format, jax.random.key(seed), blocks, 0.0, 0.1))
-    )
+    raw = np.asarray(drawn(format, seed, (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)))
     type_ = gguf.GGMLQuantizationType[format.upper()]
     return from_blocks(jnp.asarray(raw), format), gguf.dequantize(raw, type_).astype(np.float64)
 
