@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import bench, jitted, text
+from bonsai_jax import bench, jitted, prompts
 
 TEXT = (
     "The harbour master counts the boats every evening. On Monday there were twelve boats, and two of them "
@@ -62,7 +62,7 @@ class Answer:
 
     def __init__(self, model: bj.Model, ids: list[int], new: int, params: bj.SamplingParams, proposer):
         self.model, self.new = model, new
-        tokens, lengths = text.pad([ids])
+        tokens, lengths = prompts.pad([ids])
         self.fresh = lambda: jitted.prefill(
             model.params,
             bj.new_state(model, 1, tokens.shape[1] + new, params, new, speculate=proposer),

@@ -29,10 +29,12 @@ for _name in ("checkpoints", "pallas_kernels"):
 
 if TYPE_CHECKING:
     from bonsai_jax import jitted
+    from bonsai_jax.answers import Output, Piece
     from bonsai_jax.cache import KVCache
     from bonsai_jax.checks import checked
     from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
     from bonsai_jax.decoding import State, decode, extend, forward, generate_tokens, prefill, start, step
+    from bonsai_jax.engine import Engine, Handle
     from bonsai_jax.layers import embed
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.parallel import over_mesh
@@ -40,18 +42,20 @@ if TYPE_CHECKING:
     from bonsai_jax.sampling import Logprobs
     from bonsai_jax.save import load_state, save_state
     from bonsai_jax.taps import Taps
-    from bonsai_jax.text import Output, Piece, generate, iter_logits, logits, stream
+    from bonsai_jax.text import generate, iter_logits, logits, stream
     from bonsai_jax.tokenizer import Tokenizer
     from checkpoints import CheckpointError
 
 # Imported when first used: jax takes a second or two, which `bonsai-jax --help` need not wait for.
 _HOMES = {
+    "bonsai_jax.answers": ("Output", "Piece"),
     "bonsai_jax.cache": ("KVCache",),
     "bonsai_jax.checks": ("checked",),
     "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
     "bonsai_jax.decoding": (
         *("State", "decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
     ),
+    "bonsai_jax.engine": ("Engine", "Handle"),
     "bonsai_jax.layers": ("embed",),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
     "bonsai_jax.parallel": ("over_mesh",),
@@ -59,7 +63,7 @@ _HOMES = {
     "bonsai_jax.sampling": ("Logprobs",),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.taps": ("Taps",),
-    "bonsai_jax.text": ("Output", "Piece", "generate", "iter_logits", "logits", "stream"),
+    "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokenizer": ("Tokenizer",),
     "checkpoints": ("CheckpointError",),
 }
@@ -83,6 +87,8 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "CheckpointError",
+    "Engine",
+    "Handle",
     "KVCache",
     "Logprobs",
     "Model",

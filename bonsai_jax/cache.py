@@ -3,6 +3,7 @@ states of layers that keep no keys. Immutable to read, donated to write."""
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
@@ -124,25 +125,29 @@ def bytes_per_row(config: ModelConfig) -> int:
     return 4 * len(config.layers_of("delta")) * of_layer
 
 
-def empty(config: ModelConfig, run: RunConfig, rows: int, context: int) -> KVCache:
-    """An empty cache in which each row owns enough pages for `context` tokens, in order. `run` must be
-    resolved.
+def first_table(rows: int, pages_per_row: int, pages: int | None = None) -> np.ndarray:
+    """The block table of an empty cache: each row owns its pages, in order; all zeros where `pages` says how
+    many there are, which somebody deals out (engine/)."""
+    table = np.arange(rows * pages_per_row, dtype=np.int32).reshape(rows, pages_per_row)
+    return table if pages is None else np.zeros_like(table)
+
+
+def empty(config: ModelConfig, run: RunConfig, rows: int, context: int, pages: int | None = None) -> KVCache:
+    """An empty cache whose rows can hold `context` tokens each. `run` must be resolved.
+
+    pages   in all, for an engine that deals them out; None: each row owns enough of them, in order
 
     Zeros and not uninitialised memory: what lies beyond a row's length is masked, but 0 * NaN would be NaN.
     """
-    pages = page_count(context, run.page_size)
-    shape = (
-        len(config.layers_of("attention")),
-        rows * pages,
-        run.page_size,
-        config.num_kv_heads,
-        config.head_dim,
-    )
+    of_row = page_count(context, run.page_size)
+    in_all = rows * of_row if pages is None else pages
+    layers = len(config.layers_of("attention"))
+    shape = (layers, in_all, run.page_size, config.num_kv_heads, config.head_dim)
     one, prefill = attention_kernels(config, run)
     return KVCache(
         k=cache_layouts.empty(str(run.cache_dtype), shape),
         v=cache_layouts.empty(str(run.cache_dtype), shape),
-        block_table=jnp.arange(rows * pages, dtype=jnp.int32).reshape(rows, pages),
+        block_table=jnp.asarray(first_table(rows, of_row, pages)),
         lengths=jnp.zeros(rows, jnp.int32),
         delta=empty_states(config, rows),
         impl=one,

@@ -227,7 +227,7 @@ class RunConfig:
     cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere
     page_size    tokens in a page of the cache
     context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
-    rows         most rows run at once; more prompts than that run in groups
+    rows         most rows run at once; of more prompts each begins when another has ended
     """
 
     impl: Literal["auto", "reference", "pallas"] = "auto"

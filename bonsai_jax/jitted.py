@@ -18,15 +18,16 @@ from bonsai_jax import decoding
 from bonsai_jax.checks import STATIC
 
 
-def _jitted(function: Callable, donated: str | None = None) -> Any:
+def donating(function: Callable, donated: str | None = None) -> Any:
+    """jax.jit of a function whose arguments that are no arrays (checks.STATIC) decide what is compiled."""
     parameters = inspect.signature(function).parameters
     static = [name for name in STATIC if name in parameters]
     return jax.jit(function, static_argnames=static, donate_argnames=donated)
 
 
-prefill = _jitted(decoding.prefill, "state")
-step = _jitted(decoding.step, "state")
-decode = _jitted(decoding.decode, "state")
-generate_tokens = _jitted(decoding.generate_tokens, "state")
-extend = _jitted(decoding.extend, "cache")
-forward = _jitted(decoding.forward)
+prefill = donating(decoding.prefill, "state")
+step = donating(decoding.step, "state")
+decode = donating(decoding.decode, "state")
+generate_tokens = donating(decoding.generate_tokens, "state")
+extend = donating(decoding.extend, "cache")
+forward = donating(decoding.forward)

@@ -61,7 +61,7 @@ def over_mesh(*returns: str, arrays: str = "rows", **optional: str) -> Callable[
             def spec(value):
                 if isinstance(value, Params) or _held(value):
                     return specs(value, mesh)
-                return spec_of[arrays] if np.ndim(value) else P()
+                return jax.tree.map(lambda x: spec_of[arrays] if np.ndim(x) else P(), value)
 
             def on_device(traced):
                 traced = {name: _own_pages(value, mesh) for name, value in traced.items()}
@@ -113,13 +113,20 @@ def _own_pages(tree, mesh: Mesh, back: bool = False):
     return jax.tree.map(own, tree, is_leaf=_is_cache)
 
 
-def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, mesh: Mesh | None) -> KVCache:
+def empty_cache(
+    config: ModelConfig,
+    run: RunConfig,
+    rows: int,
+    context: int,
+    mesh: Mesh | None,
+    pages: int | None = None,
+) -> KVCache:
     """cache.empty over a mesh: each device has the pages of its rows and of its KV heads.
 
     Raises ValueError for a number of rows that does not split.
     """
     if mesh is None:
-        return kv.empty(config, run, rows, context)
+        return kv.empty(config, run, rows, context, pages)
     if rows % size(mesh, DATA):
         near = rows // size(mesh, DATA) * size(mesh, DATA)
         able = " or ".join(str(n) for n in (near, near + size(mesh, DATA)) if n)
@@ -127,9 +134,9 @@ def empty_cache(config: ModelConfig, run: RunConfig, rows: int, context: int, me
     parts = size(mesh, MODEL)
     # As many KV heads as devices have together: more than the model's where several have the same.
     held = dataclasses.replace(config, num_kv_heads=parts * max(1, config.num_kv_heads // parts))
-    shape = jax.eval_shape(lambda: kv.empty(held, run, rows, context))
+    shape = jax.eval_shape(lambda: kv.empty(held, run, rows, context, pages))
     sharding = shardings(shape, mesh)
-    table = np.arange(shape.block_table.size, dtype=np.int32).reshape(shape.block_table.shape)
+    table = kv.first_table(rows, shape.block_table.shape[1], pages)
     zeros = lambda like, sharding: jnp.zeros(like.shape, like.dtype, device=sharding)  # noqa: E731
     return shape.replace(
         k=jax.tree.map(zeros, shape.k, sharding.k),  # never whole on one device

@@ -1,5 +1,6 @@
 """From logits to tokens, on the device: each row by its own parameters and key."""
 
+import dataclasses
 import secrets
 from collections.abc import Sequence
 
@@ -84,50 +85,72 @@ def sampler(
     Raises ValueError when their number is not `rows` or a logit bias names a token beyond the vocabulary.
     """
     if isinstance(params, SamplingParams):
-        seed = _any_seed() if params.seed is None else params.seed
-        per_row, seeds = [params] * rows, [seed + row for row in range(rows)]
+        seed = any_seed() if params.seed is None else params.seed
+        per_row = [dataclasses.replace(params, seed=seed + row) for row in range(rows)]
     else:
         per_row = list(params)
         if len(per_row) != rows:
             raise ValueError(
                 f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
             )
-        seeds = [_any_seed() if p.seed is None else p.seed for p in per_row]
-    for p in per_row:
-        for token in p.logit_bias:
-            if not 0 <= token < vocab_size:
-                raise ValueError(
-                    f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}"
-                )
-    most = max(len(p.logit_bias) for p in per_row)
-    # A power of two: few shapes, few compilations. Never 0: under shard_map, jax 0.11.2 crashes on an empty
-    # array in a loop.
-    width = 1 << max(0, most - 1).bit_length()
-    bias_ids = np.full((rows, width), vocab_size, np.int32)
-    bias = np.zeros((rows, width), np.float32)
-    for row, p in enumerate(per_row):
-        bias_ids[row, : len(p.logit_bias)] = list(p.logit_bias)
-        bias[row, : len(p.logit_bias)] = list(p.logit_bias.values())
-
-    def column(name, dtype):
-        return jnp.array([getattr(p, name) for p in per_row], dtype)
-
+    made = columns(per_row, vocab_size)
     return Sampler(
-        temperature=column("temperature", jnp.float32),
-        top_k=column("top_k", jnp.int32),
-        top_p=column("top_p", jnp.float32),
-        min_p=column("min_p", jnp.float32),
-        temperature_first=column("temperature_first", bool),
-        repetition_penalty=column("repetition_penalty", jnp.float32),
-        presence_penalty=column("presence_penalty", jnp.float32),
-        frequency_penalty=column("frequency_penalty", jnp.float32),
-        bias_ids=jnp.array(bias_ids),
-        bias=jnp.array(bias),
-        keys=jax.vmap(jax.random.key)(jnp.array([seed % 2**32 for seed in seeds], jnp.uint32)),
+        keys=keys(jnp.asarray(made.pop("seeds"))),
         seen=jnp.zeros((rows, vocab_size), bool),
         counts=jnp.zeros((rows, vocab_size), jnp.int32),
         impl=kernel(vocab_size, impl),
+        **jax.tree.map(jnp.asarray, made),
     )
+
+
+def columns(
+    per_row: Sequence[SamplingParams], vocab_size: int, biases: int | None = None
+) -> dict[str, np.ndarray]:
+    """Fields of a Sampler as numpy arrays, a SamplingParams for each row, and `seeds`, uint32, of which
+    `keys` makes the keys.
+
+    biases   tokens with a bias that a row has room for; None: as many as a power of two needs
+    """
+    for p in per_row:
+        check_bias(p, vocab_size)
+    if biases is None:
+        biases = bias_width(per_row)
+    bias_ids = np.full((len(per_row), biases), vocab_size, np.int32)
+    bias = np.zeros((len(per_row), biases), np.float32)
+    for row, p in enumerate(per_row):
+        bias_ids[row, : len(p.logit_bias)] = list(p.logit_bias)
+        bias[row, : len(p.logit_bias)] = list(p.logit_bias.values())
+    types = dict.fromkeys(("temperature", "top_p", "min_p"), np.float32) | {"top_k": np.int32}
+    types |= dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32)
+    types |= {"temperature_first": np.bool_}
+    of_rules = {name: np.array([getattr(p, name) for p in per_row], dtype) for name, dtype in types.items()}
+    seeds = [any_seed() if p.seed is None else p.seed for p in per_row]
+    return {
+        **of_rules,
+        "bias_ids": bias_ids,
+        "bias": bias,
+        "seeds": np.array([seed % 2**32 for seed in seeds], np.uint32),
+    }
+
+
+def check_bias(params: SamplingParams, vocab_size: int) -> None:
+    """Raises ValueError where a logit bias names a token beyond the vocabulary."""
+    for token in params.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise ValueError(
+                f"SamplingParams: logit_bias names token {token}; the vocabulary has {vocab_size}"
+            )
+
+
+def bias_width(per_row: Sequence[SamplingParams]) -> int:
+    """Room for the biases of each row: a power of two, so that few shapes are compiled. Never 0: under
+    shard_map, jax 0.11.2 crashes on an empty array in a loop."""
+    return 1 << max(0, max(len(p.logit_bias) for p in per_row) - 1).bit_length()
+
+
+def keys(seeds: UInt32[Array | np.ndarray, "B"]) -> Key[Array, "B"]:
+    """A key for each seed."""
+    return jax.vmap(jax.random.key)(seeds)
 
 
 def kernel(vocab_size: int, impl: str = "auto") -> str:
@@ -135,7 +158,7 @@ def kernel(vocab_size: int, impl: str = "auto") -> str:
     return selection.choose(selection.Sampling(device.platform(), vocab_size), impl=impl)
 
 
-def _any_seed() -> int:
+def any_seed() -> int:
     """A seed that nobody chose, the same in all processes."""
     seed = secrets.randbits(31)
     return seed if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.uint32(seed)))

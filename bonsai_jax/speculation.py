@@ -51,17 +51,21 @@ class Speculation(struct.PyTreeNode):
 
 
 def start(rows: int, capacity: int, proposer: str, of_device: int | None = None) -> Speculation:
-    """For rows of which nothing was read. The width goes by the rows of a device, 8 tokens of one row, 4 of
-    two, else 2: products of up to 8 tokens run by kernels of a decode step, which take about the time that
-    reading the weights takes.
+    """For rows of which nothing was read.
 
     of_device   rows of each device; None: all
     Raises NotImplementedError for a proposer that there is no file for.
     """
     proposers.get(proposer)
     ids = jnp.full((rows, capacity), NO_TOKEN, jnp.int32)
-    width = max(2, STEP_TOKENS // (of_device or rows))
-    return Speculation(ids, jnp.zeros(rows, jnp.int32), proposer, width)
+    return Speculation(ids, jnp.zeros(rows, jnp.int32), proposer, width(of_device or rows))
+
+
+def width(rows: int) -> int:
+    """Tokens of a row in a step where a device has so many rows, 8 of one row, 4 of two, else 2: products of
+    up to 8 tokens run by kernels of a decode step, which take about the time that reading the weights
+    takes."""
+    return max(2, STEP_TOKENS // rows)
 
 
 def note(

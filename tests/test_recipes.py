@@ -44,7 +44,7 @@ def classifier_free_guidance(r):
     model = r["model"]
     wanted, plain = (model.tokenizer.encode(prompt) for prompt in r["prompts"])
     tokens: list[int] = []
-    for token in r["with_it"].tokens:
+    for token in r["answer"]:
         a, b = (bj.logits(model, [*ids, *tokens])[-1] for ids in (wanted, plain))
         assert token == (b + r["SCALE"] * (a - b)).argmax()
         tokens.append(token)

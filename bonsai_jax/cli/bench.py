@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from bonsai_jax.cli import options
+from bonsai_jax.progress import bar
 
 
 def _sizes(text: str) -> list[int]:
@@ -128,7 +129,7 @@ def command(
     )
     checkpoint = open_checkpoint(model or "demo", offline=offline)
     mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)
-    with options.progress("loading") as update:
+    with bar("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)
     if tune:
         _tune(loaded, [n for n in rows if n] or [1], repetitions, output)
@@ -151,7 +152,7 @@ def command(
     parameters = sum(math.prod(t.shape) for t in checkpoint.tensors.values())
     if header := {"md": bench.markdown_header, "csv": bench.csv_header, "jsonl": str}[output]():
         print(header)
-    with options.progress("measuring") as update:
+    with bar("measuring") as update:
         how = {"sampled": of_gen, "batches": rows, "speculate": speculate, "progress": update}
         for row in bench.measure(loaded, *sizes, repetitions, **how):
             if output == "md":

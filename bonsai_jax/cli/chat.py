@@ -94,7 +94,7 @@ class Conversation:
 
         from bonsai_jax import parallel, sampling, speculation
         from bonsai_jax.model import start_state
-        from bonsai_jax.text import pad
+        from bonsai_jax.prompts import pad
 
         run = self.model.run
         # After an interrupt between two states its pages are gone.

@@ -1,14 +1,18 @@
-"""bonsai-jax generate: answer one prompt."""
+"""bonsai-jax generate: answer one prompt, or a file of them."""
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from bonsai_jax.cli import options
 from bonsai_jax.cli.figures import CompileClock, Figures, line_of
+
+if TYPE_CHECKING:
+    from bonsai_jax import Model
 
 
 def command(
@@ -29,6 +33,15 @@ def command(
     chat: Annotated[
         bool, typer.Option("--chat", help="Wrap the prompt in the model's chat template.")
     ] = False,
+    lines: Annotated[
+        bool,
+        typer.Option(
+            "--lines", help="A prompt on each line, many answered at once: a JSON object for each, in order."
+        ),
+    ] = False,
+    rows: Annotated[
+        int, typer.Option("--rows", min=1, metavar="N", help="With --lines: most prompts answered at once.")
+    ] = 8,
     system: options.System = None,
     think: options.Think = None,
     stop: options.Stop = None,
@@ -58,7 +71,8 @@ def command(
     offline: options.Offline = False,
     no_compile_cache: options.NoCompileCache = False,
 ) -> None:
-    """Answer one prompt: text to stdout as it comes, then a line of figures to stderr.
+    """Answer one prompt: text to stdout as it comes, then a line of figures to stderr. With --lines, one on
+    each line.
 
     With --json, stdout holds one JSON object and nothing else: prompt_tokens, tokens, text, finish_reason,
     timings (load_s, ttft_s, prefill_tok_s, decode_tok_s), device, impl; with --speculate tokens_per_step.
@@ -74,6 +88,7 @@ def command(
         raise typer.BadParameter("no prompt: give one as the argument, with -f, or piped")
     if text is None:
         text = options.read_text(file or options.STDIN)
+    prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
     params = options.sampling(
         temperature=temperature,
         top_k=top_k,
@@ -95,6 +110,7 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
         all_reduce=all_reduce,
+        rows=rows if lines else 1,
     )
     options.join_processes(coordinator, num_processes, process_id)
     mesh = options.mesh(tensor=tensor_parallel)
@@ -105,24 +121,20 @@ def command(
     from bonsai_jax import card
 
     clock = CompileClock()
-    if chat:
-        messages = [{"role": "system", "content": system}] if system is not None else []
-        thinking = {} if think is None else {"enable_thinking": think}
-        ids = loaded.tokenizer.encode_chat([*messages, {"role": "user", "content": text}], **thinking)
-    else:
-        ids = loaded.tokenizer.encode(text)
+    encode = _chat(loaded, system, think) if chat else loaded.tokenizer.encode
+    every = [encode(prompt) for prompt in prompts]
     if max_new_tokens < 0:
-        max_new_tokens = max(1, loaded.run.context - len(ids))
+        max_new_tokens = max(1, loaded.run.context - max(map(len, every)))
+    how = {"max_new_tokens": max_new_tokens, "sampling": params, "stop": stop or []}
+    how |= {"ignore_eos": ignore_eos, "speculate": speculate}
+    if lines:
+        for output in bj.generate(loaded, every, **how, progress=True):
+            answer = {name: getattr(output, name) for name in ("prompt_tokens", "tokens", "text")}
+            print(options.to_json(answer | {"finish_reason": output.finish_reason}))
+        return
+    (ids,) = every
     seen = Figures(len(ids), clock, speculates=speculate is not None)
-    pieces = bj.stream(
-        loaded,
-        ids,
-        max_new_tokens=max_new_tokens,
-        sampling=params,
-        stop=stop or [],
-        ignore_eos=ignore_eos,
-        speculate=speculate,
-    )
+    pieces = bj.stream(loaded, ids, **how)
     for piece in seen.watch(pieces):
         if not as_json:
             print(piece.text, end="", flush=True)
@@ -148,3 +160,10 @@ def command(
         if speculate is not None:
             answer["tokens_per_step"] = seen.tokens_per_step
         print(options.to_json(answer))
+
+
+def _chat(model: "Model", system: str | None, think: bool | None) -> Callable[[str], list[int]]:
+    """A prompt as the first message of a chat."""
+    before = [{"role": "system", "content": system}] if system is not None else []
+    thinking = {} if think is None else {"enable_thinking": think}
+    return lambda text: model.tokenizer.encode_chat([*before, {"role": "user", "content": text}], **thinking)

@@ -1,15 +1,15 @@
 """Options that several commands share, and what they become: a loaded model, sampling parameters, a text."""
 
-import contextlib
 import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+
+from bonsai_jax.progress import bar
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -204,8 +204,9 @@ def run_config(
     schedule: Schedules,
     activation_bits: Bits = "8",
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto",
+    rows: int = 1,
 ) -> "RunConfig":
-    """How the command line runs a model: one row."""
+    """How the command line runs a model."""
     from bonsai_jax import RunConfig
 
     return RunConfig(
@@ -216,7 +217,7 @@ def run_config(
         cache_dtype=cache_dtype,
         activation_bits=16 if activation_bits == "16" else 8,
         all_reduce=all_reduce,
-        rows=1,
+        rows=rows,
     )
 
 
@@ -263,7 +264,7 @@ def load(
     from checkpoints import open_checkpoint
 
     checkpoint = open_checkpoint(source or "demo", offline=offline)  # a download has its own bar
-    with progress("loading") as update:
+    with bar("loading") as update:
         return bj.from_checkpoint(checkpoint, run, mesh=on, progress=update)
 
 
@@ -273,20 +274,6 @@ def compile_cache_off(asked: bool) -> None:
         import jax
 
         jax.config.update("jax_enable_compilation_cache", False)
-
-
-@contextlib.contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, if that is a terminal, for as long as the block runs. Yields update(done, total)."""
-    if not sys.stderr.isatty():
-        yield lambda done, total: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 STDIN = Path("-")

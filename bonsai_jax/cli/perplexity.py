@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bonsai_jax.cli import options
+from bonsai_jax.progress import bar
 
 DEFAULT_CHUNK = 512  # llama.cpp's
 
@@ -84,7 +85,7 @@ def command(
             compare = stack.enter_context(evaluate.BaseReader(kl_base, cut, vocab_size))
         elif kl_base is not None:
             write = stack.enter_context(evaluate.BaseWriter(kl_base, cut, vocab_size))
-        update = stack.enter_context(options.progress("scoring"))
+        update = stack.enter_context(bar("scoring"))
         result = evaluate.evaluate(loaded, cut, write=write, compare=compare, progress=update)
     ppl, error = evaluate.perplexity(result.nll)
     kl, same = result.divergence.kl, result.divergence.same_top

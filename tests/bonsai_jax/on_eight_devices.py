@@ -27,7 +27,9 @@ SAMPLING = [bj.SamplingParams(temperature=float(row % 2), seed=row) for row in r
 
 @functools.cache  # drawing weights is compiled anew for every mesh: few tests have one of their own
 def load(source: str, weights, mesh=None) -> bj.Model:
-    return bj.load(f"synth:{source}", bj.RunConfig(page_size=16, weights=weights), mesh=mesh)
+    return bj.load(
+        f"synth:{source}", bj.RunConfig(page_size=16, weights=weights, activation_bits=16), mesh=mesh
+    )
 
 
 def answers(model: bj.Model, **options) -> list[list[int]]:

@@ -58,6 +58,18 @@ def test_prompts_come_from_everywhere(tmp_path):
     assert run("generate", "-p", "-", *common).stdout not in texts  # a prompt that is a dash
 
 
+def test_a_prompt_on_each_line(tmp_path):
+    prompts = ["Once upon", "The sea", "Rain"]
+    (tmp_path / "prompts.txt").write_text("Once upon\n\nThe sea\nRain\n")
+    done = run("generate", "-f", tmp_path / "prompts.txt", "--lines", "-m", TINY, "-n", 8, "--temp", 0)
+    assert done.exit_code == 0, done.stderr
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    wanted = bj.generate(tiny(), prompts, max_new_tokens=8, sampling=GREEDY)
+    for answer, want in zip(answers, wanted, strict=True):
+        of_want = (want.prompt_tokens, want.tokens, want.text, want.finish_reason)
+        assert tuple(answer[k] for k in ("prompt_tokens", "tokens", "text", "finish_reason")) == of_want
+
+
 @pytest.mark.parametrize("arguments", [(), ("-",), ("-f", "-")])
 def test_empty_input_is_an_error_before_anything_is_loaded(arguments):
     done = run("generate", *arguments, "-m", "missing.gguf", stdin="")

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import jitted, text
+from bonsai_jax import jitted
+from bonsai_jax.engine import rows as on_device
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -28,10 +29,6 @@ def prompt(length: int, seed: int = 0) -> list[int]:
 def log_p(model: bj.Model, ids: list[int], tokens: list[int]) -> np.ndarray:
     """float32 [tokens, V]: before each token of an answer, by another road than the one that drew it."""
     return np.asarray(jax.nn.log_softmax(bj.logits(model, [*ids, *tokens])[len(ids) - 1 : -1]))
-
-
-def programs(function) -> int:
-    return function._cache_size()
 
 
 def test_log_probabilities_are_the_models_own():
@@ -119,34 +116,33 @@ def test_vectors_are_a_prompt():
         bj.generate(model, [np.zeros((3, 5), np.float32)])
 
 
+def programs() -> int:
+    return on_device.prefill_rows._cache_size() + on_device.decode_rows._cache_size()
+
+
 def test_many_prompts_are_few_programs_and_their_answers_are_in_order():
-    """200 prompts of 4 to 500 tokens: groups of like length, of at most eight shapes."""
-    rng = np.random.default_rng(0)
-    lengths = rng.integers(4, 501, 203)
-    model = tiny()
-    groups = list(text._groups(model, [[0] * int(n) for n in lengths]))
-    assert sorted(i for group in groups for i in group) == list(range(203))
-    spread = [lengths[group].max() - lengths[group].min() for group in map(np.array, groups)]
-    assert max(spread) <= 500 * 3 * 8 / 203  # neighbours in length
-    shapes = {(len(group), text.core.bucket(int(lengths[group].max()))) for group in map(np.array, groups)}
-    assert len(shapes) <= 8
-    before = programs(jitted.generate_tokens)
+    """21 prompts of 4 to 60 tokens in 8 rows: one program of decode, and few of prefill."""
+    model, rng = tiny(), np.random.default_rng(0)
     few = [prompt(int(n), int(n)) for n in rng.integers(4, 60, 21)]
-    outputs = bj.generate(model, few, max_new_tokens=4, sampling=GREEDY, ignore_eos=True)
-    assert programs(jitted.generate_tokens) - before <= 4
+    before, seen = programs(), []
+    options = {"max_new_tokens": 4, "sampling": GREEDY, "ignore_eos": True}
+    outputs = bj.generate(model, few, **options, progress=lambda *done: seen.append(done))
+    assert programs() - before <= 3
+    assert [output.prompt_tokens for output in outputs] == list(map(len, few))
+    assert seen == sorted(seen) and seen[-1] == (21, 21) and len(set(seen)) > 2
     for i in (0, 9, 20):
-        alone = bj.generate(model, [few[i]], max_new_tokens=4, sampling=GREEDY, ignore_eos=True)[0]
-        assert_same([outputs[i].tokens], [alone.tokens])
+        whole = jnp.asarray(bj.logits(model, [*few[i], *outputs[i].tokens])[len(few[i]) - 1 : -1])
+        assert outputs[i].tokens == whole.argmax(-1).tolist()
 
 
 def test_three_prompts_are_the_program_of_four():
     model = tiny()
     for rows in (4, 8):
         bj.generate(model, [prompt(5, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
-    before = programs(jitted.generate_tokens)
+    before = programs()
     for rows in (3, 5, 6, 7):
         bj.generate(model, [prompt(9, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
-    assert programs(jitted.generate_tokens) == before
+    assert programs() == before
 
 
 @pytest.mark.parametrize(

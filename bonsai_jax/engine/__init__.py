@@ -1,0 +1,19 @@
+"""Many requests at once (docs/engine.md).
+
+    engine.py     Engine: takes requests from any thread; its own thread turns the loop
+    handle.py     Handle: a request's answers, as they come
+    loop.py       plans to dispatches, what they drew to text
+    scheduler.py  who runs next: rows, chunks of prompts, steps       } plain Python,
+    pages.py      whose pages are whose                               } without tensors
+    prefix.py     which pages hold which tokens                       }
+    rows.py       prefill and decode of some rows: functions of arrays
+
+A request on its way: tokens of its prompt -> a row and pages, those that are known already shared ->
+chunks of the prompt through prefill, the last of which draws -> steps of decode with all other rows, many
+a dispatch -> ids on the host, text to the Handle, while the device is at the next dispatch.
+"""
+
+from bonsai_jax.engine.engine import Engine
+from bonsai_jax.engine.handle import Handle
+
+__all__ = ["Engine", "Handle"]

@@ -1,0 +1,124 @@
+"""What `Engine.submit` returns: the pieces of a request's answers, for threads and for asyncio."""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
+from typing import Any
+
+from bonsai_jax.answers import Output, Piece, output
+
+
+class Handle:
+    """A request on its way.
+
+        for piece in handle: ...          pieces as they come, of all n answers (Piece.index)
+        async for piece in handle: ...
+        handle.result()                   the whole answer, waited for;  await handle
+        handle.results()                  n of them
+        handle.cancel()                   what was drawn until then is the answer
+
+    Each raises RuntimeError with the reason where the engine failed. Any number of threads and tasks may
+    read; each sees every piece.
+    """
+
+    def __init__(self, n: int, prompt_tokens: int):
+        self.n, self.prompt_tokens = n, prompt_tokens
+        self.cancel_answers: Callable[[], None] = lambda: None
+        self._pieces: list[Piece] = []
+        self._unfinished = set(range(n))
+        self._error: Exception | None = None
+        self._changed = threading.Condition()
+        self._wakers: list[Callable[[], None]] = []
+
+    def __iter__(self) -> Iterator[Piece]:
+        at = 0
+        while True:
+            with self._changed:
+                while at == len(self._pieces) and not self.done:
+                    self._changed.wait()
+                new, over = self._pieces[at:], self.done
+            yield from new
+            at += len(new)
+            if over:
+                self._raise()
+                return
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        loop, come, at = asyncio.get_running_loop(), asyncio.Event(), 0
+
+        def wake() -> None:
+            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody reads any more
+                loop.call_soon_threadsafe(come.set)
+
+        with self._changed:
+            self._wakers.append(wake)
+        try:
+            while True:
+                come.clear()
+                with self._changed:
+                    new, over = self._pieces[at:], self.done
+                for piece in new:
+                    yield piece
+                at += len(new)
+                if over:
+                    self._raise()
+                    return
+                await come.wait()
+        finally:
+            with self._changed:
+                self._wakers.remove(wake)
+
+    def __await__(self) -> Generator[Any, None, Output]:
+        return self._whole().__await__()
+
+    @property
+    def done(self) -> bool:
+        return not self._unfinished or self._error is not None
+
+    def result(self, timeout_s: float | None = None) -> Output:
+        """The answer. Raises TimeoutError after timeout_s, and ValueError where there are several."""
+        if self.n != 1:
+            raise ValueError(f"{self.n} answers were asked for: results() has them all")
+        return self.results(timeout_s)[0]
+
+    def results(self, timeout_s: float | None = None) -> list[Output]:
+        """All answers, in order of their seeds. Raises TimeoutError after timeout_s."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.done, timeout_s):
+                raise TimeoutError(f"{len(self._unfinished)} answers are not finished after {timeout_s} s")
+        self._raise()
+        return [
+            output([piece for piece in self._pieces if piece.index == i], self.prompt_tokens)
+            for i in range(self.n)
+        ]
+
+    def cancel(self) -> None:
+        """Stop here. Of a request that is done nothing changes."""
+        self.cancel_answers()
+        with self._changed:
+            unfinished = sorted(self._unfinished)
+        for index in unfinished:
+            self.tell(Piece("", [], "cancelled", index=index))
+
+    def tell(self, news: Piece | Exception) -> None:
+        """Of the engine's thread: a piece of an answer, or that there will be none."""
+        with self._changed:
+            if isinstance(news, Exception):
+                self._error = self._error if self.done else news
+            elif news.index in self._unfinished:  # nothing behind a cancel
+                self._pieces.append(news)
+                if news.finish_reason is not None:
+                    self._unfinished.remove(news.index)
+            self._changed.notify_all()
+            for wake in self._wakers:
+                wake()
+
+    async def _whole(self) -> Output:
+        async for _ in self:
+            pass
+        return self.result()
+
+    def _raise(self) -> None:
+        if self._error is not None:
+            raise RuntimeError(str(self._error)) from self._error

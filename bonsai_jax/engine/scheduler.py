@@ -1,0 +1,367 @@
+"""Who runs next: requests, rows and pages of each device, as plain Python without tensors.
+
+    waiting --admit--> reading (prefill, in chunks) --its last chunk draws--> writing (decode) --> ended
+       ^                                                                         |
+       `--------------------- pre-empted: its pages went to another -------------'
+
+A plan is made before the results of the one before are known. So a request has bounds: `least` and `most`
+tokens that work on its way will have drawn. Rows and pages that are given back are safe to give away at once,
+as the device does one plan after another.
+"""
+
+import bisect
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from bonsai_jax.engine.prefix import Match, PrefixCache
+
+PADDED = 4  # times as much padding is taken rather than another executable compiled
+WAITING_STEPS = (4, 16)  # decode steps of a plan while requests wait for a row: at least, and at most
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One answer on its way.
+
+    prompt         token ids, or vectors: whatever has a length
+    reusable       most tokens that need not be read where their pages are known; None: all but the last
+    vectors        the prompt is vectors
+    priority       higher ones first; of equal ones the first that came
+    said           tokens drawn and known
+    device, row    where it runs; None: it waits
+    table          its pages
+    read           tokens of prompt and `said` whose reading is dispatched or was spared
+    to_read        those to be read before it writes on
+    started        something is read since it got its row
+    copy           (source, destination) of a page to copy before anything is read
+    flights        (least, most) tokens of each dispatched draw that is not known yet
+    """
+
+    prompt: Any
+    max_new_tokens: int
+    reusable: int | None = None
+    vectors: bool = False
+    priority: int = 0
+    said: list[int] = dataclasses.field(default_factory=list)
+    number: int = 0
+    device: int | None = None
+    row: int | None = None
+    table: list[int] = dataclasses.field(default_factory=list)
+    read: int = 0
+    to_read: int = 0
+    started: bool = False
+    copy: tuple[int, int] | None = None
+    flights: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
+    ended: bool = False
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return -self.priority, self.number
+
+    @property
+    def stored(self) -> int:
+        """Most tokens that its pages hold when all that is dispatched is done, once all is read."""
+        return len(self.prompt) + len(self.said) + sum(most for _, most in self.flights) - 1
+
+    @property
+    def left(self) -> int:
+        """Most tokens that it may still draw then."""
+        return self.max_new_tokens - len(self.said) - sum(least for least, _ in self.flights)
+
+
+@dataclasses.dataclass
+class Read:
+    """Tokens [first, first + count) of a request, and with the last ones a draw. Row and pages are those that
+    it has now; behind the plan they may be another's."""
+
+    request: Request
+    row: int
+    table: list[int]
+    first: int
+    count: int
+    draws: bool
+    starts: bool
+    copy: tuple[int, int] | None
+
+
+@dataclasses.dataclass
+class Plan:
+    """Work for the devices: prefill of `reads`, each device's own, in an array of (rows, tokens) a device;
+    then decode of the rows of `writes`, `rows` a device, for `steps` steps."""
+
+    reads: list[list[Read]]
+    shape: tuple[int, int]
+    writes: list[list[Request]]
+    rows: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What the executables can do, of each device.
+
+    max_rows, pages, page_size   of the cache
+    row_sizes    rows that decode is compiled for
+    shapes       (rows, tokens) that prefill is compiled for
+    free_tokens  a prefill of fewer costs as much
+    steps        most decode steps of a plan
+    width        most tokens that a row draws in a step (speculation)
+    reserve      pages for the whole answer are taken beforehand, so that nothing is pre-empted
+    """
+
+    max_rows: int
+    pages: int
+    page_size: int
+    row_sizes: Sequence[int]
+    shapes: Sequence[tuple[int, int]]
+    free_tokens: int
+    steps: int
+    width: int = 1
+    reserve: bool = False
+
+
+class Device:
+    """Rows and pages of one device (of one part of the mesh's axis "data")."""
+
+    def __init__(self, limits: Limits):
+        self.prefix = PrefixCache(limits.pages, limits.page_size)
+        self.pages = self.prefix.pages
+        self.free_rows = list(reversed(range(limits.max_rows)))
+        self.running: list[Request] = []  # in order
+
+
+class Scheduler:
+    """Requests in, plans out. `unhurried`: steps of a plan when nobody waits for a row."""
+
+    def __init__(self, limits: Limits, devices: int = 1):
+        self.limits, self.devices = limits, [Device(limits) for _ in range(devices)]
+        self.waiting: list[Request] = []
+        self.unhurried = limits.steps
+        self.compiled: set[int | tuple[int, int]] = set()  # of row_sizes and shapes
+        self.preempted = 0  # times
+        self._numbers = itertools.count()
+
+    def add(self, request: Request) -> None:
+        request.number = next(self._numbers)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def end(self, request: Request) -> None:
+        """It wants nothing more: finished, or cancelled. Its row and pages are free for the next plan."""
+        if request.ended:
+            return
+        request.ended = True
+        if request.device is None:
+            self.waiting = [r for r in self.waiting if r is not request]
+        else:
+            self._leave(request)
+
+    def plan(self) -> Plan | None:
+        """What to do next, which counts as dispatched; None: nothing can be done before results are known."""
+        for device in self.devices:
+            for request in device.running:
+                if request.row is not None and request.read == request.to_read and request.left <= 0:
+                    device.free_rows.append(request.row)  # what it drew is on its way
+                    request.row = None
+        self._admit()
+        reads, shape = self._reads()
+        writes, steps = self._writes()
+        rows = self._rows(max(map(len, writes)))
+        return Plan(reads, shape, writes, rows, steps) if any(reads) or rows else None
+
+    # Rows and pages.
+
+    def _admit(self) -> None:
+        skipped = []
+        while self.waiting:
+            places = [device for device in self.devices if device.free_rows]
+            if not places:
+                break
+            request = self.waiting.pop(0)
+            if request.flights:  # what a pre-empted one said must be known first
+                skipped.append(request)
+                continue
+            tokens = _tokens(request)
+            most = max(0, len(tokens) - 1)  # the last is read: what it predicts is drawn
+            most = most if request.reusable is None else min(most, request.reusable)
+            best: tuple[Device, Match] | None = None
+            for place in places:
+                known = place.prefix.match(tokens, most)
+                if known is None:  # another row computes its beginning
+                    best = None
+                    break
+                if best is None or _worth(place, known) > _worth(*best):
+                    best = place, known
+            if best is None:
+                skipped.append(request)
+                continue
+            device, match = best
+            full = Match(match.pages, len(match.pages) * self.limits.page_size)  # without a page to copy
+            if not any(self._start(request, device, m, tokens) for m in (match, full)):
+                skipped.append(request)
+                break  # who came later does not overtake
+        self.waiting = [*skipped, *self.waiting]
+
+    def _start(self, request: Request, device: Device, match: Match, tokens: list[int]) -> bool:
+        """Give it a row and pages, if there are enough."""
+        pages, total = device.pages, len(request.prompt) + len(request.said)
+        whole = request.max_new_tokens - len(request.said) if self.limits.reserve else 1
+        shared = [*match.pages, *([] if match.source is None else [match.source])]
+        for page in shared:
+            pages.hold(page)
+        need = self._pages(total + whole - 1) - len(match.pages)
+        # A page for each that needs more, lest it be pre-empted at once.
+        growth = sum(self._pages(len(r.prompt) + r.max_new_tokens - 1) > len(r.table) for r in device.running)
+        if pages.available < need + growth:
+            for page in reversed(shared):
+                pages.release(page, keep=True)
+            return False
+        request.table = [*match.pages, *pages.take(need)]
+        request.copy = None if match.source is None else (match.source, request.table[len(match.pages)])
+        request.read, request.to_read, request.started = match.tokens, total, False
+        request.device, request.row = self.devices.index(device), device.free_rows.pop()
+        bisect.insort(device.running, request, key=lambda r: r.order)
+        device.prefix.insert(tokens[: self._whole(len(tokens))], request.table, ready=False)
+        return True
+
+    def _leave(self, request: Request) -> None:
+        """Take back row and pages."""
+        device = self.devices[request.device]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        device.running.remove(request)
+        if request.copy is not None:
+            device.pages.release(request.copy[0], keep=True)
+        device.prefix.abandon(request.table)
+        if request.read == request.to_read:  # the newest token is stored when the next is drawn
+            device.prefix.insert(_tokens(request)[:-1], request.table, ready=True)
+        device.prefix.release(request.table)
+        if request.row is not None:
+            device.free_rows.append(request.row)
+        request.device = request.row = request.copy = None
+        request.table = []
+
+    def _preempt(self, request: Request) -> None:
+        """Its pages go to others; it waits, and reads what it has said like a prompt."""
+        self.preempted += 1
+        self._leave(request)
+        bisect.insort(self.waiting, request, key=lambda r: r.order)
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.limits.page_size)
+
+    def _whole(self, tokens: int) -> int:
+        """Tokens of the full pages among so many."""
+        return tokens // self.limits.page_size * self.limits.page_size
+
+    # Work.
+
+    def _reads(self) -> tuple[list[list[Read]], tuple[int, int]]:
+        """Chunks of prompts in the shape of which the least is padding, those that came first among them."""
+        unread = [[r for r in d.running if r.row is not None and r.read < r.to_read] for d in self.devices]
+        first = min((r for of in unread for r in of), key=lambda r: r.order, default=None)
+        if first is None:
+            return [[] for _ in unread], (0, 0)
+        able = [[r for r in of if _reads_vectors(r) == _reads_vectors(first)] for of in unread]
+
+        def worth(shape: tuple[int, int]) -> tuple[float, int]:
+            rows, tokens = shape
+            useful = sum(min(_unread(r), tokens) for of in able for r in of[:rows])
+            return useful / max(rows * tokens, self.limits.free_tokens), useful
+
+        shape = max(self.limits.shapes, key=worth)
+        if shape not in self.compiled:  # few programs: of each length one, for as many rows as it can have
+            widest = {tokens: rows for rows, tokens in sorted(self.limits.shapes)}
+            few = [s for s in self.limits.shapes if s in self.compiled or s[0] == widest[s[1]]]
+            other = max(few, key=worth)
+            shape = other if worth(other)[0] > worth(shape)[0] / PADDED else shape
+        self.compiled.add(shape)
+        return [[self._read(r, shape[1]) for r in of[: shape[0]]] for of in able], shape
+
+    def _read(self, request: Request, most: int) -> Read:
+        device = self.devices[request.device]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        count = min(_unread(request), most)
+        ends = request.read + count == request.to_read
+        place: tuple[int, list[int]] = request.row, request.table  # pyright: ignore[reportAssignmentType]
+        read = Read(request, *place, request.read, count, ends, not request.started, request.copy)
+        request.read, request.started = request.read + count, True
+        if request.copy is not None:  # dispatched before whatever takes the source over
+            device.pages.release(request.copy[0], keep=True)
+            request.copy = None
+        known = request.read if ends else self._whole(request.read)
+        device.prefix.insert(_tokens(request)[:known], request.table, ready=True)
+        if ends:
+            request.flights.append((1, 1))
+        return read
+
+    def _writes(self) -> tuple[list[list[Request]], int]:
+        """Rows that write on, with pages for what they may draw, and the steps that they make."""
+        able = [
+            [r for r in d.running if r.row is not None and r.read == r.to_read and r.left > 0]
+            for d in self.devices
+        ]
+        if not any(able):
+            return able, 0
+        steps = min(self._wanted(able), max(r.left for of in able for r in of))
+        both = list(zip(self.devices, able, strict=True))
+        while steps > 1 and any(self._lacking(device, of, steps) > 0 for device, of in both):
+            steps //= 2
+        for device, of in both:
+            while self._lacking(device, of, steps) > 0:
+                last = [r for r in device.running if r.row is not None][-1]
+                if last is of[0]:
+                    of.clear()  # alone with pages that are about to be given back
+                else:
+                    self._preempt(last)
+                    of[:] = [r for r in of if r is not last]
+            for request in of:
+                request.table += device.pages.take(self._growth(request, steps))
+                request.flights.append((min(steps, request.left), self._most(request, steps)))
+        return able, steps
+
+    def _wanted(self, able: list[list[Request]]) -> int:
+        """Steps until somebody who waits can be served."""
+        if any(r.row is not None and r.read < r.to_read for d in self.devices for r in d.running):
+            return 1
+        if self.waiting:
+            least, most = WAITING_STEPS
+            return min(max(least, min(r.left for of in able for r in of)), most)
+        return self.unhurried
+
+    def _most(self, request: Request, steps: int) -> int:
+        """Most tokens that so many steps draw."""
+        return min(steps * self.limits.width, self.limits.steps, request.left)
+
+    def _growth(self, request: Request, steps: int) -> int:
+        return self._pages(request.stored + self._most(request, steps)) - len(request.table)
+
+    def _lacking(self, device: Device, able: list[Request], steps: int) -> int:
+        return sum(max(0, self._growth(r, steps)) for r in able) - device.pages.available
+
+    def _rows(self, busiest: int) -> int:
+        """Rows of the smallest executable for so many; where it is not compiled, the largest."""
+        if not busiest:
+            return 0
+        sizes = [n for n in self.limits.row_sizes if n >= busiest and n in self.compiled]
+        rows = min(sizes, default=self.limits.max_rows)
+        self.compiled.add(rows)
+        return rows
+
+
+def _worth(device: Device, match: Match) -> tuple[int, int]:
+    return match.tokens, device.pages.available
+
+
+def _tokens(request: Request) -> list[int]:
+    """What its pages hold or will, as far as pages are known by it."""
+    shared = request.reusable != 0 and not request.vectors
+    return [*request.prompt, *request.said] if shared else []
+
+
+def _reads_vectors(request: Request) -> bool:
+    return request.vectors and request.read < len(request.prompt)
+
+
+def _unread(request: Request) -> int:
+    """Tokens, or vectors, that the next chunk can read."""
+    return (len(request.prompt) if _reads_vectors(request) else request.to_read) - request.read

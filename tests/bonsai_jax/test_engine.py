@@ -1,0 +1,295 @@
+"""Engine: answers in a crowd are the answers alone, whatever is cancelled, stopped, pre-empted or shared."""
+
+import asyncio
+import concurrent.futures
+import dataclasses
+import functools
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import jitted
+from bonsai_jax.engine import loop as looping
+from tests.bonsai_jax.tokens import assert_same
+
+GREEDY = bj.SamplingParams(temperature=0.0)
+MOST = 24  # new tokens
+SHAPE = {"max_rows": 4, "context": 96, "prefill_tokens": 32}  # one for all: four executables
+
+
+@functools.cache
+def tiny() -> bj.Model:
+    return bj.load(
+        "synth:tiny-llama:q8_0", bj.RunConfig(page_size=16, cache_dtype="float32", impl="reference")
+    )
+
+
+def prompt(length: int, seed: int) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, length).tolist()
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """With pages for two of the longest answers."""
+    with bj.Engine(tiny(), pages=12, **SHAPE) as engine:
+        engine.warmup()
+        yield engine
+
+
+def alone(prompts, params) -> list[list[int]]:
+    """MOST tokens of each, by the pure function, which knows nothing of engines."""
+    model, rows = tiny(), 8  # one program for all tests
+    outputs = []
+    for first in range(0, len(prompts), rows):
+        some = [*prompts[first : first + rows], *[[1]] * rows][:rows]
+        sampling = [*params[first : first + rows], *[GREEDY] * rows][:rows]
+        tokens = np.zeros((rows, 64), np.int32)
+        for row, ids in zip(tokens, some, strict=True):
+            row[: len(ids)] = ids
+        state = bj.new_state(model, rows, 96, sampling, MOST, ignore_eos=True)
+        lengths = jnp.array(list(map(len, some)), jnp.int32)
+        _, drawn = jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=MOST)
+        outputs += np.asarray(drawn).tolist()
+    return outputs[: len(prompts)]
+
+
+def said(tokens: list[int]) -> str:
+    """Their text, as far as its characters are whole."""
+    detokenizer = tiny().tokenizer.detokenizer(at_start=False)
+    return "".join(map(detokenizer.push, tokens))
+
+
+def assert_all_pages_are_back(engine: bj.Engine) -> None:
+    """Free or idle, and every row."""
+    for _ in range(200):
+        (device,) = engine._loop.scheduler.devices
+        if not device.running and device.pages.available == device.pages.count:
+            break
+        time.sleep(0.02)
+    assert not device.running and not engine._loop.answers
+    assert device.pages.available == device.pages.count and set(device.pages.holders) == {0}
+    assert sorted(device.free_rows) == list(range(engine.options.max_rows))
+
+
+def soak(engine: bj.Engine, count: int, seed: int) -> None:
+    """Random requests of which each must end as it would alone."""
+    rng = np.random.default_rng(seed)
+    shared = prompt(40, 1000)  # what a third of the prompts begin with
+    prompts, params, new, stops = [], [], [], []
+    for i in range(count):
+        own = prompt(int(rng.integers(1, 60)), seed + i)
+        prompts.append([*shared[: rng.integers(10, 40)], *own][:60] if rng.random() < 0.3 else own)
+        params.append(dataclasses.replace(GREEDY, temperature=float(i % 2), seed=i % 7))
+        if i % 5 == 0:  # what penalties remember must survive pre-emption
+            params[-1] = dataclasses.replace(params[-1], repetition_penalty=1.2, frequency_penalty=0.3)
+        new.append(int(rng.integers(1, MOST + 1)))
+    free = alone(prompts, params)
+    cancelled = rng.random(count) < 0.1
+    handles = []
+    for i in range(count):
+        text = said(free[i][: new[i]])
+        at = int(rng.integers(0, len(text) + 1))
+        stops.append(text[at : at + 3] if rng.random() < 0.2 else "")
+        handles.append(
+            engine.submit(
+                prompts[i],
+                params[i],
+                max_new_tokens=new[i],
+                stop=[stops[i]] if stops[i] else (),
+                ignore_eos=True,
+                priority=int(rng.integers(0, 2)),
+            )
+        )
+        if cancelled[i]:
+            threading.Timer(float(rng.random()) * 0.2, handles[-1].cancel).start()
+    for i, handle in enumerate(handles):
+        got = handle.result(timeout_s=300)
+        assert got.tokens == free[i][: len(got.tokens)], i
+        whole = said(free[i][: new[i]])
+        if got.finish_reason == "cancelled":
+            assert cancelled[i]
+        elif stops[i]:
+            assert got.finish_reason == "stop" and got.text == whole[: whole.find(stops[i])]
+        else:
+            assert got.finish_reason == "length" and len(got.tokens) == new[i]
+    assert_all_pages_are_back(engine)
+
+
+def test_a_crowd_says_what_each_says_alone(engine):
+    """With pages for half of the rows, after a warm-up that leaves nothing to be compiled."""
+    alone([[1]], [GREEDY])
+    compiled, before = [], engine._loop.scheduler.preempted
+    listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        soak(engine, 60, seed=1)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
+    assert not compiled
+    assert engine._loop.scheduler.preempted > before
+
+
+@pytest.mark.slow
+def test_two_thousand_requests(engine):
+    import resource
+
+    soak(engine, 200, seed=2)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    soak(engine, 2000, seed=3)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
+
+
+def test_the_second_of_two_with_one_beginning_reads_its_tail_only(engine, monkeypatch):
+    beginning = prompt(50, 7)
+    prompts = [[*beginning, *prompt(9, 8)], [*beginning, *prompt(5, 9)]]
+    want = alone(prompts, [GREEDY, GREEDY])
+    read = []
+    prefill = looping.Loop._prefill
+
+    def noted(self, reads, *rest):
+        read.extend((r.first, r.count, r.copy is not None) for of in reads for r in of)
+        return prefill(self, reads, *rest)
+
+    monkeypatch.setattr(looping.Loop, "_prefill", noted)
+    outputs = [engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(60) for ids in prompts]
+    assert_same([o.tokens for o in outputs], want)
+    # 3 full pages shared; 2 tokens of the fourth copied with their page, which its owner had written on
+    assert [r for r in read if r[0] >= 48] == [(50, 5, True)] and read[0][0] == 0
+    assert sum(count for _, count, _ in read) == 59 + 5
+    again = engine.submit(prompts[0], GREEDY, max_new_tokens=MOST, ignore_eos=True).result(60)
+    assert again.tokens == want[0] and read[-1][:2] == (58, 1)
+
+
+def test_answers_of_one_prompt_have_seeds_of_their_own():
+    ids, hot = prompt(40, 11), bj.SamplingParams(temperature=1.0, seed=3)
+    want = alone([ids] * 3, [dataclasses.replace(hot, seed=3 + i) for i in range(3)])
+    with bj.Engine(tiny(), pages=12, logprobs=2, **SHAPE) as engine:
+        handle = engine.submit(ids, hot, max_new_tokens=MOST, ignore_eos=True, n=3, logprobs=1)
+        outputs = handle.results(60)
+        with pytest.raises(ValueError, match=r"logprobs is 3, and the engine's 2; give Engine\(logprobs=\)"):
+            engine.submit(ids, max_new_tokens=1, logprobs=3)
+    assert_same([o.tokens for o in outputs], want)
+    scores = np.asarray(jax.nn.log_softmax(bj.logits(tiny(), [*ids, *want[1]])[39:-1]))
+    np.testing.assert_allclose(outputs[1].logprobs.token, scores[np.arange(MOST), want[1]], atol=1e-4)
+    np.testing.assert_allclose(outputs[1].logprobs.top[:, 0], scores.max(1), atol=1e-4)
+    assert outputs[1].logprobs.ids.shape == (MOST, 1)
+    assert {piece.index for piece in handle} == {0, 1, 2}
+    with pytest.raises(ValueError, match=r"3 answers were asked for: results\(\)"):
+        handle.result()
+
+
+def test_threads_and_asyncio_at_once(engine):
+    prompts = [prompt(5 + i, 20 + i) for i in range(8)]
+    want = alone(prompts, [GREEDY] * 8)
+    options = {"max_new_tokens": MOST, "ignore_eos": True}
+
+    async def streamed(ids):
+        return [t async for piece in engine.submit(ids, GREEDY, **options) for t in piece.tokens]
+
+    async def waited(ids):
+        return (await engine.submit(ids, GREEDY, **options)).tokens
+
+    async def both():
+        return await asyncio.gather(*map(streamed, prompts[:2]), *map(waited, prompts[2:4]))
+
+    def in_thread(ids):
+        return [t for piece in engine.submit(ids, GREEDY, **options) for t in piece.tokens]
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        first = pool.submit(lambda: asyncio.run(both()))
+        rest = list(pool.map(in_thread, prompts[4:]))
+    assert_same([*first.result(), *rest], want)
+
+
+def test_cancelling_frees_pages_and_an_idle_engine_uses_no_cpu(engine):
+    handle = engine.submit(prompt(20, 30), GREEDY, max_new_tokens=60, ignore_eos=True)
+    next(iter(handle))
+    handle.cancel()
+    output = handle.result(10)
+    assert output.finish_reason == "cancelled" and len(output.tokens) < 60
+    assert_all_pages_are_back(engine)
+    time.sleep(0.05)
+    before = time.clock_gettime(time.pthread_getcpuclockid(engine._thread.ident))
+    time.sleep(0.3)
+    assert time.clock_gettime(time.pthread_getcpuclockid(engine._thread.ident)) - before < 0.005
+
+
+@pytest.mark.parametrize(
+    "tokens, options, message",
+    [
+        (60, {"max_new_tokens": 60}, r"60 tokens of prompt and 60 new ones do not fit an engine with "
+         r"context=96; give max_new_tokens of 36 or less, or an Engine with context=120 and pages=8 or more"),
+        (5, {"logprobs": 0}, r"logprobs is 0, and the engine's None; give Engine\(logprobs=\)"),
+        (5, {"n": 0}, "n is 0"),
+        (5, {"sampling": bj.SamplingParams(logit_bias=dict.fromkeys(range(17), 1.0))}, "17 tokens.* 16"),
+        (5, {"sampling": bj.SamplingParams(logit_bias={512: 1.0})}, "names token 512"),
+        (5, {"stop": [""]}, "stop: an empty text"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_says_what_could(engine, tokens, options, message):
+    with pytest.raises(ValueError, match=message):
+        engine.submit(prompt(tokens, 0), **{"max_new_tokens": 4} | options)
+
+
+def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
+    ids = prompt(10, 40)
+    want = alone([ids], [GREEDY])
+    decode, left = looping.Loop._decode, [1]
+
+    def failing(self, *arguments):
+        if left[0]:
+            left[0] -= 1
+            raise RuntimeError("the kernel says no")
+        return decode(self, *arguments)
+
+    monkeypatch.setattr(looping.Loop, "_decode", failing)
+    options = {"max_new_tokens": MOST, "ignore_eos": True}
+    with pytest.raises(RuntimeError, match="while this request was running: the kernel says no"):
+        engine.submit(ids, GREEDY, **options).result(60)
+    assert_same([engine.submit(ids, GREEDY, **options).result(60).tokens], want)
+    assert_all_pages_are_back(engine)
+
+
+def test_an_engine_that_fails_twice_says_that_it_gives_up(monkeypatch):
+    def failing(self, *arguments):
+        raise RuntimeError("no device")
+
+    monkeypatch.setattr(looping.Loop, "_prefill", failing)
+    with bj.Engine(tiny(), **SHAPE) as engine:
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="no device"):
+                engine.submit([1, 2], max_new_tokens=2).result(60)
+        engine._thread.join(10)
+        with pytest.raises(RuntimeError, match="the engine has failed, and runs nothing more: no device"):
+            engine.submit([1, 2], max_new_tokens=2)
+    with pytest.raises(RuntimeError, match=r"closed|failed"):
+        engine.submit([1, 2], max_new_tokens=2)
+
+
+def test_closing_cancels():
+    with bj.Engine(tiny(), **SHAPE) as engine:
+        handle = engine.submit(prompt(5, 0), GREEDY, max_new_tokens=90, ignore_eos=True)
+    assert handle.result(1).finish_reason in ("cancelled", "length")
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.submit([1], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("how", ["ngram", "reproducible"])
+def test_other_ways_say_the_same(how):
+    """Speculation, whose steps draw several tokens, and one size of everything."""
+    ids = prompt(6, 50)
+    prompts = [ids * 4, prompt(33, 51), ids * 3 + prompt(4, 52), ids, [*ids, *prompt(30, 53)]]
+    want = alone(prompts, [GREEDY] * 5)
+    special = {"speculate": "ngram"} if how == "ngram" else {"reproducible": True}
+    with bj.Engine(tiny(), pages=12, **SHAPE, **special) as engine:
+        handles = [engine.submit(p, GREEDY, max_new_tokens=MOST, ignore_eos=True) for p in prompts]
+        outputs = [handle.result(120) for handle in handles]
+        assert [o.tokens for o in outputs] == want
+        if how == "ngram":
+            assert min(o.steps for o in outputs) < MOST - 1
+        assert_all_pages_are_back(engine)

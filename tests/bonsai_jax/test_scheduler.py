@@ -1,0 +1,195 @@
+"""Scheduler, pages and prefix cache, with a device that keeps tokens where another keeps keys and values.
+What a row's pages hold when it draws decides what it draws: a page that is not its own shows."""
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from bonsai_jax.engine.pages import Pages
+from bonsai_jax.engine.prefix import Match, PrefixCache
+from bonsai_jax.engine.scheduler import Limits, Request, Scheduler
+
+SIZE, STOP = 4, 0  # tokens of a page; the token that ends a row
+
+
+def limits(**changed) -> Limits:
+    shapes = [(1, 8), (1, 32), (4, 8)]
+    known = {"max_rows": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": shapes}
+    return Limits(**known | {"free_tokens": 8, "steps": 16} | changed)
+
+
+def next_token(tokens: list[int]) -> int:
+    return hash(tuple(tokens)) % 23
+
+
+def alone(prompt: list[int], new: int) -> list[int]:
+    said: list[int] = []
+    while len(said) < new and (not said or said[-1] != STOP):
+        said.append(next_token([*prompt, *said]))
+    return said
+
+
+class Device:
+    """Its pages hold tokens, and a row its newest one."""
+
+    def __init__(self, pages: int):
+        self.pages = [[-1] * SIZE for _ in range(pages)]
+        self.rows: dict[int, list[int]] = {}  # tokens stored, the newest one, how many may be drawn
+        self.tokens_read = 0
+
+    def store(self, table, at, token):
+        self.pages[table[at // SIZE]][at % SIZE] = token
+
+    def draw(self, row, table):
+        stored, _, left = self.rows[row]
+        token = next_token([self.pages[table[i // SIZE]][i % SIZE] for i in range(stored)])
+        self.rows[row] = [stored, token, 0 if token == STOP else left - 1]
+        return token
+
+    def run(self, plan):
+        out = []
+        for read in plan.reads[0]:
+            tokens = [*read.request.prompt, *read.request.said]
+            if read.copy:
+                self.pages[read.copy[1]] = list(self.pages[read.copy[0]])
+            for at in range(read.first, read.first + read.count):
+                self.store(read.table, at, tokens[at])
+            self.tokens_read += read.count
+            if read.draws:
+                self.rows[read.row] = [len(tokens), -1, read.request.max_new_tokens - len(read.request.said)]
+                out.append((read.request, [self.draw(read.row, read.table)]))
+        for request in plan.writes[0]:
+            drawn = []
+            for _ in range(plan.steps):
+                stored, newest, left = self.rows[request.row]
+                if left:
+                    self.store(request.table, stored, newest)
+                    self.rows[request.row][0] += 1
+                    drawn.append(self.draw(request.row, request.table))
+            out.append((request, drawn))
+        return out
+
+
+def run(scheduler: Scheduler, device: Device, arrivals=(), cancel=lambda request: False) -> int:
+    """Until nothing is left, results a plan late, as an engine has them. Returns the plans made."""
+    flying, arrivals, plans = deque(), deque(arrivals), 0
+    while True:
+        for _ in range(min(len(arrivals), 3)):
+            scheduler.add(arrivals.popleft())
+        plan = scheduler.plan()
+        if plan is not None:
+            plans += 1
+            assert plan.rows >= max(map(len, plan.writes)) and plan.steps <= 16
+            reads = sum(read.count for read in plan.reads[0])
+            assert len(plan.reads[0]) <= plan.shape[0] and reads <= plan.shape[0] * plan.shape[1]
+            flying.append(device.run(plan))
+        elif not flying:
+            assert not scheduler.waiting and not arrivals, "requests wait for ever"
+            return plans
+        if flying and (plan is None or len(flying) > 1):
+            for request, drawn in flying.popleft():
+                request.flights.popleft()
+                if request.ended:
+                    continue
+                request.said += drawn
+                over = request.said[-1:] == [STOP] or len(request.said) == request.max_new_tokens
+                if over or cancel(request):
+                    scheduler.end(request)
+
+
+def assert_all_is_back(scheduler: Scheduler) -> None:
+    (device,) = scheduler.devices
+    assert device.pages.available == device.pages.count and set(device.pages.holders) == {0}
+    assert sorted(device.free_rows) == list(range(scheduler.limits.max_rows)) and not device.running
+
+
+@pytest.mark.parametrize("reserve", [False, True])
+def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve):
+    rng = np.random.default_rng(0)
+    beginnings = [rng.integers(1, 23, 30).tolist() for _ in range(4)]
+    requests = []
+    for _ in range(1000):
+        shared = beginnings[rng.integers(4)][: rng.integers(0, 30)] if rng.random() < 0.7 else []
+        prompt = [*shared, *rng.integers(1, 23, rng.integers(1, 30)).tolist()]
+        reusable = [None, None, 0, len(prompt)][rng.integers(4)]
+        new = int(rng.integers(1, 40))
+        requests.append(Request(prompt, new, reusable, priority=int(rng.integers(2))))
+    scheduler, device = Scheduler(limits(reserve=reserve)), Device(24)
+    cancelled = set(rng.integers(0, 1000, 50).tolist())
+    run(scheduler, device, requests, lambda r: r.number in cancelled and len(r.said) > 3)
+    for request in requests:
+        want = alone(request.prompt, request.max_new_tokens)
+        assert request.ended and request.said == want[: len(request.said)]
+        assert len(request.said) == len(want) or request.number in cancelled
+    assert_all_is_back(scheduler)
+    assert (scheduler.preempted == 0) == reserve
+    if reserve:  # nothing is read twice, and beginnings are shared
+        assert device.tokens_read < 0.95 * sum(len(r.prompt) for r in requests)
+
+
+def test_nobody_writes_less_often_than_every_plan_while_a_long_prompt_is_read():
+    scheduler, device = Scheduler(limits(pages=200)), Device(200)
+    scheduler.add(Request([5], 60))
+    device.run(scheduler.plan())
+    writer = scheduler.devices[0].running[0]
+    scheduler.add(Request(list(range(1, 300)), 4))
+    for _ in range(9):
+        plan = scheduler.plan()
+        assert plan.reads[0] and plan.writes == [[writer]] and plan.steps == 1
+        device.run(plan)
+
+
+def test_who_came_first_is_first_and_a_higher_priority_before():
+    scheduler = Scheduler(limits(max_rows=1, row_sizes=(1,)))
+    requests = [Request([n + 1, n + 2], 2, priority=int(n == 2)) for n in range(4)]
+    ended = []
+    run(scheduler, Device(24), requests[:1], lambda r: False)
+    for request in requests[1:]:
+        scheduler.add(request)
+    run(scheduler, Device(24), cancel=lambda r: ended.append(r) if r not in ended else None)
+    assert [requests.index(r) for r in ended] == [2, 1, 3]
+
+
+def test_speculation_never_runs_out_of_pages():
+    """Bounds only: what is drawn lies between steps and steps * width."""
+    scheduler = Scheduler(limits(width=8))
+    request = Request(list(range(1, 9)), 40)
+    scheduler.add(request)
+    scheduler.plan()
+    assert (request.stored, request.left) == (8 + 1 + 16 - 1, 40 - 1 - 16)
+    scheduler.plan()
+    assert len(request.table) * SIZE >= request.stored == 8 + 1 + 16 + 16 - 1 and request.left == 7
+
+
+def test_the_page_that_has_been_idle_longest_is_taken_first():
+    lost = []
+    pages = Pages(3, lost.append)
+    first, second, third = pages.take(3)
+    for page in (second, first, third):
+        pages.release(page, keep=True)
+    pages.hold(second)  # it serves again
+    pages.release(second, keep=True)
+    assert pages.available == 3 and pages.take(2) == [first, third] and lost == [first, third]
+    pages.hold(second)
+    assert pages.available == 0
+
+
+def test_what_a_prompt_shares_is_found_by_its_tokens():
+    cache = PrefixCache(8, SIZE)
+    tokens = list(range(1, 11))  # two pages and a half
+    table = cache.pages.take(3)
+    cache.insert(tokens[:8], table, ready=False)
+    assert cache.match(tokens, 9) is None  # being computed: wait
+    cache.insert(tokens, table, ready=True)
+    assert cache.match([*tokens, 99], 10) == Match(table[:2], 10, table[2])
+    assert cache.match([1, 2, 3, 9], 4) == Match([], 3, table[0])
+    assert cache.match([2, *tokens], 10) == Match([], 0)
+    other = cache.pages.take(3)
+    cache.insert([*tokens[:4], 50, 51, 52, 53], other, ready=True)  # its first page is one that is known
+    assert cache.match([*tokens[:4], 50, 51], 6) == Match([table[0]], 6, other[1])
+    cache.release(table)
+    cache.release(other)
+    assert cache.pages.available == 8 and cache.pages.idle == 4
+    cache.pages.take(8)  # all are written over
+    assert cache.match(tokens, 9) == Match([], 0)
