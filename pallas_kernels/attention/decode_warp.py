@@ -237,7 +237,9 @@ class NewToken:
         else:  # twice the registers
             x, load_value = load(of_query), lambda: layout.narrow(load(of_value), (4, 8, 16), None)
         x = normed(x, gamma, plan)
-        x = rotated(x, *turned, plan.interleaved) if plan.turned else x
+        if turned is not None:
+            cos, sin = turned
+            x = rotated(x, cos, sin, plan.interleaved)
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
         factor = select(is_key, 1.0, scale)
