@@ -211,13 +211,12 @@ class NewToken:
                 memory.load_either(8, is_key, cache.k_gamma, cache.q_gamma, first + part)
                 for part in warp.key_part
             ]
+        cos, sin = angles(warp) if plan.turned else (None, None)
         first = warp.t * 8 + head * plan.head_dim
         loaded = load_qkv(share.row, [(first, 32 * c + i) for c in chunks for i in (0, 4)])
         x = [loaded[8 * c : 8 * c + 8] for c in chunks]
         x = normed(x, gamma, plan)
-        if plan.turned:
-            cos, sin = angles(warp)
-            x = rotated(x, cos, sin, plan.interleaved)
+        x = rotated(x, cos, sin, plan.interleaved) if plan.turned else x
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
         factor = select(is_key, 1.0, scale)
