@@ -15,6 +15,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, card
 from bonsai_jax import cache as kv
+from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
@@ -308,3 +309,21 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
         for c, p in ((tiny().config, tiny().params), (config, load_arrays(folder)))
     )
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
+
+
+def test_a_conversation_goes_on_and_begins_anew():
+    """Where the cache holds other text than the conversation, the row begins anew: nothing is rewound."""
+    model, greedy = bj.load(TINY, bj.RunConfig(context=512)), bj.SamplingParams(temperature=0.0)
+
+    def said(conversation, text):
+        return "".join(piece.text for piece in conversation.ask(text))
+
+    talk = Conversation(model, greedy, max_new_tokens=4)
+    said(talk, "in the")
+    second = said(talk, "and")
+    messages = talk.messages[:2]
+    assert said(Conversation(model, greedy, max_new_tokens=4, messages=messages), "and") == second
+    talk.reset()
+    other = said(talk, "or")
+    assert talk.reused == 0
+    assert said(Conversation(model, greedy, max_new_tokens=4), "or") == other
