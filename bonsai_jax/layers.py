@@ -23,7 +23,7 @@ from pallas_kernels.attention import empty_workspace
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.qtensor import leaves
 
-PREFILL_SUMS = jnp.bfloat16  # over devices, behind GEMMs that round anyway: half of what goes between them
+PREFILL_SUMS = jnp.bfloat16  # over GPUs, behind GEMMs that round anyway: half of what goes between them
 STEP_TOKENS = 8  # most tokens of a row in a decode step (speculation.py): more are prefill
 NO_TAPS: Mapping[str, Tap] = types.MappingProxyType({})
 UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
@@ -394,7 +394,7 @@ def _add_product(
     if params.axis is None:
         return x + (y if tap is None else tap(y))
     many = x.shape[-2] > STEP_TOKENS and all(
-        w.products.of(x.size // x.shape[-1]) != "reference" for w in leaves(weight)
+        w.products.of(x.size // x.shape[-1]) not in ("reference", "cpu") for w in leaves(weight)
     )
     y = jax.lax.psum(y.astype(PREFILL_SUMS) if many else y, params.axis).astype(jnp.float32)
     # Without the barrier, XLA adds all layers' sums anew in every layer.

@@ -97,9 +97,9 @@ def test_gemms_stand_beside_dense_ones():
     assert [row["op"] for row in rows] == ["qkv", "attention output", "feed-forward"]
     for row in rows:
         assert (
-            row["tflops"] > 0 and row["share"] == row["tflops"] / row["bf16_tflops"] and row["error"] < 2e-3
+            row["tflops"] > 0 and row["share"] == row["tflops"] / row["bf16_tflops"] and row["error"] < 2e-2
         )
-        assert row["layers"] == 2 and row["gemm_us"] is None  # on a CPU the op is the definition
+        assert row["layers"] == 2 and row["gemm_us"] is None  # on a CPU it is not apart from the op
 
 
 @pytest.mark.slow  # matvec's table is everyday's

@@ -105,7 +105,7 @@ def q1_prefill_sm90(
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    plan = plan or planned(m, n, steps, matrices, multiprocessors, shared)
+    plan = plan or planned(m, n, steps, matrices, planes, multiprocessors, shared)
     warpgroups, tokens, splits, slots = plan
     wide = 64 // matrices  # outputs of a warpgroup
     grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
@@ -147,7 +147,9 @@ def q1_prefill_sm90(
     return in_order(kernel(*operands)[:, :, :n], after)
 
 
-def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int, shared: int) -> Plan:
+def planned(
+    m: int, n: int, steps: int, matrices: int, planes: int, multiprocessors: int, shared: int
+) -> Plan:
     """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
     would have to be added before it.
 
@@ -162,16 +164,18 @@ def planned(m: int, n: int, steps: int, matrices: int, multiprocessors: int, sha
         step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
         clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
         clocks += clocks_of_sums(m * n, splits)
-        slots = next(s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s) <= shared)
-        best.append((clocks, Plan(warpgroups, tokens, splits, slots)))
+        fits = (s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s, matrices, planes) <= shared)
+        best.append((clocks, Plan(warpgroups, tokens, splits, next(fits))))
     return min(best)[1]
 
 
-def shared_bytes(warpgroups: int, tokens: int, slots: int) -> int:
-    """Shared memory that a block of threads takes, at most."""
-    of_step = STEP * (tokens * (GROUP + 4) + warpgroups * 4 * 4 * (128 + 16) // 2)
-    buffers = [warpgroups * tokens * 64 * 4, slots * of_step]
-    return shared_memory.bytes_taken(*buffers, barriers=2 * slots + warpgroups) + 4 * shared_memory.ALIGNMENT
+def shared_bytes(warpgroups: int, tokens: int, slots: int, matrices: int, planes: int) -> int:
+    """Shared memory that a block of threads takes: the scratch of `gemm`, in its order."""
+    pairs = STEP // planes // 2
+    activations, results = slots * STEP * tokens, warpgroups * tokens * 64 // matrices
+    words = slots * 4 * warpgroups * pairs * 128
+    buffers = [activations * GROUP, 4 * results, 4 * activations, 4 * words, 4 * words // 8, 4 * slots * 2]
+    return shared_memory.bytes_taken(*buffers, barriers=2 * slots + warpgroups)
 
 
 def _body(

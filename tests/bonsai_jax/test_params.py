@@ -83,7 +83,7 @@ def test_a_mixed_file_keeps_a_stack_for_each_format():
 def test_packed_and_decoded_weights_give_the_same_logits():
     ids = list(range(3, 40))
     packed, decoded = (
-        bj.logits(bj.load("synth:tiny-qwen3:q4_k_m", bj.RunConfig(weights=w)), ids)
+        bj.logits(bj.load("synth:tiny-qwen3:q4_k_m", bj.RunConfig(weights=w, activation_bits=16)), ids)
         for w in ("packed", "decoded")
     )
     np.testing.assert_allclose(packed, decoded, atol=2e-4)
