@@ -1,5 +1,6 @@
 """What the kernels of matmul/cpu.py share: activations on their way into the workspace, and dot products."""
 
+import abc
 import dataclasses
 from collections.abc import Callable
 
@@ -27,7 +28,7 @@ LANES = PIECE // 4  # sums of four products, and float32 of the widest vectors
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class Kernel(abc.ABC):
     """Everything that a kernel's code depends on but sizes, which it reads from the call.
 
     format    of the weights
@@ -65,6 +66,7 @@ class Kernel:
         return self.vectors.width // formats.get(self.format).WEIGHTS
 
     @property
+    @abc.abstractmethod
     def sizes(self) -> dict[str, int]:
         """What is kept of a row of activations for a chunk, in bytes.
 
@@ -73,7 +75,6 @@ class Kernel:
         scale  of each group
         sum    of each group, in float32
         """
-        raise NotImplementedError
 
     @property
     def record(self) -> dict[str, int]:
@@ -84,7 +85,7 @@ class Kernel:
         return {**offsets, "end": -(-end // PIECE) * PIECE}
 
 
-class Writer:
+class Writer(abc.ABC):
     """Writes a kernel's functions. Arguments of its call: x, the indices of the layer and of gamma's, gamma,
     the residual, the fields of the weights."""
 
@@ -136,8 +137,9 @@ class Writer:
         mean = total.value.sum() / k.float() + self.kernel.eps
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
+    @abc.abstractmethod
     def write_integers(self, values: Value, record: Value) -> None:
-        raise NotImplementedError
+        """A chunk of activations, rounded, as the kernel reads it."""
 
     def write_floats(self, values: Value, record: Value) -> None:
         v, offset = self.v, self.kernel.record

@@ -1,16 +1,17 @@
-"""Products of 1 to 16 rows of activations with packed weights on a CPU, by vector instructions.
+"""Products with packed weights on a CPU, by vector instructions: of few rows of activations by cpu/rows.py,
+of many by cpu/panels.py.
 
     file bytes -> a QTensor's fields, rows of blocks as they lie, which the reference reads too
-    x [M, K] float32 -> norm -> integers of 8 bits, a scale per group of columns     by one thread
-    rows of weights, four at a time, a chunk of columns at a time                    by all threads
+    x [M, K] float32 -> norm -> integers of 8 bits, a scale per group of columns
+    rows of weights, a chunk of columns at a time                                    by all threads
         codes and scales of the chunk (the format's Vectors)
         sums of code * integer, exact, in int32; times both scales, added up in float32
     -> y [M, N], + residual, or silu(gate) * up
 
     y = sum over groups of  s_w s_x (sum of (code - zero) q_x)  -  minimum s_x (sum of q_x)
 
-A row's sum has one order, whichever thread has it: bits do not depend on how many there are. With 16 bits of
-activations they stay float32, and what is summed is code * x.
+A row's sum has one order, whichever thread has it: bits do not depend on how many there are; they do on which
+of the two kernels has it. With 16 bits of activations they stay float32, and what is summed is code * x.
 """
 
 import functools
