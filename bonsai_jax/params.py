@@ -104,7 +104,7 @@ def load(
     for member, matrix in plan.matrices:
         source = _source(member, by_field[member.field][0], placement)
         made = _make((source,), matrix, (member,), placement)
-        fields[member.field] = made.replace(rotation=_rotation(plan, member))
+        fields[member.field] = made.replace(rotation=_rotation(plan, member, placement))
         read([member.field], fields[member.field])
     for stack in plan.stacks:
         stacked = _stack(plan, stack, by_field, placement)
@@ -201,20 +201,26 @@ def _stack(
                 piece = _place(piece, sources, index, matrix, members, placement)
             pieces.append(piece)
         rotations = [
-            _rotation(plan, stack.members_of(matrix, stack.layers(number)[0])[0]) for matrix in matrices
+            _rotation(plan, stack.members_of(matrix, stack.layers(number)[0])[0], placement)
+            for matrix in matrices
         ]
         pieces = [piece.replace(rotation=r) for piece, r in zip(pieces, rotations, strict=True)]
         parts.append(pieces[0] if len(pieces) == 1 else qtensor.Rows(tuple(pieces)))
     return LayerStack(tuple(parts), stack.where)
 
 
-def _rotation(plan: LoadPlan, member: Member) -> Rotation | None:
-    """Of the inputs of a matrix; None where it is not folded."""
+def _rotation(plan: LoadPlan, member: Member, placement: Placement | None) -> Rotation | None:
+    """Of the inputs of a matrix, of which a device may have a part; None where it is not folded."""
     if not member.folded or (fold := plan.folding) is None:
         return None
-    signs = fold.signs.get(member.shape[1])
-    heads = plan.v_heads if member.field == "delta_out" and fold.v_grouped else None
-    return Rotation(None if signs is None else jnp.asarray(signs), fold.block, heads)
+    split = placement if placement and member.share and member.share.axis == 1 else None
+    signs, heads = fold.signs.get(member.shape[1]), None
+    if signs is not None:
+        signs = placement.vectors("signs", signs) if placement else jnp.asarray(signs)
+    if member.regrouped and plan.v_heads:
+        repeats, k_heads = plan.v_heads
+        heads = repeats, k_heads // (split.parts if split else 1)
+    return Rotation(signs, fold.block, heads, split.axis if split else None)
 
 
 def _source(member: Member, t: Tensor | RandomTensor, placement: Placement | None):

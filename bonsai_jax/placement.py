@@ -52,7 +52,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "k": ("layers", "rows", None, "heads"),  # a row's pages lie with the row
     "v": ("layers", "rows", None, "heads"),
     "peers": ("rows", "devices", None, None),
-    "signs": (None,),  # of folded weights, which are not split
+    "signs": (None,),  # of folded weights: a device whose inputs are split cuts out its own
 }
 # Logical axis -> mesh axis.
 RULES = {
@@ -115,12 +115,12 @@ class Placement:
         """Params.axis."""
         return MODEL if self.parts > 1 else None
 
-    def check(self, matrices: Sequence[tuple[str, tuple[int, ...], str, bool]]) -> None:
+    def check(self, matrices: Sequence[tuple[str, tuple[int, ...], str, bool, bool]]) -> None:
         """Raise ValueError, with the sizes of the mesh's "model" axis that would do, where a matrix does not
         split.
 
-        matrices   field of Params (wq, wk, wv apart), shape (outputs, inputs) and format of each, and whether
-                   it is stored in tiles
+        matrices   field of Params (wq, wk, wv apart), shape (outputs, inputs) and format of each, whether it
+                   is stored in tiles, and whether its inputs are regrouped (plan.Member)
         """
         config = self.config
         reasons = {d: _refuses(config, matrices, d) for d in (self.parts, *range(1, config.num_heads + 1))}
@@ -128,14 +128,17 @@ class Placement:
             able = ", ".join(str(d) for d in range(1, config.num_heads + 1) if not reasons[d])
             raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
 
-    def share(self, field: str, shape: tuple[int, int], tiled: bool) -> "Share | None":
+    def share(
+        self, field: str, shape: tuple[int, int], tiled: bool, regrouped: bool = False
+    ) -> "Share | None":
         """What each device has of a matrix of this shape (outputs, inputs); None: all of it. The vocabulary
-        is padded to whole shares, with what is never read."""
+        is padded to whole shares, with what is never read. Of inputs that are regrouped by k head
+        (plan.Member) those of a device's heads are neighbours."""
         outputs, inputs = AXES[field][-2:]
         c, parts = self.config, self.parts
         if parts == 1 or not (outputs or inputs):
             return None
-        if "delta" in (outputs, inputs):
+        if "delta" in (outputs, inputs) and not regrouped:
             return self.delta_share(field, 1 if inputs else 0)
         if inputs:
             return _even_share(1, shape[1] // parts, parts)
@@ -368,12 +371,12 @@ def _refuses(config: ModelConfig, matrices, parts: int) -> str | None:
         return f"{heads} query heads and {kv_heads} KV heads do not split evenly"
     if (d := config.delta) and d.k_heads % parts:
         return f"{d.k_heads} k heads of the delta net do not split evenly"
-    for field, (n, k), format, tiled in matrices:
+    for field, (n, k), format, tiled, regrouped in matrices:
         outputs, inputs = AXES[field][-2:]
         rows = TILE_ROWS if tiled else 1
         columns = math.lcm(formats.get(format).WEIGHTS, TILE_COLUMNS if tiled else 1)
         if d and "delta" in (outputs, inputs):
-            run = d.v_dim * (d.v_heads // parts if d.grouped else d.k_heads // parts)
+            run = d.v_dim * (d.v_heads // parts if d.grouped or regrouped else d.k_heads // parts)
             if inputs and run % columns:
                 return f"{field}: v heads of {run} columns of {format} do not split at {columns}"
             of_heads = field in ("delta_qkv", "delta_z")

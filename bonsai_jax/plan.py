@@ -81,6 +81,7 @@ class Member:
     stored  format in which the device has it: the file's, or "f32" where it is dequantized at load
     share   what each device has of it, over a mesh that splits it; None: all
     folded  whether it is stored rotated (checkpoints/folding.py)
+    regrouped  whether, for that, its inputs are brought from tiled order of v heads into grouped
     """
 
     field: str
@@ -90,6 +91,7 @@ class Member:
     stored: str
     share: Share | None
     folded: bool = False
+    regrouped: bool = False
 
     @property
     def own_shape(self) -> tuple[int, int]:
@@ -206,11 +208,6 @@ def plan(
     named and cannot run, and ValueError for weights that the placement cannot split.
     """
     tensors, fold = match(checkpoint, specs, config), folding(checkpoint)
-    if fold and placement and placement.axis:
-        raise NotImplementedError(
-            f"{checkpoint.source}: its weights are Hadamard-folded, which is not supported where they are "
-            "split over devices; load it on one, or split rows only (data parallel)"
-        )
     members = {
         spec.field: [_member(spec.field, t, run, placement, fold) for t in of]
         for spec, of in tensors.items()
@@ -218,7 +215,11 @@ def plan(
     }
     if placement:
         placement.check(
-            [(m.field, m.shape, m.stored, _is_tiled(m, run)) for of in members.values() for m in of]
+            [
+                (m.field, m.shape, m.stored, _is_tiled(m, run), m.regrouped)
+                for of in members.values()
+                for m in of
+            ]
         )
     of_layers = {spec.field for spec in specs if "{}" in spec.gguf} & members.keys()
     groups = []
@@ -236,6 +237,14 @@ def plan(
     problem = _step_problem(stacks, config, run, split=bool(placement and placement.axis))
     d = config.delta
     v_heads = (d.v_heads // d.k_heads, d.k_heads) if d and not d.grouped else None
+    if placement and placement.axis and v_heads and v_heads[0] > 1:
+        for member in members.get("delta_out", ()):
+            if member.folded and not member.regrouped:
+                raise NotImplementedError(
+                    f"{checkpoint.source}: prism.hadamard.gdn_v_grouped is False: v heads that were folded "
+                    "in tiled order are not split over devices; load it on one, or split rows only (data "
+                    "parallel)"
+                )
     step = _step_plan(problem, stacks, run)
     return LoadPlan(tensors, stacks, matrices, step, problem, fold, v_heads, checkpoint.naming)
 
@@ -319,10 +328,12 @@ def _member(
     shape = (t.shape[0], t.shape[1])
     stored = "f32" if run.weights == "decoded" else t.format
     folded = fold is not None and fold.folds(t.name)
-    whole = Member(field, t.format, shape, isinstance(t, RandomTensor), stored, None, folded)
+    regrouped = fold is not None and folded and fold.v_grouped and field == "delta_out"
+    whole = Member(field, t.format, shape, isinstance(t, RandomTensor), stored, None, folded, regrouped)
     if placement is None:
         return whole
-    return dataclasses.replace(whole, share=placement.share(field, shape, _is_tiled(whole, run)))
+    share = placement.share(field, shape, _is_tiled(whole, run), regrouped)
+    return dataclasses.replace(whole, share=share)
 
 
 def _is_tiled(member: Member, run: RunConfig) -> bool:

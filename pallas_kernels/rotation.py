@@ -17,17 +17,30 @@ class Rotation(struct.PyTreeNode):
     block  values that H, the normalized Walsh-Hadamard transform in Sylvester's order, is of; a power of two
     heads  (repeats, k heads): P brings x, [repeats, k heads, width] as it lies, to [k heads, repeats, width];
            None: it stays
+    axis   the mesh axis over whose devices P(x) is split into equal parts, side by side: each calls with its
+           own x and gets its own part of H(s * P(x)). What a block's borders cut is gathered first; None: x
+           is whole
     """
 
     signs: Float[Array, "K"] | None
     block: int = struct.field(pytree_node=False)
     heads: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
+    axis: str | None = struct.field(pytree_node=False, default=None)
 
     def __call__(self, x: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
         """H(s * P(x))"""
         if self.heads is not None:
             x = x.reshape(*x.shape[:-1], *self.heads, -1).swapaxes(-3, -2).reshape(x.shape)
-        return hadamard(x if self.signs is None else self.signs * x, self.block)
+        if self.axis is None:
+            return hadamard(x if self.signs is None else self.signs * x, self.block)
+        width, whole = x.shape[-1], self.replace(heads=None, axis=None)
+        at = jax.lax.axis_index(self.axis) * width
+        if width % self.block:
+            x = jax.lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True)
+            return jax.lax.dynamic_slice_in_dim(whole(x), at, width, axis=x.ndim - 1)
+        if self.signs is not None:
+            whole = whole.replace(signs=jax.lax.dynamic_slice_in_dim(self.signs, at, width))
+        return whole(x)
 
     def back(self, z: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
         """s * H(z): the inverse where P is the identity."""

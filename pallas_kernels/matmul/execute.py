@@ -138,7 +138,7 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     folded = {w.rotation is not None for w in leaves(weights)}
     if not exact and len(folded) == 1 and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
-        x, gamma = _turned(x, leaves(weights)[0], layer, gamma, eps)
+        x, gamma = turned(x, leaves(weights)[0], layer, gamma, eps)
         return module("cublas").run(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
@@ -152,7 +152,7 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     return jax.nn.silu(g) * u
 
 
-def _turned(x, w: QTensor, layer, gamma, eps) -> tuple[jax.Array, jax.Array | None]:
+def turned(x, w: QTensor, layer, gamma=None, eps=0.0) -> tuple[jax.Array, jax.Array | None]:
     """x and gamma; for folded weights norm(x), rotated, and no gamma."""
     if w.rotation is None:
         return x, gamma
@@ -185,7 +185,7 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
     """Product with one part of a stack."""
     if isinstance(w, QTensor):
         return _run(exact, x, (w,), part_layer, layer, gamma, eps, residual)
-    x, gamma = _turned(x, w.pieces[0], layer, gamma, eps)  # folded are all pieces or none (plan.py)
+    x, gamma = turned(x, w.pieces[0], layer, gamma, eps)  # folded are all pieces or none (plan.py)
     w = Rows(tuple(piece.replace(rotation=None) for piece in w.pieces))
     if not exact and residual is None and all(kernel_of(piece, x) == "kq_decode" for piece in w.pieces):
         return module("kq_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
@@ -195,6 +195,6 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
 
 
 def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
-    x, gamma = _turned(x, weights[0], layer, gamma, eps)
+    x, gamma = turned(x, weights[0], layer, gamma, eps)
     kernel = "reference" if exact else kernel_of(weights[0], x)
     return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)

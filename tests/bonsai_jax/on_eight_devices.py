@@ -93,16 +93,36 @@ def test_a_delta_net_is_split_by_head(source, weights):
         bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
 
 
-def test_rows_of_a_folded_model_are_split_and_its_weights_are_not():
-    with pytest.raises(NotImplementedError, match="Hadamard-folded"):
-        load_folded(bj.make_mesh(1, 2))
-    np.testing.assert_array_equal(
-        *(bj.logits(load_folded(m), PROMPTS[0]) for m in (None, bj.make_mesh(2, 1)))
-    )
+@functools.cache
+def load_folded(source: str, block: int, mesh=None) -> bj.Model:
+    return bj.from_checkpoint(folded(source, block), bj.RunConfig(page_size=16), mesh=mesh)
 
 
-def load_folded(mesh) -> bj.Model:
-    return bj.from_checkpoint(folded("tiny-qwen3"), bj.RunConfig(page_size=16), mesh=mesh)
+@pytest.mark.parametrize(
+    "source, block, data, parts",
+    [
+        ("tiny-llama", 128, 1, 4),  # 64 columns of W_o, half a block: gathered; 128 of W_down
+        ("tiny-qwen3", 128, 2, 2),  # tied; whole blocks
+        ("tiny-qwen35", 256, 2, 2),  # half a block of heads that are regrouped
+        pytest.param("tiny-llama", 128, 2, 1, marks=pytest.mark.slow),
+        pytest.param("tiny-llama", 128, 1, 2, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen3", 256, 1, 4, marks=pytest.mark.slow),
+        pytest.param("tiny-qwen35", 128, 1, 2, marks=pytest.mark.slow),  # whole blocks of them
+    ],
+)
+def test_folded_weights_are_split_within_blocks_too(source, block, data, parts):
+    whole, sharded = load_folded(source, block), load_folded(source, block, bj.make_mesh(data, parts))
+    np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (sharded, whole)), atol=1e-4)
+    *_, w_down = sharded.params.layers.w_down.parts
+    for device in sharded.mesh.devices.flat:
+        assert parts * shard(w_down.fields["w"], device).nbytes == w_down.fields["w"].nbytes
+
+
+def test_v_heads_folded_in_tiled_order_are_not_split():
+    source = folded("tiny-qwen35")
+    metadata = dict(source.metadata) | {"prism.hadamard.gdn_v_grouped": False}
+    with pytest.raises(NotImplementedError, match=r"gdn_v_grouped is False: v heads .* load it on one"):
+        bj.from_checkpoint(dataclasses.replace(source, metadata=metadata), mesh=bj.make_mesh(1, 2))
 
 
 @pytest.mark.parametrize("source, parts", [("tiny-llama:q8_0", 4), ("tiny-qwen2:q8_0", 4)])
@@ -321,7 +341,7 @@ def test_bonsai_and_llama_70b_split_as_they_are_shaped():
         tensors = [(specs[name.replace("blk.0", "blk.{}")], t) for name, t in checkpoint.tensors.items()
                    if name.replace("blk.0", "blk.{}") in specs and len(t.shape) == 2]  # fmt: skip
         assert len(tensors) == 9
-        placement.check([(field, t.shape, t.format, True) for field, t in tensors])
+        placement.check([(field, t.shape, t.format, True, False) for field, t in tensors])
 
 
 def test_a_group_of_devices_has_mailboxes_of_its_own():

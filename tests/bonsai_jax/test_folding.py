@@ -42,7 +42,7 @@ def plain(model: str) -> Checkpoint:
 
 
 @functools.cache
-def folded(model: str) -> Checkpoint:
+def folded(model: str, block: int = BLOCK) -> Checkpoint:
     source, rng = plain(model), np.random.default_rng(5)
     named = [n for n, t in source.tensors.items() if len(t.shape) == 2 and not n.endswith(PLAIN)]
     widths = sorted({source.tensors[name].shape[1] for name in named})
@@ -52,14 +52,14 @@ def folded(model: str) -> Checkpoint:
         w = array(tensors[name])
         if name.endswith("ssm_out.weight"):  # columns of v heads 0, 1, 2, 3 of k heads 0, 1, 0, 1: grouped
             w = w.reshape(len(w), 4, -1)[:, [0, 2, 1, 3]].reshape(w.shape)
-        w = (w * signs[w.shape[1]]).reshape(len(w), -1, BLOCK) @ transform(BLOCK)
+        w = (w * signs[w.shape[1]]).reshape(len(w), -1, block) @ transform(block)
         tensors[name] = as_tensor(name, w.reshape(tensors[name].shape))
     tied = "output.weight" not in tensors
     contract = {
         "version": 2 if tied else 1,
         "transform": "normalized-sylvester-walsh-hadamard",
         "axis": "input-last-dimension",
-        "block_size": BLOCK,
+        "block_size": block,
         "sign_mode": "explicit",
         "sign_widths": np.array(widths, np.int32),
         "sign_values": np.concatenate([signs[width] for width in widths]).astype(np.int32),
