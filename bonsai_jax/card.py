@@ -1,5 +1,6 @@
 """A model's static figures: bytes, bits per weight, cache per token, and the speeds that memory allows."""
 
+import collections
 import dataclasses
 import functools
 import itertools
@@ -20,8 +21,8 @@ from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.params import Params
 from checkpoints import Checkpoint
 from pallas_kernels import QTensor, device
-from pallas_kernels.qtensor import leaves
-from pallas_kernels.selection import Matmul, Verdict, choose, explain
+from pallas_kernels.qtensor import leaves, tiled_nbytes
+from pallas_kernels.selection import Matmul, Verdict, choose, explain, products
 
 # Bytes per second of a large device-to-device copy, read plus written, as measured (benchmarks/LOG.md).
 MEASURED_COPY = {"NVIDIA H200": 4.3e12}
@@ -31,11 +32,22 @@ MEASURED_COPY = {"NVIDIA H200": 4.3e12}
 MEASURED_ARITHMETIC = {"NVIDIA H200": {"half": 808e12, "int8": 1280e12, "planes": 925e12}}
 
 
-def held_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
-    """Bytes of the weights on the device: as in the file, or 4 each where they are decoded at load."""
+def held_bytes(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig) -> int:
+    """Bytes of the weights on the device, but for what is left aside: 4 each where they are decoded at load,
+    else as in the file or in its format's tiles, which hold base 3 as 2 bits."""
+    used = [t for name, t in checkpoint.tensors.items() if not name.startswith(config.aside)]
+    kinds = collections.Counter((t.format, t.shape, t.nbytes) for t in used)
+    return sum(count * _held_bytes(*kind, run) for kind, count in kinds.items())
+
+
+def _held_bytes(format: str, shape: tuple[int, ...], of_file: int, run: RunConfig) -> int:
     if run.weights == "decoded":
-        return sum(4 * math.prod(t.shape) for t in checkpoint.tensors.values())
-    return sum(t.nbytes for t in checkpoint.tensors.values())
+        return 4 * math.prod(shape)
+    if len(shape) != 2:
+        return of_file
+    n, k = shape
+    problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
+    return tiled_nbytes(format, (n, k)) if products(problem, run.impl).tiled else of_file
 
 
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
@@ -118,7 +130,8 @@ def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, pa
 
 def _share(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, parts: int) -> tuple[float, float]:
     """Bytes of weights and of a full cache on each of `parts` devices."""
-    return held_bytes(checkpoint, run) / parts, cache_bytes(config, run) / min(parts, config.num_kv_heads)
+    weights, cache = held_bytes(checkpoint, config, run), cache_bytes(config, run)
+    return weights / parts, cache / min(parts, config.num_kv_heads)
 
 
 def device_name() -> str:
@@ -243,13 +256,14 @@ def _kernel_name(w: QTensor, rows: int) -> str:
 def step_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
     """Weight bytes that one decode step reads, of a model that is not loaded: all but the embedding's, where
     a matrix of its own gives the logits."""
-    specs = architectures.get(architectures.config_of(checkpoint).architecture).TENSORS
+    config = architectures.config_of(checkpoint)
+    specs = architectures.get(config.architecture).TENSORS
     names = {spec.field: spec.name(checkpoint.naming) for spec in specs}
-    everything = held_bytes(checkpoint, run)
+    everything = held_bytes(checkpoint, config, run)
     if names["head"] not in checkpoint.tensors:
         return everything
     embed = checkpoint.tensors[names["embed"]]
-    return everything - (4 * math.prod(embed.shape) if run.weights == "decoded" else embed.nbytes)
+    return everything - _held_bytes(embed.format, embed.shape, embed.nbytes, run)
 
 
 def decode_bytes(weight_bytes: int, config: ModelConfig, run: RunConfig, depths: Sequence[int]) -> int:

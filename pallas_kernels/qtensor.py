@@ -1,13 +1,15 @@
 """Weights on the device: one QTensor per matrix, one LayerStack per weight that every layer has."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from pallas_kernels import formats
+from pallas_kernels import formats, tiles
 from pallas_kernels.pytree import serializable
 from pallas_kernels.rotation import Rotation
 
@@ -91,6 +93,20 @@ def from_blocks(raw: jax.Array, format: str) -> QTensor:
     fields = formats.unpack(format, raw)
     columns = raw.shape[-1] // formats.get(format).BLOCK.itemsize * formats.get(format).WEIGHTS
     return QTensor(fields, format, (raw.shape[-2], columns))
+
+
+def tiled_nbytes(format: str, shape: tuple[int, int]) -> int:
+    """Bytes of a matrix of this shape, (N, K), in the layout that kernels read."""
+    return -(-shape[0] // tiles.ROWS) * -(-shape[1] // tiles.COLUMNS) * _tile_nbytes(format)
+
+
+@functools.cache
+def _tile_nbytes(format: str) -> int:
+    of = formats.get(format)
+    row = tiles.COLUMNS // of.WEIGHTS * of.BLOCK.itemsize
+    raw = jax.ShapeDtypeStruct((tiles.ROWS, row), jnp.uint8)
+    fields = jax.eval_shape(lambda raw: tile(from_blocks(raw, format)).fields, raw)
+    return sum(math.prod(field.shape) * field.dtype.itemsize for field in fields.values())
 
 
 def tile(w: QTensor) -> QTensor:

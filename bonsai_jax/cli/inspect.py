@@ -135,7 +135,7 @@ def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") 
     return {
         "device": card.device_name(),
         "weights on the device": run.weights,
-        "weight bytes": card.held_bytes(checkpoint, run),
+        "weight bytes": card.held_bytes(checkpoint, config, run),
         "KV bytes per token": kv.bytes_per_token(config, run.cache_dtype),
         "cache dtype": run.cache_dtype,
         "context": run.context,

@@ -3,6 +3,8 @@
 import dataclasses
 import importlib.util
 import json
+import re
+from pathlib import Path
 from unittest import mock
 
 import jax
@@ -12,6 +14,7 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, card
 from bonsai_jax.model import resolve
 from checkpoints import open_checkpoint
+from pallas_kernels import device as gpu
 from tests.bonsai_jax.command_line import run as run_command
 
 # The 8B model in GB: 8,188,548,096 weights in float32, its file, and a cache of 8 rows of 4,096 tokens, of 36
@@ -137,3 +140,43 @@ def test_inspect_says_how_weights_are_held_and_why(machine):
     machine(48, 40)
     reasons = {"decoded": f"{sizes} fit into nine tenths of the 40.00 GB that are free"}
     assert choice(*without) == ("decoded", reasons | {"packed": "comes later: reference was asked for"})
+
+
+BONSAI = re.compile(
+    r"^\| ((?:Ternary-)?(Bonsai-.*)-(\w+)\.gguf) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", re.M
+)
+
+
+def test_the_readme_says_what_each_bonsai_file_needs():
+    """As `inspect` does, for a GPU and a CPU; weights, and a row of 4,096 tokens."""
+    rows = BONSAI.findall((Path(__file__).parents[2] / "README.md").read_text())
+    assert len(rows) == 15
+    of_name = {"Q2_0": "q2_0_g128", "Q2_g64": "q2_0_g64"}
+    for file, model, format, *said in rows:
+        checkpoint = open_checkpoint(f"synth:{model}:{of_name.get(format, format)}")
+        config, found = architectures.config_of(checkpoint), []
+        for platform, cache_dtype in (("sm_90", "float16"), ("cpu", "float32")):
+            of_device = dataclasses.replace(gpu.GPUS["sm_90"], platform=platform)
+            run = bj.RunConfig(weights="packed", rows=1, context=4096, cache_dtype=cache_dtype)
+            with mock.patch.object(gpu, "default", lambda of_device=of_device: of_device):
+                found += [card.held_bytes(checkpoint, config, run), card.cache_bytes(config, run)]
+        assert [f"{of / 1e9:.2f}" for of in found] == said, file
+
+
+def test_base_3_is_held_as_2_bits_where_kernels_read_tiles():
+    checkpoint = open_checkpoint("synth:tiny-qwen3:ptq1_0")
+    config, run = architectures.config_of(checkpoint), bj.RunConfig(weights="packed")
+    in_file = sum(t.nbytes for t in checkpoint.tensors.values())
+    assert card.held_bytes(checkpoint, config, run) == in_file
+    with mock.patch.object(gpu, "default", lambda: gpu.GPUS["sm_90"]):
+        held = card.held_bytes(checkpoint, config, run)
+    ternary = sum(t.nbytes for t in checkpoint.tensors.values() if t.format == "ptq1_0")
+    assert held - in_file == ternary * 34 // 28 - ternary
+
+
+def test_what_is_left_aside_takes_no_memory():
+    checkpoint = open_checkpoint("synth:tiny-qwen35:q8_0")
+    config, run = architectures.config_of(checkpoint), bj.RunConfig(weights="packed")
+    aside = dataclasses.replace(config, aside=("blk.5.",))
+    less = sum(t.nbytes for name, t in checkpoint.tensors.items() if name.startswith("blk.5."))
+    assert card.held_bytes(checkpoint, config, run) - card.held_bytes(checkpoint, aside, run) == less > 0

@@ -13,7 +13,7 @@ from pallas_kernels import QTensor, dequantize, device, formats
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul import kq_bytes, kq_decode_plan, kq_dequantize
-from pallas_kernels.qtensor import tile
+from pallas_kernels.qtensor import tile, tiled_nbytes
 from tests.pallas_kernels.lockstep import launched, lockstep
 from tests.pallas_kernels.stacks import drawn
 
@@ -46,6 +46,7 @@ def test_tile_and_untile_keep_every_bit(format, N, K):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
     np.testing.assert_array_equal(of_tiles, dense)
+    assert tiled.nbytes == 2 * tiled_nbytes(format, (N, K))
     if K % 256 == N % 16 == 0:
         bits = BITS.get(format, 8 * module.BLOCK.itemsize / module.WEIGHTS)
         assert 8 * tiled.nbytes == 2 * N * K * bits
