@@ -118,6 +118,7 @@ def delta_block(
     positions: Int[Array, "B T"],
     config: ModelConfig,
     taps: Mapping[str, Tap] = NO_TAPS,
+    held: dict[str, jax.Array] | None = None,
 ) -> tuple[Float[Array, "B T H"], KVCache]:
     """Gated delta net of one layer and its residual.
 
@@ -125,14 +126,29 @@ def delta_block(
 
     index  the layer's among those with a delta net (ModelConfig.places)
     taps   of its own it has none: "attention" is what it adds to x
+    held   where given, the state stays, and what was to change it is put here (`replay`)
     """
-    w, state, sizes = params.layers, cache.delta, config.delta
-    assert state is not None and sizes is not None
-    assert w.delta_conv is not None and w.delta_a is not None and w.delta_dt is not None
-    assert w.delta_head_norm is not None and w.delta_out is not None
+    w = params.layers
+    assert w.delta_out is not None
     qkv_z, gates = (
         _joined(x, of, index, w.delta_norm, config.rms_norm_eps) for of in (w.delta_in, w.delta_gates)
     )
+    y, state = _delta_net(qkv_z, gates, params, index, cache, positions, config)
+    if held is None:
+        cache = cache.replace(delta=state)
+    else:
+        held |= {"held qkv z": qkv_z, "held gates": gates}
+    return _add_product(x, y, w.delta_out, index, params, taps.get("attention")), cache
+
+
+def _delta_net(
+    qkv_z, gates, params: Params, index, cache: KVCache, positions, config: ModelConfig
+) -> tuple[Float[Array, "B T V"], DeltaState]:
+    """What a delta net gives of its projections, and its layer's new state."""
+    w, state, sizes = params.layers, cache.delta, config.delta
+    assert state is not None and sizes is not None
+    assert w.delta_conv is not None and w.delta_a is not None and w.delta_dt is not None
+    assert w.delta_head_norm is not None
     qkv, z = jnp.split(qkv_z, (state.tail.shape[-1],), axis=-1)
     alpha, beta = jnp.split(gates, 2, axis=-1)
     y, s, tail = delta_net(
@@ -140,8 +156,28 @@ def delta_block(
         conv=w.delta_conv, decay=w.delta_a, dt=w.delta_dt, norm=w.delta_head_norm,
         eps=config.rms_norm_eps, grouped=sizes.grouped,
     )  # fmt: skip
-    cache = cache.replace(delta=DeltaState(s, tail))
-    return _add_product(x, y, w.delta_out, index, params, taps.get("attention")), cache
+    return y, DeltaState(s, tail)
+
+
+def replay(
+    params: Params,
+    cache: KVCache,
+    held: Mapping[str, Float[Array, "L B T ..."]],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+) -> KVCache:
+    """The cache with the tokens at these positions in its recurrent states, -1 for those to leave out, which
+    lie behind a row's others: of tokens that `decoder` read with hold=True. Rewinding is not having read."""
+    if cache.delta is None:
+        return cache
+
+    def layer(cache, of):
+        index, qkv_z, gates = of
+        _, state = _delta_net(qkv_z, gates, params, index, cache, positions, config)
+        return cache.replace(delta=state), None
+
+    each = jnp.arange(len(config.layers_of("delta"))), held["held qkv z"], held["held gates"]
+    return jax.lax.scan(layer, cache, each, unroll=UNROLL if params.step.unrolled else 1)[0]
 
 
 def gated_mlp(
@@ -188,6 +224,7 @@ def decoder(
     config: ModelConfig,
     num_keys: int | Int[Array, ""],
     taps: Taps | None = None,
+    hold: bool = False,
 ) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
     """Run T tokens a row through every layer, against what the cache holds before them.
 
@@ -195,7 +232,8 @@ def decoder(
                           Returns x, not yet normed (`logits` does), the cache, and what taps.read names, by
                           layer.
 
-    tokens that are floating point stand for themselves: x_0 = tokens.
+    tokens that are floating point stand for themselves: x_0 = tokens. With hold recurrent states stay as they
+    were, and what would have changed them is among what is returned by layer: `replay` wants it.
 
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
@@ -219,7 +257,9 @@ def decoder(
                     x, params, of_mixer, cache, positions, rotation, config, num_keys, workspace, here
                 )
             case "delta":
-                x, cache = delta_block(x, params, of_mixer, cache, positions, config, here)
+                x, cache = delta_block(
+                    x, params, of_mixer, cache, positions, config, here, kept if hold else None
+                )
         x = tapped(here, "middle", x)
         match channels:
             case "mlp":

@@ -174,11 +174,6 @@ def start_state(
         jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (rows,)),
     )
     if speculate is not None:
-        if not cache.rewinds:
-            raise NotImplementedError(
-                f"speculate={speculate!r}: {model.config.architecture} keeps a recurrent state, which cannot "
-                "take back tokens that were proposed and not drawn; leave speculate out"
-            )
         of_device = rows // placement.size(model.mesh, placement.DATA)
         new = speculation.start(rows, cache.capacity, speculate, of_device)
         state = state.replace(speculation=new)

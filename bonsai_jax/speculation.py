@@ -9,6 +9,11 @@ row's key, its position and its id alone (sampling.py), so d2 is what plain deco
 token, and so the same distribution. A proposal is accepted if it is the token that is drawn anyway; nothing
 has to be drawn again, as in Leviathan et al. 2023, whose draws cannot be repeated. What differs is rounding:
 a product of several rows may add in another order than that of one, which shows at near-ties.
+
+Keys of what is not kept are written over. A recurrent state cannot take tokens back, so it takes none in
+before they are kept: a step reads proposals on top of the state without changing it, notes what each token
+would have done to it, of every layer its projections, and then lets those that are kept do it
+(layers.replay). The state is read twice and written once, where a plain step reads and writes it once.
 """
 
 import functools
@@ -152,8 +157,9 @@ def step(
     after = first[:, None] + offset + 1  # positions of what is drawn
     positions = jnp.where(readable, after - 1, -1)
     run = architectures.get(config.architecture).forward
-    hidden, cache, _ = run(
-        params, jnp.maximum(read, 0), positions, state.cache, config, num_keys=positions.max() + 1, taps=taps
+    hold = proposals.shape[1] > 0 and not state.cache.rewinds
+    hidden, cache, held = run(
+        params, jnp.maximum(read, 0), positions, state.cache, config, positions.max() + 1, taps, hold
     )
     of_model = layers.logits(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
@@ -171,8 +177,10 @@ def step(
     count = kept.sum(1)
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
     remaining = jnp.where(jnp.any(kept & stops, axis=1), 0, state.remaining - count)
+    if hold:
+        cache = layers.replay(params, cache, held, jnp.where(kept, positions, -1), config)
     state = state.replace(
-        cache=cache.rewind(first + count),
+        cache=cache.replace(lengths=first + count),
         tokens=jnp.where(running, newest, state.tokens),
         remaining=jnp.maximum(remaining, 0),
         sampler=sampling.remember(state.sampler, drawn, kept),

@@ -5,7 +5,7 @@ An architecture module defines
     TENSORS                       table of params.Spec: every tensor a file of it has
     config_from_gguf(metadata, tensors)         -> ModelConfig, from GGUF keys
     config_from_huggingface(metadata, tensors)  -> ModelConfig, from config.json
-    forward(params, tokens, positions, cache, config, num_keys, taps) -> (hidden, cache, what taps read)
+    forward(params, tokens, positions, cache, config, num_keys, taps, hold) -> (hidden, cache, what taps read)
 
 `get(name)` imports by file name, so a new file is a new architecture.
 """

@@ -170,8 +170,6 @@ def test_a_state_cannot_be_rewound_and_says_so():
     cache = bj.new_cache(tiny(), 1, 32)
     with pytest.raises(NotImplementedError, match=r"cache\.take.*cache\.reset"):
         cache.rewind(jnp.array([1]))
-    with pytest.raises(NotImplementedError, match="speculate='ngram': qwen35 keeps a recurrent state"):
-        bj.new_state(tiny(), 1, 32, bj.SamplingParams(), 4, speculate="ngram")
 
 
 def test_taps_read_every_layer_and_gradients_pass_the_chunks():

@@ -12,6 +12,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import jitted, proposers, sampling, speculation
 from bonsai_jax.proposers import ngram
+from checkpoints import Checkpoint, open_checkpoint
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -23,15 +24,30 @@ RNG = np.random.default_rng(0)
 IDS = [RNG.integers(0, 256, n).tolist() for n in (6, 31, 17, 24)]
 NEW, CONTEXT = 17, 48  # row 1 fills its pages: the last token is never read
 NONE = sampling.NO_TOKEN
+LLAMA, HYBRID = "synth:tiny-llama:q8_0", "synth:tiny-qwen35:f32"
 
 
 @functools.cache
-def tiny() -> bj.Model:
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16))
+def tiny(source=LLAMA) -> bj.Model:
+    checkpoint = open_checkpoint(source)
+    return bj.from_checkpoint(
+        two_layers(checkpoint) if source == HYBRID else checkpoint, bj.RunConfig(page_size=16)
+    )
 
 
-def new(speculate=None, most=NEW):
-    return bj.new_state(tiny(), len(IDS), CONTEXT, ROWS, most, ignore_eos=True, speculate=speculate)
+def two_layers(checkpoint: Checkpoint) -> Checkpoint:
+    """Of a hybrid, its first layer, a delta net, and its fourth, with attention: few, to be compiled soon."""
+    tensors = {
+        name.replace("blk.3.", "blk.1."): t
+        for name, t in checkpoint.tensors.items()
+        if not name.startswith(("blk.1.", "blk.2.", "blk.4.", "blk.5."))
+    }
+    metadata = {"qwen35.block_count": 2, "qwen35.attention.recurrent_layers": np.array([1, 0])}
+    return dataclasses.replace(checkpoint, tensors=tensors, metadata=dict(checkpoint.metadata) | metadata)
+
+
+def new(speculate=None, most=NEW, source=LLAMA):
+    return bj.new_state(tiny(source), len(IDS), CONTEXT, ROWS, most, ignore_eos=True, speculate=speculate)
 
 
 def prompts():
@@ -41,25 +57,25 @@ def prompts():
     return jnp.array(tokens), jnp.array([len(ids) for ids in IDS])
 
 
-def run(state):
-    model = tiny()
+def run(state, source=LLAMA):
+    model = tiny(source)
     return jitted.generate_tokens(model.params, state, *prompts(), model.config, size=NEW, logprobs=2)
 
 
 @functools.cache
-def plain():
+def plain(source=LLAMA):
     """The state behind plain decoding, its tokens, and their log-probabilities."""
-    state, tokens, scores = run(new())
+    state, tokens, scores = run(new(source=source), source)
     return state, np.asarray(tokens), scores
 
 
-def told(most=NEW):
+def told(most=NEW, source=LLAMA):
     """A state whose proposer knows the answers, but for a mistake at every fifth token of row 1, and all of
     row 2: what is accepted is known, whatever a random model writes."""
-    answers = plain()[1].copy()
+    answers = plain(source)[1].copy()
     answers[1, ::5] = (answers[1, ::5] + 1) % 256
     answers[2] = NONE
-    state = new("ngram", most)
+    state = new("ngram", most, source)
     ids = np.full(state.speculation.ids.shape, NONE)
     for row, (prompt, answer) in enumerate(zip(IDS, answers, strict=True)):
         ids[row, len(prompt) : len(prompt) + NEW] = answer
@@ -97,6 +113,18 @@ def test_rows_advance_by_what_was_foreseen_and_draw_the_same():
         assert state.speculation.ids[row, : len(prompt) + NEW].tolist() == prompt + answer
     counts = [np.bincount(row, minlength=tiny().config.vocab_size) for row in want]
     np.testing.assert_array_equal(state.sampler.counts, counts)
+
+
+def test_recurrent_states_take_in_what_is_kept():
+    """Rows that keep different numbers of proposals, and one without any: the same tokens, and the states
+    behind them."""
+    before, want, _ = plain(HYBRID)
+    state, got, _ = run(told(source=HYBRID), HYBRID)
+    assert_same(got, want)
+    assert state.speculation.steps.tolist() == [4, 7, 16, 4]
+    assert state.cache.lengths.tolist() == before.cache.lengths.tolist()
+    for ours, theirs in zip(*(jax.tree.leaves(s.cache.delta) for s in (state, before)), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
 def test_a_stop_token_ends_its_row_within_a_run():
