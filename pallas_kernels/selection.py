@@ -17,6 +17,8 @@
     Step       q1                  1 to 8, if they have room   from 9.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
                any                 other                       any        launches
+    DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
+               float32             other                       or none    reference
     Sampling   any                 any                         from 8.0   two_launches
                any                 any                         or none    reference
 
@@ -125,7 +127,27 @@ class Sampling:
         return f"sampling of {self.vocabulary} tokens on {self.platform}"
 
 
-Problem = Matmul | Attention | Step | Sampling
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net of one token a row ("decode") or of many ("prefill").
+
+    conv  tokens that its convolution sees
+    """
+
+    platform: str
+    phase: Literal["decode", "prefill"]
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+
+    def __str__(self):
+        heads = f"{self.k_heads} x {self.k_dim}, {self.v_heads} x {self.v_dim}"
+        return f"{self.phase} delta net {heads} on {self.platform}"
+
+
+Problem = Matmul | Attention | Step | Sampling | DeltaNet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -331,6 +353,20 @@ def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
     return ", ".join(sorted(format for format in found if formats.family(format) != family))
 
 
+def _delta_step(problem: DeltaNet) -> str | None:
+    if problem.phase != "decode":
+        return "is for decode"
+    return _delta(problem)
+
+
+def _delta(problem: DeltaNet) -> str | None:
+    if _older_than(problem.platform, 80):
+        return NEEDS_AMPERE
+    if not {problem.k_dim, problem.v_dim} <= {64, 128}:
+        return f"heads are {problem.k_dim} and {problem.v_dim} wide; the kernel has 64 and 128"
+    return f"the convolution sees {problem.conv} tokens; the kernel has 4" if problem.conv != 4 else None
+
+
 def _two_launches(problem: Sampling) -> str | None:
     return NEEDS_AMPERE if _older_than(problem.platform, 80) else None
 
@@ -362,6 +398,10 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "one_launch": Candidate(_one_launch),
         "layer_products": Candidate(_layer_products),
         "launches": Candidate(_never),
+    },
+    DeltaNet: {
+        "delta_step": Candidate(_delta_step),
+        "reference": Candidate(_never, pallas=False),
     },
     Sampling: {
         "two_launches": Candidate(_two_launches),
