@@ -15,6 +15,7 @@ and keys are made by each of the v heads that use it, of which the first stores 
 a position that no other block reads.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -120,13 +121,19 @@ def _body(
         column = lanes.thread() % V
         z = memory.load(qkv_z, row, head * V + column + tails.type.shape[3])
         channels = _Channels(head, heads, K, V, tails.type.shape[3], grouped)
-        _convolve(channels, qkv_z, tails, weights["conv"], row, layer, position, u_smem, squares_smem)
-        if to_make is not None:
-            _sum_of_gates(to_make, row, layer, head, heads, gates_smem)
+        seen = [
+            _Seen.of(channels, first, qkv_z, tails, weights["conv"], row, layer, position)
+            for first in range(0, channels.count, THREADS)
+        ]
+        parts = [] if to_make is None else _parts_of_gates(to_make, row, layer, head, heads)
         gamma, dt, decay = (
             memory.load(weights[name], layer, at)
             for name, at in (("norm", column), ("dt", head), ("decay", head))
         )
+        for some in seen:
+            some.convolve(tails, u_smem, squares_smem)
+        if to_make is not None:
+            _sum_gates(parts, gates_smem)
         lanes.block_barrier()
 
         k, q = ([memory.load_reals(4, u_smem, [first + at + i]) for i in range(0, count, 4)] for at in (K, 0))
@@ -206,43 +213,66 @@ class _Channels:
         return self.is_first | (i >= 2 * self.K)
 
 
-def _convolve(channels: _Channels, qkv_z, tails, conv, row, layer, position, u_smem, squares_smem):
-    """silu of the convolution of a head's channels, and the sum of squares of every 32 of them."""
-    for first in range(0, channels.count, THREADS):
+@dataclasses.dataclass(frozen=True)
+class _Seen:
+    """What the convolution sees of a thread's channel, oldest first, and its weights; i is behind the last
+    for threads that have none."""
+
+    i: Any
+    count: int
+    seen: list
+    weights: list
+    stores: Any
+    place: list
+
+    @classmethod
+    def of(cls, channels: _Channels, first: int, qkv_z, tails, conv, row, layer, position) -> "_Seen":
         i = lanes.thread() + first
-        # Whole warps have channels, or none.
-        with lanes.when(i < channels.count):
-            at = channels.place(i)
-            taps = memory.load_reals(CONV, conv, [layer, at, 0])
-            new = memory.load(qkv_z, row, at)
-            seen = [new]
-            for back in range(1, CONV):
-                slot = (position + (CONV - back)) % CONV
-                old = memory.load(tails, layer, row, slot, at)
-                seen.append(select(position >= back, old, 0.0))
-            with lanes.when(channels.stores(i)):
-                memory.store(new, tails, layer, row, position % CONV, at)
-            u = silu(total([x * w for x, w in zip(reversed(seen), taps, strict=True)]))
-            memory.store(u, u_smem, i)
-            squares = lanes.warp_sum_real(u * u)
+        at = channels.place(minimum(i, channels.count - 1))
+        weights = memory.load_reals(CONV, conv, [layer, at, 0])
+        new = memory.load(qkv_z, row, at)
+        seen = [new]
+        for back in range(1, CONV):
+            old = memory.load(tails, layer, row, (position + (CONV - back)) % CONV, at)
+            seen.append(select(position >= back, old, 0.0))
+        stored = (i < channels.count) & channels.stores(i), [layer, row, position % CONV, at]
+        return cls(i, channels.count, seen[::-1], weights, *stored)
+
+    def convolve(self, tails, u_smem, squares_smem):
+        """The newest into the tail, where this thread stores it; silu of the convolution; the sum of squares
+        of every 32 channels."""
+        with lanes.when(self.stores):
+            memory.store(self.seen[-1], tails, *self.place)
+        u = silu(total([x * w for x, w in zip(self.seen, self.weights, strict=True)]))
+        squares = lanes.warp_sum_real(u * u)
+        with lanes.when(self.i < self.count):  # whole warps have channels, or none
+            memory.store(u, u_smem, self.i)
             with lanes.when(lanes.thread() % 32 == 0):
-                memory.store(squares, squares_smem, i // 32)
+                memory.store(squares, squares_smem, self.i // 32)
 
 
-def _sum_of_gates(gates: Any, row, layer, head, heads: int, gates_smem):
-    """Of each warp: the sum of squares of its part of x, and its part of both gates' products."""
-    hidden = gates.x.type.shape[1]
-    sums = [real(0)] * 3
+def _parts_of_gates(gates: Any, row, layer, head, heads: int) -> list:
+    """This thread's parts of x, gamma and the rows of both gates; zeros of x behind its end."""
+    hidden, parts = gates.x.type.shape[1], []
     for first in range(0, hidden, 4 * THREADS):
         at = lanes.thread() * 4 + first
         inside = at < hidden
         there = select(inside, at, 0)
-        x = [select(inside, v, 0.0) for v in memory.load_reals(4, gates.x, [row, there])]
+        places = (gates.x, [row, there]), (gates.gamma, [layer, there])
+        places += tuple((gates.weights, [layer, head + which * heads, there]) for which in (0, 1))
+        x, *rest = (memory.load_reals(4, ref, place) for ref, place in places)
+        parts.append([[select(inside, v, 0.0) for v in x], *rest])
+    return parts
+
+
+def _sum_gates(parts: list, gates_smem):
+    """Of each warp: the sum of squares of its part of x, and its part of both gates' products."""
+    sums = [real(0)] * 3
+    for x, gamma, *rows in parts:
         sums[0] = sum_of_squares(x, sums[0])
-        x = [a * e for a, e in zip(x, memory.load_reals(4, gates.gamma, [layer, there]), strict=True)]
-        for which in (0, 1):
-            w = memory.load_reals(4, gates.weights, [layer, head + which * heads, there])
-            for a, e in zip(x, w, strict=True):
+        normed = [v * g for v, g in zip(x, gamma, strict=True)]
+        for which, w in enumerate(rows):
+            for a, e in zip(normed, w, strict=True):
                 sums[1 + which] = fma(a, e, sums[1 + which])
     for i, s in enumerate(map(lanes.warp_sum_real, sums)):
         with lanes.when(lanes.thread() % 32 == 0):
