@@ -11,7 +11,7 @@
                any                 other                       or none    reference
     Attention  any                 1 query of each sequence    from 8.0   decode
                16 bits             more                        9.0        prefill_sm90
-               16 bits             more                        from 8.0   prefill_sm80
+               16 bits, to 128     more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  1 to 8, if they have room   from 9.0   one_launch
@@ -249,10 +249,8 @@ def _attention(problem: Attention) -> str | None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
-    widths = (64, 128, 256) if problem.phase == "decode" else (64, 128)
-    if problem.head_dim not in widths:
-        *some, last = widths
-        return f"head_dim is {problem.head_dim}; the kernel has {', '.join(map(str, some))} and {last}"
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
     return None
 
 
@@ -274,6 +272,12 @@ def _phase(phase: str) -> Callable[[Attention], str | None]:
 
 
 def _prefill_sm80(problem: Attention) -> str | None:
+    if problem.phase == "prefill" and problem.head_dim > 128:
+        return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
+    return _many_queries(problem)
+
+
+def _many_queries(problem: Attention) -> str | None:
     if reason := _phase("prefill")(problem) or _attention(problem):
         return reason
     layout = cache_layouts.get(problem.cache_dtype)
@@ -285,7 +289,7 @@ def _prefill_sm80(problem: Attention) -> str | None:
 def _prefill_sm90(problem: Attention) -> str | None:
     if problem.phase == "prefill" and problem.platform != "sm_90":
         return "needs Hopper's tensor core instructions (compute capability 9.0)"
-    if reason := _prefill_sm80(problem):
+    if reason := _many_queries(problem):
         return reason
     return f"pages of {problem.page_size} are no multiple of 64" if problem.page_size % 64 else None
 

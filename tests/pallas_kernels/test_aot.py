@@ -530,6 +530,7 @@ HOT_ON_HOPPER = {
     "attention, 48 rows": lambda: _attention(32, 8, 128, True, "float16", rows=48),
     "attention, 256 rows": lambda: _attention(32, 8, 128, True, "float16", rows=256),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
+    "many queries of 256": lambda: _many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),
     "products between, the last": lambda: products_between(*MIXED[:3], None),
