@@ -18,7 +18,8 @@
                kq                  as many as have room        from 8.0   layer_products
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
-               float32             other                       or none    reference
+               float32             more                        from 8.0   delta_chunks
+               float32             any                         or none    reference
     Sampling   any                 any                         from 8.0   two_launches
                any                 any                         or none    reference
 
@@ -357,13 +358,18 @@ def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
     return ", ".join(sorted(format for format in found if formats.family(format) != family))
 
 
-def _delta_step(problem: DeltaNet) -> str | None:
-    if problem.phase != "decode":
-        return "is for decode"
-    return _delta(problem)
+def _delta_chunks(problem: DeltaNet) -> str | None:
+    if reason := _delta(problem, "prefill"):
+        return reason
+    from pallas_kernels.delta import chunks  # only GPUs need it
+
+    room, needed = device.shared_bytes(), chunks.shared_bytes(problem.k_dim)
+    return f"a block needs {needed} bytes of shared memory, of {room}" if needed > room else None
 
 
-def _delta(problem: DeltaNet) -> str | None:
+def _delta(problem: DeltaNet, phase: str) -> str | None:
+    if problem.phase != phase:
+        return f"is for {phase}"
     if _older_than(problem.platform, 80):
         return NEEDS_AMPERE
     if not {problem.k_dim, problem.v_dim} <= {64, 128}:
@@ -404,7 +410,8 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "launches": Candidate(_never),
     },
     DeltaNet: {
-        "delta_step": Candidate(_delta_step),
+        "delta_step": Candidate(lambda problem: _delta(problem, "decode")),
+        "delta_chunks": Candidate(_delta_chunks),
         "reference": Candidate(_never, pallas=False),
     },
     Sampling: {

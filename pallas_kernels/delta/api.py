@@ -80,6 +80,11 @@ def delta_net(
         x = rms_norm(gates.x, gates.gamma[layer], eps)
         dense = gates.weights[layer].astype(jnp.float32)
         gates = jnp.einsum("...k,nk->...n", x, dense, precision=jax.lax.Precision.HIGHEST)
+    recur = None
+    if prefill_impl == "delta_chunks" and qkv_z.shape[1] > 1:
+        from pallas_kernels.delta.chunks import delta_chunks  # only GPUs need it
+
+        recur = jax.custom_batching.sequential_vmap(functools.partial(delta_chunks, grouped=grouped))
     return reference.delta_net(
-        qkv_z, gates, states, tails, positions, layer, **weights, eps=eps, grouped=grouped
+        qkv_z, gates, states, tails, positions, layer, **weights, eps=eps, grouped=grouped, recur=recur
     )

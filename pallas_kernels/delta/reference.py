@@ -10,31 +10,38 @@ EXACT = jax.lax.Precision.HIGHEST
 
 
 def delta_net(
-    qkv_z, gates, states, tails, positions, layer, conv, decay, dt, norm, eps, grouped
+    qkv_z, gates, states, tails, positions, layer, conv, decay, dt, norm, eps, grouped, recur=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """delta.delta_net's definition: arguments and results are described there; gates are made."""
+    """delta.delta_net's definition: arguments and results are described there; gates are made.
+
+    recur  in place of the recurrence of many tokens (chunks.delta_chunks)
+    """
     B, T, _ = qkv_z.shape
     Hv, K, V = states.shape[2:]
     qkv, z = jnp.split(qkv_z, (tails.shape[-1],), axis=-1)
     alpha, beta = jnp.split(gates, 2, axis=-1)
     Hk, W = (qkv.shape[-1] - Hv * V) // (2 * K), conv.shape[-1]
     valid = positions >= 0
-    fresh = (positions[:, 0] == 0)[:, None, None]
+    fresh = positions[:, 0] == 0
     seen, tail = _seen(qkv.astype(jnp.float32), tails[layer], positions)
     weights = conv[layer]
     u = jax.nn.silu(sum(seen[:, 1 + i : 1 + i + T] * weights[:, i] for i in range(W)))
     qk, v = jnp.split(u, (2 * Hk * K,), axis=-1)
-    qk = qk.reshape(B, T, 2, Hk, K)
+    qk, v = qk.reshape(B, T, 2, Hk, K), v.reshape(B, T, Hv, V)
     qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
-    times = Hv // Hk  # v heads of a k head
-    qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
-    q, k = qk[:, :, 0], qk[:, :, 1]
+    qk = qk * jnp.array([K**-0.5, 1.0])[:, None, None]
     b = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0.0)
     g = jnp.where(valid[..., None], decay[layer] * jax.nn.softplus(alpha + dt[layer]), 0.0)
-    recur = _one_token if T == 1 else _chunks
-    o, S = recur(q * K**-0.5, k, v.reshape(B, T, Hv, V), b, g, states[layer], fresh[..., None])
+    if recur is None:
+        times = Hv // Hk  # v heads of a k head
+        qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
+        within = _one_token if T == 1 else _chunks
+        o, S = within(qk[:, :, 0], qk[:, :, 1], v, b, g, states[layer], fresh[:, None, None, None])
+        states = states.at[layer].set(S)
+    else:
+        o, states = recur(qk, v, b, g, states, layer, fresh)
     y = rms_norm(o, norm[layer], eps).reshape(B, T, Hv * V) * jax.nn.silu(z)
-    return y, states.at[layer].set(S), tails.at[layer].set(tail)
+    return y, states, tails.at[layer].set(tail)
 
 
 def _seen(qkv, tail, positions):

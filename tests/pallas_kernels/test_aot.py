@@ -18,6 +18,7 @@ from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_devic
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
+from pallas_kernels.delta.chunks import delta_chunks
 from pallas_kernels.delta.step import delta_step
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
@@ -322,6 +323,16 @@ def _delta_step(rows, gates_made=False):
     )  # fmt: skip
 
 
+def _delta_chunks(tokens, rows=1):
+    """As Bonsai 27B has it."""
+    shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    gate = shape(rows, tokens, 48)
+    return functools.partial(delta_chunks, grouped=False), (
+        shape(rows, tokens, 2, 16, 128), shape(rows, tokens, 48, 128), gate, gate,
+        shape(3, rows, 48, 128, 128), shape(dtype=jnp.int32), shape(rows, dtype=bool),
+    )  # fmt: skip
+
+
 def _many_rows(n, k, matrices, rows, bits=8):
     weights = (_tiles(n, k),) * matrices
     shape = (bits // 8, 4 * -(-k // 512), rows + -rows % (64 if rows > 64 else 16))
@@ -530,6 +541,7 @@ HOT_ON_HOPPER = {
     "attention, 48 rows": lambda: _attention(32, 8, 128, True, "float16", rows=48),
     "attention, 256 rows": lambda: _attention(32, 8, 128, True, "float16", rows=256),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
+    "delta chunks": lambda: _delta_chunks(2048),
     "many queries of 256": lambda: _many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),

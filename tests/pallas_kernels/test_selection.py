@@ -180,12 +180,18 @@ def test_many_queries_attend_by_a_kernel_on_every_gpu_since_ampere(
         ("sm_90", "decode", {"k_dim": 96}, "reference"),
         ("sm_90", "decode", {"conv": 3}, "reference"),
         ("sm_75", "decode", {}, "reference"),
+        ("sm_90", "prefill", {}, "delta_chunks"),
+        ("sm_90", "prefill", {"v_dim": 96}, "reference"),
+        ("sm_80", "prefill", {"k_dim": 64, "v_dim": 64}, "delta_chunks"),
+        ("sm_80", "prefill", {}, "reference"),  # shared memory
         ("cpu", "decode", {}, "reference"),
         ("cpu", "prefill", {}, "reference"),
     ],
 )
-def test_a_delta_net_runs_by_a_kernel_where_its_heads_fit(platform, phase, change, taken):
+def test_a_delta_net_runs_by_a_kernel_where_its_heads_fit(platform, phase, change, taken, monkeypatch):
     problem = dataclasses.replace(DeltaNet(platform, phase, 16, 48, 128, 128, 4), **change)
+    if platform in device.GPUS:
+        monkeypatch.setattr(device, "default", lambda: device.GPUS[platform])
     assert choose(problem) == taken and choose(problem, impl="reference") == "reference"
 
 
