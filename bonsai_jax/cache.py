@@ -8,22 +8,26 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig, RunConfig
-from bonsai_jax.plan import attention_kernels
+from bonsai_jax.plan import attention_kernels, delta_kernels
 from pallas_kernels import cache_layouts, serializable
 from pallas_kernels.cache_layouts import Pages
 
 
 @serializable
 class DeltaState(struct.PyTreeNode):
-    """What layers of a gated delta net keep of each row (pallas_kernels/delta.py). A row that reads its token
+    """What layers of a gated delta net keep of each row (pallas_kernels/delta). A row that reads its token
     at position 0 begins anew, whatever is here.
 
     s      float32 [layers, rows, v heads, k_dim, v_dim]
-    tail   float32 [layers, rows, conv - 1, channels]: what the convolution sees of the tokens before
+    tail   float32 [layers, rows, conv, channels]: what the convolution sees, that at position p in slot
+           p % conv
+    impl, prefill_impl  the kernels chosen for one token a row and for more (plan.py)
     """
 
     s: Float[Array, "L B Hv K V"]
-    tail: Float[Array, "L B W-1 C"]
+    tail: Float[Array, "L B W C"]
+    impl: str = struct.field(pytree_node=False, default="reference")
+    prefill_impl: str = struct.field(pytree_node=False, default="reference")
 
 
 @serializable
@@ -121,7 +125,7 @@ def bytes_per_row(config: ModelConfig) -> int:
     """Bytes of one row's recurrent states, whatever it has read; 0 for models without."""
     if (d := config.delta) is None:
         return 0
-    of_layer = d.v_heads * d.k_dim * d.v_dim + (d.conv - 1) * d.qkv_width
+    of_layer = d.v_heads * d.k_dim * d.v_dim + d.conv * d.qkv_width
     return 4 * len(config.layers_of("delta")) * of_layer
 
 
@@ -143,16 +147,23 @@ def empty(config: ModelConfig, run: RunConfig, rows: int, context: int, pages: i
     in_all = rows * of_row if pages is None else pages
     layers = len(config.layers_of("attention"))
     shape = (layers, in_all, run.page_size, config.num_kv_heads, config.head_dim)
-    one, prefill = attention_kernels(config, run)
-    return KVCache(
+    cache = KVCache(
         k=cache_layouts.empty(str(run.cache_dtype), shape),
         v=cache_layouts.empty(str(run.cache_dtype), shape),
         block_table=jnp.asarray(first_table(rows, of_row, pages)),
         lengths=jnp.zeros(rows, jnp.int32),
         delta=empty_states(config, rows),
-        impl=one,
-        prefill_impl=prefill,
     )
+    return with_kernels(cache, config, run)
+
+
+def with_kernels(cache: KVCache, config: ModelConfig, run: RunConfig) -> KVCache:
+    """The same, for the kernels that are chosen for a model on this device."""
+    one, prefill = attention_kernels(config, run)
+    if cache.delta is not None and config.delta is not None:
+        of_one, of_many = delta_kernels(config.delta, run)
+        cache = cache.replace(delta=cache.delta.replace(impl=of_one, prefill_impl=of_many))
+    return cache.replace(impl=one, prefill_impl=prefill)
 
 
 def empty_states(config: ModelConfig, rows: int) -> DeltaState | None:
@@ -162,7 +173,7 @@ def empty_states(config: ModelConfig, rows: int) -> DeltaState | None:
     layers = len(config.layers_of("delta"))
     return DeltaState(
         jnp.zeros((layers, rows, d.v_heads, d.k_dim, d.v_dim)),
-        jnp.zeros((layers, rows, d.conv - 1, d.qkv_width)),
+        jnp.zeros((layers, rows, d.conv, d.qkv_width)),
     )
 
 

@@ -13,13 +13,14 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax import cache as kv
 from bonsai_jax import taps as tapping
-from bonsai_jax.cache import DeltaState, KVCache
+from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
 from bonsai_jax.taps import Tap, Taps, tapped
 from pallas_kernels import LayerStack, QTensor, attend, cache_layouts, delta_net, device, gated, matmul
 from pallas_kernels.attention import empty_workspace
+from pallas_kernels.delta import Gates
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.qtensor import leaves
 
@@ -128,11 +129,15 @@ def delta_block(
     taps   of its own it has none: "attention" is what it adds to x
     held   where given, the state stays, and what was to change it is put here (`replay`)
     """
-    w = params.layers
-    assert w.delta_out is not None
-    qkv_z, gates = (
-        _joined(x, of, index, w.delta_norm, config.rms_norm_eps) for of in (w.delta_in, w.delta_gates)
-    )
+    w, state = params.layers, cache.delta
+    assert w.delta_norm is not None and w.delta_out is not None and state is not None
+    qkv_z = _joined(x, w.delta_in, index, w.delta_norm, config.rms_norm_eps)
+    alone = x.shape[-2] == 1 and state.impl != "reference" and held is None
+    dense = _dense(w.delta_gates) if alone else None
+    if dense is None:
+        gates = _joined(x, w.delta_gates, index, w.delta_norm, config.rms_norm_eps)
+    else:
+        gates = Gates(x, w.delta_norm, dense)
     y, state = _delta_net(qkv_z, gates, params, index, cache, positions, config)
     if held is None:
         cache = cache.replace(delta=state)
@@ -149,14 +154,12 @@ def _delta_net(
     assert state is not None and sizes is not None
     assert w.delta_conv is not None and w.delta_a is not None and w.delta_dt is not None
     assert w.delta_head_norm is not None
-    qkv, z = jnp.split(qkv_z, (state.tail.shape[-1],), axis=-1)
-    alpha, beta = jnp.split(gates, 2, axis=-1)
     y, s, tail = delta_net(
-        qkv, z, alpha, beta, state.s, state.tail, positions, index,
+        qkv_z, gates, state.s, state.tail, positions, index,
         conv=w.delta_conv, decay=w.delta_a, dt=w.delta_dt, norm=w.delta_head_norm,
-        eps=config.rms_norm_eps, grouped=sizes.grouped,
+        eps=config.rms_norm_eps, grouped=sizes.grouped, impl=state.impl, prefill_impl=state.prefill_impl,
     )  # fmt: skip
-    return y, DeltaState(s, tail)
+    return y, state.replace(s=s, tail=tail)
 
 
 def replay(
@@ -334,6 +337,14 @@ def _joined(x: jax.Array, weights: tuple[LayerStack, ...], index, gamma, eps: fl
     """Products of the same normed input, side by side."""
     y = [matmul(x, weight, index, gamma=gamma, eps=eps) for weight in weights]
     return y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1)
+
+
+def _dense(weights: tuple[LayerStack, ...]) -> jax.Array | None:
+    """[layers, N, K] of a matrix that every layer has as plain numbers; None where it is quantized."""
+    (first, *more), *rest = (stack.parts for stack in weights)
+    if more or rest or not isinstance(first, QTensor) or first.format not in ("f32", "f16", "bf16"):
+        return None
+    return None if first.rotation is not None else first.fields["w"].reshape(-1, *first.shape)
 
 
 def _ungated(qkv: jax.Array, cache: KVCache, config: ModelConfig) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from bonsai_jax.config import Channels, Mixer, ModelConfig, RunConfig
+from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
 from checkpoints import Checkpoint, CheckpointError, Folding, RandomTensor, Tensor, folding
 from pallas_kernels import device, formats, selection
@@ -316,6 +316,20 @@ def attention_kernels(config: ModelConfig, run: RunConfig) -> tuple[str, str]:
     decode, prefill = attention_problems(config, run)
     of_many = "reference" if run.impl == "reference" else "auto"
     return selection.choose(decode, impl=run.impl), selection.choose(prefill, impl=of_many)
+
+
+def delta_problems(sizes: DeltaConfig) -> tuple[selection.DeltaNet, selection.DeltaNet]:
+    """As `attention_problems`, of a gated delta net."""
+    of = (sizes.k_heads, sizes.v_heads, sizes.k_dim, sizes.v_dim, sizes.conv)
+    platform = device.platform()
+    return selection.DeltaNet(platform, "decode", *of), selection.DeltaNet(platform, "prefill", *of)
+
+
+def delta_kernels(sizes: DeltaConfig, run: RunConfig) -> tuple[str, str]:
+    """As `attention_kernels`, of a gated delta net."""
+    decode, prefill = delta_problems(sizes)
+    impl = "reference" if run.impl == "reference" else "auto"
+    return selection.choose(decode, impl=impl), selection.choose(prefill, impl=impl)
 
 
 def _member(

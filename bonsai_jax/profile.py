@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from bonsai_jax import bench, card, layers
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
-from bonsai_jax.cache import DeltaState, KVCache
+from bonsai_jax.cache import KVCache
 from bonsai_jax.config import Channels, Mixer
 from bonsai_jax.model import Model
 from bonsai_jax.params import Params
@@ -90,7 +90,7 @@ def measure(
     }
     if d is not None and w.delta_out is not None:
         each = 2 * len(config.layers_of("delta")) * rows * tokens
-        made, states = vectors(d.qkv_width), 2 * rows * kv.bytes_per_row(config)
+        made, states = vectors(d.qkv_width + d.v_width), 2 * rows * kv.bytes_per_row(config)
         own = kv.empty(config, run, rows, 1)  # each phase's cache is donated
         plan = {
             "delta inputs": (_delta_in, vectors(H), weight_bytes(*w.delta_in, *w.delta_gates),
@@ -117,7 +117,8 @@ def measure(
         call = _once(one, model) if phase == "head" else _all_layers(one, model, depth, tokens)
         seconds = _seconds(lambda state, call=call: call(params, state), start, repetitions, tokens)
         if phase in ("attention", "delta net"):
-            impl, rate = attends if phase == "attention" else "reference", card.arithmetic()
+            of_delta = cache.delta and (cache.delta.prefill_impl if many else cache.delta.impl)
+            impl, rate = attends if phase == "attention" else str(of_delta), card.arithmetic()
         elif phase == "head":
             impl, rate = card.kernel_names(head, rows), _rate(head, rows)
         else:
@@ -202,13 +203,12 @@ def _delta_net(params: Params, state: tuple[jax.Array, KVCache], layer, config, 
     w, held, d = params.layers, cache.delta, config.delta
     assert held is not None and w.delta_conv is not None and w.delta_a is not None
     assert w.delta_dt is not None and w.delta_head_norm is not None
-    z, gates = made[..., : d.v_width], made[..., : d.v_heads]
     y, s, tail = delta_net(
-        made, z, gates, gates, held.s, held.tail, positions, layer,
+        made, made[..., : 2 * d.v_heads], held.s, held.tail, positions, layer,
         conv=w.delta_conv, decay=w.delta_a, dt=w.delta_dt, norm=w.delta_head_norm,
-        eps=config.rms_norm_eps, grouped=d.grouped,
+        eps=config.rms_norm_eps, grouped=d.grouped, impl=held.impl, prefill_impl=held.prefill_impl,
     )  # fmt: skip
-    return made.at[..., : d.v_width].set(y), cache.replace(delta=DeltaState(s, tail))
+    return made.at[..., : d.v_width].set(y), cache.replace(delta=held.replace(s=s, tail=tail))
 
 
 def _delta_in(params: Params, x, layer, config):

@@ -16,7 +16,6 @@ from bonsai_jax import parallel, placement
 from bonsai_jax.cache import DeltaState, KVCache
 from bonsai_jax.decoding import State
 from bonsai_jax.model import Model
-from bonsai_jax.plan import attention_kernels
 from bonsai_jax.sampling import Sampler, kernel
 from bonsai_jax.speculation import Speculation
 from pallas_kernels import cache_layouts
@@ -78,8 +77,7 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         cache = KVCache(**of_cache)
         _check_cache(path, cache, model)
         run = dataclasses.replace(model.run, page_size=cache.page_size)
-        one, prefill = attention_kernels(model.config, run)
-        cache = cache.replace(impl=one, prefill_impl=prefill)
+        cache = kv.with_kernels(cache, model.config, run)
         if metadata["kind"] == "KVCache":
             return parallel.place_state(cache, model.mesh)
         sampler = fields.pop("sampler")

@@ -11,12 +11,15 @@
                any                 other                       or none    reference
     Attention  any                 1 query of each sequence    from 8.0   decode
                16 bits             more                        9.0        prefill_sm90
-               16 bits             more                        from 8.0   prefill_sm80
+               16 bits, to 128     more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  1 to 8, if they have room   from 9.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
                any                 other                       any        launches
+    DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
+               float32             more                        from 8.0   delta_chunks
+               float32             any                         or none    reference
     Sampling   any                 any                         from 8.0   two_launches
                any                 any                         or none    reference
 
@@ -125,7 +128,27 @@ class Sampling:
         return f"sampling of {self.vocabulary} tokens on {self.platform}"
 
 
-Problem = Matmul | Attention | Step | Sampling
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net of one token a row ("decode") or of many ("prefill").
+
+    conv  tokens that its convolution sees
+    """
+
+    platform: str
+    phase: Literal["decode", "prefill"]
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+
+    def __str__(self):
+        heads = f"{self.k_heads} x {self.k_dim}, {self.v_heads} x {self.v_dim}"
+        return f"{self.phase} delta net {heads} on {self.platform}"
+
+
+Problem = Matmul | Attention | Step | Sampling | DeltaNet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,10 +250,8 @@ def _attention(problem: Attention) -> str | None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
-    widths = (64, 128, 256) if problem.phase == "decode" else (64, 128)
-    if problem.head_dim not in widths:
-        *some, last = widths
-        return f"head_dim is {problem.head_dim}; the kernel has {', '.join(map(str, some))} and {last}"
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
     return None
 
 
@@ -252,6 +273,12 @@ def _phase(phase: str) -> Callable[[Attention], str | None]:
 
 
 def _prefill_sm80(problem: Attention) -> str | None:
+    if problem.phase == "prefill" and problem.head_dim > 128:
+        return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
+    return _many_queries(problem)
+
+
+def _many_queries(problem: Attention) -> str | None:
     if reason := _phase("prefill")(problem) or _attention(problem):
         return reason
     layout = cache_layouts.get(problem.cache_dtype)
@@ -263,7 +290,7 @@ def _prefill_sm80(problem: Attention) -> str | None:
 def _prefill_sm90(problem: Attention) -> str | None:
     if problem.phase == "prefill" and problem.platform != "sm_90":
         return "needs Hopper's tensor core instructions (compute capability 9.0)"
-    if reason := _prefill_sm80(problem):
+    if reason := _many_queries(problem):
         return reason
     return f"pages of {problem.page_size} are no multiple of 64" if problem.page_size % 64 else None
 
@@ -331,6 +358,25 @@ def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
     return ", ".join(sorted(format for format in found if formats.family(format) != family))
 
 
+def _delta_chunks(problem: DeltaNet) -> str | None:
+    if reason := _delta(problem, "prefill"):
+        return reason
+    from pallas_kernels.delta import chunks  # only GPUs need it
+
+    room, needed = device.shared_bytes(), chunks.shared_bytes(problem.k_dim)
+    return f"a block needs {needed} bytes of shared memory, of {room}" if needed > room else None
+
+
+def _delta(problem: DeltaNet, phase: str) -> str | None:
+    if problem.phase != phase:
+        return f"is for {phase}"
+    if _older_than(problem.platform, 80):
+        return NEEDS_AMPERE
+    if not {problem.k_dim, problem.v_dim} <= {64, 128}:
+        return f"heads are {problem.k_dim} and {problem.v_dim} wide; the kernel has 64 and 128"
+    return f"the convolution sees {problem.conv} tokens; the kernel has 4" if problem.conv != 4 else None
+
+
 def _two_launches(problem: Sampling) -> str | None:
     return NEEDS_AMPERE if _older_than(problem.platform, 80) else None
 
@@ -362,6 +408,11 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "one_launch": Candidate(_one_launch),
         "layer_products": Candidate(_layer_products),
         "launches": Candidate(_never),
+    },
+    DeltaNet: {
+        "delta_step": Candidate(lambda problem: _delta(problem, "decode")),
+        "delta_chunks": Candidate(_delta_chunks),
+        "reference": Candidate(_never, pallas=False),
     },
     Sampling: {
         "two_launches": Candidate(_two_launches),

@@ -173,7 +173,7 @@ def _weights(checkpoint: "Checkpoint", config: "ModelConfig", asked: "RunConfig"
 def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[dict[str, Any]]:
     """For every matrix, attention, the decode step and sampling the kernel for each number of rows, and why
     those before it in the order of preference were not taken."""
-    from bonsai_jax.plan import attention_problems
+    from bonsai_jax.plan import attention_problems, delta_problems
     from pallas_kernels import selection
 
     def entry(what: str, problem: selection.Problem, times: int, rows_impls: dict[str, tuple[int, str]]):
@@ -197,6 +197,10 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     layers = len(config.layers_of("attention"))
     found.append(entry("attention", decode, layers, {"decode": (1, run.impl)}))
     found.append(entry("attention", prefill, layers, {"prefill": (1, of_many)}))
+    if config.delta is not None:
+        layers = len(config.layers_of("delta"))
+        for problem in delta_problems(config.delta):
+            found.append(entry("delta net", problem, layers, {problem.phase: (1, of_many)}))
     step = entry("decode step", plan.problem, 1, {"1 row": (1, run.schedule)})
     if plan.step.rows:
         step["kernels"] = {f"to {plan.step.rows} rows": plan.step.kernel, "more": "launches"}

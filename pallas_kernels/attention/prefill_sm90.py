@@ -8,7 +8,7 @@ and values of the next item are on their way while results of one are stored.
     per step of 128 keys:    S = Q K^T  (wgmma)  -> mask -> online softmax in float32 (base 2)
                              O = O c + P V  (wgmma, P in registers)
 
-The two warpgroups take turns: one multiplies while the other computes its softmax (Shah et al. 2024; the
+(64 keys of heads of 256.) The two warpgroups take turns: one multiplies while the other computes its softmax (Shah et al. 2024; the
 schedule is that of jax's own attention_mgpu.py). Who waits for whom:
 
     memory        K0 V0 K1 V1 |           K2       V2 |         K3       V3 |
@@ -42,9 +42,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, softmax_step, visible
 
-KEYS = 128  # of a step
 TMA_KEYS = 64  # of a copy: a page, or a part of one
 SLOTS = 2  # steps of keys, and of values, in shared memory
+
+
+def keys_of_step(head_dim: int) -> int:
+    """Of wide heads fewer, for which shared memory and a lane's registers have room beside its 128 sums."""
+    return 128 if head_dim <= 128 else 64
 
 
 @jax.jit
@@ -57,13 +61,14 @@ def prefill_attention(
     layer: jax.Array,
 ) -> jax.Array:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
-    (cache_layouts: DTYPE is OPERAND), whose pages hold a multiple of 64 tokens, and head_dim 64 or 128.
+    (cache_layouts: DTYPE is OPERAND), whose pages hold a multiple of 64 tokens, and head_dim 64, 128 or 256.
 
     Returns float32 [B, T, H, D].
     """
     tiles, layout = Tiles.of(q, k_pages.shape[3]), cache_layouts.of(k_pages)
     B, T, H, D = q.shape
-    q, positions, steps = tiles.prepared(q, positions, KEYS, layout)
+    keys = keys_of_step(D)
+    q, positions, steps = tiles.prepared(q, positions, keys, layout)
     blocks = min(device.multiprocessors(), H // tiles.heads * tiles.count * B)
     body = functools.partial(
         _body, tiles=tiles, blocks=blocks, layout=layout, group=H // k_pages.shape[3],
@@ -80,11 +85,11 @@ def prefill_attention(
         kernel_name="prefill_sm90",  # as profilers show it
         scratch_types={
             "q_smem": plgpu.SMEM((2, QUERIES, D), q.dtype, transforms=transforms),
-            "k_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=transforms),
-            "v_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=transforms),
+            "k_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=transforms),
+            "v_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=transforms),
             "q_full": plgpu.Barrier(num_barriers=2),
-            "k_full": plgpu.Barrier(num_arrivals=KEYS // TMA_KEYS, num_barriers=SLOTS),
-            "v_full": plgpu.Barrier(num_arrivals=KEYS // TMA_KEYS, num_barriers=SLOTS),
+            "k_full": plgpu.Barrier(num_arrivals=keys // TMA_KEYS, num_barriers=SLOTS),
+            "v_full": plgpu.Barrier(num_arrivals=keys // TMA_KEYS, num_barriers=SLOTS),
             "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
             "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
             "turn": plgpu.Barrier(num_arrivals=2),
@@ -175,6 +180,10 @@ class Slots:
     full: Any
     free: Any
 
+    @property
+    def of_step(self) -> int:
+        return self.smem.shape[1]
+
 
 @dataclasses.dataclass(frozen=True)
 class Queries:
@@ -223,10 +232,10 @@ def _multiply(work: Work, queries: Queries, keys: Slots, values: Slots, turn, la
             take_turns()
             return acc[...]
 
-        s = pl.run_scoped(scores, plgpu.ACC((QUERIES, KEYS), jnp.float32))
+        s = pl.run_scoped(scores, plgpu.ACC((QUERIES, keys.of_step), jnp.float32))
         plgpu.barrier_arrive(keys.free.at[slot])
         if masked:
-            s = visible(s, position, step * KEYS, plgpu.Layout.WGMMA)
+            s = visible(s, position, step * keys.of_step, plgpu.Layout.WGMMA)
         step_of = softmax_step(s, out, maximum, total, layout)
         out, new, total, p = lax.optimization_barrier(step_of)
         plgpu.barrier_arrive(turn)
@@ -289,8 +298,8 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
         def _step(step):
             slot = lax.rem(before + step, SLOTS)
             pages = []
-            for n in range(KEYS // TMA_KEYS):
-                part = step * (KEYS // TMA_KEYS) + n
+            for n in range(keys.of_step // TMA_KEYS):
+                part = step * (keys.of_step // TMA_KEYS) + n
                 # Behind the table's end anything will do: it is masked.
                 page = table_gmem[row, jnp.minimum(lax.div(part, parts), table_gmem.shape[1] - 1)]
                 pages.append((page, lax.rem(part, parts) * TMA_KEYS))

@@ -4,7 +4,7 @@ kernel is traced, as lanes.py is."""
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes
-from pallas_kernels.gpu.values import f32, i32, integer
+from pallas_kernels.gpu.values import as_real, as_word, f32, i32, integer
 
 
 def count_common_bits(a0, a1, b, start=0):
@@ -29,6 +29,23 @@ def add_product(c, a, b, operand):
     kind = f"m16n8k16.row.col.f32.{name}.{name}.f32"
     text = f"mma.sync.aligned.{kind} {{$0,$1,$2,$3}},{{$4,$5,$6,$7}},{{$8,$9}},{{$10,$11,$12,$13}};"
     return lanes.ptx([f32()] * 4, [*a, *b, *c], text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
+
+
+def tf32(x):
+    """A float32 with 10 bits of mantissa, to nearest: what `add_product_tf32` multiplies exactly."""
+    return as_real(lanes.ptx(i32(), [x], "cvt.rna.tf32.f32 $0, $1;", "=r,f"))
+
+
+def add_product_tf32(c, a, b):
+    """Tensor cores: c + a b in float32, for 16 x 8 and 8 x 8, of which 10 bits of mantissa count (`tf32`).
+
+    mma.m16n8k8. With lane = 4 g + t: a is [row g, column t], [g + 8, t], [g, t + 4], [g + 8, t + 4]; b is
+    [row t, column g], [t + 4, g]; c as in `count_common_bits`.
+    """
+    kind = "m16n8k8.row.col.f32.tf32.tf32.f32"
+    text = f"mma.sync.aligned.{kind} {{$0,$1,$2,$3}},{{$4,$5,$6,$7}},{{$8,$9}},{{$10,$11,$12,$13}};"
+    operands = [*map(as_word, (*a, *b)), *c]
+    return lanes.ptx([f32()] * 4, operands, text, "=f,=f,=f,=f,r,r,r,r,r,r,f,f,f,f")
 
 
 def multiply_bytes(a, b, c, signed: bool, b_signed: bool = True):

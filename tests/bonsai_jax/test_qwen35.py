@@ -196,7 +196,7 @@ def test_taps_read_every_layer_and_gradients_pass_the_chunks():
 def test_memory_counts_states():
     checkpoint = open_checkpoint("synth:bonsai-27b:q1_0")
     config = architectures.config_of(checkpoint)
-    assert kv.bytes_per_row(config) == 48 * 4 * (48 * 128 * 128 + 3 * 10240)  # 151 MB and 5.9 MB
+    assert kv.bytes_per_row(config) == 48 * 4 * (48 * 128 * 128 + 4 * 10240)  # 151 MB and 7.9 MB
     assert kv.bytes_per_token(config, "float16") == 65536
     run = bj.RunConfig(rows=2, context=128, cache_dtype="float16")
     assert card.cache_bytes(config, run) == 2 * (128 * 65536 + kv.bytes_per_row(config))

@@ -512,6 +512,8 @@ def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, for
         (14, 2, 64, 2, 129, 1, 128),
         (16, 8, 128, 2, 2, 0, 64),
         (8, 8, 64, 1, 300, 77, 16),
+        (24, 4, 256, 2, 300, 77, 64),
+        (6, 1, 256, 1, 129, 0, 128),
     ],
 )
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])

@@ -14,10 +14,12 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint
-from pallas_kernels import QTensor, cache_layouts, device, ffn, for_device, formats
+from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_device, formats
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
+from pallas_kernels.delta.chunks import delta_chunks
+from pallas_kernels.delta.step import delta_step
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_int8 import activations_int8
@@ -307,6 +309,30 @@ def _attention(heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1):
     )  # fmt: skip
 
 
+def _delta_step(rows, gates_made=False):
+    """As Bonsai 27B has it."""
+    heads, dim, channels, hidden = 48, 128, 10240, 5120
+    shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    gates = delta.Gates(shape(rows, hidden), shape(3, hidden), shape(3, 2 * heads, hidden, dtype=jnp.bfloat16))
+    gates = shape(rows, 2 * heads) if gates_made else gates
+    weights = {"conv": shape(3, channels, 4), "norm": shape(3, dim)}
+    weights |= dict.fromkeys(("decay", "dt"), shape(3, heads))
+    return functools.partial(delta_step, eps=1e-6, grouped=False), (
+        shape(rows, channels + heads * dim), gates, shape(3, rows, heads, dim, dim),
+        shape(3, rows, 4, channels), shape(rows, dtype=jnp.int32), shape(dtype=jnp.int32), weights,
+    )  # fmt: skip
+
+
+def _delta_chunks(tokens, rows=1):
+    """As Bonsai 27B has it."""
+    shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    gate = shape(rows, tokens, 48)
+    return functools.partial(delta_chunks, grouped=False), (
+        shape(rows, tokens, 2, 16, 128), shape(rows, tokens, 48, 128), gate, gate,
+        shape(3, rows, 48, 128, 128), shape(dtype=jnp.int32), shape(rows, dtype=bool),
+    )  # fmt: skip
+
+
 def _many_rows(n, k, matrices, rows, bits=8):
     weights = (_tiles(n, k),) * matrices
     shape = (bits // 8, 4 * -(-k // 512), rows + -rows % (64 if rows > 64 else 16))
@@ -463,6 +489,9 @@ HOT = {
     "draw of a token, 8 rows": lambda: _draw(8, 151669),
     "norm": lambda: _rows(activations_float16, 2048, 4096),
     "norm, 8192 wide": lambda: _rows(activations_float16, 512, 8192),
+    "delta step": lambda: _delta_step(1),
+    "delta step, 16 rows, gates made": lambda: _delta_step(16, gates_made=True),
+    "attention, 256 wide": lambda: _attention(24, 4, 256, True, "float16"),
     "gate and up": lambda: _product(12288, 4096, 2, 1),
     "down": lambda: _product(4096, 12288, 1, 1),
     "gate and up, 8 rows": lambda: _product(12288, 4096, 2, 8),
@@ -512,6 +541,8 @@ HOT_ON_HOPPER = {
     "attention, 48 rows": lambda: _attention(32, 8, 128, True, "float16", rows=48),
     "attention, 256 rows": lambda: _attention(32, 8, 128, True, "float16", rows=256),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
+    "delta chunks": lambda: _delta_chunks(2048),
+    "many queries of 256": lambda: _many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),
     "products between, the last": lambda: products_between(*MIXED[:3], None),

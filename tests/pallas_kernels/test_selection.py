@@ -12,7 +12,7 @@ from bonsai_jax.params import Params
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
-from pallas_kernels.selection import Attention, Matmul, Sampling, Step, choose, explain, products
+from pallas_kernels.selection import Attention, DeltaNet, Matmul, Sampling, Step, choose, explain, products
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MODELS = (
@@ -152,19 +152,47 @@ def test_hopper_multiplies_many_rows_without_dequantizing_to_memory(format):
 
 
 @pytest.mark.parametrize(
-    ("platform", "cache", "page_size", "taken"),
+    ("platform", "cache", "page_size", "head_dim", "taken"),
     [
-        ("sm_90", "bfloat16", 64, "prefill_sm90"),
-        ("sm_90", "bfloat16", 16, "prefill_sm80"),
-        ("sm_80", "bfloat16", 64, "prefill_sm80"),
-        ("sm_89", "bfloat16", 16, "prefill_sm80"),
-        ("sm_80", "float32", 64, "reference"),
-        ("sm_75", "bfloat16", 64, "reference"),
-        ("cpu", "bfloat16", 64, "reference"),
+        ("sm_90", "bfloat16", 64, 128, "prefill_sm90"),
+        ("sm_90", "bfloat16", 16, 128, "prefill_sm80"),
+        ("sm_80", "bfloat16", 64, 128, "prefill_sm80"),
+        ("sm_89", "bfloat16", 16, 128, "prefill_sm80"),
+        ("sm_90", "float16", 64, 256, "prefill_sm90"),
+        ("sm_90", "float16", 16, 256, "reference"),
+        ("sm_80", "float16", 64, 256, "reference"),
+        ("sm_80", "float32", 64, 128, "reference"),
+        ("sm_75", "bfloat16", 64, 128, "reference"),
+        ("cpu", "bfloat16", 64, 128, "reference"),
     ],
 )
-def test_many_queries_attend_by_a_kernel_on_every_gpu_since_ampere(platform, cache, page_size, taken):
-    assert choose(Attention(platform, "prefill", 32, 8, 128, page_size, cache)) == taken
+def test_many_queries_attend_by_a_kernel_on_every_gpu_since_ampere(
+    platform, cache, page_size, head_dim, taken
+):
+    assert choose(Attention(platform, "prefill", 32, 8, head_dim, page_size, cache)) == taken
+
+
+@pytest.mark.parametrize(
+    ("platform", "phase", "change", "taken"),
+    [
+        ("sm_90", "decode", {}, "delta_step"),
+        ("sm_80", "decode", {"k_dim": 64, "v_dim": 64}, "delta_step"),
+        ("sm_90", "decode", {"k_dim": 96}, "reference"),
+        ("sm_90", "decode", {"conv": 3}, "reference"),
+        ("sm_75", "decode", {}, "reference"),
+        ("sm_90", "prefill", {}, "delta_chunks"),
+        ("sm_90", "prefill", {"v_dim": 96}, "reference"),
+        ("sm_80", "prefill", {"k_dim": 64, "v_dim": 64}, "delta_chunks"),
+        ("sm_80", "prefill", {}, "reference"),  # shared memory
+        ("cpu", "decode", {}, "reference"),
+        ("cpu", "prefill", {}, "reference"),
+    ],
+)
+def test_a_delta_net_runs_by_a_kernel_where_its_heads_fit(platform, phase, change, taken, monkeypatch):
+    problem = dataclasses.replace(DeltaNet(platform, phase, 16, 48, 128, 128, 4), **change)
+    if platform in device.GPUS:
+        monkeypatch.setattr(device, "default", lambda: device.GPUS[platform])
+    assert choose(problem) == taken and choose(problem, impl="reference") == "reference"
 
 
 @pytest.mark.parametrize(("platform", "taken"), [("sm_80", "two_launches"), ("sm_120", "two_launches"),

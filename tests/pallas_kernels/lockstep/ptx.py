@@ -293,6 +293,23 @@ def _add_product(machine, match, *operands):
     return [f32(v + c.a) for v, c in zip(_results(a @ b), operands[6:], strict=True)]
 
 
+@instruction(r"cvt\.rna\.tf32\.f32 \$0, \$1")
+def _tf32(machine, match, x):
+    """To nearest, away from 0 in the middle."""
+    return i32(np.ascontiguousarray(x.a).view(np.uint32).astype(np.int64) + 0x1000 & 0xFFFFE000)
+
+
+@instruction(r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32\.tf32\.f32")
+def _add_product_tf32(machine, match, *operands):
+    machine.whole_warps()
+    words = [i32(v.a.astype(np.int64) & 0xFFFFE000) for v in operands[:6]]
+    a = _fragment(machine, words[:4], np.float32)  # [warps, g, t, word, 1]
+    b = _fragment(machine, words[4:], np.float32)
+    a = a.reshape(-1, 8, 4, 2, 2).transpose(0, 4, 1, 3, 2).reshape(-1, 16, 8)
+    b = b.reshape(-1, 8, 4, 2).transpose(0, 3, 2, 1).reshape(-1, 8, 8)
+    return [f32(v + c.a) for v, c in zip(_results(a @ b), operands[6:], strict=True)]
+
+
 @instruction(r"mma\.sync\.aligned\.m16n8k(16|32)\.row\.col\.s32\.(s8|u8)\.(s8|u8)\.s32")
 def _multiply_bytes(machine, match, *operands):
     machine.whole_warps()

@@ -1,8 +1,7 @@
-"""Gated delta net: a mixer of tokens that keeps one matrix of each head, and no keys (Yang et al. 2024)."""
+"""The gated delta net in jnp: the definition, and the path of every device without a kernel."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
 
 from pallas_kernels.norm import rms_norm
 
@@ -11,67 +10,53 @@ EXACT = jax.lax.Precision.HIGHEST
 
 
 def delta_net(
-    qkv: Float[Array, "B T C"],
-    z: Float[Array, "B T Hv*V"],
-    alpha: Float[Array, "B T Hv"],
-    beta: Float[Array, "B T Hv"],
-    states: Float[Array, "L B Hv K V"],
-    tails: Float[Array, "L B W-1 C"],
-    positions: Int[Array, "B T"],
-    layer: int | Int[Array, ""],
-    *,
-    conv: Float[Array, "L C W"],
-    decay: Float[Array, "L Hv"],
-    dt: Float[Array, "L Hv"],
-    norm: Float[Array, "L V"],
-    eps: float,
-    grouped: bool,
-) -> tuple[Float[Array, "B T Hv*V"], Float[Array, "L B Hv K V"], Float[Array, "L B W-1 C"]]:
-    """What a layer does between its projections: convolution, norms, the recurrence, the gated norm.
+    qkv_z, gates, states, tails, positions, layer, conv, decay, dt, norm, eps, grouped, recur=None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """delta.delta_net's definition: arguments and results are described there; gates are made.
 
-    q, k, v = silu(causal depthwise convolution over W tokens of qkv);   q, k <- x / max(|x|, eps) per head
-    g = decay softplus(alpha + dt);   b = sigmoid(beta)
-    S <- exp(g) S;   d = b (v - S^T k);   S <- S + k d^T;   o = S^T q / sqrt(K)
-    y = rms_norm(o; norm) silu(z)
-
-    qkv        as projected: Hk heads of K queries, as many of keys, Hv heads of V values; C = 2 Hk K + Hv V
-    states     S of every layer and row, float32
-    tails      the last W - 1 tokens of qkv of every layer and row, float32
-    positions  int32, of each token within its row; -1 for padding, behind a row's tokens: nothing of it is
-               kept. A row whose first token is at 0 begins with zeros, whatever the state held
-    layer      picks the layer of states, tails and weights
-    decay      -exp(A_log): below 0
-    grouped    v head h uses k head h // (Hv / Hk); else h % Hk
-    Returns y, and states and tails with the layer's own replaced (in place, where they are donated).
-
-    One token a row is the recurrence as it is written; more go in chunks of 64, by products of matrices and
-    a triangular solve (the WY form), at HIGHEST: the same numbers but for rounding.
+    recur  in place of the recurrence of many tokens (chunks.delta_chunks)
     """
-    B, T, C = qkv.shape
+    B, T, _ = qkv_z.shape
     Hv, K, V = states.shape[2:]
-    Hk, W = (C - Hv * V) // (2 * K), conv.shape[-1]
+    qkv, z = jnp.split(qkv_z, (tails.shape[-1],), axis=-1)
+    alpha, beta = jnp.split(gates, 2, axis=-1)
+    Hk, W = (qkv.shape[-1] - Hv * V) // (2 * K), conv.shape[-1]
     valid = positions >= 0
-    fresh = (positions[:, 0] == 0)[:, None, None]
-    seen = jnp.concatenate([jnp.where(fresh, 0.0, tails[layer]), qkv.astype(jnp.float32)], axis=1)
-    if T == 1:  # a row that has ended keeps its own
-        tail = jnp.where(valid[:, :, None], seen[:, 1:], seen[:, :-1])
-    else:
-        last = valid.sum(1)[:, None] + jnp.arange(W - 1)
-        tail = jnp.take_along_axis(seen, last[..., None], axis=1)
+    fresh = positions[:, 0] == 0
+    seen, tail = _seen(qkv.astype(jnp.float32), tails[layer], positions)
     weights = conv[layer]
-    u = jax.nn.silu(sum(seen[:, i : i + T] * weights[:, i] for i in range(W)))
+    u = jax.nn.silu(sum(seen[:, 1 + i : 1 + i + T] * weights[:, i] for i in range(W)))
     qk, v = jnp.split(u, (2 * Hk * K,), axis=-1)
-    qk = qk.reshape(B, T, 2, Hk, K)
+    qk, v = qk.reshape(B, T, 2, Hk, K), v.reshape(B, T, Hv, V)
     qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
-    times = Hv // Hk  # v heads of a k head
-    qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
-    q, k = qk[:, :, 0], qk[:, :, 1]
+    qk = qk * jnp.array([K**-0.5, 1.0])[:, None, None]
     b = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0.0)
     g = jnp.where(valid[..., None], decay[layer] * jax.nn.softplus(alpha + dt[layer]), 0.0)
-    recur = _one_token if T == 1 else _chunks
-    o, S = recur(q * K**-0.5, k, v.reshape(B, T, Hv, V), b, g, states[layer], fresh[..., None])
+    if recur is None:
+        times = Hv // Hk  # v heads of a k head
+        qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
+        within = _one_token if T == 1 else _chunks
+        o, S = within(qk[:, :, 0], qk[:, :, 1], v, b, g, states[layer], fresh[:, None, None, None])
+        states = states.at[layer].set(S)
+    else:
+        o, states = recur(qk, v, b, g, states, layer, fresh)
     y = rms_norm(o, norm[layer], eps).reshape(B, T, Hv * V) * jax.nn.silu(z)
-    return y, states.at[layer].set(S), tails.at[layer].set(tail)
+    return y, states, tails.at[layer].set(tail)
+
+
+def _seen(qkv, tail, positions):
+    """(what the convolution sees: W tokens before these, zeros before a row's first, and these; the tail as
+    these leave it)."""
+    W = tail.shape[1]
+    slots, valid = jnp.arange(W), positions >= 0
+    start = jnp.maximum(positions[:, :1], 0)
+    before = start - W + slots  # positions [B, W]
+    old = jnp.take_along_axis(tail, (before % W)[..., None], axis=1)
+    old = jnp.where(((before < 0) & valid[:, :1])[..., None], 0.0, old)
+    seen = jnp.concatenate([old, qkv], axis=1)
+    newest = start + valid.sum(1, keepdims=True) - 1
+    kept = newest - (newest - slots) % W
+    return seen, jnp.take_along_axis(seen, (kept - start + W)[..., None], axis=1)
 
 
 def _one_token(q, k, v, b, g, S, fresh):

@@ -1,0 +1,90 @@
+"""What a layer with a gated delta net does between its projections."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.delta import reference
+from pallas_kernels.norm import rms_norm
+
+
+class Gates(NamedTuple):
+    """Gates that are still to be made: alpha, beta = rms_norm(x; gamma) weights^T. The kernel of one token
+    makes them on its way.
+
+    x        of the layer, not normed
+    gamma    of each layer
+    weights  float32, float16 or bfloat16: rows of alpha, then of beta
+    """
+
+    x: Float[Array, "B T H"]
+    gamma: Float[Array, "L H"]
+    weights: Float[Array, "L 2*Hv H"]
+
+
+def delta_net(
+    qkv_z: Float[Array, "B T C+Hv*V"],
+    gates: Float[Array, "B T 2*Hv"] | Gates,
+    states: Float[Array, "L B Hv K V"],
+    tails: Float[Array, "L B W C"],
+    positions: Int[Array, "B T"],
+    layer: int | Int[Array, ""],
+    *,
+    conv: Float[Array, "L C W"],
+    decay: Float[Array, "L Hv"],
+    dt: Float[Array, "L Hv"],
+    norm: Float[Array, "L V"],
+    eps: float,
+    grouped: bool,
+    impl: str = "reference",
+    prefill_impl: str = "reference",
+) -> tuple[Float[Array, "B T Hv*V"], Float[Array, "L B Hv K V"], Float[Array, "L B W C"]]:
+    """What a layer does between its projections: convolution, norms, the recurrence, the gated norm.
+
+    q, k, v = silu(causal depthwise convolution over W tokens of qkv);   q, k <- x / max(|x|, eps) per head
+    g = decay softplus(alpha + dt);   b = sigmoid(beta)
+    S <- exp(g) S;   d = b (v - S^T k);   S <- S + k d^T;   o = S^T q / sqrt(K)
+    y = rms_norm(o; norm) silu(z)
+
+    qkv_z      as projected: Hk heads of K queries, as many of keys, Hv heads of V values (C = 2 Hk K + Hv V),
+               then z
+    gates      as projected, alpha and then beta; or what makes them
+    states     S of every layer and row, float32
+    tails      the last tokens of qkv of every layer and row, float32: that at position p in slot p % W
+    positions  int32, of each token within its row; -1 for padding, behind a row's tokens: nothing of it is
+               kept. A row whose first token is at 0 begins with zeros, whatever the state held
+    layer      picks the layer of states, tails and weights
+    decay      -exp(A_log): below 0
+    grouped    v head h uses k head h // (Hv / Hk); else h % Hk
+    impl       for one token a row: "delta_step" (step.py) or "reference"
+    prefill_impl  for more: "delta_chunks" (chunks.py) or "reference"
+    Returns y, and states and tails with the layer's own replaced (in place, where they are donated).
+
+    One token a row is the recurrence as it is written; more go in chunks of 64, by products of matrices and
+    a triangular solve (the WY form), at HIGHEST: the same numbers but for rounding.
+    """
+    weights = {"conv": conv, "decay": decay, "dt": dt, "norm": norm}
+    if impl == "delta_step" and qkv_z.shape[1] == 1:
+        from pallas_kernels.delta.step import delta_step  # only GPUs need it
+
+        kernel = functools.partial(delta_step, eps=eps, grouped=grouped)
+        of_rows = gates._replace(x=gates.x[:, 0]) if isinstance(gates, Gates) else gates[:, 0]
+        y, states, tails = jax.custom_batching.sequential_vmap(kernel)(
+            qkv_z[:, 0], of_rows, states, tails, positions[:, 0], layer, weights
+        )
+        return y[:, None], states, tails
+    if isinstance(gates, Gates):
+        x = rms_norm(gates.x, gates.gamma[layer], eps)
+        dense = gates.weights[layer].astype(jnp.float32)
+        gates = jnp.einsum("...k,nk->...n", x, dense, precision=jax.lax.Precision.HIGHEST)
+    recur = None
+    if prefill_impl == "delta_chunks" and qkv_z.shape[1] > 1:
+        from pallas_kernels.delta.chunks import delta_chunks  # only GPUs need it
+
+        recur = jax.custom_batching.sequential_vmap(functools.partial(delta_chunks, grouped=grouped))
+    return reference.delta_net(
+        qkv_z, gates, states, tails, positions, layer, **weights, eps=eps, grouped=grouped, recur=recur
+    )

@@ -1,0 +1,129 @@
+"""Kernels of the gated delta net in numpy (lockstep), against its lines written out in numpy's float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.delta import Gates, delta_net
+from tests.pallas_kernels.lockstep import lockstep
+
+EPS = 1e-6
+TF32 = 2.0**-11  # half a unit of its last place
+
+
+def problem(k_heads, v_heads, K, V, lengths, tokens, hidden, seed=0):
+    """Arguments of `delta_net` for rows behind so many tokens, and so many tokens of each; length -1: the row
+    has ended. Of what a row's state held before its first token nothing may be seen."""
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    L, B, C = 2, len(lengths), 2 * k_heads * K + v_heads * V
+    states, tails = draw(L, B, v_heads, K, V), draw(L, B, 4, C)
+    positions = np.zeros((B, tokens), np.int32) - 1
+    for row, (length, count) in enumerate(zip(lengths, [tokens] * B, strict=True)):
+        if length >= 0:
+            positions[row, :count] = length + np.arange(count)
+        if length == 0:
+            states[:, row], tails[:, row] = np.nan, np.nan
+        for slot in range(4):  # nor of tokens before it
+            if 0 <= length <= slot:
+                tails[:, row, slot] = np.nan
+    gates = Gates(draw(B, tokens, hidden), 1 + 0.1 * draw(L, hidden), draw(L, 2 * v_heads, hidden) / 16)
+    rest = {
+        "conv": draw(L, C, 4),
+        "decay": -np.exp(draw(L, v_heads)),
+        "dt": draw(L, v_heads),
+        "norm": 1 + 0.1 * draw(L, V),
+    }
+    return (draw(B, tokens, C + v_heads * V), gates, states, tails, positions, 1), rest
+
+
+def of_float64(args, weights, grouped):
+    """A token at a time."""
+    qkv_z, gates, states, tails, positions, layer = args
+    x, gamma, matrix = (np.float64(a) for a in gates)
+    w = {name: np.float64(a[layer]) for name, a in weights.items()}
+    B, T, _ = qkv_z.shape
+    Hv, K, V = states.shape[2:]
+    C = tails.shape[-1]
+    Hk = (C - Hv * V) // (2 * K)
+    S_all, tails, y = np.float64(states[layer]), np.array(tails), np.zeros((B, T, Hv * V))
+    S_all = np.where((positions[:, 0] == 0)[:, None, None, None], 0, S_all)
+    silu = lambda a: a / (1 + np.exp(-a))  # noqa: E731
+    for row, t in np.argwhere(positions >= 0):
+        p = positions[row, t]
+        tails[layer, row, p % 4] = qkv_z[row, t, :C]
+        u = sum(
+            w["conv"][:, 3 - back] * np.float64(tails[layer, row, (p - back) % 4])
+            for back in range(min(p, 3) + 1)
+        )
+        q, k, v = np.split(silu(u), [Hk * K, 2 * Hk * K])
+        n = x[row, t] / np.sqrt((x[row, t] ** 2).mean() + EPS) * gamma[layer]
+        alpha, beta = np.split(matrix[layer] @ n, 2)
+        decay = np.exp(w["decay"] * np.log1p(np.exp(alpha + w["dt"])))
+        z = silu(np.float64(qkv_z[row, t, C:])).reshape(Hv, V)
+        for h in range(Hv):
+            kh = h // (Hv // Hk) if grouped else h % Hk
+            qh, keys = (a[kh * K : (kh + 1) * K] / np.linalg.norm(a[kh * K : (kh + 1) * K]) for a in (q, k))
+            S = S_all[row, h] * decay[h]
+            d = (v[h * V : (h + 1) * V] - S.T @ keys) / (1 + np.exp(-beta[h]))
+            S_all[row, h] = S = S + np.outer(keys, d)
+            o = S.T @ qh / np.sqrt(K)
+            y[row, t, h * V : (h + 1) * V] = o / np.sqrt((o**2).mean() + EPS) * w["norm"] * z[h]
+    return y, S_all, tails
+
+
+def check(got, args, want, limit):
+    """Errors' norms, of outputs and of states, relative to theirs."""
+    y, states, tails = (np.asarray(a) for a in got)
+    states_before, tails_before, positions, layer = args[2:]
+    there = positions >= 0
+    wanted_y, wanted_S, wanted_tails = want
+    assert np.isfinite(y).all()
+    rows = there.any(axis=1)
+    for mine, wanted in ((y[there], wanted_y[there]), (states[layer][rows], wanted_S[rows])):
+        error = np.linalg.norm(mine - wanted) / np.linalg.norm(wanted)
+        print(f"{error:.1e}")
+        assert error < limit
+    np.testing.assert_array_equal(*map(np.nan_to_num, (tails, wanted_tails)))  # zeros are kept of none
+    np.testing.assert_array_equal(states[layer][~rows], states_before[layer][~rows])
+    np.testing.assert_array_equal(states[1 - layer], states_before[1 - layer])
+
+
+@pytest.mark.parametrize(
+    ("k_heads", "v_heads", "K", "V", "grouped", "dtype"),
+    [(2, 6, 128, 128, False, jnp.bfloat16), (2, 4, 64, 64, True, jnp.float32), (1, 2, 128, 64, True, None)],
+)
+@pytest.mark.parametrize("impl", ["delta_step", "reference"])
+def test_a_step_is_float64_s(k_heads, v_heads, K, V, grouped, dtype, impl):
+    """Rows at their first token, with part of a convolution behind them, with all of it, and ended; gates made
+    in the kernel, of weights of 16 and 32 bits, and before it."""
+    args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], 1, hidden=1280)
+    qkv_z, gates, states, tails, positions, layer = args
+    if dtype is not None:
+        gates = gates._replace(weights=np.asarray(jnp.asarray(gates.weights, dtype)))
+    args = qkv_z, gates, states, tails, positions, layer
+    want = of_float64(args, weights, grouped)
+    if dtype is None:
+        n = gates.x / np.sqrt((gates.x**2).mean(-1, keepdims=True) + EPS) * gates.gamma[layer]
+        gates = (n @ gates.weights[layer].T).astype(np.float32)
+    with lockstep():
+        arrays = jax.tree.map(jnp.asarray, (qkv_z, gates, *args[2:]))
+        got = delta_net(*arrays, **weights, eps=EPS, grouped=grouped, impl=impl)
+    check(got, args, want, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("k_heads", "v_heads", "K", "V", "grouped", "tokens"),
+    [(1, 2, 128, 128, False, 70), (2, 4, 64, 64, True, 64), (2, 2, 128, 64, False, 5)],
+)
+@pytest.mark.parametrize("impl", ["delta_chunks", "reference"])
+def test_chunks_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, impl):
+    """Rows at their first token and behind some, a row with fewer tokens, and one with none."""
+    args, weights = problem(k_heads, v_heads, K, V, [0, 77, 3, -1], tokens, hidden=64)
+    args[4][2, 3:] = -1
+    want = of_float64(args, weights, grouped)
+    arrays = jax.tree.map(jnp.asarray, args)
+    with lockstep(at_a_time=4):
+        got = delta_net(*arrays, **weights, eps=EPS, grouped=grouped, prefill_impl=impl)
+    check(got, args, want, TF32 if impl == "delta_chunks" else 2e-6)
