@@ -66,23 +66,32 @@ class Reader:
     """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, names the
     end."""
 
-    def __init__(self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str]):
+    def __init__(
+        self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str], index: int = 0
+    ):
         stop = (stop,) if isinstance(stop, str) else stop
         if any(not s for s in stop):
             raise ValueError("stop: an empty text would end every answer before it begins")
         self.detokenizer: Detokenizer = tokenizer.detokenizer(
             at_start=False
         )  # an answer continues its prompt
-        self.end_tokens, self.stop, self.held = end_tokens, tuple(stop), ""
+        self.end_tokens, self.stop, self.held, self.index = end_tokens, tuple(stop), "", index
 
-    def read(self, drawn: Sequence[int] | np.ndarray, ended: bool, scores: Sequence[Logprobs] = ()) -> Piece:
+    def read(
+        self,
+        drawn: Sequence[int] | np.ndarray,
+        ended: bool,
+        scores: Sequence[Logprobs] = (),
+        steps: int = 0,
+    ) -> Piece:
         """drawn   ends at the first NO_TOKEN
         ended   no more will come
         scores  their Logprobs, if asked for
+        steps   that drew them
         """
         text, tokens, reason = self._read(drawn, ended)
         of_tokens = [jax.tree.map(lambda x: x[: len(tokens)], of) for of in scores]
-        return Piece(text, tokens, reason, *of_tokens)
+        return Piece(text, tokens, reason, *of_tokens, steps=steps, index=self.index)
 
     def _read(self, drawn, ended: bool) -> tuple[str, list[int], FinishReason | None]:
         tokens: list[int] = []

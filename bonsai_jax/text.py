@@ -15,7 +15,8 @@ from bonsai_jax import decoding as core
 from bonsai_jax import jitted, parallel, placement
 from bonsai_jax.answers import Output, Piece, Reader, output
 from bonsai_jax.config import SamplingParams
-from bonsai_jax.engine.loop import Loop, Options
+from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.runner import Options
 from bonsai_jax.model import Model, new_state
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.prompts import (
@@ -104,7 +105,7 @@ def generate(
         while loop.turn():
             update(len(ids) - len(loop.answers), len(ids))
         update(len(ids), len(ids))
-    loop.release()
+    loop.close()
     return [output(of, len(prompt)) for of, prompt in zip(pieces, ids, strict=True)]
 
 
