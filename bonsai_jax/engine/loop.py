@@ -34,6 +34,7 @@ class Answer:
     rules     how it draws (Runner.rules)
     remembers whether draws go by the tokens before, beside their keys and values
     logprobs  alternatives that are asked for
+    cached    tokens of the prompt that it found in the cache
     told      called with each Piece, or with the exception that ends it
     """
 
@@ -43,6 +44,7 @@ class Answer:
     remembers: bool
     logprobs: int | None
     told: Callable[[Piece | Exception], None]
+    cached: int = 0
 
 
 @dataclasses.dataclass
@@ -104,8 +106,8 @@ class Loop:
         self.answers.pop(answer.request, None)
 
     def turn(self) -> bool:
-        """Plan and dispatch ahead of what is read, then read what was dispatched first. False: nothing is left
-        to do."""
+        """Plan and dispatch ahead of what is read, then read what was dispatched first. False: nothing is
+        left to do."""
         plan = None
         if self._ahead() < 2:
             plan = self.scheduler.plan()
@@ -178,7 +180,11 @@ class Loop:
         reads = [read for of in plan.reads for read in of]
         for device, of in enumerate(plan.reads):
             for read in of:
-                if read.starts and read.first and self._remembers(read.request):
+                if not read.starts or not read.first:
+                    continue
+                if not read.request.said:
+                    self.answers[read.request].cached = read.first
+                if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
                     self._flying.append(Flight(plan, [], self.runner.note(alone, self._rules)))
                     read.starts = False
@@ -224,10 +230,13 @@ class Loop:
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
+        first = not request.said
         request.said += new
         n = answer.logprobs
         of_row = [] if n is None else [_of_row(of, row, n) for of in scores]
         piece = answer.reader.read(new, len(request.said) >= request.max_new_tokens, of_row, steps)
+        if first:
+            piece = dataclasses.replace(piece, cached_tokens=answer.cached)
         if piece.finish_reason is not None:
             self.cancel(answer)
         if new or piece.finish_reason is not None:

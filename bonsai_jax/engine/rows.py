@@ -46,7 +46,12 @@ def layout(pool: State, tokens: int) -> np.dtype:
     pages = pool.cache.block_table.shape[1]
     fields = [(name, np.int32) for name in names]
     return np.dtype(
-        [*fields, ("rules", rules_layout(pool)), ("table", np.int32, (pages,)), ("tokens", np.int32, (tokens,))]
+        [
+            *fields,
+            ("rules", rules_layout(pool)),
+            ("table", np.int32, (pages,)),
+            ("tokens", np.int32, (tokens,)),
+        ]
     )
 
 
@@ -109,8 +114,8 @@ def prefill(
 
     columns   `packed` rows of `layout`
     vectors   in place of the tokens, which columns then has none of
-    Returns what `decode` does, of one token: the pool, int32 [R, 1], int32 [R], the steps, which are none, and
-    with logprobs=n Logprobs [R, 1].
+    Returns what `decode` does: the pool, int32 [R, 1], the tokens drawn, int32 [R], no steps,
+    and with logprobs=n Logprobs [R, 1].
     """
     chunk = _chunk(pool, columns)
     cache = pool.cache
@@ -152,9 +157,12 @@ def decode(
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
 ):
-    """decoding.decode of some rows. columns: the row, as many as the pool has where there is none; most steps,
-    the same for all; the pages of the row. Returns the pool, int32 [R, size], the tokens drawn, and int32 [R],
-    the steps that drew them, and with logprobs=n Logprobs [R, size]."""
+    """decoding.decode of some rows.
+
+    columns   the row, as many as the pool has where there is none; most steps, the same for all; its pages
+    Returns the pool, int32 [R, size], the tokens drawn, int32 [R], the steps that drew them, and with
+    logprobs=n Logprobs [R, size].
+    """
     rows, limit, table = columns[:, 0], columns[0, 1], columns[:, 2:]
     state = _take(pool, rows, table)
     there = rows < pool.tokens.shape[0]

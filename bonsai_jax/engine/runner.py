@@ -2,9 +2,9 @@
 
     plan --columns of numbers, one int32 array--> prefill or decode of some rows --> what they drew, a Future
 
-On a GPU a dispatch returns when its steps are nearly over: a loop on the device asks the host after each of them
-whether to go on. So `Engine` has a thread that dispatches, one plan behind the other, and its own thread plans
-and reads meanwhile. Without that thread a dispatch is made where it is asked for.
+On a GPU a dispatch returns when its steps are nearly over: a loop on the device asks the host after each of
+them whether to go on. So `Engine` has a thread that dispatches, one plan behind the other, and another that
+plans and reads meanwhile. `generate` and `stream` dispatch in the thread of their caller.
 """
 
 import concurrent.futures
@@ -162,12 +162,16 @@ class Runner:
         o = self.options
         return {"taps": o.taps, "logits_processor": o.logits_processor, "logprobs": logprobs}
 
-    def _later(self, function: Callable, arrays: Sequence[np.ndarray | None], options: dict, *static) -> Drawn:
+    def _later(
+        self, function: Callable, arrays: Sequence[np.ndarray | None], options: dict, *static
+    ) -> Drawn:
         """Call function(params, pool, *arrays, *static), which returns the pool and more."""
 
         def run():
             mesh = self.model.mesh
-            placed = arrays if mesh is None else [a if a is None else parallel.place_rows(a, mesh) for a in arrays]
+            placed = (
+                arrays if mesh is None else [a if a is None else parallel.place_rows(a, mesh) for a in arrays]
+            )
             out = function(self.model.params, self._pool, *placed, *static, **options)
             self._pool, *drawn = out if isinstance(out, tuple) else (out,)
             if jax.process_count() == 1:

@@ -305,7 +305,10 @@ class Scheduler:
 
         Of a step with hundreds of rows this is most of what the host does: a row is looked at once.
         """
-        able = [[(r, r.left) for r in d.running if r.row is not None and r.read == r.to_read] for d in self.devices]
+        able = [
+            [(r, r.left) for r in d.running if r.row is not None and r.read == r.to_read]
+            for d in self.devices
+        ]
         able = [[(r, left) for r, left in of if left > 0] for of in able]
         lefts = [left for of in able for _, left in of]
         if not lefts:
