@@ -19,6 +19,7 @@ class Output:
 
     logprobs  of `tokens`, as numpy arrays [tokens]; None unless asked for
     steps     decode steps that drew all tokens but the first, which prefill draws
+    cached_tokens  of the prompt that were not read again: their keys and values were there
     """
 
     text: str
@@ -27,6 +28,7 @@ class Output:
     prompt_tokens: int
     logprobs: Logprobs | None = None
     steps: int = 0
+    cached_tokens: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,6 +41,7 @@ class Piece:
     logprobs       of `tokens`, as numpy arrays [tokens]; None unless asked for
     steps          decode steps that drew them; 0 for the first token, which prefill draws
     index          which of a request's answers it belongs to
+    cached_tokens  of the first piece: tokens of the prompt that were not read again
     """
 
     text: str
@@ -47,6 +50,7 @@ class Piece:
     logprobs: Logprobs | None = None
     steps: int = 0
     index: int = 0
+    cached_tokens: int = 0
 
 
 def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
@@ -59,6 +63,7 @@ def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
         prompt_tokens,
         jax.tree.map(lambda *parts: np.concatenate(parts), *scores) if scores else None,
         sum(piece.steps for piece in pieces),
+        sum(piece.cached_tokens for piece in pieces),
     )
 
 
@@ -66,23 +71,32 @@ class Reader:
     """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, names the
     end."""
 
-    def __init__(self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str]):
+    def __init__(
+        self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str], index: int = 0
+    ):
         stop = (stop,) if isinstance(stop, str) else stop
         if any(not s for s in stop):
             raise ValueError("stop: an empty text would end every answer before it begins")
         self.detokenizer: Detokenizer = tokenizer.detokenizer(
             at_start=False
         )  # an answer continues its prompt
-        self.end_tokens, self.stop, self.held = end_tokens, tuple(stop), ""
+        self.end_tokens, self.stop, self.held, self.index = end_tokens, tuple(stop), "", index
 
-    def read(self, drawn: Sequence[int] | np.ndarray, ended: bool, scores: Sequence[Logprobs] = ()) -> Piece:
+    def read(
+        self,
+        drawn: Sequence[int] | np.ndarray,
+        ended: bool,
+        scores: Sequence[Logprobs] = (),
+        steps: int = 0,
+    ) -> Piece:
         """drawn   ends at the first NO_TOKEN
         ended   no more will come
         scores  their Logprobs, if asked for
+        steps   that drew them
         """
         text, tokens, reason = self._read(drawn, ended)
-        of_tokens = [jax.tree.map(lambda x: x[: len(tokens)], of) for of in scores]
-        return Piece(text, tokens, reason, *of_tokens)
+        of_tokens = [jax.tree.map(lambda x: x[: len(tokens)], of) for of in scores] if scores else ()
+        return Piece(text, tokens, reason, *of_tokens, steps=steps, index=self.index)
 
     def _read(self, drawn, ended: bool) -> tuple[str, list[int], FinishReason | None]:
         tokens: list[int] = []
@@ -93,12 +107,11 @@ class Reader:
                 return self.held + self.detokenizer.flush(), tokens, "stop"
             tokens.append(token)
             self.held += self.detokenizer.push(token)
-            found = [at for at in map(self.held.find, self.stop) if at >= 0]
-            if found:
+            if self.stop and (found := [at for at in map(self.held.find, self.stop) if at >= 0]):
                 return self.held[: min(found)], tokens, "stop"
         if ended:
             return self.held + self.detokenizer.flush(), tokens, "length"
-        text, self.held = _split_before_stop(self.held, self.stop)
+        text, self.held = _split_before_stop(self.held, self.stop) if self.stop else (self.held, "")
         return text, tokens, None
 
 

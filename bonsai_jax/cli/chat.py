@@ -1,4 +1,4 @@
-"""bonsai-jax chat: a conversation that keeps what the model has read in its cache."""
+"""bonsai-jax chat: a conversation through an engine, whose prefix cache keeps what the model has read."""
 
 import contextlib
 import dataclasses
@@ -11,8 +11,7 @@ from bonsai_jax.cli import options
 from bonsai_jax.cli.figures import CompileClock, Figures, line_of
 
 if TYPE_CHECKING:
-    from bonsai_jax import Model, Piece, SamplingParams
-    from bonsai_jax.cache import KVCache
+    from bonsai_jax import Engine, Piece, SamplingParams
 
 HELP = """\
 /reset         begin a new conversation
@@ -24,32 +23,27 @@ HELP = """\
 
 @dataclasses.dataclass
 class Conversation:
-    """Messages so far, and a cache that holds the tokens of the last turn.
+    """Messages so far, and the engine that answers.
 
     messages  [{"role": ..., "content": ...}, ...], without the system message
-    cache     one row of the model's context; None before the first turn
-    held      the tokens that the cache's row begins with, as far as they are known here
     think     the template's enable_thinking; None: as it has it
     figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache
     """
 
-    model: "Model"
+    engine: "Engine"
     sampling: "SamplingParams"
     max_new_tokens: int = -1
     system: str | None = None
     think: bool | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
-    speculate: str | None = None
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
-    cache: "KVCache | None" = None
-    held: list[int] = dataclasses.field(default_factory=list)
     figures: Figures | None = None
     reused: int = 0
     clock: CompileClock = dataclasses.field(default_factory=CompileClock)
 
     def reset(self) -> None:
-        """Forget the messages; what the cache holds may still be of use."""
+        """Forget the messages; what the engine's pages hold may still be of use."""
         self.messages = []
 
     def ask(self, text: str) -> Generator["Piece"]:
@@ -57,75 +51,35 @@ class Conversation:
 
         Raises ValueError, and forgets the message, when it does not fit the context.
         """
-        from bonsai_jax.text import continue_stream
-
+        model = self.engine.model
         messages = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
         thinking = {} if self.think is None else {"enable_thinking": self.think}
-        ids = self.model.tokenizer.encode_chat([*first, *messages], **thinking)
-        room = self.model.run.context - len(ids)
+        ids = model.tokenizer.encode_chat([*first, *messages], **thinking)
+        room = model.run.context - len(ids)
         if room < 1:
             raise ValueError(
-                f"the conversation has {len(ids)} tokens and the context holds {self.model.run.context}: "
+                f"the conversation has {len(ids)} tokens and the context holds {model.run.context}: "
                 "/reset begins a new one, and --ctx sets a larger context"
             )
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
-        state, self.reused = self._start(ids, limit)
-        self.held = ids
-        self.figures = Figures(len(ids) - self.reused, self.clock, speculates=self.speculate is not None)
-
-        def newest_cache_kept():
-            for new, piece in continue_stream(self.model, state, ids[self.reused :], stop=self.stop):
-                self.cache = new.cache
-                yield piece
-
+        self.figures = Figures(len(ids), self.clock, speculates=self.engine.options.speculate is not None)
+        self.reused = 0
+        how = {"max_new_tokens": limit, "stop": self.stop, "ignore_eos": self.ignore_eos}
+        handle = self.engine.submit(ids, self.sampling, **how)
         try:
-            for piece in self.figures.watch(newest_cache_kept()):
-                self.held = ids + self.figures.tokens
+            for piece in self.figures.watch(handle):
+                self.reused += piece.cached_tokens
+                self.figures.prompt_tokens = len(ids) - self.reused
                 yield piece
         finally:
+            handle.cancel()
             self.messages = [*messages, {"role": "assistant", "content": self.figures.text}]
-
-    def _start(self, ids: list[int], max_new_tokens: int):
-        """A state that holds as many of these tokens as the cache does already, and their number; at least
-        one is left to read."""
-        import jax
-        import jax.numpy as jnp
-
-        from bonsai_jax import parallel, sampling, speculation
-        from bonsai_jax.model import start_state
-        from bonsai_jax.prompts import pad
-
-        run = self.model.run
-        # After an interrupt between two states its pages are gone.
-        if self.cache is None or jax.tree.leaves(self.cache.k)[0].is_deleted():
-            self.cache = parallel.empty_cache(self.model.config, run, 1, run.context, self.model.mesh)
-        # The cache may lack the newest token, and may be ahead of those that were shown.
-        most = min(len(self.held), int(self.cache.lengths[0]), len(ids) - 1)
-        shared = next((i for i in range(most) if self.held[i] != ids[i]), most)
-        if self.cache.rewinds:
-            cache = self.cache.rewind(jnp.array([shared], jnp.int32))
-        elif shared == int(self.cache.lengths[0]):
-            cache = self.cache
-        else:
-            cache, shared = self.cache.reset(), 0
-        how = {"ignore_eos": self.ignore_eos, "speculate": self.speculate}
-        state = start_state(self.model, cache, [self.sampling], max_new_tokens, **how)
-        if not shared:
-            return state, shared
-        tokens, lengths = pad([ids[:shared]])
-        valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
-        if self.sampling.repetition_penalty != 1:
-            state = state.replace(sampler=sampling.read_prompt(state.sampler, tokens, valid))
-        if state.speculation is not None:
-            noted = speculation.note(state.speculation, tokens, jnp.zeros(1, jnp.int32), valid)
-            state = state.replace(speculation=noted)
-        return state, shared
 
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C fills the yielded list instead of raising, so that no state is lost; a second one raises."""
+    """Ctrl-C fills the yielded list instead of raising; a second one raises."""
     pressed: list[int] = []
 
     def note(number, frame):
@@ -179,9 +133,9 @@ def stats(conversation: Conversation) -> str:
         return "no answer yet"
     depth = conversation.reused + seen.prompt_tokens
     return (
-        f"{line_of(conversation.model, seen, depth)}; "
+        f"{line_of(conversation.engine.model, seen, depth)}; "
         f"{conversation.reused} tokens of the prompt were in the cache; "
-        f"context {len(conversation.held)} of {conversation.model.run.context}"
+        f"context {depth + len(seen.tokens)} of {conversation.engine.model.run.context}"
     )
 
 
@@ -263,20 +217,27 @@ def command(
     loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")
-    conversation = Conversation(
-        loaded,
-        params,
-        max_new_tokens,
-        system=system,
-        think=think,
-        stop=tuple(stop or ()),
-        ignore_eos=ignore_eos,
-        speculate=speculate,
-    )
-    if sys.stdin.isatty():
-        say(
-            f"{loaded.source}, context {loaded.run.context}; /help lists the commands; /quit or Ctrl-D leaves"
+    from bonsai_jax import Engine
+
+    with Engine(loaded, max_rows=1, speculate=speculate) as engine:
+        talk(
+            Conversation(
+                engine,
+                params,
+                max_new_tokens,
+                system=system,
+                think=think,
+                stop=tuple(stop or ()),
+                ignore_eos=ignore_eos,
+            )
         )
+
+
+def talk(conversation: Conversation) -> None:
+    """Answer what is typed or piped in, until its end."""
+    model = conversation.engine.model
+    if sys.stdin.isatty():
+        say(f"{model.source}, context {model.run.context}; /help lists the commands; /quit or Ctrl-D leaves")
     for line in lines():
         if line.startswith("/"):
             if not obey(conversation, line):

@@ -12,7 +12,8 @@ from bonsai_jax.answers import Piece
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import LogitsProcessor
 from bonsai_jax.engine.handle import Handle
-from bonsai_jax.engine.loop import Loop, Options
+from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.runner import Options
 from bonsai_jax.model import Model
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.prompts import Prompt, check_new, checked_sampling, encode, step_options
@@ -85,7 +86,7 @@ class Engine:
             reproducible=reproducible,
             **step_options(model, taps, logits_processor, logprobs),
         )
-        self._loop = Loop(model, self.options)
+        self._loop = Loop(model, self.options, threaded=True)
         self._inbox: deque[Callable[[], None]] = deque()
         self._changed = threading.Condition()  # the inbox, or one of these:
         self._broken: Exception | None = None
@@ -226,8 +227,8 @@ class Engine:
                 busy = True
                 self._failed(error)
         for answer in list(self._loop.answers.values()):
-            answer.told(self._broken or Piece("", [], "cancelled", index=answer.index))
-        self._loop.release()
+            answer.told(self._broken or Piece("", [], "cancelled", index=answer.reader.index))
+        self._loop.close()
 
     def _next(self, *, wait: bool) -> bool:
         """Do what was asked for. False: nothing more will be."""

@@ -12,8 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import struct
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Float, Int
 
 from bonsai_jax import decoding, jitted, sampling, speculation
 from bonsai_jax.config import ModelConfig
@@ -22,79 +21,119 @@ from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
 from bonsai_jax.sampling import NO_TOKEN
 from bonsai_jax.taps import Taps
-from pallas_kernels import serializable
 
-AnyArray = Array | np.ndarray
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
 
 
-@serializable
-class Chunk(struct.PyTreeNode):
-    """What the host says of R rows that read tokens.
+def layout(pool: State, tokens: int) -> np.dtype:
+    """What the host says of a row that reads, as numpy's structured type of 4-byte fields: an array of R such
+    rows goes to the device as one int32 [R, columns] (`packed`), where `unpacked` finds the fields again.
 
-    rows        int32 [R], of the pool; as many as it has where there is none
-    table       int32 [R, pages per row], pages of each row
-    first       int32 [R], tokens that the pages hold before
-    starts      bool [R], nothing that the row in the pool remembers is of this request
-    draws       bool [R], with these tokens all is read, and one is drawn
-    remaining   int32 [R], tokens that may be drawn
-    answer      int32 [R], the position from which on tokens are the answer's, for penalties
-    stop_ids    int32 [R, S], as State's
-    copy_from, copy_to   int32 [R], a page that becomes a copy of another before anything is read; copy_to is
-                         as many as there are pages where there is none
-    seeds, rules   of the draws: sampling.columns
+    row         of the pool; as many as it has where there is none
+    first       tokens that the pages hold before
+    count       tokens to read
+    starts      1: nothing that the row in the pool remembers is of this request
+    draws       1: with these tokens all is read, and one is drawn
+    remaining   tokens that may be drawn
+    answer      the position from which on tokens are the answer's, for penalties
+    copy_from, copy_to   a page that becomes a copy of another before anything is read; copy_to is as many as
+                there are pages where there is none
+    rules       of the draws: sampling.columns, and the stop ids as State has them
+    table       pages of the row
+    tokens      the first `count` are to be read
     """
-
-    rows: Int[AnyArray, "R"]
-    table: Int[AnyArray, "R pages_per_row"]
-    first: Int[AnyArray, "R"]
-    starts: Bool[AnyArray, "R"]
-    draws: Bool[AnyArray, "R"]
-    remaining: Int[AnyArray, "R"]
-    answer: Int[AnyArray, "R"]
-    stop_ids: Int[AnyArray, "R S"]
-    copy_from: Int[AnyArray, "R"]
-    copy_to: Int[AnyArray, "R"]
-    seeds: UInt32[AnyArray, "R"]
-    rules: dict[str, Any]
+    names = ("row", "first", "count", "starts", "draws", "remaining", "answer", "copy_from", "copy_to")
+    pages = pool.cache.block_table.shape[1]
+    fields = [(name, np.int32) for name in names]
+    return np.dtype(
+        [
+            *fields,
+            ("rules", rules_layout(pool)),
+            ("table", np.int32, (pages,)),
+            ("tokens", np.int32, (tokens,)),
+        ]
+    )
 
 
-@over_mesh("held", "rows", logprobs="rows")
+def rules_layout(pool: State) -> np.dtype:
+    """How a request draws: what stays the same from its first chunk to its last."""
+    biases, stops = pool.sampler.bias_ids.shape[1], pool.stop_ids.shape[1]
+    return np.dtype(
+        [
+            ("seeds", np.uint32),
+            *((name, np.float32) for name in ("temperature", "top_p", "min_p")),
+            *((name, np.int32) for name in ("top_k", "temperature_first")),
+            *((f"{name}_penalty", np.float32) for name in ("repetition", "presence", "frequency")),
+            ("bias_ids", np.int32, (biases,)),
+            ("bias", np.float32, (biases,)),
+            ("stop_ids", np.int32, (stops,)),
+        ]
+    )
+
+
+def packed(rows: np.ndarray) -> Int[np.ndarray, "R columns"]:
+    """Rows of a structured type of 4-byte fields, as one array."""
+    return rows.view(np.int32).reshape(len(rows), -1)
+
+
+def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, Any]:
+    """The fields of each row by name, [R, ...]; of a structured field a dict."""
+    out = {}
+    for name, (dtype, offset, *_) in (layout.fields or {}).items():
+        part = columns[:, offset // 4 : (offset + dtype.itemsize) // 4]
+        if dtype.fields:
+            out[name] = unpacked(part, dtype)
+            continue
+        part = part.reshape(len(columns), *dtype.shape)
+        out[name] = part if dtype.base == np.int32 else jax.lax.bitcast_convert_type(part, dtype.base)
+    return out
+
+
+@over_mesh("held")
+def note(params: Params, pool: State, columns: Int[Array, "R columns"]):
+    """Have rows remember tokens that they will not read, as their pages hold them already: what penalties,
+    proposals and processors of logits go by. columns: `packed` rows of `layout`, one token or more."""
+    chunk = _chunk(pool, columns)
+    state = _started(_take(pool, chunk["row"], chunk["table"]), chunk)
+    return _put(pool, _noted(state, chunk), chunk["row"])
+
+
+@over_mesh("held", "rows", "rows", logprobs="rows")
 def prefill(
     params: Params,
     pool: State,
-    chunk: Chunk,
-    tokens: Int[Array, "R T"] | Float[Array, "R T H"],
-    lengths: Int[Array, "R"],
+    columns: Int[Array, "R columns"],
+    vectors: Float[Array, "R T H"] | None,
     config: ModelConfig,
     *,
     taps: Taps | None = None,
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
 ):
-    """Read `lengths` tokens of each row behind what its pages hold, and draw where chunk.draws.
+    """Read tokens of each row behind what its pages hold, and draw where it says so.
 
-    Returns the pool and int32 [R, 1], the tokens drawn, and with logprobs=n Logprobs [R, 1].
+    columns   `packed` rows of `layout`
+    vectors   in place of the tokens, which columns then has none of
+    Returns what `decode` does: the pool, int32 [R, 1], the tokens drawn, int32 [R], no steps,
+    and with logprobs=n Logprobs [R, 1].
     """
+    chunk = _chunk(pool, columns)
     cache = pool.cache
     k, v = (
-        jax.tree.map(lambda x: x.at[:, chunk.copy_to].set(x[:, chunk.copy_from], mode="drop"), pages)
+        jax.tree.map(lambda x: x.at[:, chunk["copy_to"]].set(x[:, chunk["copy_from"]], mode="drop"), pages)
         for pages in (cache.k, cache.v)
     )
     pool = pool.replace(cache=cache.replace(k=k, v=v))
-    state = _started(_take(pool, chunk.rows, chunk.table), chunk)
+    state = _started(_take(pool, chunk["row"], chunk["table"]), chunk)
+    tokens = chunk["tokens"] if vectors is None else vectors
+    if vectors is None:
+        state = _noted(state, chunk)
     noted = state.sampler
-    if tokens.ndim == 2:
-        position = chunk.first[:, None] + jnp.arange(tokens.shape[1])
-        valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
-        noted = sampling.read_prompt(noted, tokens, valid)
-        noted = sampling.remember(noted, tokens, valid & (position >= chunk.answer[:, None]))
-        state = state.replace(sampler=noted)
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-    first = decoding.prefill(params, state, tokens, lengths, config, **options)
+    first = decoding.prefill(params, state, tokens, chunk["count"], config, **options)
     state, *scores = first if isinstance(first, tuple) else (first,)
     # A draw of rows that have more to read counts for nothing.
-    draws = chunk.draws[:, None]
+    draws = chunk["draws"][:, None] > 0
     drawn = state.sampler
     state = state.replace(
         sampler=drawn.replace(
@@ -102,16 +141,15 @@ def prefill(
         )
     )
     out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
-    return _put(pool, state, chunk.rows), out, *jax.tree.map(lambda x: x[:, None], scores)
+    scores = jax.tree.map(lambda x: x[:, None], scores)
+    return _put(pool, state, chunk["row"]), out, jnp.zeros_like(chunk["row"]), *scores
 
 
 @over_mesh("held", "rows", "rows", logprobs="rows")
 def decode(
     params: Params,
     pool: State,
-    rows: Int[Array, "R"],
-    table: Int[Array, "R pages_per_row"],
-    limit: Int[Array, ""],
+    columns: Int[Array, "R columns"],
     config: ModelConfig,
     *,
     size: int,
@@ -119,8 +157,13 @@ def decode(
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
 ):
-    """decoding.decode of these rows. Returns the pool, int32 [R, size], the tokens drawn, and int32 [R], the
-    steps that drew them, and with logprobs=n Logprobs [R, size]."""
+    """decoding.decode of some rows.
+
+    columns   the row, as many as the pool has where there is none; most steps, the same for all; its pages
+    Returns the pool, int32 [R, size], the tokens drawn, int32 [R], the steps that drew them, and with
+    logprobs=n Logprobs [R, size].
+    """
+    rows, limit, table = columns[:, 0], columns[0, 1], columns[:, 2:]
     state = _take(pool, rows, table)
     there = rows < pool.tokens.shape[0]
     state = state.replace(remaining=jnp.where(there, state.remaining, 0))
@@ -135,7 +178,12 @@ def decode(
     return _put(pool, state, rows), drawn, steps, *scores
 
 
-def _take(pool: State, rows: AnyArray, table: AnyArray) -> State:
+def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
+    """The fields of rows that read."""
+    return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0).itemsize // 4))
+
+
+def _take(pool: State, rows: Int[Array, "R"], table: Int[Array, "R pages"]) -> State:
     """The State of these rows, with the pages of all."""
     cache, (by_row, by_layer) = pool.cache, _parts(pool)
     state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), by_row)
@@ -143,7 +191,7 @@ def _take(pool: State, rows: AnyArray, table: AnyArray) -> State:
     return state.replace(cache=state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table))
 
 
-def _put(pool: State, state: State, rows: AnyArray) -> State:
+def _put(pool: State, state: State, rows: Int[Array, "R"]) -> State:
     """The pool, with this State of these rows."""
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
@@ -159,25 +207,41 @@ def _parts(state: State) -> tuple[State, Any]:
     return state.replace(cache=cache.replace(k=(), v=(), delta=None)), cache.delta
 
 
-def _started(state: State, chunk: Chunk) -> State:
+def _started(state: State, chunk: dict[str, Any]) -> State:
     """What the host says of each row, and nothing remembered where a request starts."""
-    starts = chunk.starts[:, None]
+    rules = dict(chunk["rules"])
+    stop_ids, seeds = rules.pop("stop_ids"), rules.pop("seeds")
+    rules["temperature_first"] = rules["temperature_first"] > 0
+    starts = chunk["starts"][:, None] > 0
     sampler = state.sampler.replace(
-        keys=sampling.keys(chunk.seeds),
+        keys=sampling.keys(seeds),
         seen=state.sampler.seen & ~starts,
         counts=jnp.where(starts, 0, state.sampler.counts),
-        **chunk.rules,
+        **rules,
     )
     if state.speculation is not None:
         ids = jnp.where(starts, NO_TOKEN, state.speculation.ids)
         state = state.replace(speculation=state.speculation.replace(ids=ids))
     return state.replace(
-        cache=state.cache.replace(lengths=chunk.first),
-        remaining=jnp.where(chunk.draws, chunk.remaining, 0),
-        stop_ids=chunk.stop_ids,
+        cache=state.cache.replace(lengths=chunk["first"]),
+        remaining=jnp.where(chunk["draws"] > 0, chunk["remaining"], 0),
+        stop_ids=stop_ids,
         sampler=sampler,
     )
 
 
+def _noted(state: State, chunk: dict[str, Any]) -> State:
+    """With the tokens of this chunk remembered."""
+    tokens, offset = chunk["tokens"], jnp.arange(chunk["tokens"].shape[1])
+    valid = offset < chunk["count"][:, None]
+    answer = chunk["first"][:, None] + offset >= chunk["answer"][:, None]
+    noted = sampling.remember(sampling.read_prompt(state.sampler, tokens, valid), tokens, valid & answer)
+    if state.speculation is not None:
+        known = speculation.note(state.speculation, tokens, chunk["first"], valid)
+        state = state.replace(speculation=known)
+    return state.replace(sampler=noted)
+
+
+note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
 decode_rows = jitted.donating(decode, "pool")

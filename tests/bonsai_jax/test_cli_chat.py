@@ -1,5 +1,6 @@
 """The command `chat`: a conversation over a kept cache, and what is typed or piped into it."""
 
+import functools
 import signal
 import subprocess
 from unittest import mock
@@ -12,12 +13,17 @@ from bonsai_jax.cli.chat import Conversation
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, run, tiny
 
 
+@functools.cache
+def engine(speculate=None) -> bj.Engine:
+    return bj.Engine(tiny(), max_rows=1, speculate=speculate)
+
+
 def answer(conversation, text):
     return "".join(piece.text for piece in conversation.ask(text))
 
 
 def test_a_conversation_reuses_its_cache_and_answers_as_without():
-    kept = Conversation(tiny(), GREEDY, max_new_tokens=6, ignore_eos=True)
+    kept = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
     before = 0
     for turn in ("Hi there", "And then?", "Why?"):
         asked = [*kept.messages, {"role": "user", "content": turn}]
@@ -32,7 +38,7 @@ def test_a_conversation_reuses_its_cache_and_answers_as_without():
 
 
 def test_the_same_message_again_after_a_reset_reads_one_token():
-    conversation = Conversation(tiny(), GREEDY, max_new_tokens=4, ignore_eos=True)
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
     first = answer(conversation, "Hi there")
     conversation.reset()
     assert answer(conversation, "Hi there") == first
@@ -40,19 +46,19 @@ def test_the_same_message_again_after_a_reset_reads_one_token():
 
 
 def test_speculation_knows_the_tokens_that_were_in_the_cache():
-    conversation = Conversation(tiny(), GREEDY, max_new_tokens=8, ignore_eos=True, speculate="ngram")
+    conversation = Conversation(engine("ngram"), GREEDY, max_new_tokens=8, ignore_eos=True)
     for turn in ("Hi there", "Hi there"):
         got = answer(conversation, turn)
         ids = tiny().tokenizer.encode_chat(conversation.messages[:-1])
         fresh = bj.generate(tiny(), [ids], max_new_tokens=8, sampling=GREEDY, ignore_eos=True)[0]
         assert got == fresh.text
     assert " a step, " in chat.stats(conversation)
-    state, shared = conversation._start(ids, 4)
-    assert shared > 8 and state.speculation.ids[0, :shared].tolist() == ids[:shared]
+    known = conversation.engine._loop.runner._pool.speculation.ids[0, : len(ids)]
+    assert conversation.reused > 8 and known.tolist() == ids
 
 
 def test_a_stopped_answer_stays_and_the_next_one_is_right():
-    conversation = Conversation(tiny(), GREEDY, max_new_tokens=40, ignore_eos=True)
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=40, ignore_eos=True)
     pieces = conversation.ask("Hi there")
     shown = next(pieces).text + next(pieces).text
     pieces.close()
@@ -63,27 +69,18 @@ def test_a_stopped_answer_stays_and_the_next_one_is_right():
     assert conversation.reused > 0
 
 
-def test_a_lost_cache_is_made_anew():
-    """An interrupt between two dispatches leaves the last state donated."""
-    conversation = Conversation(tiny(), GREEDY, max_new_tokens=4, ignore_eos=True)
-    first = answer(conversation, "Hi there")
-    conversation.cache.k.delete()
-    conversation.reset()
-    assert answer(conversation, "Hi there") == first
-    assert conversation.reused == 0
-
-
 def test_penalties_see_the_tokens_that_were_in_the_cache():
     params = bj.SamplingParams(temperature=0.0, repetition_penalty=1.5)
-    conversation = Conversation(tiny(), params, max_new_tokens=8, ignore_eos=True)
+    conversation = Conversation(engine(), params, max_new_tokens=8, ignore_eos=True)
     answer(conversation, "Hi there")
     got = answer(conversation, "Go on")
     ids = tiny().tokenizer.encode_chat(conversation.messages[:-1])
     assert got == bj.generate(tiny(), [ids], max_new_tokens=8, sampling=params, ignore_eos=True)[0].text
+    assert conversation.reused > 0
 
 
 def test_a_full_context_is_said_and_the_message_forgotten():
-    conversation = Conversation(tiny(), GREEDY, max_new_tokens=4, ignore_eos=True)
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
     answer(conversation, "Hi")
     before = list(conversation.messages)
     with pytest.raises(ValueError, match=r"context holds 256: /reset begins a new one"):
@@ -93,12 +90,12 @@ def test_a_full_context_is_said_and_the_message_forgotten():
 
 
 def test_piped_chat():
-    first = Conversation(tiny(), GREEDY, max_new_tokens=4, ignore_eos=True)
+    first = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True)
     expected = answer(first, "Hi"), answer(first, "More")
     stdin = "/stats\nHi\nMore\n/stats\n/reset\n\n/what\nHi\n/system Be kind.\nHi\n/exit\nnever read\n"
     done = run("chat", "-m", TINY, "-n", 4, "--temp", 0, "--ignore-eos", "-c", 256, stdin=stdin)
     assert done.exit_code == 0, done.stderr
-    kind = Conversation(tiny(), GREEDY, max_new_tokens=4, ignore_eos=True, system="Be kind.")
+    kind = Conversation(engine(), GREEDY, max_new_tokens=4, ignore_eos=True, system="Be kind.")
     kind.messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": expected[0]}]
     assert done.stdout == "\n".join([*expected, expected[0], answer(kind, "Hi")]) + "\n"
     assert "no answer yet" in done.stderr and "/what is no command" in done.stderr

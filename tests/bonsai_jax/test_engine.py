@@ -14,7 +14,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import jitted
-from bonsai_jax.engine import loop as looping
+from bonsai_jax.engine import runner as running
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -149,13 +149,13 @@ def test_the_second_of_two_with_one_beginning_reads_its_tail_only(engine, monkey
     prompts = [[*beginning, *prompt(9, 8)], [*beginning, *prompt(5, 9)]]
     want = alone(prompts, [GREEDY, GREEDY])
     read = []
-    prefill = looping.Loop._prefill
+    prefill = running.Runner.prefill
 
     def noted(self, reads, *rest):
         read.extend((r.first, r.count, r.copy is not None) for of in reads for r in of)
         return prefill(self, reads, *rest)
 
-    monkeypatch.setattr(looping.Loop, "_prefill", noted)
+    monkeypatch.setattr(running.Runner, "prefill", noted)
     outputs = [engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(60) for ids in prompts]
     assert_same([o.tokens for o in outputs], want)
     # 3 full pages shared; 2 tokens of the fourth copied with their page, which its owner had written on
@@ -239,7 +239,7 @@ def test_what_cannot_be_says_what_could(engine, tokens, options, message):
 def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
     ids = prompt(10, 40)
     want = alone([ids], [GREEDY])
-    decode, left = looping.Loop._decode, [1]
+    decode, left = running.Runner.decode, [1]
 
     def failing(self, *arguments):
         if left[0]:
@@ -247,7 +247,7 @@ def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
             raise RuntimeError("the kernel says no")
         return decode(self, *arguments)
 
-    monkeypatch.setattr(looping.Loop, "_decode", failing)
+    monkeypatch.setattr(running.Runner, "decode", failing)
     options = {"max_new_tokens": MOST, "ignore_eos": True}
     with pytest.raises(RuntimeError, match="while this request was running: the kernel says no"):
         engine.submit(ids, GREEDY, **options).result(60)
@@ -259,7 +259,7 @@ def test_an_engine_that_fails_twice_says_that_it_gives_up(monkeypatch):
     def failing(self, *arguments):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(looping.Loop, "_prefill", failing)
+    monkeypatch.setattr(running.Runner, "prefill", failing)
     with bj.Engine(tiny(), **SHAPE) as engine:
         for _ in range(2):
             with pytest.raises(RuntimeError, match="no device"):

@@ -1,0 +1,242 @@
+"""What an engine runs: the state of all rows on the device, and plans as dispatches that change it.
+
+    plan --columns of numbers, one int32 array--> prefill or decode of some rows --> what they drew, a Future
+
+On a GPU a dispatch returns when its steps are nearly over: a loop on the device asks the host after each of
+them whether to go on. So `Engine` has a thread that dispatches, one plan behind the other, and another that
+plans and reads meanwhile. `generate` and `stream` dispatch in the thread of their caller.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from bonsai_jax import decoding, parallel, placement, sampling, speculation
+from bonsai_jax.config import SamplingParams
+from bonsai_jax.decoding import LogitsProcessor, State
+from bonsai_jax.engine import rows as on_device
+from bonsai_jax.engine.scheduler import Limits, Read, Request
+from bonsai_jax.model import Model, start_state
+from bonsai_jax.taps import Taps
+
+FREE_TOKENS = 256  # on a GPU a prefill of fewer costs as much: it reads the weights, too
+
+Drawn = concurrent.futures.Future[list[Any]]  # arrays on the device: tokens, and what else was asked for
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What is decided when an engine is made: see Engine."""
+
+    max_rows: int
+    pages: int
+    context: int
+    logprobs: int | None = None
+    speculate: str | None = None
+    taps: Taps | None = None
+    logits_processor: LogitsProcessor | None = None
+    biases: int = 1
+    max_wait_s: float | None = None
+    prefill_tokens: int = 0
+    reproducible: bool = False
+
+
+class Runner:
+    """Dispatches for one engine, and the pool that they work on.
+
+    threaded   dispatch in a thread of its own; else contexts of the caller (jax.default_device) hold
+    """
+
+    def __init__(self, model: Model, options: Options, *, threaded: bool):
+        self.model, self.options = model, options
+        self.data = placement.size(model.mesh, placement.DATA)
+        self.limits = limits(model, options)
+        threaded = threaded and jax.process_count() == 1  # several processes must dispatch in the same order
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else None
+        self._pool = self._empty_pool()
+        self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
+        self._nobody = self.rules(SamplingParams(0.0, seed=0), [])
+
+    def rules(self, params: SamplingParams, stop_ids: Sequence[int]) -> np.ndarray:
+        """How a request draws, as the rows of its chunks have it (rows.rules_layout)."""
+        made = np.zeros((), self._layout(0)["rules"])
+        columns = sampling.columns([params], self.model.config.vocab_size, self.options.biases)
+        for name, column in columns.items():
+            made[name] = column[0]
+        made["stop_ids"] = decoding.NO_TOKEN
+        made["stop_ids"][: len(stop_ids)] = stop_ids
+        return made
+
+    @property
+    def rewinds(self) -> bool:
+        """Whether pages hold all that a row keeps of what it has read."""
+        return self._pool.cache.rewinds
+
+    def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Drawn:
+        """Have the rows of these know the tokens that they will not read. One of each device."""
+        rows = self._columns(reads, 1, self._layout(self._pool.cache.capacity), rules)
+        for i, read in numbered(reads, 1):
+            request = read.request
+            known = [*request.prompt, *request.said][: read.first]
+            rows[i]["first"], rows[i]["count"], rows[i]["starts"] = 0, len(known), 1
+            rows[i]["tokens"][: len(known)] = known
+        return self._later(on_device.note_rows, [on_device.packed(rows)], {})
+
+    def prefill(
+        self,
+        reads: Sequence[Sequence[Read]],
+        shape: tuple[int, int],
+        rules: Callable[[Request], np.ndarray],
+        logprobs: int | None,
+    ) -> Drawn:
+        """rows.prefill, with as many rows a device as shape has, of so many tokens."""
+        rows, width = shape
+        of_vectors = any(_of_vectors(read) for of in reads for read in of)
+        columns = self._columns(reads, rows, self._layout(0 if of_vectors else width), rules)
+        vectors = np.zeros((len(columns), width, self.model.config.hidden), "f4") if of_vectors else None
+        for i, read in numbered(reads, rows):
+            (columns["tokens"] if vectors is None else vectors)[i, : read.count] = _slice(read)
+        arrays = [on_device.packed(columns), vectors]
+        return self._later(on_device.prefill_rows, arrays, self._options(logprobs), self.model.config)
+
+    def decode(
+        self, writes: Sequence[Sequence[Request]], rows: int, steps: int, logprobs: int | None
+    ) -> Drawn:
+        """rows.decode of these and as many more as make `rows` of each device."""
+        columns = np.zeros((rows * self.data, 2 + self._pool.cache.block_table.shape[1]), np.int32)
+        columns[:, :2] = self.options.max_rows, steps
+        for i, request in numbered(writes, rows):
+            columns[i, 0] = request.row
+            columns[i, 2 : 2 + len(request.table)] = request.table
+        options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
+        return self._later(on_device.decode_rows, [columns], options, self.model.config)
+
+    def compile(self, size: int | tuple[int, int] | None, logprobs: int | None) -> None:
+        """A program, by running it without a row: decode of so many, a shape of prefill, or None: `note`."""
+        nobody: list[list[Any]] = [[] for _ in range(self.data)]
+        no_rules = lambda request: self._nobody  # noqa: E731
+        if size is None:
+            self.note(nobody, no_rules).result()
+        elif isinstance(size, int):
+            self.decode(nobody, size, 0, logprobs).result()
+        else:
+            self.prefill(nobody, size, no_rules, logprobs).result()
+        self._later(lambda params, pool: (jax.block_until_ready(pool),), [], {}).result()
+
+    def reset(self) -> None:
+        """An empty pool, behind all that was asked for. Raises what making one raises."""
+        if self._thread is not None:
+            self._thread.submit(lambda: None).result()
+        self._free()
+        self._pool = self._empty_pool()
+
+    def close(self) -> None:
+        """Free the pool's memory, and end the thread."""
+        if self._thread is not None:
+            self._thread.shutdown()
+        self._free()
+
+    def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
+        """Rows of layout without their tokens, so many of each device."""
+        columns = np.zeros(rows * self.data, layout)
+        columns["row"], columns["copy_to"] = self.options.max_rows, self.options.pages
+        columns["rules"] = self._nobody
+        for i, read in numbered(reads, rows):
+            row, request = columns[i], read.request
+            row["row"], row["first"], row["count"] = read.row, read.first, read.count
+            row["starts"], row["draws"] = read.starts, read.draws
+            row["remaining"] = request.max_new_tokens - len(request.said)
+            row["answer"] = len(request.prompt)
+            if read.copy:
+                row["copy_from"], row["copy_to"] = read.copy
+            row["rules"] = rules(request)
+            row["table"][: len(read.table)] = read.table
+        return columns
+
+    def _options(self, logprobs: int | None) -> dict[str, Any]:
+        o = self.options
+        return {"taps": o.taps, "logits_processor": o.logits_processor, "logprobs": logprobs}
+
+    def _later(
+        self, function: Callable, arrays: Sequence[np.ndarray | None], options: dict, *static
+    ) -> Drawn:
+        """Call function(params, pool, *arrays, *static), which returns the pool and more."""
+
+        def run():
+            mesh = self.model.mesh
+            placed = (
+                arrays if mesh is None else [a if a is None else parallel.place_rows(a, mesh) for a in arrays]
+            )
+            out = function(self.model.params, self._pool, *placed, *static, **options)
+            self._pool, *drawn = out if isinstance(out, tuple) else (out,)
+            if jax.process_count() == 1:
+                for array in jax.tree.leaves(drawn):
+                    array.copy_to_host_async()
+            return drawn
+
+        if self._thread is not None:
+            return self._thread.submit(run)
+        done: Drawn = concurrent.futures.Future()
+        done.set_result(run())
+        return done
+
+    def _empty_pool(self) -> State:
+        model, o = self.model, self.options
+        rows, pages = o.max_rows * self.data, o.pages * self.data
+        cache = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
+        room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
+        return start_state(model, cache, room, 0, speculate=o.speculate)
+
+    def _free(self) -> None:
+        for array in jax.tree.leaves(self._pool):
+            if not array.is_deleted():  # what failed may have taken it already
+                array.delete()
+
+
+def limits(model: Model, o: Options) -> Limits:
+    """What is compiled, or may be."""
+    on_cpu = jax.default_backend() == "cpu"
+    most = o.prefill_tokens or (decoding.PREFILL_CHUNK if on_cpu else decoding.PREFILL_BATCH)
+    powers = [n for n in (2**i for i in range(32)) if n < o.max_rows]
+    # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
+    short = max(32, most // 16)
+    long = [n for n in (4 * short, 16 * short) if n < most]
+    several = sorted({min(n, o.max_rows) for n in (4, 16)} - {1})
+    shapes = [(1, n) for n in (short, *long, most)]
+    shapes = [*dict.fromkeys(shapes), *((n, short) for n in several if n * short <= most)]
+    return Limits(
+        max_rows=o.max_rows,
+        pages=o.pages,
+        page_size=model.run.page_size,
+        row_sizes=[o.max_rows] if o.reproducible else [*powers, o.max_rows],
+        shapes=[(1, most)] if o.reproducible else shapes,
+        free_tokens=1 if on_cpu else FREE_TOKENS,
+        steps=on_device.DECODE_SIZE,
+        width=1 if o.speculate is None else speculation.width(1),
+        reserve=o.reproducible,
+    )
+
+
+def numbered[T](of_devices: Sequence[Sequence[T]], rows: int) -> Iterator[tuple[int, T]]:
+    """Of each device the first few of `rows` places."""
+    for device, of in enumerate(of_devices):
+        for i, one in enumerate(of):
+            yield device * rows + i, one
+
+
+def _of_vectors(read: Read) -> bool:
+    return read.request.vectors and read.first < len(read.request.prompt)
+
+
+def _slice(read: Read) -> Any:
+    """What it reads."""
+    request, at, end = read.request, read.first, read.first + read.count
+    if end <= len(request.prompt):
+        return request.prompt[at:end]
+    beyond = max(0, at - len(request.prompt)), end - len(request.prompt)
+    return [*request.prompt[at:], *request.said[slice(*beyond)]]
