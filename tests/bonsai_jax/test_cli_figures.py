@@ -114,7 +114,7 @@ def test_profile(output):
         model = bj.load(MIXED, bj.RunConfig(rows=1))
         # Everything that a step reads is in some phase, but for norms and biases.
         held = sum(row["bytes"] for row in rows[24:30] if row["phase"] != "attention")
-        assert 0.98 < held / params.decode_bytes(model.params) <= 1
+        assert 0.98 < held / params.decode_bytes(model.params, model.config) <= 1
         assert all(row["us"] > 0 and row["operations"] > 0 for row in rows)
         assert all(row["bound"] in ("memory", "compute") and row["ceiling_share"] > 0 for row in rows)
 
@@ -146,7 +146,7 @@ def test_profile_of_a_delta_net_has_its_phases():
     assert [row.phase for row in rows[:3]] == ["delta inputs", "delta net", "delta output"]
     assert [row.phase for row in rows[3:]] == PHASES
     held = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
-    assert 0.95 < held / params.decode_bytes(model.params) <= 1
+    assert 0.95 < held / params.decode_bytes(model.params, model.config) <= 1
     assert rows[1].bytes == 2 * kv.bytes_per_row(model.config)
 
 
