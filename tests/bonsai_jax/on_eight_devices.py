@@ -12,6 +12,7 @@ from flax import nnx
 
 import bonsai_jax as bj
 from bonsai_jax import architectures, layers, params, plan
+from bonsai_jax.config import ExpertsConfig
 from bonsai_jax.nnx import LanguageModel
 from bonsai_jax.placement import Placement, _mailbox
 from checkpoints import Tensor, open_checkpoint
@@ -91,6 +92,19 @@ def test_a_delta_net_is_split_by_head(source, weights):
         assert 4 * bytes_of(cache.delta, device) == sum(x.nbytes for x in jax.tree.leaves(cache.delta))
     with pytest.raises(ValueError, match="2 k heads of the delta net do not split evenly; sizes that do: 1"):
         bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
+
+
+@pytest.mark.parametrize("data, model", [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_experts_are_split_by_expert(data, model):
+    """Prefill in tiles, steps, and what each device holds."""
+    sharded = load("tiny-qwen3moe:q8_0", "packed", bj.make_mesh(data, model))
+    assert_same(answers(sharded), on_one_device("tiny-qwen3moe:q8_0", "packed"))
+    stacks = [getattr(sharded.params.layers, f"expert_{name}") for name in ("gate", "up", "down")]
+    for device in sharded.mesh.devices.flat:
+        assert model * bytes_of(stacks, device) == sum(x.nbytes for x in jax.tree.leaves(stacks))
+    six = dataclasses.replace(sharded.config, experts=ExpertsConfig(6, 3, 256))
+    with pytest.raises(ValueError, match="6 experts do not split evenly; sizes that do: 1, 2"):
+        Placement(bj.make_mesh(1, 4), six).check([])
 
 
 def test_rows_of_a_folded_model_are_split_and_its_weights_are_not():
