@@ -199,7 +199,8 @@ class Test:
 
     def bytes_moved(self) -> int:
         """By all devices, per run for pp, per step for tg: see Row."""
-        held = weights.decode_bytes(self.model.params) * self.data
+        tokens = self.rows * (self.tokens if self.kind == "pp" else 1)
+        held = weights.decode_bytes(self.model.params, self.model.config, tokens) * self.data
         if self.kind == "pp":
             return held
         lengths = [self.depth + self.tokens // 2] * self.rows * self.data

@@ -19,6 +19,7 @@ from bonsai_jax import architectures
 from bonsai_jax import cache as kv
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.params import Params
+from bonsai_jax.plan import match
 from checkpoints import Checkpoint
 from pallas_kernels import QTensor, device
 from pallas_kernels.qtensor import leaves, tiled_nbytes
@@ -43,11 +44,12 @@ def held_bytes(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig) -> i
 def _held_bytes(format: str, shape: tuple[int, ...], of_file: int, run: RunConfig) -> int:
     if run.weights == "decoded":
         return 4 * math.prod(shape)
-    if len(shape) != 2:
+    if len(shape) < 2:
         return of_file
-    n, k = shape
+    *experts, n, k = shape
     problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
-    return tiled_nbytes(format, (n, k)) if products(problem, run.impl).tiled else of_file
+    tiled = products(problem, run.impl).tiled
+    return math.prod(experts) * tiled_nbytes(format, (n, k)) if tiled else of_file
 
 
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
@@ -89,7 +91,7 @@ def explain_weights(
 
 def _without_kernel(checkpoint: Checkpoint, run: RunConfig) -> str | None:
     """Why some of the file's matrices would be multiplied packed by the reference; None: none would."""
-    shapes = {(t.format, *t.shape) for t in checkpoint.tensors.values() if len(t.shape) == 2}
+    shapes = {(t.format, *t.shape[-2:]) for t in checkpoint.tensors.values() if len(t.shape) > 1}
     for format, n, k in sorted(shapes):
         problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
         if format != "f32" and choose(problem, impl=run.impl) == "reference":
@@ -254,16 +256,20 @@ def _kernel_name(w: QTensor, rows: int) -> str:
 
 
 def step_bytes(checkpoint: Checkpoint, run: RunConfig) -> int:
-    """Weight bytes that one decode step reads, of a model that is not loaded: all but the embedding's, where
-    a matrix of its own gives the logits."""
+    """Weight bytes that one decode step of a row reads, of a model that is not loaded: all but the
+    embedding's, where a matrix of its own gives the logits, and those of experts that it does not use."""
     config = architectures.config_of(checkpoint)
     specs = architectures.get(config.architecture).TENSORS
     names = {spec.field: spec.name(checkpoint.naming) for spec in specs}
-    everything = held_bytes(checkpoint, config, run)
-    if names["head"] not in checkpoint.tensors:
-        return everything
-    embed = checkpoint.tensors[names["embed"]]
-    return everything - _held_bytes(embed.format, embed.shape, embed.nbytes, run)
+    held = lambda t: _held_bytes(t.format, t.shape, t.nbytes, run)  # noqa: E731
+    read = held_bytes(checkpoint, config, run)
+    if names["head"] in checkpoint.tensors:
+        read -= held(checkpoint.tensors[names["embed"]])
+    if config.experts is not None:
+        unread = 1 - config.experts.share_read(1)
+        tensors = match(checkpoint, specs, config)
+        read -= round(unread * sum(held(t) for s, of in tensors.items() if len(s.shape) == 3 for t in of))
+    return read
 
 
 def decode_bytes(weight_bytes: int, config: ModelConfig, run: RunConfig, depths: Sequence[int]) -> int:

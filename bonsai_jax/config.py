@@ -85,8 +85,32 @@ class DeltaConfig:
         return 2 * self.k_heads * self.k_dim + self.v_width
 
 
+@dataclasses.dataclass(frozen=True)
+class ExpertsConfig:
+    """Sizes of layers whose channels are mixed by experts (pallas_kernels/experts).
+
+    count       experts of a layer
+    used        of them, for each token the likeliest
+    ffn         width of one's feed-forward
+    normalized  whether the weights of those used are divided by their sum
+    """
+
+    count: int
+    used: int
+    ffn: int
+    normalized: bool = True
+
+    def __post_init__(self):
+        if not 1 <= self.used <= self.count:
+            raise ValueError(f"model config: {self.used} of {self.count} experts are used for a token")
+
+    def share_read(self, rows: int) -> float:
+        """Of a layer's experts, those that a step of so many rows reads, were all equally likely."""
+        return 1 - (1 - self.used / self.count) ** rows
+
+
 Mixer = Literal["attention", "delta"]
-Channels = Literal["mlp"]
+Channels = Literal["mlp", "experts"]
 
 
 @jax.tree_util.register_static
@@ -105,6 +129,7 @@ class ModelConfig:
     mixers           of each layer, what mixes its tokens; (): attention in all
     channels         of each layer, what mixes its channels; (): mlp, the gated feed-forward, in all
     delta            sizes of the layers whose mixer is delta
+    experts          sizes of the layers whose channels are mixed by experts
     aside            how names begin of what the file has and we leave aside: a draft layer, a vision tower
     """
 
@@ -127,6 +152,7 @@ class ModelConfig:
     mixers: tuple[Mixer, ...] = ()
     channels: tuple[Channels, ...] = ()
     delta: DeltaConfig | None = None
+    experts: ExpertsConfig | None = None
     aside: tuple[str, ...] = ()
 
     def __post_init__(self):

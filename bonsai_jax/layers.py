@@ -18,7 +18,20 @@ from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
 from bonsai_jax.taps import Tap, Taps, tapped
-from pallas_kernels import LayerStack, QTensor, attend, cache_layouts, delta_net, device, gated, matmul
+from pallas_kernels import (
+    LayerStack,
+    QTensor,
+    attend,
+    cache_layouts,
+    delta_net,
+    device,
+    experts_gated,
+    experts_matmul,
+    gated,
+    matmul,
+    rms_norm,
+    route,
+)
 from pallas_kernels.attention import empty_workspace
 from pallas_kernels.delta import Gates
 from pallas_kernels.matmul import sent_product
@@ -198,6 +211,7 @@ def gated_mlp(
     taps   what edits or notes values on their way (taps.SITES)
     """
     w = params.layers
+    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
     norm = {"gamma": w.ffn_norm, "eps": config.rms_norm_eps}
     if config.activation == "silu":
         hidden = gated(x, w.w_gate, w.w_up, index, **norm)
@@ -205,6 +219,43 @@ def gated_mlp(
         hidden = jax.nn.gelu(matmul(x, w.w_gate, index, **norm)) * matmul(x, w.w_up, index, **norm)
     hidden = tapped(taps, "hidden", hidden)
     return _add_product(x, hidden, w.w_down, index, params, taps.get("mlp"))
+
+
+def experts_block(
+    x: Float[Array, "B T H"],
+    params: Params,
+    index: int | Int[Array, ""],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+    taps: Mapping[str, Tap] = NO_TAPS,
+) -> Float[Array, "B T H"]:
+    """Mixture of experts of one layer (Shazeer et al. 2017) and its residual.
+
+    x + sum of w_e W_down,e (silu(W_gate,e n) * W_up,e n) over the chosen experts e,  n = rms_norm(x)
+    w, chosen = route(softmax(W_router n))
+
+    Over a mesh each device has some experts, whose part of the sum it adds. Tokens of padding have none.
+
+    index  the layer's among those with experts (ModelConfig.places)
+    taps   what edits or notes values on their way (taps.SITES)
+    """
+    w, sizes = params.layers, config.experts
+    assert sizes is not None and w.experts_norm is not None and w.router is not None
+    assert w.expert_gate is not None and w.expert_up is not None and w.expert_down is not None
+    n = rms_norm(x, w.experts_norm[index], config.rms_norm_eps)
+    router = tapped(taps, "router", jax.nn.softmax(matmul(n, w.router, index), axis=-1))
+    weights, chosen = route(router, sizes.used, normalized=sizes.normalized)
+    chosen = tapped(taps, "experts", chosen)
+    weights = tapped(taps, "expert_weights", weights)
+    here = positions[..., None] >= 0
+    if params.axis is not None:
+        held = sizes.count // jax.lax.axis_size(params.axis)
+        chosen = chosen - jax.lax.axis_index(params.axis) * held
+        here &= (chosen >= 0) & (chosen < held)
+    chosen = jnp.where(here, chosen, -1)
+    hidden = tapped(taps, "hidden", experts_gated(n, w.expert_gate, w.expert_up, chosen, index))
+    y = experts_matmul(hidden, w.expert_down, chosen, weights, index)
+    return _added(x, y, _rounds(x, w.expert_down), params, taps.get("mlp"))
 
 
 @over_mesh("whole", arrays="whole")
@@ -267,6 +318,8 @@ def decoder(
         match channels:
             case "mlp":
                 x = gated_mlp(x, params, of_channels, config, here)
+            case "experts":
+                x = experts_block(x, params, of_channels, positions, config, here)
         return (tapped(here, "output", x), cache, workspace), kept
 
     def period(carry, turn):
@@ -361,6 +414,7 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
     from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
 
     w = params.layers
+    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
     parts = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
     stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see selection.Step
     shape = (x.shape[0], config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim)
@@ -394,6 +448,7 @@ def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, c
     from pallas_kernels.step import layer_products  # only GPUs need it
 
     w, rows = params.layers, x.shape[0]
+    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
     stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see selection.Step
     words = layer_products.workspace_words(rows, config.hidden, config.ffn)
     of_attention = empty_workspace(rows, config.num_heads, cache.k)
@@ -441,12 +496,20 @@ def _add_product(
         if all_reduce.refuses(x.size) is None:
             peers = params.peers[0, 0]
             return all_reduce.receive(x, sent_product(h, weight, layer, peers), peers)
-    y = matmul(h, weight, layer)
-    if params.axis is None:
-        return x + (y if tap is None else tap(y))
-    many = x.shape[-2] > STEP_TOKENS and all(
+    return _added(x, matmul(h, weight, layer), _rounds(x, weight), params, tap)
+
+
+def _rounds(x: jax.Array, weight: LayerStack) -> bool:
+    """Whether these are many tokens whose product with a weight was rounded anyway."""
+    return x.shape[-2] > STEP_TOKENS and all(
         w.products.of(x.size // x.shape[-1]) not in ("reference", "cpu") for w in leaves(weight)
     )
-    y = jax.lax.psum(y.astype(PREFILL_SUMS) if many else y, params.axis).astype(jnp.float32)
+
+
+def _added(x: jax.Array, y: jax.Array, rounds: bool, params: Params, tap: Tap | None) -> jax.Array:
+    """x + tap(y); where each device has a part of y (params.axis), x is added to their sum once."""
+    if params.axis is None:
+        return x + (y if tap is None else tap(y))
+    y = jax.lax.psum(y.astype(PREFILL_SUMS) if rounds else y, params.axis).astype(jnp.float32)
     # Without the barrier, XLA adds all layers' sums anew in every layer.
     return jax.lax.optimization_barrier(x + (y if tap is None else tap(y)))

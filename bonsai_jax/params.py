@@ -12,10 +12,12 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax.config import ModelConfig
 from bonsai_jax.placement import AXES, Placement, Share
-from bonsai_jax.plan import LoadPlan, Matrix, Member, Spec, Stack, StepPlan, joined_name
-from checkpoints import RandomTensor, Tensor
+from bonsai_jax.plan import LoadPlan, Matrix, Member, Source, Spec, Stack, StepPlan, joined_name
+from checkpoints import RandomTensor
 from pallas_kernels import LayerStack, QTensor, Rotation, formats, qtensor, serializable
+from pallas_kernels.qtensor import leaves
 
 
 @serializable
@@ -27,15 +29,16 @@ class Layers(struct.PyTreeNode):
     attn_norm to k_norm     attention
     ffn_norm to w_down      the gated feed-forward, mlp
     delta_norm to delta_out  gated delta net (pallas_kernels/delta.py)
+    experts_norm to expert_down  experts (pallas_kernels/experts), their matrices stacked over experts too
     """
 
     attn_norm: Float[Array, "L H"]
     wqkv: tuple[LayerStack, ...]
     wo: LayerStack
-    ffn_norm: Float[Array, "L H"]
-    w_gate: LayerStack
-    w_up: LayerStack
-    w_down: LayerStack
+    ffn_norm: Float[Array, "L H"] | None = None
+    w_gate: LayerStack | None = None
+    w_up: LayerStack | None = None
+    w_down: LayerStack | None = None
     bqkv: Float[Array, "L Q+2KV"] | None = None
     q_norm: Float[Array, "L D"] | None = None
     k_norm: Float[Array, "L D"] | None = None
@@ -47,6 +50,11 @@ class Layers(struct.PyTreeNode):
     delta_a: Float[Array, "L Hv"] | None = None
     delta_head_norm: Float[Array, "L V"] | None = None
     delta_out: LayerStack | None = None
+    experts_norm: Float[Array, "L H"] | None = None
+    router: LayerStack | None = None
+    expert_gate: LayerStack | None = None
+    expert_up: LayerStack | None = None
+    expert_down: LayerStack | None = None
 
 
 @serializable
@@ -96,7 +104,7 @@ def load(
         jax.block_until_ready(made)
         tensors = [t for name in names for t in by_field[name]]
         for t in tensors:
-            if isinstance(t, Tensor):
+            if not isinstance(t, RandomTensor):
                 t.forget()
         done += sum(t.nbytes for t in tensors)
         progress(done, total)
@@ -145,24 +153,26 @@ def load(
     )
 
 
-def decode_bytes(params: Params) -> int:
-    """Weight bytes that one decode step reads: all but the embedding's other rows, where the model is not
-    tied."""
-    everything = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    return everything if params.head is None else everything - params.embed.nbytes
+def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
+    """Weight bytes that one decode step of so many rows reads: all but the embedding's other rows, where the
+    model is not tied, and the experts that no row uses (ExpertsConfig.share_read)."""
+    read = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    read -= 0 if params.head is None else params.embed.nbytes
+    if (e := config.experts) is not None:
+        of_experts = (params.layers.expert_gate, params.layers.expert_up, params.layers.expert_down)
+        read -= round((1 - e.share_read(rows)) * sum(w.nbytes for w in leaves(of_experts)))
+    return read
 
 
-def blocks(tensor: Tensor | RandomTensor) -> jax.Array:
+def blocks(tensor: Source) -> jax.Array:
     """A tensor's blocks as they stand in a file, uint8 [*shape[:-1], bytes of a row]; a random one's are
     drawn."""
-    if isinstance(tensor, Tensor):
-        return jnp.asarray(tensor.data)
-    return formats.pack(tensor.format, _draw(tensor))
+    if isinstance(tensor, RandomTensor):
+        return formats.pack(tensor.format, _draw(tensor))
+    return jnp.asarray(tensor.data)
 
 
-def _vectors(
-    spec: Spec, tensors: Sequence[Tensor | RandomTensor], plan: LoadPlan, placement: Placement | None
-):
+def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: Placement | None):
     """Norms, biases and the like: float32 [layers, *shape], or [*shape] of what no layer has; None for
     none."""
     if not tensors:
@@ -182,7 +192,7 @@ def _vectors(
 def _stack(
     plan: LoadPlan,
     stack: Stack,
-    tensors: Mapping[str, Sequence[Tensor | RandomTensor]],
+    tensors: Mapping[str, Sequence[Source]],
     placement: Placement | None,
 ) -> LayerStack:
     """Each layer is written into its place in a donated stack, so that no more than one layer exists
@@ -223,7 +233,7 @@ def _rotation(plan: LoadPlan, member: Member, placement: Placement | None) -> Ro
     return Rotation(signs, fold.block, heads, split.axis if split else None)
 
 
-def _source(member: Member, t: Tensor | RandomTensor, placement: Placement | None):
+def _source(member: Member, t: Source, placement: Placement | None):
     """What `_made` makes a matrix of: its blocks (its share's, where that is cut at their borders), or what a
     random one is drawn from."""
     if isinstance(t, RandomTensor):
@@ -249,7 +259,8 @@ def _made(sources, matrix: Matrix, members: tuple[Member, ...]) -> QTensor:
 def _member(member: Member, source) -> QTensor:
     if member.drawn:
         seed, mean, std = source
-        lead = (member.shape[0], member.shape[1] // formats.get(member.format).WEIGHTS)
+        n, k = member.shape
+        lead = (*([member.experts] if member.experts else []), n, k // formats.get(member.format).WEIGHTS)
         fields = formats.random_fields(member.format, jax.random.key(seed), lead, mean, std)
         w = QTensor(fields, member.format, member.shape)
     else:

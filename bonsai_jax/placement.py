@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
-from checkpoints import Tensor
+from checkpoints import Gathered, Tensor
 from pallas_kernels import QTensor, device, formats
 
 DATA, MODEL = "data", "model"
@@ -47,6 +47,8 @@ AXES: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("delta_dt", "delta_a"), ("layers", "delta")),
     "delta_conv": ("layers", "delta", None),
     "delta_out": ("layers", None, "delta"),
+    "router": ("layers", None, None),
+    **dict.fromkeys(("expert_gate", "expert_up", "expert_down"), ("layers", "experts", None, None)),
     "s": ("layers", "rows", "delta"),
     "tail": ("layers", "rows", None, "delta"),
     "k": ("layers", "rows", None, "heads"),  # a row's pages lie with the row
@@ -56,7 +58,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
 }
 # Logical axis -> mesh axis.
 RULES = {
-    **dict.fromkeys(("vocab", "heads", "delta", "ffn", "devices"), MODEL),
+    **dict.fromkeys(("vocab", "heads", "delta", "ffn", "experts", "devices"), MODEL),
     "rows": DATA,
     "layers": None,
 }
@@ -136,6 +138,8 @@ class Placement:
         (plan.Member) those of a device's heads are neighbours."""
         outputs, inputs = AXES[field][-2:]
         c, parts = self.config, self.parts
+        if parts > 1 and c.experts and "experts" in AXES[field]:  # ahead of outputs and inputs
+            return _even_share(0, c.experts.count // parts, parts)
         if parts == 1 or not (outputs or inputs):
             return None
         if "delta" in (outputs, inputs) and not regrouped:
@@ -170,7 +174,7 @@ class Placement:
             ]
         return Share(axis, tuple(map(tuple, starts)), tuple(counts))
 
-    def blocks(self, t: Tensor, share: "Share | None") -> jax.Array:
+    def blocks(self, t: Tensor | Gathered, share: "Share | None") -> jax.Array:
         """A matrix's blocks over the mesh, uint8: the share of each device, which is all that is read of the
         file, side by side."""
         data = t.data
@@ -181,14 +185,14 @@ class Placement:
             start = index[share.axis].start or 0
             weights = t.shape[1] / data.shape[1] if share.axis else 1  # of a byte
             own = share.cut(data, round(start * weights) // share.count, weights)
-            beyond = [(0, 0), (0, 0)]
+            beyond = [(0, 0)] * data.ndim
             if share.axis == 0:
                 beyond[0] = (0, share.count - len(own))
             return np.pad(own, beyond)
 
         rows = data.shape[0] if share is None or share.axis == 1 else share.count * self.parts
         sharding = NamedSharding(self.mesh, self._spec(share))
-        return jax.make_array_from_callback((rows, data.shape[1]), sharding, read)
+        return jax.make_array_from_callback((rows, *data.shape[1:]), sharding, read)
 
     def made(self, make: Callable[[Any], QTensor], share: "Share | None", whole: tuple[bool, ...]):
         """`make` on each device, of a tuple: of its share of the blocks, or where `whole` says so of what
@@ -322,7 +326,7 @@ class Share:
         starts = jnp.array(self.starts)[jax.lax.axis_index(MODEL)]
 
         def cut(field: jax.Array) -> jax.Array:
-            weights = whole.shape[self.axis] // field.shape[self.axis]  # of a block, along this axis
+            weights = whole.shape[1] // field.shape[1] if self.axis else 1  # of a block, along this axis
             last = max(start + count for start, count in zip(self.starts[-1], self.counts, strict=True))
             beyond = max(0, last // weights - field.shape[self.axis])
             padding = [(0, beyond if axis == self.axis else 0) for axis in range(field.ndim)]
@@ -371,6 +375,8 @@ def _refuses(config: ModelConfig, matrices, parts: int) -> str | None:
         return f"{heads} query heads and {kv_heads} KV heads do not split evenly"
     if (d := config.delta) and d.k_heads % parts:
         return f"{d.k_heads} k heads of the delta net do not split evenly"
+    if (e := config.experts) and e.count % parts:
+        return f"{e.count} experts do not split evenly"
     for field, (n, k), format, tiled, regrouped in matrices:
         outputs, inputs = AXES[field][-2:]
         rows = TILE_ROWS if tiled else 1

@@ -9,6 +9,7 @@ KVCache.
 
 import dataclasses
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 
@@ -16,7 +17,7 @@ import jax
 
 from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
-from checkpoints import Checkpoint, CheckpointError, Folding, RandomTensor, Tensor, folding
+from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, RandomTensor, Tensor, folding
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import Products
 from pallas_kernels.tiles import ROWS
@@ -27,10 +28,13 @@ JOINED = {
     "delta_in": ("delta_qkv", "delta_z"),
     "delta_gates": ("delta_alpha", "delta_beta"),
 }
-SWIGLU = ("w_gate", "w_up")
+SWIGLU = ("w_gate", "w_up", "expert_gate", "expert_up")
 OF_MANY_MODES = "model.language_model."  # what "model." is in Hugging Face files that see images too
 # Of a step: the columns of a tensor core; more rows of layer_products are not measured (LOG.md).
 MOST_ROWS = {"one_launch": 8, "layer_products": 2}
+
+
+Source = Tensor | Gathered | RandomTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,9 +44,10 @@ class Spec:
     field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer;
                  those of JOINED, and bq, bk and bv, are joined
     gguf         tensor name in GGUF files
-    huggingface  tensor name in Hugging Face files; None where only GGUF has it
+    huggingface  tensor name in Hugging Face files; None where only GGUF has it. A second "{}" stands for the
+                 expert
     shape        names of ModelConfig attributes, dotted ones too; two of them make a matrix, which may be
-                 quantized
+                 quantized, three a matrix of each expert
     optional     whether a file may lack it
     kind         the mixer of tokens or of channels whose layers have it; None: all layers
     plain        whether it is a plain float32 array also with two axes
@@ -60,7 +65,7 @@ class Spec:
 
     @property
     def is_matrix(self) -> bool:
-        return len(self.shape) == 2 and not self.plain
+        return len(self.shape) > 1 and not self.plain
 
     def layers(self, config: ModelConfig) -> Sequence[int] | None:
         """The layers that have it; None for what is no layer's."""
@@ -82,6 +87,7 @@ class Member:
     share   what each device has of it, over a mesh that splits it; None: all
     folded  whether it is stored rotated (checkpoints/folding.py)
     regrouped  whether, for that, its inputs are brought from tiled order of v heads into grouped
+    experts  of how many experts it is a matrix each; 0: it is one matrix
     """
 
     field: str
@@ -92,11 +98,12 @@ class Member:
     share: Share | None
     folded: bool = False
     regrouped: bool = False
+    experts: int = 0
 
     @property
     def own_shape(self) -> tuple[int, int]:
         """(N, K) on each device."""
-        return self.share.shape(self.shape) if self.share else self.shape
+        return self.share.shape(self.shape) if self.share and not self.experts else self.shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +180,7 @@ class LoadPlan:
     v_heads   of a gated delta net whose v heads are tiled: (v heads of a k head, k heads)
     """
 
-    tensors: dict[Spec, list[Tensor | RandomTensor]]
+    tensors: dict[Spec, list[Source]]
     stacks: tuple[Stack, ...]
     matrices: tuple[tuple[Member, Matrix], ...]
     step: StepPlan
@@ -183,13 +190,13 @@ class LoadPlan:
     naming: str = "gguf"
 
     def each(self) -> Iterator[tuple[Matrix, int]]:
-        """(matrix, number of layers that have it) of every matrix."""
+        """(matrix, number of them in all layers and experts) of every matrix."""
         for _, matrix in self.matrices:
             yield matrix, 1
         for stack in self.stacks:
             for part, matrices in enumerate(stack.parts):
                 for matrix in matrices:
-                    yield matrix, len(stack.layers(part))
+                    yield matrix, len(stack.layers(part)) * max(1, stack.members[0][0].experts)
 
 
 def plan(
@@ -254,13 +261,11 @@ def joined_name(field: str) -> str | None:
     return next((name for name, of in JOINED.items() if field in of), None)
 
 
-def match(
-    checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig
-) -> dict[Spec, list[Tensor | RandomTensor]]:
+def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, list[Source]]:
     """Each spec's tensors, one per layer where it has layers; none for an absent optional one. Strict both
     ways; errors as for `plan`."""
     found = {}
-    unused = {
+    unused: dict[str, Source] = {
         name.replace(OF_MANY_MODES, "model.", 1) if name.startswith(OF_MANY_MODES) else name: t
         for name, t in checkpoint.tensors.items()
         if not (config.aside and name.startswith(config.aside))
@@ -270,7 +275,10 @@ def match(
             found[spec] = []
             continue
         layers = spec.layers(config)
-        names = [name] if layers is None else [name.format(i) for i in layers]
+        names = [name] if layers is None else [name.format(i, "*") for i in layers]
+        if name.count("{}") == 2 and config.experts is not None:
+            for layer in layers or ():
+                _gather(checkpoint, unused, name, layer, config.experts.count)
         if spec.optional and not any(n in unused for n in names):
             found[spec] = []
             continue
@@ -296,6 +304,26 @@ def match(
             "running without it would give wrong text"
         )
     return found
+
+
+def _gather(checkpoint: Checkpoint, tensors: dict[str, Source], name: str, layer: int, count: int) -> None:
+    """In place of a layer's experts, one by one, one tensor. Raises CheckpointError for one that is missing
+    or other than the first."""
+    parts: list[Tensor] = []
+    for expert in range(count):
+        one = tensors.pop(of_expert := name.format(layer, expert), None)
+        if not isinstance(one, Tensor):
+            raise CheckpointError(
+                f"{checkpoint.source}: tensor {of_expert} is missing; a layer of {count} experts needs it"
+            )
+        parts.append(one)
+        if (one.format, one.shape) != (parts[0].format, parts[0].shape):
+            raise CheckpointError(
+                f"{checkpoint.source}: tensor {of_expert} is {one.format} {one.shape}, that of expert 0 "
+                f"{parts[0].format} {parts[0].shape}; a layer's experts must be alike"
+            )
+    whole = name.format(layer, "*")
+    tensors[whole] = Gathered(whole, tuple(parts))
 
 
 def attention_problems(
@@ -334,19 +362,20 @@ def delta_kernels(sizes: DeltaConfig, run: RunConfig) -> tuple[str, str]:
 
 def _member(
     field: str,
-    t: Tensor | RandomTensor,
+    t: Source,
     run: RunConfig,
     placement: Placement | None,
     fold: Folding | None = None,
 ) -> Member:
-    shape = (t.shape[0], t.shape[1])
+    *experts, n, k = t.shape
     stored = "f32" if run.weights == "decoded" else t.format
     folded = fold is not None and fold.folds(t.name)
     regrouped = fold is not None and folded and fold.v_grouped and field == "delta_out"
-    whole = Member(field, t.format, shape, isinstance(t, RandomTensor), stored, None, folded, regrouped)
+    drawn, count = isinstance(t, RandomTensor), math.prod(experts) if experts else 0
+    whole = Member(field, t.format, (n, k), drawn, stored, None, folded, regrouped, count)
     if placement is None:
         return whole
-    share = placement.share(field, shape, _is_tiled(whole, run), regrouped)
+    share = placement.share(field, (n, k), _is_tiled(whole, run), regrouped)
     return dataclasses.replace(whole, share=share)
 
 

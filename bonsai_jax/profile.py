@@ -23,7 +23,7 @@ from bonsai_jax.cache import KVCache
 from bonsai_jax.config import Channels, Mixer
 from bonsai_jax.model import Model
 from bonsai_jax.params import Params
-from pallas_kernels import QTensor, Rows, attend, delta_net, gated, matmul
+from pallas_kernels import QTensor, Rows, attend, delta_net, experts_gated, experts_matmul, gated, matmul
 from pallas_kernels.attention import empty_workspace
 
 
@@ -79,15 +79,27 @@ def measure(
     weight_bytes = lambda *stacks: sum(stack.nbytes for stack in stacks)  # noqa: E731
     L = len(config.layers_of("attention"))
     each = 2 * L * rows * tokens  # operations for a weight that every layer with attention has
-    all_layers = 2 * config.num_layers * rows * tokens
+    of_mlp = 2 * len(config.layers_of("mlp")) * rows * tokens
     plan = {  # phase: one layer of it, what it begins with, bytes, operations
         "qkv": (_qkv, vectors(H), weight_bytes(*w.wqkv), each * (config.q_rows + 2 * config.kv_width) * H),
         "attention": (_attention, (vectors(qkv_width), cache), cache_bytes, 4 * L * q_width * seen),
         "attention output": (_output, (vectors(q_width), vectors(H)), weight_bytes(w.wo), each * H * q_width),
-        "gate and up": (_gate_up, vectors(H), weight_bytes(w.w_gate, w.w_up), 2 * all_layers * H * ffn_width),
-        "down": (_down, (vectors(ffn_width), vectors(H)), weight_bytes(w.w_down), all_layers * H * ffn_width),
-        "head": (_head, last, head.nbytes, 2 * rows * config.vocab_size * H),
     }
+    if w.w_gate is not None and w.w_up is not None and w.w_down is not None:
+        work = of_mlp * H * ffn_width
+        plan |= {
+            "gate and up": (_gate_up, vectors(H), weight_bytes(w.w_gate, w.w_up), 2 * work),
+            "down": (_down, (vectors(ffn_width), vectors(H)), weight_bytes(w.w_down), work),
+        }
+    if (e := config.experts) is not None and w.router is not None:
+        each_expert = 2 * len(config.layers_of("experts")) * rows * tokens
+        read = e.share_read(rows * tokens)
+        of_experts = round(read * weight_bytes(w.expert_gate, w.expert_up, w.expert_down))
+        plan |= {
+            "router": (_router, vectors(H), w.router.nbytes, each_expert * H * e.count),
+            "experts": (_experts, vectors(H), of_experts, each_expert * 3 * H * e.ffn * e.used),
+        }
+    plan["head"] = _head, last, head.nbytes, 2 * rows * config.vocab_size * H
     if d is not None and w.delta_out is not None:
         each = 2 * len(config.layers_of("delta")) * rows * tokens
         made, states = vectors(d.qkv_width + d.v_width), 2 * rows * kv.bytes_per_row(config)
@@ -122,7 +134,7 @@ def measure(
         elif phase == "head":
             impl, rate = card.kernel_names(head, rows), _rate(head, rows)
         else:
-            impl, rate = of_products, _rate(w.w_down.parts[0], rows * tokens)
+            impl, rate = of_products, _rate((w.wo if w.w_down is None else w.w_down).parts[0], rows * tokens)
         least = (moved / card.bandwidth(), operations / rate)
         total = (total[0] + seconds, total[1] + moved, total[2] + operations)
         total_least = (total_least[0] + least[0], total_least[1] + least[1])
@@ -239,12 +251,31 @@ def _output(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
 
 def _gate_up(params: Params, x, layer, config):
     w = params.layers
+    assert w.w_gate is not None and w.w_up is not None
     return gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
 
 
 def _down(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
     hidden, y = state
+    assert params.layers.w_down is not None
     return matmul(hidden, params.layers.w_down, layer, residual=y)
+
+
+def _router(params: Params, x, layer, config):
+    assert params.layers.router is not None
+    return matmul(x, params.layers.router, layer)
+
+
+def _experts(params: Params, x, layer, config):
+    """Each token's experts are others than its neighbours', and than the layer's before."""
+    w, e = params.layers, config.experts
+    assert w.expert_gate is not None and w.expert_up is not None and w.expert_down is not None
+    token = jnp.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
+    stride = max(1, e.count // e.used)
+    chosen = (layer + token + stride * jnp.arange(e.used)) % e.count
+    weights = jnp.full(chosen.shape, 1 / e.used)
+    hidden = experts_gated(x, w.expert_gate, w.expert_up, chosen, layer)
+    return experts_matmul(hidden, w.expert_down, chosen, weights, layer)
 
 
 def _head(params: Params, x, layer, config):
@@ -255,6 +286,7 @@ def _head(params: Params, x, layer, config):
 OF_KIND: dict[Callable, Mixer | Channels] = {
     **dict.fromkeys((_delta_in, _delta_net, _delta_out), "delta"),
     **dict.fromkeys((_gate_up, _down), "mlp"),
+    **dict.fromkeys((_router, _experts), "experts"),
 }
 
 # Products by phase: (params, state, layer, config) -> y, in the order in which a step has them.

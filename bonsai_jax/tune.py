@@ -165,9 +165,11 @@ def _asked(model: Model, phase: str, rows: int) -> Iterator[tuple[list[int], dic
     stacks = {
         "qkv": w.wqkv,
         "attention output": (w.wo,),
-        "gate and up": (w.w_gate, w.w_up),
-        "down": (w.w_down,),
     }
+    if w.w_gate is not None and w.w_up is not None and w.w_down is not None:
+        stacks |= {"gate and up": (w.w_gate, w.w_up), "down": (w.w_down,)}
+    elif phase in ("gate and up", "down"):
+        return
     if w.delta_out is not None:
         stacks |= {"delta inputs": (*w.delta_in, *w.delta_gates), "delta output": (w.delta_out,)}
     elif phase.startswith("delta"):

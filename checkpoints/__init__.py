@@ -14,7 +14,7 @@ import os
 from pathlib import Path
 
 from . import demo
-from .checkpoint import Checkpoint, CheckpointError, RandomTensor, Tensor
+from .checkpoint import Checkpoint, CheckpointError, Gathered, RandomTensor, Tensor
 from .folding import Folding, folding
 from .gguf import open_gguf, part_paths
 from .gguf_writer import write_gguf
@@ -26,6 +26,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointError",
     "Folding",
+    "Gathered",
     "RandomTensor",
     "Tensor",
     "folding",

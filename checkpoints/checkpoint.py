@@ -48,6 +48,40 @@ class Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
+class Gathered:
+    """Tensors of one format and shape as one: the experts of a layer, which Hugging Face files hold one by
+    one. They are copied together when `data` is read, each time.
+
+    name   whose they are
+    parts  at least one
+    """
+
+    name: str
+    parts: tuple[Tensor, ...]
+
+    @property
+    def format(self) -> str:
+        return self.parts[0].format
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return len(self.parts), *self.parts[0].shape
+
+    @property
+    def data(self) -> np.ndarray:
+        """uint8 [parts, *shape[:-1], bytes of a row]"""
+        return np.stack([part.data for part in self.parts])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+    def forget(self) -> None:
+        for part in self.parts:
+            part.forget()
+
+
+@dataclasses.dataclass(frozen=True)
 class RandomTensor:
     """A tensor that is only described: seeded random weights with this mean and standard deviation.
 

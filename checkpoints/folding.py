@@ -86,10 +86,10 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
     }
     for key, listed in names.items():
         for name in listed:
-            if name not in tensors or len(tensors[name].shape) != 2:
+            if name not in tensors or len(tensors[name].shape) not in (2, 3):  # 3: a matrix of each expert
                 refuse(key, name, "each must name a matrix of the file")
-            if tensors[name].shape[1] % block:
-                refuse("block_size", block, f"it must divide the {tensors[name].shape[1]} inputs of {name}")
+            if (inputs := tensors[name].shape[-1]) % block:
+                refuse("block_size", block, f"it must divide the {inputs} inputs of {name}")
     weights, tables = map(frozenset, names.values())
     if both := sorted(weights & tables):
         refuse("inverse_weight_names", both[0], "a tensor of weight_names is none of these")
@@ -104,8 +104,8 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
         refuse("tied_output", value("tied_output", False), f"{expected}; version is {value('version')}")
     signs = _signs(value, refuse) if value("sign_mode") == "explicit" else {}
     for name in weights | tables:
-        if value("sign_mode") == "explicit" and tensors[name].shape[1] not in signs:
-            refuse("sign_widths", value("sign_widths"), f"{name} has {tensors[name].shape[1]} inputs")
+        if value("sign_mode") == "explicit" and (inputs := tensors[name].shape[-1]) not in signs:
+            refuse("sign_widths", value("sign_widths"), f"{name} has {inputs} inputs")
     if (grouped := value("gdn_v_grouped", False)) not in (True, False):
         refuse("gdn_v_grouped", grouped, "true or false is expected")
     return Folding(block, signs, weights, tables, bool(grouped))

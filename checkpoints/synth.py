@@ -30,6 +30,15 @@ class _Delta:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Experts:
+    """In all layers, in place of the feed-forward."""
+
+    count: int
+    used: int
+    ffn: int
+
+
+@dataclasses.dataclass(frozen=True)
 class _Model:
     architecture: str
     layers: int
@@ -47,6 +56,7 @@ class _Model:
     yarn: tuple[float, int] | None = None  # factor, original context
     norm_eps: float = 1e-6
     delta: _Delta | None = None
+    experts: _Experts | None = None
     folded: int = 0  # values that a Hadamard transform of the inputs is of (folding.py); 0: not folded
 
     def is_delta(self, layer: int) -> bool:
@@ -71,6 +81,10 @@ _MODELS = {
         "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
         delta=_Delta(16, 48, 128, 64), folded=1024,
     ),
+    "qwen3-30b-a3b": _Model(
+        "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e6, False, 151643,
+        experts=_Experts(128, 8, 768),
+    ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
     ),
@@ -85,6 +99,9 @@ _MODELS = {
     # Both kinds of layer, layers behind the last period, several v heads of a k head.
     "tiny-qwen35": _Model(
         "qwen35", 6, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35", delta=_Delta(2, 4, 64, 16)
+    ),
+    "tiny-qwen3moe": _Model(
+        "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)
     ),
 }  # fmt: skip
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
@@ -160,6 +177,17 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
 
     def feed_forward(i: int, down_format: str):
         yield norm(f"blk.{i}.{'post_attention' if model.delta else 'ffn'}_norm.weight", hidden)
+        if (e := model.experts) is not None:
+            # Probabilities as a trained router's: the likeliest of 8 has about a third.
+            yield f"blk.{i}.ffn_gate_inp.weight", "f32", (e.count, hidden), 0.0, 1 / math.sqrt(hidden)
+            for name, rows, columns, format, gain in (
+                ("gate", e.ffn, hidden, base, 1.0),
+                ("up", e.ffn, hidden, base, 1.0),
+                ("down", hidden, e.ffn, down_format, residual),
+            ):
+                _, format, shape, mean, std = linear("", rows, columns, format, gain)
+                yield f"blk.{i}.ffn_{name}_exps.weight", format, (e.count, *shape), mean, std
+            return
         yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
@@ -188,7 +216,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         if model.architecture == "qwen2":
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
-        if model.architecture in ("qwen3", "qwen35"):
+        if model.architecture in ("qwen3", "qwen3moe", "qwen35"):
             yield norm(f"blk.{i}.attn_q_norm.weight", model.head_dim)
             yield norm(f"blk.{i}.attn_k_norm.weight", model.head_dim)
         yield linear(f"blk.{i}.attn_output.weight", hidden, q_width, gain=residual)
@@ -237,6 +265,12 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
     }
     if model.architecture == "llama":
         hyperparameters |= {"rope.dimension_count": model.head_dim, "vocab_size": model.vocab}
+    if e := model.experts:
+        hyperparameters |= {
+            "expert_count": e.count,
+            "expert_used_count": e.used,
+            "expert_feed_forward_length": e.ffn,
+        }
     if d := model.delta:
         thirds = [-(-d.rotated // 2 // 3), -(-d.rotated // 2 // 3)]
         hyperparameters |= {

@@ -2,6 +2,7 @@
 
 from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.delta import delta_net
+from pallas_kernels.experts import experts_gated, experts_matmul, route
 from pallas_kernels.matmul import ffn, gated, matmul
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.pytree import serializable
@@ -20,6 +21,8 @@ __all__ = [
     "attention",
     "delta_net",
     "dequantize",
+    "experts_gated",
+    "experts_matmul",
     "ffn",
     "for_device",
     "from_blocks",
@@ -27,5 +30,6 @@ __all__ = [
     "matmul",
     "quantize",
     "rms_norm",
+    "route",
     "serializable",
 ]

@@ -101,7 +101,8 @@ def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
     parts = [f"prefill {_speed(figures.prefill_tok_s)} ({figures.prompt_tokens} tokens)"]
     if figures.decode_tok_s is not None:
         middle = depth + len(figures.tokens) // 2
-        step = card.decode_bytes(weights.decode_bytes(model.params), model.config, model.run, [middle])
+        held = weights.decode_bytes(model.params, model.config)
+        step = card.decode_bytes(held, model.config, model.run, [middle])
         each = figures.tokens_per_step
         ceiling = card.bandwidth() / step * (each or 1)
         share = f"{figures.decode_tok_s / ceiling:.0%} of the {ceiling:.1f} that memory allows"

@@ -401,13 +401,12 @@ class Lane:
         kept = lanes.exp2(end)
         S = [s * kept for s in S]
         for i in range(0, CHUNK, 8):
-            weights = [
-                lanes.exp2(end - of) for of in memory.load_reals(2, self.gates_smem, [self.t * 2 + i])
-            ]
+            weights = [lanes.exp2(end - of) for of in memory.load_reals(2, self.gates_smem, [self.t * 2 + i])]
             keys = {
                 n: [
                     tensor_cores.tf32(
-                        memory.load(self.kq_smem, (self.t * 2 + (i + e)) * self.wide + self._row + self.g + n) * w
+                        memory.load(self.kq_smem, (self.t * 2 + (i + e)) * self.wide + self._row + self.g + n)
+                        * w
                     )
                     for e, w in enumerate(weights)
                 ]

@@ -30,14 +30,22 @@ def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, res
         )
 
     by_kernels = any(kernel != "reference" for w in leaves(weights) for _, kernel in w.products.kernels)
-    op = jax.custom_jvp(_with_rows_of_vmap(by(False)) if by_kernels else by(True))
+    op = differentiated(_with_rows_of_vmap(by(False)) if by_kernels else by(True), by(True))
+    return op(x, gamma, residual, weights, index)
+
+
+def differentiated(
+    op: Callable[..., jax.Array], exactly: Callable[..., jax.Array]
+) -> Callable[..., jax.Array]:
+    """op(*arrays, weights, indices) with the derivatives of `exactly`, which is called with the same."""
+    op = jax.custom_jvp(op)
 
     @functools.partial(op.defjvp, symbolic_zeros=True)
     def derivative(primals, tangents):  # pyright: ignore[reportUnusedFunction]
-        *primal, index = primals
-        _refuse_integers(primal[3], tangents[3])
+        *primal, indices = primals
+        _refuse_integers(primal[-1], tangents[-2])
         varied, tree = jax.tree.flatten(primal)
-        flat = jax.tree.leaves(tangents[:4], is_leaf=_is_zero)
+        flat = jax.tree.leaves(tangents[:-1], is_leaf=_is_zero)
         moving = [i for i, tangent in enumerate(flat) if not _is_zero(tangent)]
 
         @jax.checkpoint  # dequantized weights are not kept for the backward pass: they would be a dense model
@@ -45,15 +53,14 @@ def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, res
             leaves = list(varied)
             for i, value in zip(moving, values, strict=True):
                 leaves[i] = value
-            x, gamma, residual, weights = jax.tree.unflatten(tree, leaves)
-            return by(True)(x, gamma, residual, weights, index)
+            return exactly(*jax.tree.unflatten(tree, leaves), indices)
 
         y = op(*primals)
         if not moving:
             return y, jnp.zeros_like(y)
         return y, jax.jvp(exact, ([varied[i] for i in moving],), ([flat[i] for i in moving],))[1]
 
-    return op(x, gamma, residual, weights, index)
+    return op
 
 
 def kernel_of(w: QTensor, x: jax.Array) -> str:

@@ -12,6 +12,7 @@ from flax import nnx
 
 import bonsai_jax as bj
 from bonsai_jax import architectures, layers, params, plan
+from bonsai_jax.config import ExpertsConfig
 from bonsai_jax.nnx import LanguageModel
 from bonsai_jax.placement import Placement, _mailbox
 from checkpoints import Tensor, open_checkpoint
@@ -93,6 +94,19 @@ def test_a_delta_net_is_split_by_head(source, weights):
         bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
 
 
+@pytest.mark.parametrize("data, model", [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])
+def test_experts_are_split_by_expert(data, model):
+    """Prefill in tiles, steps, and what each device holds."""
+    sharded = load("tiny-qwen3moe:q8_0", "packed", bj.make_mesh(data, model))
+    assert_same(answers(sharded), on_one_device("tiny-qwen3moe:q8_0", "packed"))
+    stacks = [getattr(sharded.params.layers, f"expert_{name}") for name in ("gate", "up", "down")]
+    for device in sharded.mesh.devices.flat:
+        assert model * bytes_of(stacks, device) == sum(x.nbytes for x in jax.tree.leaves(stacks))
+    six = dataclasses.replace(sharded.config, experts=ExpertsConfig(6, 3, 256))
+    with pytest.raises(ValueError, match="6 experts do not split evenly; sizes that do: 1, 2"):
+        Placement(bj.make_mesh(1, 4), six).check([])
+
+
 @functools.cache
 def load_folded(source: str, block: int, mesh=None) -> bj.Model:
     return bj.from_checkpoint(folded(source, block), bj.RunConfig(page_size=16), mesh=mesh)
@@ -104,6 +118,7 @@ def load_folded(source: str, block: int, mesh=None) -> bj.Model:
         ("tiny-llama", 128, 1, 4),  # 64 columns of W_o, half a block: gathered; 128 of W_down
         ("tiny-qwen3", 128, 2, 2),  # tied; whole blocks
         ("tiny-qwen35", 256, 2, 2),  # half a block of heads that are regrouped
+        ("tiny-qwen3moe", 128, 1, 4),  # experts, each whole
         pytest.param("tiny-llama", 128, 2, 1, marks=pytest.mark.slow),
         pytest.param("tiny-llama", 128, 1, 2, marks=pytest.mark.slow),
         pytest.param("tiny-qwen3", 256, 1, 4, marks=pytest.mark.slow),

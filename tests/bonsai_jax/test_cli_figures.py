@@ -114,7 +114,7 @@ def test_profile(output):
         model = bj.load(MIXED, bj.RunConfig(rows=1))
         # Everything that a step reads is in some phase, but for norms and biases.
         held = sum(row["bytes"] for row in rows[24:30] if row["phase"] != "attention")
-        assert 0.98 < held / params.decode_bytes(model.params) <= 1
+        assert 0.98 < held / params.decode_bytes(model.params, model.config) <= 1
         assert all(row["us"] > 0 and row["operations"] > 0 for row in rows)
         assert all(row["bound"] in ("memory", "compute") and row["ceiling_share"] > 0 for row in rows)
 
@@ -139,6 +139,16 @@ def test_profile_counts_rows_and_the_tokens_of_a_prefill():
             assert prefill == (moved, operations if phase == "head" else 3 * operations)
 
 
+def test_profile_of_experts_has_their_phases():
+    """Of three experts of eight what they read; of many tokens nearly all."""
+    model = bj.load("synth:tiny-qwen3moe:q8_0", bj.RunConfig(rows=1, weights="packed"))
+    rows = list(profile.measure(model, 0, 1))
+    assert [row.phase for row in rows[:6]] == [*PHASES[:3], "router", "experts", "head"]
+    held = sum(row.bytes for row in rows[:6] if row.phase != "attention")
+    assert 0.95 < held / params.decode_bytes(model.params, model.config) <= 1
+    assert rows[4].operations == 2 * 3 * 3 * 3 * 256 * 256
+
+
 def test_profile_of_a_delta_net_has_its_phases():
     """Every weight that a step reads is in some phase, but for norms and the like."""
     model = bj.load("synth:tiny-qwen35:q8_0", bj.RunConfig(rows=1, weights="packed"))
@@ -146,7 +156,7 @@ def test_profile_of_a_delta_net_has_its_phases():
     assert [row.phase for row in rows[:3]] == ["delta inputs", "delta net", "delta output"]
     assert [row.phase for row in rows[3:]] == PHASES
     held = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
-    assert 0.95 < held / params.decode_bytes(model.params) <= 1
+    assert 0.95 < held / params.decode_bytes(model.params, model.config) <= 1
     assert rows[1].bytes == 2 * kv.bytes_per_row(model.config)
 
 

@@ -44,15 +44,15 @@ def plain(model: str) -> Checkpoint:
 @functools.cache
 def folded(model: str, block: int = BLOCK) -> Checkpoint:
     source, rng = plain(model), np.random.default_rng(5)
-    named = [n for n, t in source.tensors.items() if len(t.shape) == 2 and not n.endswith(PLAIN)]
-    widths = sorted({source.tensors[name].shape[1] for name in named})
+    named = [n for n, t in source.tensors.items() if len(t.shape) > 1 and not n.endswith(PLAIN)]
+    widths = sorted({source.tensors[name].shape[-1] for name in named})
     signs = {width: rng.choice([-1, 1], width) for width in widths}
     tensors = dict(source.tensors)
     for name in named:
         w = array(tensors[name])
         if name.endswith("ssm_out.weight"):  # columns of v heads 0, 1, 2, 3 of k heads 0, 1, 0, 1: grouped
             w = w.reshape(len(w), 4, -1)[:, [0, 2, 1, 3]].reshape(w.shape)
-        w = (w * signs[w.shape[1]]).reshape(len(w), -1, block) @ transform(block)
+        w = (w * signs[w.shape[-1]]).reshape(len(w), -1, block) @ transform(block)
         tensors[name] = as_tensor(name, w.reshape(tensors[name].shape))
     tied = "output.weight" not in tensors
     contract = {
@@ -71,7 +71,7 @@ def folded(model: str, block: int = BLOCK) -> Checkpoint:
     return dataclasses.replace(source, metadata=dict(source.metadata) | contract, tensors=tensors)
 
 
-@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3", "tiny-qwen35"])
+@pytest.mark.parametrize("model", ["tiny-llama", "tiny-qwen3", "tiny-qwen35", "tiny-qwen3moe"])
 def test_a_folded_model_is_the_model(model):
     """Tied (qwen3) and not, with k and v in the same matrix as folded ones and beside plain ones (qwen35)."""
     prompt = np.random.default_rng(1).integers(0, 300, 12).tolist()

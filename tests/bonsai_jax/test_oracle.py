@@ -174,7 +174,7 @@ EVERY_DAY = {  # each architecture exactly, and one format of each family
     "tiny-qwen3": ("f32", "q1_0"),
     "tiny-llama": ("f32",),
     "tiny-qwen2": ("f32", "q8_0"),
-    "tiny-qwen35": ("q4_k_m",),  # F32: test_qwen35.py
+    "tiny-qwen35": ("q4_k_m",),  # F32: below
 }
 
 
@@ -197,8 +197,25 @@ def test_tiny_models_of_every_architecture_run_in_llama_cpp_and_here(name, forma
     assert found.same_top > (0.999 if format == "f32" else 0.95)
 
 
-def tiny_qwen35(tied: bool) -> Checkpoint:
-    checkpoint = open_checkpoint("synth:tiny-qwen35:f32")
+@pytest.mark.parametrize(
+    "format", ["q4_k_m", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q8_0", "q1_0"))]
+)
+def test_a_quantized_mixture_of_experts_is_llama_cpp_s_on_the_same_weights(format, tmp_path):
+    """Decoded to F32 for llama.cpp, and not rounded here: between two experts that are nearly as likely what
+    rounds activations chooses another, and the tiny model's text is another."""
+    from tests.bonsai_jax.llama_cpp import write_float32
+
+    path = as_file(f"synth:tiny-qwen3moe:{format}", tmp_path / "tiny.gguf")
+    write_float32(open_checkpoint(str(path)), tmp_path / "exact.gguf")
+    model = bj.load(str(path), bj.RunConfig(activation_bits=16))
+    ids = [np.random.default_rng(seed).integers(0, 256, 3 + 20 * seed).tolist() for seed in range(2)]
+    found = agreement(model, answers(tmp_path / "exact.gguf", model.tokenizer, ids, 16))
+    print(f"tiny-qwen3moe {format}: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
+    assert found.kl < 1e-6 and found.same_top == 1
+
+
+def tiny(model: str, tied: bool) -> Checkpoint:
+    checkpoint = open_checkpoint(f"synth:{model}:f32")
     tensors = dict(checkpoint.tensors)
     if tied:
         head = tensors.pop("output.weight")
@@ -206,10 +223,12 @@ def tiny_qwen35(tied: bool) -> Checkpoint:
     return dataclasses.replace(checkpoint, tensors=tensors)
 
 
+@pytest.mark.parametrize("name", ["tiny-qwen35", "tiny-qwen3moe"])
 @pytest.mark.parametrize("tied, lengths", [(False, (1, 63, 64, 65, 130, 1000)), (True, (3, 12))])
-def test_a_recurrent_model_answers_prompts_of_every_length_as_llama_cpp_does(tied, lengths, tmp_path):
-    """Rows of one token to a thousand in one batch: prefill in chunks, then steps."""
-    path = as_file(tiny_qwen35(tied), tmp_path / "tiny.gguf")
+def test_prompts_of_every_length_are_answered_as_by_llama_cpp(name, tied, lengths, tmp_path):
+    """Recurrent layers and layers of experts: rows of one token to a thousand in one batch, prefill in
+    chunks, then steps."""
+    path = as_file(tiny(name, tied), tmp_path / "tiny.gguf")
     model = bj.load(str(path))
     prompts, new = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in lengths], 8
     rows = answers(path, model.tokenizer, prompts, new, context=2048)

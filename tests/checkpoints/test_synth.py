@@ -1,6 +1,7 @@
 """Synthetic models: their sizes, mixes, weights' spread, and a vocabulary that tokenizers accept."""
 
 import dataclasses
+import math
 import re
 import subprocess
 import sys
@@ -87,14 +88,31 @@ def test_q4_k_m_is_llama_cpps_recipe():
     assert open_checkpoint("synth:bonsai-4b:q5_k_m").tensors["blk.5.ffn_up.weight"].format == "q5_k"
 
 
-@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35"])
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35", "tiny-qwen3moe"])
 @pytest.mark.parametrize("format", ["q6_k", "q4_k_m", "q5_k_m", "q1_0", "q2_0_g64", "bf16", "iq2_xxs"])
 def test_every_block_divides_the_tiny_models(model, format):
     tensors = open_checkpoint(f"synth:{model}:{format}").tensors
     biases = [n for n in tensors if n.endswith(".bias")]
     assert len(biases) == {"tiny-qwen2": 9, "tiny-qwen35": 5}.get(model, 0)
     assert {t.format for n, t in tensors.items() if "norm" in n or n in biases} == {"f32"}
-    assert ("output.weight" in tensors) == (model in ("tiny-llama", "tiny-qwen35"))
+    assert ("output.weight" in tensors) == (model in ("tiny-llama", "tiny-qwen35", "tiny-qwen3moe"))
+
+
+def test_the_mixture_of_experts_has_the_tensors_of_the_real_files():
+    """Qwen3-30B-A3B: 30.5 billion weights, and what llama.cpp writes of a layer."""
+    tensors = open_checkpoint("synth:qwen3-30b-a3b:q4_k_m").tensors
+    assert len(tensors) == 579 and sum(math.prod(t.shape) for t in tensors.values()) == 30_532_122_624
+    shapes = {name.removeprefix("blk.7."): t.shape for name, t in tensors.items() if ".7.ffn" in name}
+    assert shapes == {
+        "ffn_norm.weight": (2048,),
+        "ffn_gate_inp.weight": (128, 2048),
+        "ffn_gate_exps.weight": (128, 768, 2048),
+        "ffn_up_exps.weight": (128, 768, 2048),
+        "ffn_down_exps.weight": (128, 2048, 768),
+    }
+    formats = {name: t.format for name, t in tensors.items()}
+    assert formats["blk.7.ffn_gate_inp.weight"] == "f32" and formats["blk.7.ffn_up_exps.weight"] == "q4_k"
+    assert (formats["blk.0.ffn_down_exps.weight"], formats["blk.7.ffn_down_exps.weight"]) == ("q6_k", "q4_k")
 
 
 def test_seeds_depend_on_the_tensor_the_seed_and_nothing_else():

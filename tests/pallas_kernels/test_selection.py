@@ -16,8 +16,8 @@ from pallas_kernels.selection import Attention, DeltaNet, Matmul, Sampling, Step
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MODELS = (
-    "bonsai-8b", "bonsai-4b", "bonsai-1.7b", "bonsai-27b", "bonsai-2-27b", "llama-70b",
-    "tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35",
+    "bonsai-8b", "bonsai-4b", "bonsai-1.7b", "bonsai-27b", "bonsai-2-27b", "qwen3-30b-a3b",
+    "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35", "tiny-qwen3moe",
 )  # fmt: skip
 # Query heads, KV heads, head_dim of models that there is no synthetic one of.
 OTHER_HEADS = {
@@ -63,7 +63,7 @@ def problems(platform: str):
         heads[name] = (config.num_heads, config.num_kv_heads, config.head_dim)
         turned[name] = config.rotated
         plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
-        shapes = {t.shape for t in checkpoint.tensors.values() if len(t.shape) == 2}
+        shapes = {t.shape[-2:] for t in checkpoint.tensors.values() if len(t.shape) > 1}
         for shape in shapes - ({(config.delta.qkv_width, config.delta.conv)} if plain else set()):
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)

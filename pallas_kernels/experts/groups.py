@@ -1,0 +1,131 @@
+"""Products by expert: the pairs of a token and an expert of its, sorted by expert, in tiles of so many rows,
+each of one expert.
+
+    chosen      2 0 | 0 1 | 0 2          of three tokens two experts each; pairs 0 .. 5
+    sorted      pairs 1 2 4 | 3 | 0 5    of expert 0 | 1 | 2
+    tiles of 2  1 2 | 4 . | 3 . | 0 5    one product each, by whatever multiplies the matrix of an expert
+
+A stack of layers' experts, [layers, experts, N, K], is one of layers * experts matrices, and a tile's product
+reads the one at layer * experts + expert: where kernels read stacks in place, no matrix is copied or
+dequantized that is not multiplied. The number of tiles is that of the worst case; those that are left over
+are skipped.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device
+from pallas_kernels.matmul.execute import differentiated, product
+from pallas_kernels.qtensor import LayerStack, QTensor
+
+MOST_ROWS = 256  # of a tile
+STRAIGHT = 64  # most tiles that are straight code on a GPU, which would wait for the host in a loop
+
+
+class Tiles(NamedTuple):
+    """expert  int32 [tiles]; as many as there are experts: nothing is in it
+    pairs   int32 [tiles, rows]: what is in a tile; any pair where nothing is
+    places  int32 [pairs]: tile * rows + row of each pair; any where it has no expert
+    """
+
+    expert: jax.Array
+    pairs: jax.Array
+    places: jax.Array
+
+
+def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Array:
+    """float32 [*batch, used, N]: of each pair the product with its expert's matrix; of two matrices
+    silu(x G.T) * (x U.T).
+
+    x        [*batch, K], the same for all experts of a token, or [*batch, used, K]
+    weights  QTensors or LayerStacks
+    """
+    if isinstance(w := weights[0], LayerStack):
+        alike = all(isinstance(of, LayerStack) and of.where == w.where for of in weights)
+        known = isinstance(layer, int)
+        if len(weights) == 2 and not (alike and (known or len(w.parts) == 1)):
+            gate, up = (by_expert(x, (of,), chosen, layer) for of in weights)
+            return jax.nn.silu(gate) * up
+        if len(weights) == 2:
+            part, index = w.where[layer] if known else (0, layer)
+            return _of_stack(x, tuple(of.parts[part] for of in weights), chosen, index)
+        return w.at(layer, lambda part, index: _of_stack(x, (part,), chosen, index))  # no Rows: plan.JOINED
+    return _of_stack(x, weights, chosen, layer)
+
+
+def _of_stack(x, weights: tuple[Any, ...], chosen, index) -> jax.Array:
+    """by_expert of one stack, or two that are alike; index is into their first axis, None where it is that of
+    the experts."""
+    known = index if isinstance(index, int) else None
+
+    def by(skips: bool):
+        return lambda x, weights, indices: _tiled(
+            skips, x, weights, indices[0], indices[1] if known is None else known
+        )
+
+    # A branch that is skipped hands what its derivative needs on, whole stacks among it.
+    op = differentiated(by(True), by(False))
+    return op(x, weights, (chosen, index if known is None else None))
+
+
+def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.Array:
+    """skips  tiles in which nothing is are not multiplied"""
+    experts = jax.tree.leaves(weights[0].fields)[0].shape[0 if index is None else 1]
+    if index is not None:
+        flat = lambda field: field.reshape(-1, *field.shape[2:])  # noqa: E731
+        weights = tuple(w.replace(fields=jax.tree.map(flat, w.fields)) for w in weights)
+    first = 0 if index is None else index * experts
+    n, pairs = weights[0].shape[0], chosen.reshape(-1)
+    rows = x.reshape(-1, x.shape[-1])
+    of_row = pairs.size // len(rows)
+    valid = (pairs >= 0) & (pairs < experts)
+    tiles = tiles_of(jnp.where(valid, pairs, experts), experts)
+
+    def multiplied(expert, of_tile):
+        return product(rows[of_tile // of_row], weights, first + expert, None, 0.0, None)
+
+    def tile(_, of):
+        expert, of_tile = of
+        if not skips:
+            return None, multiplied(jnp.minimum(expert, experts - 1), of_tile)
+        zeros = lambda *_: jnp.zeros((len(of_tile), n), jnp.float32)  # noqa: E731
+        return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, of_tile)
+
+    if device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
+        each = zip(jnp.minimum(tiles.expert, experts - 1), tiles.pairs, strict=True)
+        y = jnp.stack([multiplied(expert, of_tile) for expert, of_tile in each])
+    else:
+        _, y = jax.lax.scan(tile, None, (tiles.expert, tiles.pairs))
+    y = jnp.where(valid[:, None], y.reshape(-1, n)[tiles.places], 0.0)
+    return y.reshape(*chosen.shape, n)
+
+
+def rows_of_tile(pairs: int, experts: int) -> int:
+    """A power of two: about as many as an expert has, were all equally likely."""
+    return min(MOST_ROWS, 1 << max(0, (pairs // experts).bit_length() - 1))
+
+
+def tiles_of(experts_of_pairs: jax.Array, experts: int) -> Tiles:
+    """int32 [pairs] -> their tiles; `experts` itself stands for no expert."""
+    pairs = experts_of_pairs.size
+    rows = rows_of_tile(pairs, experts)
+    everyone = jnp.arange(pairs, dtype=jnp.int32)
+    if rows == 1:
+        return Tiles(experts_of_pairs, everyone[:, None], everyone)
+    order = jnp.argsort(experts_of_pairs, stable=True)
+    count = jnp.zeros(experts, jnp.int32).at[experts_of_pairs].add(1, mode="drop")
+    begin = jnp.cumsum(count) - count  # of each expert's pairs, sorted
+    tiles = -(-count // rows)
+    end = jnp.cumsum(tiles)
+    most = min(pairs, pairs // rows + experts)
+    tile = jnp.arange(most, dtype=jnp.int32)
+    expert = jnp.searchsorted(end, tile, side="right").astype(jnp.int32)
+    within = tile - (end - tiles)[jnp.minimum(expert, experts - 1)]
+    sorted_place = begin[jnp.minimum(expert, experts - 1)] + rows * within
+    of_tile = order[jnp.clip(sorted_place[:, None] + jnp.arange(rows), 0, pairs - 1)]
+    rank = jnp.zeros(pairs, jnp.int32).at[order].set(everyone)
+    own = jnp.minimum(experts_of_pairs, experts - 1)
+    places = (end - tiles)[own] * rows + rank - begin[own]
+    return Tiles(expert, of_tile.astype(jnp.int32), jnp.clip(places, 0, most * rows - 1))
