@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax import cache as kv
 from bonsai_jax import taps as tapping
-from bonsai_jax.cache import KVCache
+from bonsai_jax.cache import DeltaState, KVCache
 from bonsai_jax.config import ModelConfig, RopeConfig
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
