@@ -63,9 +63,8 @@ class Results:
                 dropped.add(number)
                 continue
             if custom_id in answers:
-                raise ValueError(
-                    f"{self.path}: lines {answers[custom_id]} and {number} both answer {custom_id!r}; delete one"
-                )
+                both = f"lines {answers[custom_id]} and {number}"
+                raise ValueError(f"{self.path}: {both} both answer {custom_id!r}; delete one")
             answers[custom_id] = number
         return set(answers), dropped
 

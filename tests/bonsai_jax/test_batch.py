@@ -1,9 +1,11 @@
 """A batch: every line once, whatever stops it, with the answers of `generate` in OpenAI's format."""
 
 import json
+import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -252,7 +254,7 @@ def done(custom_id: str, error=None) -> str:
         (done("a") + done("a"), "out.jsonl: lines 1 and 2 both answer 'a'; delete one"),
         (done("z"), "in.jsonl has no line 'z', which the output answers; give another output"),
         (f"{GOOD}\n", "out.jsonl:1: not a line of a batch's output; give another file"),
-        (done("a")[:20] + "\n" + done("b"), "out.jsonl:1:20: not JSON: "),
+        ("{oops\n" + done("b"), "out.jsonl:1:2: not JSON: "),
         ("my notes", "out.jsonl:1:1: not JSON: "),
     ],
 )
@@ -340,3 +342,53 @@ def test_the_command_goes_on_after_a_kill(model, tmp_path):
     how = {"max_new_tokens": 24, "sampling": bj.SamplingParams(seed=5 + 29)}
     (last,) = bj.generate(model, ["Line 29"], **how)
     assert read(output)["29"]["response"]["body"]["choices"][0]["text"] == last.text
+
+
+@pytest.mark.slow
+def test_an_actor_of_ray_that_is_killed_loses_no_line(model, tmp_path):
+    pytest.importorskip("ray")
+    ids = list(map(str, range(300)))
+    body = {"max_tokens": 24, "model": TINY, "temperature": 0}
+    source = write(tmp_path / "in.jsonl", [asked(i, **body) for i in ids])
+    output, news = tmp_path / "out.jsonl", []
+    arguments = ["batch", source, output, "-c", 128, "--rows", 2, "--impl", "reference"]
+    arguments += ["--ray", "local", "--workers", 2, "--json"]
+    slow_machine = {"RAY_raylet_start_wait_time_s": "300", "RAY_health_check_timeout_ms": "300000"}
+    process = subprocess.Popen(
+        [*COMMAND, *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={
+            **os.environ,
+            **slow_machine,
+            "RAY_AUTH_MODE": "disabled",
+            "PYTHONPATH": os.pathsep.join(sys.path),
+        },
+    )
+    assert process.stderr is not None and process.stdout is not None
+    up = {}
+    for line in process.stderr:
+        news.append(line)
+        if started := re.match(r"actor (\d): process (\d+) on .*, .*", line):
+            up[started[1]] = int(started[2])
+        if len(up) == 2:
+            break
+    while process.poll() is None and len(output.read_bytes().splitlines()) < 20:
+        time.sleep(0.01)
+    before = len(output.read_bytes().splitlines())
+    os.kill(up["1"], signal.SIGKILL)
+    stdout, stderr = process.communicate(timeout=900)
+    news = [*news, *stderr.splitlines()]
+    assert process.returncode == 0 and 20 <= before < 300, news
+    assert any(line.startswith("actor 1 died; its lines go to others") for line in news), news
+    answers = read(output)
+    assert set(answers) == set(ids) and all(line["error"] is None for line in answers.values())
+    report = json.loads(stdout.splitlines()[-1])
+    assert (report["lines"], report["errors"], report["devices"]) == (300, 0, 2)
+    outputs = bj.generate(
+        model, [f"Line {i}" for i in ids], max_new_tokens=24, sampling=bj.SamplingParams(0.0)
+    )
+    texts = [answers[i]["response"]["body"]["choices"][0]["text"] for i in ids]
+    assert texts == [one.text for one in outputs]
