@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 from typer.core import TyperGroup
 
-from bonsai_jax.cli import bench, chat, env, errors, generate, inspect, perplexity, pull, rm
+from bonsai_jax.cli import batch, bench, chat, env, errors, generate, inspect, perplexity, pull, rm
 from bonsai_jax.cli import list as list_models
 
 INTERRUPTED = 128 + 2  # what shells report for SIGINT
@@ -61,6 +61,7 @@ app = typer.Typer(
 COMMANDS = {
     "generate": (generate, "Answer one prompt."),
     "chat": (chat, "Talk with a model."),
+    "batch": (batch, "Answer a file of requests, in OpenAI's batch format."),
     "inspect": (inspect, "Show what is in a model file and what would run it."),
     "bench": (bench, "Measure speeds, beside what memory allows."),
     "perplexity": (perplexity, "Measure how well a model predicts a text."),

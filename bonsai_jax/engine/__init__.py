@@ -7,6 +7,7 @@
     pages.py      whose pages are whose                               } without tensors
     prefix.py     which pages hold which tokens                       }
     rows.py       prefill and decode of some rows: functions of arrays
+    simulate.py   the scheduler without a device: measured times in place of work
 
 A request on its way: tokens of its prompt -> a row and pages, those that are known already shared ->
 chunks of the prompt through prefill, the last of which draws -> steps of decode with all other rows, many

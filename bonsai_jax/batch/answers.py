@@ -1,0 +1,105 @@
+"""Lines to answers, by an Engine in this process."""
+
+import dataclasses
+from typing import Any
+
+from bonsai_jax.answers import Output
+from bonsai_jax.batch import objects
+from bonsai_jax.batch.lines import Line, Needs
+from bonsai_jax.batch.requests import FieldError, Request
+from bonsai_jax.bench import model_name
+from bonsai_jax.config import SamplingParams
+from bonsai_jax.engine import Engine, Handle
+from bonsai_jax.model import Model
+from bonsai_jax.prompts import each_sampling, encode
+
+WAIT_S = 0.5  # nobody reads along, so a dispatch may have many steps; who waits for a row shortens it
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What holds for all lines of a batch.
+
+    rows             most answers written at once, by each device along the mesh's axis "data"
+    pages            of each device's cache; None: as many as rows of the whole context need
+    sampling         where a line does not say; with a seed, line i has seed + i - 1
+    max_new_tokens   the same; None: until the context is full
+    template         variables of the chat template, such as enable_thinking
+    """
+
+    rows: int = 32
+    pages: int | None = None
+    sampling: SamplingParams = SamplingParams()
+    max_new_tokens: int | None = None
+    template: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class Answers:
+    """An engine for lines that need so much. Called with one, it is a coroutine that gives a line of the
+    output. `close` cancels what is under way."""
+
+    def __init__(self, model: Model, job: Job, needs: Needs):
+        how = {"logprobs": needs.logprobs, "logit_biases": needs.logit_biases, "max_wait_s": WAIT_S}
+        self.job, self.engine = job, Engine(model, max_rows=job.rows, pages=job.pages, **how)
+        self.close = self.engine.close
+
+    async def __call__(self, line: Line) -> dict[str, Any]:
+        """Raises RuntimeError where the engine runs nothing more."""
+        model, request = self.engine.model, line.request
+        if isinstance(request, FieldError):
+            return objects.failed(line, request)
+        try:
+            handles = self._submitted(line.number, request)
+        except FieldError as error:
+            return objects.failed(line, error)
+        try:
+            outputs = [output for handle in handles for output in await _outputs(handle)]
+        except RuntimeError as error:  # of this line's dispatch; the engine may go on
+            return objects.failed(line, error)
+        return objects.answered(
+            line, objects.completion(request, outputs, model_name(model.source), model.tokenizer)
+        )
+
+    def _submitted(self, number: int, request: Request) -> list[Handle]:
+        """A handle for each prompt. Raises FieldError for what cannot be run."""
+        where = "messages" if request.chat else "prompt"
+        try:
+            prompts = [self._ids(request, prompt) for prompt in request.prompts]
+        except ValueError as error:
+            raise FieldError(where, str(error)) from None
+        lengths = [self._new_tokens(request, len(ids), where) for ids in prompts]
+        sampling = dataclasses.replace(self.job.sampling, **request.sampling)
+        if sampling.seed is not None and "seed" not in request.sampling:
+            sampling = dataclasses.replace(sampling, seed=sampling.seed + number - 1)
+        each = each_sampling(sampling, len(prompts) * request.n)[:: request.n]
+        how = {"stop": request.stop, "logprobs": request.logprobs, "n": request.n}
+        try:
+            return [
+                self.engine.submit(ids, own, max_new_tokens=new, **how)
+                for ids, own, new in zip(prompts, each, lengths, strict=True)
+            ]
+        except ValueError as error:  # the first of them: all else is checked
+            raise FieldError("logit_bias" if "logit_bias" in str(error) else where, str(error)) from None
+
+    def _ids(self, request: Request, prompt: Any) -> list[int]:
+        if request.chat:
+            prompt = self.engine.model.tokenizer.encode_chat(prompt, **self.job.template)
+        return encode(self.engine.model, prompt)  # pyright: ignore[reportReturnType]
+
+    def _new_tokens(self, request: Request, length: int, where: str) -> int:
+        options, page_size = self.engine.options, self.engine.model.run.page_size
+        most = min(options.context, options.pages * page_size)
+        new = request.max_new_tokens or self.job.max_new_tokens or max(1, most - length)
+        if length + new > most:
+            raise FieldError(
+                where if length >= most else "max_tokens",
+                f"{length} tokens of prompt and {new} new ones exceed the {most} that a row of this job may "
+                "have; ask for fewer, or give the job a larger context",
+            )
+        return new
+
+
+async def _outputs(handle: Handle) -> list[Output]:
+    async for _ in handle:
+        pass
+    return handle.results()

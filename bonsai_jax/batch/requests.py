@@ -1,0 +1,228 @@
+"""The bodies of OpenAI's requests, as an Engine takes them. A field that is not known is an error, since an
+answer that passes over it would be another one's.
+
+Meanings: platform.openai.com/docs/api-reference, chat/create and completions/create. What they have not, and
+other servers do: top_k, min_p, repetition_penalty, by the names that SamplingParams has for them.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from bonsai_jax.config import SamplingParams
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
+
+
+class FieldError(ValueError):
+    """A request that cannot be met. `param` is the field that says why."""
+
+    def __init__(self, param: str, message: str):
+        super().__init__(f"{param}: {message}")
+        self.param = param
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What a body asks for. None: it does not say.
+
+    prompts    of one request: the messages of a chat, or texts and lists of token ids
+    sampling   fields of SamplingParams
+    logprobs   alternatives of each token; None: no log-probabilities
+    """
+
+    url: str
+    model: str | None
+    prompts: list[Any]
+    sampling: dict[str, Any]
+    max_new_tokens: int | None = None
+    stop: list[str] = dataclasses.field(default_factory=list)
+    n: int = 1
+    logprobs: int | None = None
+
+    @property
+    def chat(self) -> bool:
+        return self.url == CHAT
+
+
+def request(url: str, body: Mapping[str, Any]) -> Request:
+    """The request that a body makes of this URL. null is as if the field were not there.
+
+    Raises FieldError, which names the field.
+    """
+    known, given = FIELDS[url], {}
+    for name, value in body.items():
+        if name not in known:
+            names = ", ".join(sorted(known))
+            raise FieldError(name, f"not a field that {url} takes here; it takes {names}")
+        if value is not None:
+            given[name] = known[name](name, value)
+    needed = "messages" if url == CHAT else "prompt"
+    if needed not in given:
+        raise FieldError(needed, "missing")
+    if url == CHAT:
+        logprobs = given.get("top_logprobs", 0) if given.get("logprobs") else None
+        if logprobs is None and given.get("top_logprobs"):
+            raise FieldError("top_logprobs", 'needs "logprobs": true')
+        prompts = [given["messages"]]
+    else:
+        logprobs, prompts = given.get("logprobs"), given["prompt"]
+    sampling = {name: given[name] for name in SAMPLING if name in given}
+    for name, value in sampling.items():
+        try:
+            SamplingParams(**{name: value})
+        except ValueError as error:
+            raise FieldError(name, str(error).removeprefix(f"SamplingParams: {name} ")) from None
+    return Request(
+        url,
+        given.get("model"),
+        prompts,
+        sampling,
+        given.get("max_completion_tokens", given.get("max_tokens")),
+        given.get("stop", []),
+        given.get("n", 1),
+        logprobs,
+    )
+
+
+# What a value may be. Each returns it as a Request has it.
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise FieldError(name, f"{_shown(value)} is not a text")
+    return value
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FieldError(name, f"{_shown(value)} is not a number")
+    return value
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise FieldError(name, f"{_shown(value)} is not a whole number")
+    return value
+
+
+def _from(low: int, high: int) -> Callable[[str, Any], int]:
+    def check(name: str, value: Any) -> int:
+        if not low <= _whole(name, value) <= high:
+            raise FieldError(name, f"{value} does not lie in {low} to {high}")
+        return value
+
+    return check
+
+
+def _truth(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise FieldError(name, f"{_shown(value)} is neither true nor false")
+    return value
+
+
+def _stop(name: str, value: Any) -> list[str]:
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and text for text in texts):
+        raise FieldError(name, f"{_shown(value)} is neither a text nor a list of texts, none of them empty")
+    return texts
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    if not isinstance(value, dict) or not all(token.isdecimal() for token in value):
+        raise FieldError(name, f'{_shown(value)} is not an object such as {{"50256": -100}}')
+    if len(value) > MOST_BIASES:
+        raise FieldError(name, f"names {len(value)} tokens, and may name {MOST_BIASES}")
+    return {int(token): _number(f"{name}.{token}", bias) for token, bias in value.items()}
+
+
+def _object(name: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise FieldError(name, f"{_shown(value)} is not an object")
+    return value
+
+
+def _only(*allowed: Any) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if value not in allowed:
+            raise FieldError(name, f"{_shown(value)} is not supported; leave it out")
+        return value
+
+    return check
+
+
+def _prompt(name: str, value: Any) -> list[Any]:
+    """A text, a list of texts, token ids, or a list of such lists."""
+
+    def ids(prompt: Any) -> bool:
+        return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+
+    if isinstance(value, str) or ids(value):
+        return [value]
+    if isinstance(value, list) and value and all(isinstance(one, str) or ids(one) for one in value):
+        return value
+    raise FieldError(name, f"{_shown(value)} is not a text, a list of token ids, or a list of these")
+
+
+def _messages(name: str, value: Any) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise FieldError(name, f"{_shown(value)} is not a list of messages")
+    messages = []
+    for i, message in enumerate(value):
+        where, taken = f"{name}[{i}]", {}
+        for key, part in _object(where, message).items():
+            if part is None:
+                continue
+            if key not in ("role", "content", "name"):
+                raise FieldError(f"{where}.{key}", "not supported; messages have role, content and name")
+            taken[key] = (
+                _content(f"{where}.{key}", part) if key == "content" else _text(f"{where}.{key}", part)
+            )
+        for key in ("role", "content"):
+            if key not in taken:
+                raise FieldError(f"{where}.{key}", "missing")
+        messages.append(taken)
+    return messages
+
+
+def _content(name: str, value: Any) -> str:
+    """A text, or parts of which all are texts: a line each."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise FieldError(name, f"{_shown(value)} is neither a text nor a list of parts")
+    for i, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise FieldError(f"{name}[{i}]", f"{_shown(part)} is not a part of type text; no other is read")
+    return "\n".join(part["text"] for part in value)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:60]}..."
+
+
+SAMPLING = {
+    **dict.fromkeys(("temperature", "top_p", "frequency_penalty", "presence_penalty"), _number),
+    **dict.fromkeys(("min_p", "repetition_penalty"), _number),
+    **{"top_k": _whole, "seed": _whole, "logit_bias": _bias},
+}
+BOTH = {
+    **SAMPLING,
+    **{"model": _text, "max_tokens": _from(1, MOST_NEW), "stop": _stop, "n": _from(1, MOST_ANSWERS)},
+    **{"stream": _only(False)},
+    **{"user": _text, "metadata": _object, "store": _truth},  # which change no answer
+}
+FIELDS = {
+    CHAT: {
+        **BOTH,
+        **{"messages": _messages, "max_completion_tokens": _from(1, MOST_NEW)},
+        **{"logprobs": _truth, "top_logprobs": _from(0, MOST_LOGPROBS)},
+        **{"response_format": _only({"type": "text"})},
+    },
+    COMPLETIONS: {
+        **BOTH,
+        **{"prompt": _prompt, "logprobs": _from(0, MOST_LOGPROBS), "echo": _only(False), "best_of": _only(1)},
+    },
+}

@@ -1,0 +1,93 @@
+"""A batch's output: a line for each that is answered, appended when it is and flushed, in no order.
+
+So a job that is killed loses what was under way and no more; the next one goes on behind what is there.
+"""
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from bonsai_jax.batch import lines
+
+BEGINNING = b'{"id": "batch_req_'  # of every line: what has it not was not written here
+
+
+class Results:
+    """The output file, held against other writers.
+
+    done   custom_ids of the lines that are answered
+
+    Opening it drops a last line that was written in part, and lines with an error, which are tried again.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._file = _held(path)
+        try:
+            self.done, dropped = self._read()
+            if dropped:
+                self._rewrite(dropped)
+        except BaseException:
+            self._file.close()
+            raise
+
+    def append(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def __enter__(self) -> "Results":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+    def _read(self) -> tuple[set[str], set[int]]:
+        """custom_ids of answers, and numbers of lines to drop."""
+        answers: dict[str, int] = {}
+        dropped: set[int] = set()
+        for number, raw in enumerate(self._file, 1):
+            where = f"{self.path}:{number}"
+            if not raw.endswith(b"\n") and BEGINNING.startswith(raw[: len(BEGINNING)]):
+                dropped.add(number)
+                break
+            line = lines.parse(raw, where)
+            custom_id = line.get("custom_id")
+            if not isinstance(custom_id, str) or not {"response", "error"} <= line.keys():
+                raise ValueError(f"{where}: not a line of a batch's output; give another file")
+            if line["error"] is not None:
+                dropped.add(number)
+                continue
+            if custom_id in answers:
+                both = f"lines {answers[custom_id]} and {number}"
+                raise ValueError(f"{self.path}: {both} both answer {custom_id!r}; delete one")
+            answers[custom_id] = number
+        return set(answers), dropped
+
+    def _rewrite(self, dropped: set[int]) -> None:
+        """In place of the file, at once: nothing that was answered may be lost between."""
+        self._file.seek(0)
+        other = self.path.with_name(f"{self.path.name}.{os.getpid()}")
+        with other.open("wb") as file:
+            file.writelines(raw for number, raw in enumerate(self._file, 1) if number not in dropped)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(other, self.path)
+        self._file.close()
+        self._file = _held(self.path)
+
+
+def _held(path: Path) -> BinaryIO:
+    """Open to be read, and appended to, by nobody else."""
+    file = path.open("a+b")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise ValueError(f"{path}: another job writes it; wait for it, or give another file") from None
+    file.seek(0)
+    return file

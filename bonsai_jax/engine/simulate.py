@@ -1,0 +1,259 @@
+"""What an engine will do, without a device: the Scheduler that an engine has, a clock that is a number, and
+measured times where there would be work.
+
+    arrivals -> Scheduler.plan() -> StepTimes.of(plan): seconds -> what it drew is known, a plan later -> ...
+
+An answer's tokens come when the plan that drew them is read, as in loop.py; what an engine does beside its
+device (text, a thread's turn) is in `StepTimes.dispatch_s`. No prompt begins like another.
+"""
+
+import bisect
+import dataclasses
+import re
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bonsai_jax.engine.scheduler import Limits, Plan, Request, Scheduler
+
+BATCH_DEPTH = 192  # tokens that a row of bench's batch tests holds on average: 128, and half of 128 more
+TEST = re.compile(r"(?:gen-)?(pp|tg|gen|batch)(\d+)(?:@d(\d+))?")
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrival:
+    """A request: when it comes, and how many tokens its prompt and its answer have."""
+
+    at_s: float
+    prompt_tokens: int
+    new_tokens: int
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """Seconds that a device works, linear between measured points and beyond the last two.
+
+    decode       (rows, seconds of a step that finds nothing stored), in order
+    stored_s     what a step takes longer for each token that its rows hold
+    prefill      (tokens, seconds of a prefill at the beginning), in order
+    behind_s     what a prefill takes longer for each pair of a token and one that is before it in the cache
+    dispatch_s   that a device stands still between two plans
+    """
+
+    decode: Sequence[tuple[int, float]]
+    prefill: Sequence[tuple[int, float]]
+    stored_s: float = 0.0
+    behind_s: float = 0.0
+    dispatch_s: float = 0.0
+
+    @staticmethod
+    def measured(rows: Iterable[Mapping[str, Any]], dispatch_s: float = 0.0) -> "StepTimes":
+        """From rows of `bench` (bench.Row) of one model on one device: ppN, tgN, batchB, and the same at a
+        depth; of several of one test the last, and of steps those with sampling (genN, gen-batchB) before
+        those without.
+
+        Raises ValueError where there is no row of prefill, or none of decode.
+        """
+        tests: dict[tuple[str, int, int], float] = {}
+        for row in sorted(rows, key=lambda row: "gen" in row["test"]):
+            if found := TEST.fullmatch(row["test"]):
+                kind, size, depth = found[1].replace("gen", "tg"), int(found[2]), int(found[3] or 0)
+                tests[kind, size, depth] = row["tok_s"]
+        prefill = {
+            n: n / speed for (kind, n, depth), speed in sorted(tests.items()) if (kind, depth) == ("pp", 0)
+        }
+        one = {depth + n / 2: 1 / speed for (kind, n, depth), speed in tests.items() if kind == "tg"}
+        batches = {n: n / speed for (kind, n, _), speed in tests.items() if kind == "batch"}
+        if not prefill or not (one or batches):
+            raise ValueError("rows of bench for prefill (pp512) and for decode (tg128 or batch8) are needed")
+        stored_s = _slope(one) if len(one) > 1 else 0.0
+        empty = {rows: s - stored_s * rows * BATCH_DEPTH for rows, s in batches.items()}
+        if one:
+            shallow = min(one)
+            empty[1] = one[shallow] - stored_s * shallow
+        behind = [
+            (n / speed - prefill[n]) / (n * depth)
+            for (kind, n, depth), speed in tests.items()
+            if kind == "pp" and depth and n in prefill
+        ]
+        return StepTimes(
+            sorted(empty.items()), sorted(prefill.items()), stored_s, max([0.0, *behind]), dispatch_s
+        )
+
+    def of(self, plan: Plan) -> float:
+        """Seconds until the device is done with a plan, the busiest device's."""
+        seconds = self.dispatch_s
+        if any(plan.reads):
+            rows, tokens = plan.shape
+            before = max(sum(read.count * read.first for read in reads) for reads in plan.reads)
+            least = _at(self.decode, 1)  # the weights are read as for a step
+            seconds += max(least, _at(self.prefill, rows * tokens)) + self.behind_s * before
+        if plan.steps:
+            stored = max(sum(request.stored for request in writes) for writes in plan.writes)
+            seconds += plan.steps * (_at(self.decode, plan.rows) + self.stored_s * stored)
+        return seconds
+
+
+@dataclasses.dataclass
+class Answer:
+    """When a request came, had its first token and its last one, in seconds of the simulation."""
+
+    arrival: Arrival
+    first_s: float = 0.0
+    last_s: float = 0.0
+
+    @property
+    def ttft_s(self) -> float:
+        """Time to the first token."""
+        return self.first_s - self.arrival.at_s
+
+    @property
+    def per_token_s(self) -> float:
+        """Seconds of each token behind the first."""
+        return (self.last_s - self.first_s) / max(1, self.arrival.new_tokens - 1)
+
+
+@dataclasses.dataclass
+class Outcome:
+    """answers    in order of arrivals
+    preempted  times that a request's pages went to another
+    busy_s     seconds in which the device had something to do, or stood still for a dispatch
+    """
+
+    answers: list[Answer]
+    plans: int = 0
+    preempted: int = 0
+    busy_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """From the first arrival to the last token."""
+        return max(a.last_s for a in self.answers) - min(a.arrival.at_s for a in self.answers)
+
+    @property
+    def new_tok_s(self) -> float:
+        return sum(a.arrival.new_tokens for a in self.answers) / self.seconds
+
+
+def simulate(
+    arrivals: Sequence[Arrival],
+    times: StepTimes,
+    limits: Limits,
+    *,
+    devices: int = 1,
+    max_wait_s: float | None = 0.1,
+    warm: bool = True,
+) -> Outcome:
+    """Let requests go through a Scheduler.
+
+    limits       of an engine: Engine's are `engine_limits`
+    devices      that share a queue
+    max_wait_s   as for Engine
+    warm         every program is compiled; else those that a Scheduler finds worth it, in no time
+    Raises ValueError for a request that no device has pages for.
+    """
+    for arrival in arrivals:
+        if arrival.prompt_tokens + arrival.new_tokens > limits.pages * limits.page_size:
+            raise ValueError(f"{arrival} needs more than {limits.pages} pages of {limits.page_size} tokens")
+    scheduler = Scheduler(limits, devices)
+    if warm:
+        scheduler.compiled |= {*limits.row_sizes, *limits.shapes}
+    coming = deque(sorted((Answer(arrival) for arrival in arrivals), key=lambda a: a.arrival.at_s))
+    outcome, known = Outcome(list(coming)), dict[Request, Answer]()
+    drawn: dict[Request, int] = {}  # as the device counts: what is on its way too
+    flying: deque[tuple[Plan, list[tuple[Request, int]], float]] = deque()
+    now = free = 0.0
+    read_at: float | None = None
+    while True:
+        while coming and coming[0].arrival.at_s <= now:
+            answer = coming.popleft()
+            request = Request(range(answer.arrival.prompt_tokens), answer.arrival.new_tokens, reusable=0)
+            known[request], drawn[request] = answer, 0
+            scheduler.add(request)
+        plan = scheduler.plan()
+        if plan is not None:
+            began, seconds = max(now, free), times.of(plan)
+            free = began + seconds
+            outcome.plans, outcome.busy_s = outcome.plans + 1, outcome.busy_s + seconds
+            flying.append((plan, _draws(plan, drawn), free))
+        else:
+            read_at = None
+        if flying and (plan is None or len(flying) > 1):
+            done, draws, ready = flying.popleft()
+            now = max(now, ready)
+            for request, tokens in draws:
+                _tell(scheduler, request, known[request], tokens, now)
+            before, read_at = read_at, now
+            if max_wait_s is not None and before is not None and done.steps and not any(done.reads):
+                most = int(done.steps * max_wait_s / 2 / max(now - before, 1e-6))  # as Loop has it
+                scheduler.unhurried = max(1, min(most, 2 * done.steps, limits.steps))
+        elif plan is None:
+            if not coming:
+                outcome.preempted = scheduler.preempted
+                return outcome
+            now = max(now, coming[0].arrival.at_s)
+
+
+def engine_limits(
+    max_rows: int,
+    pages: int,
+    *,
+    page_size: int = 64,
+    prefill_tokens: int = 2048,
+    free_tokens: int = 256,
+    steps: int = 64,
+) -> Limits:
+    """Those that an Engine has on a GPU; on a CPU its prefill_tokens are 512 and its free_tokens 1."""
+    short = max(32, prefill_tokens // 16)
+    long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
+    several = sorted({min(n, max_rows) for n in (4, 16)} - {1})
+    shapes = [*((1, n) for n in (*long, prefill_tokens))]
+    shapes += [(n, short) for n in several if n * short <= prefill_tokens]
+    powers = [2**i for i in range(32) if 2**i < max_rows]
+    return Limits(max_rows, pages, page_size, [*powers, max_rows], shapes, free_tokens, steps)
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """The smallest value that so large a share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def _draws(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
+    """Tokens that each request draws in a plan, in the order in which they will be known."""
+    draws = []
+    for request in (read.request for reads in plan.reads for read in reads if read.draws):
+        draws.append((request, 1))
+        drawn[request] += 1
+    for request in (request for writes in plan.writes for request in writes):
+        tokens = min(plan.steps, request.max_new_tokens - drawn[request])
+        draws.append((request, tokens))
+        drawn[request] += tokens
+    return draws
+
+
+def _tell(scheduler: Scheduler, request: Request, answer: Answer, tokens: int, now: float) -> None:
+    request.flights.popleft()
+    if request.ended or not tokens:
+        return
+    if not request.said:
+        answer.first_s = now
+    request.said += [0] * tokens
+    answer.last_s = now
+    if len(request.said) >= request.max_new_tokens:
+        scheduler.end(request)
+
+
+def _at(points: Sequence[tuple[int, float]], x: float) -> float:
+    """On the line through the two points next to x; that of a single point begins at 0."""
+    if len(points) == 1:
+        points = [(0, 0.0), *points]
+    i = min(max(1, bisect.bisect_left(points, (x, 0.0))), len(points) - 1)
+    (x0, y0), (x1, y1) = points[i - 1], points[i]
+    return max(0.0, y0 + (y1 - y0) * (x - x0) / (x1 - x0))
+
+
+def _slope(points: Mapping[float, float]) -> float:
+    """Of the line through the first and the last point, upwards."""
+    (x0, y0), (x1, y1) = min(points.items()), max(points.items())
+    return max(0.0, (y1 - y0) / (x1 - x0))
