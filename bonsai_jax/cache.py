@@ -150,8 +150,8 @@ def empty(config: ModelConfig, run: RunConfig, rows: int, context: int, pages: i
     cache = KVCache(
         k=cache_layouts.empty(str(run.cache_dtype), shape),
         v=cache_layouts.empty(str(run.cache_dtype), shape),
-        block_table=jnp.asarray(first_table(rows, of_row, pages)),
-        lengths=jnp.zeros(rows, jnp.int32),
+        block_table=jax.device_put(first_table(rows, of_row, pages), may_alias=False),
+        lengths=jax.device_put(np.zeros(rows, np.int32), may_alias=False),
         delta=empty_states(config, rows),
     )
     return with_kernels(cache, config, run)

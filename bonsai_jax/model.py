@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from bonsai_jax import architectures, card, compile_cache, layers, parallel, placement, speculation
 from bonsai_jax import cache as kv
@@ -170,8 +170,8 @@ def start_state(
     state = core.start(
         cache,
         sampling_arrays.sampler(params, rows, model.config.vocab_size, model.run.impl),
-        jnp.broadcast_to(jnp.array(stop_ids or [core.NO_TOKEN], jnp.int32), (rows, len(stop_ids) or 1)),
-        jnp.broadcast_to(jnp.asarray(max_new_tokens, jnp.int32), (rows,)),
+        jax.device_put(np.array([stop_ids or [core.NO_TOKEN]] * rows, np.int32), may_alias=False),
+        jax.device_put(np.array(np.broadcast_to(max_new_tokens, rows), np.int32), may_alias=False),
     )
     if speculate is not None:
         of_device = rows // placement.size(model.mesh, placement.DATA)

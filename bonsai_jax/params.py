@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,8 +16,8 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.placement import AXES, Placement, Share
 from bonsai_jax.plan import LoadPlan, Matrix, Member, Source, Spec, Stack, StepPlan, joined_name
-from checkpoints import RandomTensor
-from pallas_kernels import LayerStack, QTensor, Rotation, formats, qtensor, serializable
+from checkpoints import RandomTensor, Tensor
+from pallas_kernels import LayerStack, QTensor, Rotation, device, formats, qtensor, serializable
 from pallas_kernels.qtensor import leaves
 
 
@@ -110,8 +111,11 @@ def load(
         progress(done, total)
 
     for member, matrix in plan.matrices:
-        source = _source(member, by_field[member.field][0], placement)
-        made = _make((source,), matrix, (member,), placement)
+        (tensor,) = by_field[member.field]
+        if _as_it_lies((member,), matrix, placement):
+            made = _copied([(tensor,)], matrix, stacked=False)
+        else:
+            made = _make((_source(member, tensor, placement),), matrix, (member,), placement)
         fields[member.field] = made.replace(rotation=_rotation(plan, member, placement))
         read([member.field], fields[member.field])
     for stack in plan.stacks:
@@ -127,18 +131,18 @@ def load(
             read([spec.field], fields[spec.field])
         elif not tensors:
             fields[spec.field] = None
-    if biases := [fields.pop(name) for name in ("bq", "bk", "bv") if name in fields]:
+    if biases := [np.asarray(fields.pop(name)) for name in ("bq", "bk", "bv") if name in fields]:
         fields["bqkv"] = (
-            placement.biases([np.asarray(b) for b in biases])
-            if placement
-            else jnp.concatenate(biases, axis=1)
+            placement.biases(biases) if placement else jax.device_put(np.concatenate(biases, axis=1))
         )
     # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
     if (divisors := fields.pop("rope_divisors", None)) is not None:
         rope_frequencies = rope_frequencies / divisors
-    frequencies = jnp.asarray(rope_frequencies, jnp.float32)
+    frequencies = np.asarray(rope_frequencies, np.float32)
     if placement:
-        frequencies = placement.vectors("rope_frequencies", np.asarray(frequencies))
+        frequencies = placement.vectors("rope_frequencies", frequencies)
+    else:
+        frequencies = jax.device_put(frequencies)
     layer_fields = {f.name for f in dataclasses.fields(Layers)}
     fields |= {name: tuple(stacks) for name, stacks in joined.items()}
     of_layers = {name: fields.pop(name) for name in [*fields] if name in layer_fields}
@@ -177,16 +181,22 @@ def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: P
     none."""
     if not tensors:
         return None
-    rows = [qtensor.dequantize(qtensor.from_blocks(blocks(t)[None], t.format))[0] for t in tensors]
+    rows = [_values(t) for t in tensors]
     if plan.naming == "huggingface":
         rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
         rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
-    vectors = jnp.stack(rows) if "{}" in spec.gguf else rows[0]
+    vectors = np.stack(rows) if "{}" in spec.gguf else np.asarray(rows[0])
     if placement and "delta" in AXES.get(spec.field, ()):
-        return placement.of_heads(spec.field, np.asarray(vectors))
+        return placement.of_heads(spec.field, vectors)
     if placement and spec.field not in ("bq", "bk", "bv", "rope_divisors"):
-        return placement.vectors(spec.field, np.asarray(vectors))
-    return vectors
+        return placement.vectors(spec.field, vectors)
+    return jax.device_put(vectors)
+
+
+def _values(t: Tensor | RandomTensor) -> np.ndarray:
+    """float32 [*shape]. By numpy, where the format's own code lets it: nothing is compiled."""
+    raw = t.data if isinstance(t, Tensor) else np.asarray(blocks(t))
+    return np.asarray(formats.get(t.format).dequantize(formats.views(t.format, raw))).reshape(t.shape)
 
 
 def _stack(
@@ -202,8 +212,12 @@ def _stack(
         pieces = []
         for matrix in matrices:
             piece, layers = None, stack.layers(number)
-            for index, layer in enumerate(layers):
-                members = stack.members_of(matrix, layer)
+            of_layers = [stack.members_of(matrix, layer) for layer in layers]
+            if all(_as_it_lies(members, matrix, placement) for members in of_layers):
+                each = zip(of_layers, layers, strict=True)
+                pieces.append(_copied([[tensors[m.field][i] for m in of] for of, i in each], matrix))
+                continue
+            for index, (layer, members) in enumerate(zip(layers, of_layers, strict=True)):
                 sources = tuple(_source(m, tensors[m.field][layer], placement) for m in members)
                 if piece is None:
                     make = functools.partial(_make, matrix=matrix, members=members, placement=placement)
@@ -217,6 +231,50 @@ def _stack(
         pieces = [piece.replace(rotation=r) for piece, r in zip(pieces, rotations, strict=True)]
         parts.append(pieces[0] if len(pieces) == 1 else qtensor.Rows(tuple(pieces)))
     return LayerStack(tuple(parts), stack.where)
+
+
+def _as_it_lies(members: Sequence[Member], matrix: Matrix, placement: Placement | None) -> bool:
+    """Whether it is stored as the file has it, in memory that is numpy's too."""
+    same = all(not m.drawn and m.stored == m.format and not m.experts for m in members)
+    return same and placement is None and not matrix.products.tiled and device.platform() == "cpu"
+
+
+def _copied(layers: Sequence[Sequence[Tensor]], matrix: Matrix, *, stacked: bool = True) -> QTensor:
+    """A stack of matrices, each of tensors below each other, from a file's memory into XLA's: once, and
+    without anything compiled."""
+    format = matrix.problem.format
+    block = formats.get(format).BLOCK
+    fields = {name: block.fields[name][0] for name in block.names}
+    # A block's field at a time: numpy takes a byte of one at a time otherwise.
+    items = np.dtype(
+        {
+            "names": list(fields),
+            "formats": [f"V{dtype.itemsize}" for dtype in fields.values()],
+            "offsets": [block.fields[name][1] for name in fields],
+            "itemsize": block.itemsize,
+        }
+    )
+    lead = (len(layers), matrix.shape[0], matrix.shape[1] // formats.get(format).WEIGHTS)
+    room = {name: _room(lead, items[name]) for name in fields}
+    for i, tensors in enumerate(layers):
+        first = 0
+        for t in tensors:
+            for name in fields:
+                room[name][i, first : first + t.shape[0]] = t.data.view(items)[name]
+            first += t.shape[0]
+            t.forget()
+    made = {name: room[name].view(dtype.base).reshape(*lead, *dtype.shape) for name, dtype in fields.items()}
+    of_jax = functools.partial(jax.device_put, may_alias=True)
+    on_device = {name: of_jax(field if stacked else field[0]) for name, field in made.items()}
+    return QTensor(on_device, format, matrix.shape, products=matrix.products)
+
+
+def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array where XLA reads it without a copy: it asks for multiples of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + size].view(dtype).reshape(shape)
 
 
 def _rotation(plan: LoadPlan, member: Member, placement: Placement | None) -> Rotation | None:

@@ -94,13 +94,10 @@ def sampler(
                 f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
             )
     made = columns(per_row, vocab_size)
-    return Sampler(
-        keys=keys(jnp.asarray(made.pop("seeds"))),
-        seen=jnp.zeros((rows, vocab_size), bool),
-        counts=jnp.zeros((rows, vocab_size), jnp.int32),
-        impl=kernel(vocab_size, impl),
-        **jax.tree.map(jnp.asarray, made),
-    )
+    made |= {"seen": np.zeros((rows, vocab_size), bool), "counts": np.zeros((rows, vocab_size), np.int32)}
+    seeds = made.pop("seeds")
+    # By device_put, which compiles nothing; with copies, because states are donated.
+    return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **jax.device_put(made, may_alias=False))
 
 
 def columns(

@@ -73,6 +73,8 @@ _MODELS = {
     "bonsai-1.7b": _Model(
         "qwen3", 28, 2048, 6144, 16, 8, 128, 151669, 32768, 1e6, True, 151643, yarn=(4.0, 8192)
     ),
+    # Its weights are tied; Qwen's own GGUF files have the matrix twice all the same, in two formats.
+    "qwen2.5-1.5b": _Model("qwen2", 28, 1536, 8960, 12, 2, 128, 151936, 32768, 1e6, False, 151643),
     "bonsai-27b": _Model(
         "qwen35", 64, 5120, 17408, 24, 4, 256, 248320, 262144, 1e7, False, 248044, "qwen35",
         delta=_Delta(16, 48, 128, 64),

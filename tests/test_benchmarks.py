@@ -194,15 +194,18 @@ def test_llama_cpp_reads_the_tokens_that_are_timed_here_and_both_have_rows(tmp_p
 
     path = as_file("synth:tiny-llama:f32", tmp_path / "tiny.gguf")
     benchmark = module("cpu_vs_llamacpp")
-    for name, value in {"PROMPT": 24, "NEW": 6, "REQUIRED": {"pp": 0, "tg": 0}}.items():
-        monkeypatch.setattr(benchmark, name, value)
+    asked = benchmark.Required(pp=1e9, peak=2e9)
+    monkeypatch.setattr(benchmark, "REQUIRED", {str(path): asked})
     monkeypatch.setattr(benchmark, "__file__", str(tmp_path / "script.py"))  # results lie beside it
-    monkeypatch.setattr(sys, "argv", ["", "-m", str(path), "-r", "2", "--record"])
+    monkeypatch.setattr(sys, "argv", ["", "-m", str(path), "-r", "2", "-p", "24", "-n", "6", "--record"])
     with pytest.raises(SystemExit) as ended:
         benchmark.main()
-    assert not ended.value.code
+    assert ended.value.code == "a required number was missed"
+    size = path.stat().st_size
+    assert benchmark.most_bytes(str(path), 100, asked) == 1.25 * size + 0.4e9 + 100  # stricter than 2 GB
+    assert benchmark.most_bytes(str(path), 100, benchmark.Required(peak=1e6)) == 1e6
     table = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert [(cells[0], len(cells)) for cells in table[2:]] == [("| pp24", 5), ("| tg6", 5)]
+    assert [(cells[0], cells[-1]) for cells in table[2:]] == [("| pp24", "1000000000.0 |"), ("| tg6", "- |")]
     (path,) = (tmp_path / "results").iterdir()
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["test"] for row in rows] == ["pp24", "pp24", "tg6", "tg6"]

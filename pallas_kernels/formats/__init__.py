@@ -33,6 +33,7 @@ arrays, which is what a device reads well); `pack` is its inverse. `get(name)` i
 file is a new format.
 """
 
+import functools
 import importlib
 import pkgutil
 from types import ModuleType
@@ -48,6 +49,7 @@ def names(of: str | None = None) -> list[str]:
     return every if of is None else [name for name in every if family(name) == of]
 
 
+@functools.cache
 def get(name: str) -> ModuleType:
     """The module of the format called `name`. Raises NotImplementedError, with a list of those there are."""
     if name not in names():
@@ -77,6 +79,13 @@ def unpack(name: str, raw) -> dict[str, jax.Array]:
             item = item[..., 0]
         fields[field] = jax.lax.bitcast_convert_type(item, dtype.base)
     return fields
+
+
+def views(name: str, raw: np.ndarray) -> dict[str, np.ndarray]:
+    """`unpack` of numpy's bytes, without a copy: views of them."""
+    block = get(name).BLOCK
+    blocks = raw.view(block)
+    return {field: blocks[field] for field in _layout(block)}
 
 
 def pack(name: str, fields: dict[str, jax.Array]) -> jax.Array:
