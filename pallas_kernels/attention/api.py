@@ -104,6 +104,7 @@ def attend(
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
+    q, k = map(cache_layouts.of(k_pages).rotate, (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
     if prefill_impl != "reference" and T > 1:

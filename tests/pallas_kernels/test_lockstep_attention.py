@@ -15,7 +15,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import numbers_of, pages_of
-from tests.pallas_kernels.test_cache_layouts import ROUNDING
+from tests.pallas_kernels.test_cache_layouts import ROUNDING, room
 
 attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
 
@@ -87,7 +87,9 @@ def test_attention_in_lockstep_is_the_reference(
         for row, j in enumerate(lengths):
             if j >= 0:
                 new = 1, table[row, j // page_size], j % page_size
-                np.testing.assert_allclose(a[new], b[new], rtol=max(1e-5, 2 * rounding), atol=1e-6)
+                assert (
+                    np.abs(a[new] - b[new]) <= 1e-6 + 1e-5 * np.abs(b[new]) + 2 * room(layout, b[new])
+                ).all()
                 a[new] = b[new]
         np.testing.assert_array_equal(a, b)
 
@@ -112,12 +114,15 @@ def test_only_the_rounding_of_the_layout_is_lost(layout):
     (qkv, *pages, table, positions, layer), rest = problem(H, Hkv, D, [length], 16, "float32", False, False)
     rest["rotation"] = (np.ones((1, 1, D // 2), np.float32), np.zeros((1, 1, D // 2), np.float32))
     want = softmax_of_exact(qkv[0, 0], *pages, np.asarray(table)[0], length, H, Hkv, D)
-    held = [pages_of(layout, x) for x in pages]
+    rotate = cache_layouts.get(layout).rotate
+    held = [pages_of(layout, x) for x in (rotate(pages[0]), pages[1])]
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 6):
         got = attend(qkv, *held, table, positions, layer, **rest, impl="decode")[0][0, 0]
     error = np.linalg.norm(got - want) / np.linalg.norm(want)
     print(f"{layout}: {error:.2e}")
-    assert 0.3 * ROUNDING[layout] < error < max(1e-5, 0.6 * ROUNDING[layout])
+    # The steps of floats grow with the number; of bytes they are those of a head's largest, about 2.5.
+    rounding = ROUNDING[layout] * (2.5 * 1.4 if layout == "int8" else 1)
+    assert 0.3 * rounding < error < max(1e-5, 0.6 * rounding)
 
 
 @pytest.mark.parametrize("layout", cache_layouts.names())
@@ -147,7 +152,7 @@ def test_a_kernel_stores_what_is_too_large_as_the_reference_does(layout):
         for a, b in zip(got[1:3], want[1:3], strict=True):
             a, b = (np.asarray(numbers_of(x))[new] for x in (a, b))
             assert np.isfinite(b).all() and np.abs(b).max() > 6e4
-            np.testing.assert_allclose(a, b, rtol=max(1e-5, 2 * ROUNDING[layout]))
+            assert (np.abs(a - b) <= 1e-5 * np.abs(b) + 2 * room(layout, b)).all()
 
 
 def test_layers_of_a_step_share_one_workspace():
