@@ -237,8 +237,8 @@ def _attention(problem: Attention) -> str | None:
 def _cpu_attention(problem: Attention) -> str | None:
     if problem.platform != "cpu":
         return "is for CPUs"
-    if problem.cache_dtype not in ("float32", "float16", "bfloat16"):
-        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16 and bfloat16"
+    if problem.cache_dtype not in ("float32", "float16", "bfloat16", "int8"):
+        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16, bfloat16 and int8"
     if problem.head_dim % 16:
         return f"head_dim is {problem.head_dim}; the kernel has multiples of 16"
     return NEEDS_LLVM if importlib.util.find_spec("llvmlite") is None else None

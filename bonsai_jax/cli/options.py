@@ -55,8 +55,8 @@ CacheType = Annotated[
     CacheTypes,
     typer.Option(
         "--cache-dtype",
-        help="Type of keys and values in the cache; by default float32 on CPU, float16 on GPU. int8 is half of "
-        "float16's bytes.",
+        help="Type of keys and values in the cache; by default float32 on CPU, float16 on GPU. "
+        "int8 takes half of float16's memory.",
     ),
 ]
 ActivationBits = Annotated[

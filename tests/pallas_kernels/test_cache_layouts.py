@@ -80,7 +80,7 @@ def test_keys_of_bytes_keep_what_stands_beside_a_large_dimension():
 
 def test_a_cache_of_bytes_refuses_derivatives():
     layout = cache_layouts.get("int8")
-    with pytest.raises(NotImplementedError, match="int8 have no derivative.* cache of float32"):
+    with pytest.raises(NotImplementedError, match=r"int8 have no derivative.* cache of float32"):
         jax.grad(lambda x: layout.dequantize(layout.quantize(x)).sum())(jnp.ones(64))
 
 
