@@ -5,8 +5,9 @@ axes (numbers of 8 bits, and a scale for each token and head): one for keys, one
 defines
 
     DTYPE       of the array, or {field: dtype}: pages are recognized by it
-    OPERAND     jnp.bfloat16 or jnp.float16, which tensor cores multiply. Where DTYPE is the same, the kernels
-                of prefill multiply pages as they lie
+    OPERAND     jnp.bfloat16 or jnp.float16, which tensor cores multiply
+    PREFILL     the layout that kernels of prefill multiply as it lies: this one; "float16", in which rows get
+                what they see of it beforehand (attention/prefill_pages.py); None: they cannot
     rotate      queries or keys, float32 [..., head_dim] behind rope -> the same times an orthogonal matrix:
                 what scores are made of, and what is stored of keys
     quantize    float32 [..., head_dim] -> what is stored of it; finite numbers stay finite

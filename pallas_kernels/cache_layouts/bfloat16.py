@@ -17,6 +17,7 @@ from pallas_kernels.cache_layouts.float32 import (
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 OPERAND = jnp.bfloat16
+PREFILL = "bfloat16"
 
 
 def quantize(x):

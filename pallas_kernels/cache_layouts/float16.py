@@ -16,6 +16,7 @@ from pallas_kernels.cache_layouts.bfloat16 import (
 
 DTYPE = jnp.dtype(jnp.float16)
 OPERAND = jnp.float16
+PREFILL = "float16"
 LARGEST = 65504.0
 
 

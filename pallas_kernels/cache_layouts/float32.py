@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 DTYPE = jnp.dtype(jnp.float32)
 OPERAND = jnp.bfloat16
+PREFILL = None
 
 
 def rotate(x):

@@ -15,6 +15,7 @@ from pallas_kernels.rotation import hadamard
 
 DTYPE = {"numbers": jnp.dtype(jnp.int8), "scales": jnp.dtype(jnp.bfloat16)}
 OPERAND = jnp.float16
+PREFILL = "float16"
 LARGEST = 127
 
 

@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attend, cache_layouts, device
-from pallas_kernels.attention import empty_workspace, prefill_sm80
+from pallas_kernels.attention import attention, empty_workspace, prefill_pages, prefill_sm80
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
 from tests.pallas_kernels.lockstep import lockstep
@@ -176,6 +176,56 @@ def test_a_workspace_that_is_too_small_is_refused():
     refused = pytest.raises(ValueError, match="workspace has 100 words, but 1584 are exchanged")
     with lockstep(), mock.patch.object(device, "multiprocessors", lambda: 12), refused:
         attend(*args, **rest, impl="decode", workspace=empty_workspace(2, 4, args[1])[:100])
+
+
+@pytest.mark.parametrize(("D", "Hkv", "page_size"), [(128, 2, 64), (64, 3, 24), (64, 1, 256)])
+def test_prefill_gets_what_rows_see_of_bytes_as_float16(D, Hkv, page_size):
+    rng = np.random.default_rng(D + Hkv)
+    width, lengths = -(-300 // page_size), np.array([300, 130, 0])
+    numbers = rng.standard_normal((2, 2, 3 * width, page_size, Hkv, D)).astype(np.float32)
+    numbers[0, 1, :, 0] *= 1e6
+    pages = [pages_of("int8", x) for x in numbers]
+    table = rng.permutation(3 * width).reshape(3, width).astype(np.int32)
+    positions = np.where(np.arange(7) < 5, lengths[:, None] - 5 + np.arange(7), -1).clip(-1)
+    with lockstep():
+        got = prefill_pages.as_float16(*pages, table, jnp.asarray(positions), 1)
+    assert got[3] == 0
+    for made, stored in zip(got[:2], pages, strict=True):
+        want = cache_layouts.get("float16").quantize(numbers_of(stored)[1])
+        for row, length in enumerate(lengths):
+            seen = [(p, t) for p, t in enumerate(table[row]) if p * page_size < length]
+            for p, there in seen:
+                np.testing.assert_array_equal(made[0, got[2][row, p]], want[there])
+            assert row == 2 or seen
+    # What is masked in the last step is multiplied by 0: it must be a number.
+    assert np.isfinite(np.asarray(got[0][0, got[2][1]], np.float32).reshape(-1, Hkv, D)[:256]).all()
+
+
+def test_prompts_read_a_cache_of_bytes():
+    """attend as on a GPU; in place of the kernel of prefill its definition, on what it is given."""
+    H, Hkv, D, T, page_size = 4, 2, 64, 21, 16
+    rng = np.random.default_rng(5)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    pages = [pages_of("int8", draw(2, 8, page_size, Hkv, D)) for _ in range(2)]
+    table, lengths = rng.permutation(8).reshape(2, 4).astype(np.int32), np.array([[T], [3]])
+    positions = np.where(np.arange(T) < lengths, 10 + np.arange(T), -1).astype(np.int32)
+    angle = np.float32(positions[..., None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)))
+    args = (draw(2, T, (H + 2 * Hkv) * D), *pages, table, positions, 1)
+    rest = {"rotation": (np.cos(angle), np.sin(angle)), "interleaved": False, "norms": (None, None)}
+    rest |= {"eps": 1e-6, "num_keys": 64}
+    given = []
+
+    def kernel(q, k_pages, *args):
+        given.append(k_pages.dtype)
+        return attention(q, k_pages, *args, num_keys=64)
+
+    want = attend_jit(*args, **rest)
+    with lockstep(), mock.patch.object(prefill_sm80, "mma_attention", kernel):
+        got = attend(*args, **rest, prefill_impl="prefill_sm80")
+    assert given == [jnp.float16]
+    np.testing.assert_allclose(got[0], want[0], atol=2e-3)
+    for a, b in zip(jax.tree.leaves(got[1:3]), jax.tree.leaves(want[1:3]), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 @pytest.mark.parametrize(
