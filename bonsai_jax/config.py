@@ -250,7 +250,8 @@ class RunConfig:
     all_reduce   how devices that share weights sum in a decode step: "mailbox", by writing into each
                  other's memory (pallas_kernels/step/all_reduce.py), or "psum", which is NCCL's on GPUs;
                  "auto": by mailbox where all devices reach each other's memory
-    cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere
+    cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere. "int8": a byte and a scale for
+                 each token and head, half of float16's bytes, without derivatives
     page_size    tokens in a page of the cache
     context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
     rows         most rows run at once; of more prompts each begins when another has ended
@@ -261,7 +262,7 @@ class RunConfig:
     weights: Literal["auto", "packed", "decoded"] = "auto"
     activation_bits: Literal[8, 16] = 8
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto"
-    cache_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    cache_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
     page_size: int = 64
     context: int = 0
     rows: int = 8
@@ -272,7 +273,7 @@ class RunConfig:
         _one_of(self, "weights", ("auto", "packed", "decoded"))
         _one_of(self, "activation_bits", (8, 16))
         _one_of(self, "all_reduce", ("auto", "psum", "mailbox"))
-        _one_of(self, "cache_dtype", ("float32", "bfloat16", "float16", None))
+        _one_of(self, "cache_dtype", ("float32", "bfloat16", "float16", "int8", None))
         _within(self, "page_size", 1, 2**20)
         _within(self, "context", 0, 2**31 - 1)
         _within(self, "rows", 1, 2**31 - 1)

@@ -10,8 +10,8 @@
                CPU, not float32    any                         none       cpu
                any                 other                       or none    reference
     Attention  any                 1 query of each sequence    from 8.0   decode
-               16 bits             more                        9.0        prefill_sm90
-               16 bits, to 128     more                        from 8.0   prefill_sm80
+               8 or 16 bits        more                        9.0        prefill_sm90
+               8 or 16, to 128     more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  1 to 8, if they have room   from 9.0   one_launch
@@ -258,8 +258,8 @@ def _attention(problem: Attention) -> str | None:
 def _cpu_attention(problem: Attention) -> str | None:
     if problem.platform != "cpu":
         return "is for CPUs"
-    if problem.cache_dtype not in ("float32", "float16", "bfloat16"):
-        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16 and bfloat16"
+    if problem.cache_dtype not in ("float32", "float16", "bfloat16", "int8"):
+        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16, bfloat16 and int8"
     if problem.head_dim % 16:
         return f"head_dim is {problem.head_dim}; the kernel has multiples of 16"
     return NEEDS_LLVM if importlib.util.find_spec("llvmlite") is None else None
@@ -281,8 +281,7 @@ def _prefill_sm80(problem: Attention) -> str | None:
 def _many_queries(problem: Attention) -> str | None:
     if reason := _phase("prefill")(problem) or _attention(problem):
         return reason
-    layout = cache_layouts.get(problem.cache_dtype)
-    if layout.DTYPE != layout.OPERAND:
+    if cache_layouts.get(problem.cache_dtype).PREFILL is None:
         return f"the cache is {problem.cache_dtype}, which tensor cores do not multiply as it lies"
     return None
 
@@ -490,7 +489,10 @@ def _admits(impl: str, name: str, candidate: Candidate, rows: int) -> bool:
 
 
 def _how(problem: Problem, name: str) -> str:
-    """How cuBLAS gets at the weights."""
+    """How cuBLAS gets at the weights, and a kernel of prefill at keys and values."""
+    if isinstance(problem, Attention) and name.startswith("prefill"):
+        operand = cache_layouts.get(problem.cache_dtype).PREFILL
+        return f": keys and values dequantized to {operand}" * (operand != problem.cache_dtype)
     if name != "cublas" or not isinstance(problem, Matmul):
         return ""
     if problem.format == "f16":

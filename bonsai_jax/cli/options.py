@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Impls = Literal["auto", "reference", "pallas"]
 Schedules = Literal["auto", "one_launch", "layer_products", "launches"]
 Holdings = Literal["auto", "packed", "decoded"]
-CacheTypes = Literal["float32", "bfloat16", "float16"] | None
+CacheTypes = Literal["float32", "bfloat16", "float16", "int8"] | None
 Bits = Literal["8", "16"]  # typer has choices of text only
 
 ModelName = Annotated[
@@ -55,7 +55,8 @@ CacheType = Annotated[
     CacheTypes,
     typer.Option(
         "--cache-dtype",
-        help="Type of keys and values in the cache; by default float32 on CPU, float16 on GPU.",
+        help="Type of keys and values in the cache; by default float32 on CPU, float16 on GPU. "
+        "int8 takes half of float16's memory.",
     ),
 ]
 ActivationBits = Annotated[

@@ -104,13 +104,11 @@ def attend(
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
+    q, k = map(cache_layouts.of(k_pages).rotate, (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
     if prefill_impl != "reference" and T > 1:
-        from pallas_kernels.attention.prefill_sm80 import mma_attention  # only GPUs need them
-        from pallas_kernels.attention.prefill_sm90 import prefill_attention
-
-        kernel = {"prefill_sm90": prefill_attention, "prefill_sm80": mma_attention}[prefill_impl]
+        kernel = functools.partial(_many_queries, prefill_impl)
         kernel = jax.custom_batching.sequential_vmap(kernel)
         out = kernel(q, k_pages, v_pages, block_table, positions, layer)
     elif impl == "cpu" and T == 1 and not inner:
@@ -132,6 +130,18 @@ def empty_workspace(rows: int, heads: int, k_pages: Pages) -> Int[Array, "words"
     kv_heads, head_dim = cache_layouts.shape(k_pages)[3:]
     heads_at_work = max(rows * heads, device.multiprocessors() * heads // kv_heads)
     return jnp.zeros(heads_at_work * (head_dim + 2), jnp.int32)
+
+
+def _many_queries(impl: str, q, k_pages, v_pages, block_table, positions, layer) -> jax.Array:
+    """`attention` by a kernel of prefill."""
+    from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90  # only GPUs need them
+
+    kernels = {"prefill_sm90": prefill_sm90.prefill_attention, "prefill_sm80": prefill_sm80.mma_attention}
+    if cache_layouts.name_of(k_pages) != cache_layouts.of(k_pages).PREFILL:
+        k_pages, v_pages, block_table, layer = prefill_pages.as_float16(
+            k_pages, v_pages, block_table, positions, layer
+        )
+    return kernels[impl](q, k_pages, v_pages, block_table, positions, layer)
 
 
 def _output(out: jax.Array, heads: int, taps: Mapping[str, Callable[[Array], Array]]) -> jax.Array:

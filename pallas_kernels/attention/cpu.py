@@ -4,12 +4,13 @@ The reference's formula and arguments (reference.attention); derivatives are the
 call of each entry."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.reference import attention
-from pallas_kernels.cache_layouts import Pages, name_of
+from pallas_kernels.cache_layouts import Pages, shape
 
 
 def run(
@@ -40,14 +41,18 @@ def run(
 def _kernel(q, k_pages, v_pages, block_table, positions, layer, *, window, scale) -> jax.Array:
     from pallas_kernels.cpu import keys  # needs the extra `cpu`
 
-    (rows, _, heads, head_dim), kv_heads = q.shape, k_pages.shape[3]
+    (rows, _, heads, head_dim), (*_, page_size, kv_heads, _) = q.shape, shape(k_pages)
     scale = head_dim**-0.5 if scale is None else scale
-    kernel = keys.Kernel(name_of(k_pages), heads // kv_heads, head_dim, scale, window)
-    room = kernel.workspace(rows, kv_heads, block_table.shape[1] * k_pages.shape[2])
+    # Of keys and of values: numbers, then their scales where they have some (cache_layouts/int8.py).
+    arrays = list(zip(jax.tree.leaves(k_pages), jax.tree.leaves(v_pages), strict=True))
+    dtypes = [str(of_keys.dtype) for of_keys, _ in arrays]
+    dtype, scales = dtypes if len(dtypes) == 2 else (*dtypes, None)
+    kernel = keys.Kernel(dtype, scales, heads // kv_heads, head_dim, scale, window)
+    room = kernel.workspace(rows, kv_heads, block_table.shape[1] * page_size)
     results = (
         jax.ShapeDtypeStruct((rows, heads, head_dim), jnp.float32),
         jax.ShapeDtypeStruct((room,), jnp.float32),
     )
-    operands = [q[:, 0], positions[:, 0], block_table, layer.reshape(1), k_pages, v_pages]
+    operands = [q[:, 0], positions[:, 0], block_table, layer.reshape(1), *itertools.chain(*arrays)]
     out, _ = jax.ffi.ffi_call(kernel.target(), results)(*operands)
     return out[:, None]

@@ -25,6 +25,8 @@ from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
     greatest,
     index,
     integer,
@@ -122,19 +124,25 @@ class Warp:
         )
 
     def fetch(self, first, page=None):
-        """Keys and values as they are stored, [key][part]; the last in place of those that are not there yet.
-        None for heads too wide for the registers of both: `visit` fetches keys, and behind the scores
-        values."""
+        """Keys and values as they are stored, [key][part], and between them their scales; the last in place
+        of those that are not there yet. None for heads too wide for the registers of both: `visit` fetches
+        keys, and behind the scores values."""
         if self.plan.head_dim > WIDEST_AT_ONCE:
             return None
         page = self.page_of(first) if page is None else page
-        return self.fetch_keys(first, page), self.fetch_values(first, page)
+        return self.fetch_keys(first, page), self.fetch_scales(first, page), self.fetch_values(first, page)
 
     def fetch_keys(self, first, page):
         return self.load(self.cache.keys, self.keys_of(first)[0], self.key_part, page)
 
     def fetch_values(self, first, page):
         return self.load(self.cache.values, self.keys_of(first)[1], self.value_part, page)
+
+    def fetch_scales(self, first, page):
+        """Of keys, and of values: those of this lane's scores and weights."""
+        scale, length = self.cache.layout.load_scale, self.share.length
+        heads = [self.place(stored_key(length, j), 0, page)[:-1] for j in self.keys_of(first)[1]]
+        return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
     def page_of(self, first):
         """Of this warp's 16 keys behind `first`; None where pages have no whole 16."""
@@ -192,16 +200,16 @@ class NewToken:
 
     operands    its queries as tensor cores take them, 16 dimensions each
     unit        what scores are to be multiplied by for it, or None
-    key         as it will be stored, this lane's parts; lanes behind the heads have it
-    load_value  () -> the value, the same. Of 16 bits and no wide head, it was asked for with q and k: behind
-                the scores, the warp that needs it would wait for memory once more
+    key         (parts, scale) as it will be stored, this lane's parts; lanes behind the heads have it
+    load_value  () -> the value, the same. Of 16 bits at most and no wide head, it was asked for with q and k:
+                behind the scores, the warp that needs it would wait for memory once more
     """
 
     warp: Warp
     operands: list
     unit: Any
-    key: list
-    load_value: Callable[[], list]
+    key: tuple
+    load_value: Callable[[], tuple]
 
     @classmethod
     def of(cls, warp: Warp, load_qkv) -> "NewToken":
@@ -230,7 +238,8 @@ class NewToken:
             loaded = load_qkv(share.row, columns)
             return [loaded[k : k + 8] for k in range(0, len(loaded), 8)]
 
-        if layout.DTYPE == layout.OPERAND and plan.head_dim <= WIDEST_AT_ONCE:
+        small = all(dtype.itemsize <= 2 for dtype in jax.tree.leaves(layout.DTYPE))
+        if small and plan.head_dim <= WIDEST_AT_ONCE:
             loaded = load(of_value + of_query)
             value, x = layout.narrow(loaded[: len(halves)], (4, 8, 16), None), loaded[len(halves) :]
             load_value = lambda: value  # noqa: E731
@@ -240,6 +249,7 @@ class NewToken:
         if turned is not None:
             cos, sin = turned
             x = rotated(x, cos, sin, plan.interleaved)
+        x = layout.rotate_lanes(x, (1, 2))
         # Weights are powers of two: softmax over s log2(e).
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
         factor = select(is_key, 1.0, scale)
@@ -255,25 +265,33 @@ class NewToken:
 
         return cls(warp, operands, unit, key, load_value)
 
-    def with_key(self, js, fetched):
-        """The new key in its place among this warp's, and in the cache."""
+    def with_key(self, js, keys, scales):
+        """The new key in its place among this warp's, and in the cache; the scales with those of the new key
+        and value. js: keys of this lane, and those of its scales."""
         warp, plan = self.warp, self.warp.plan
         with lanes.when(warp.g == plan.heads):
-            self._store(warp.cache.keys, warp.key_part, self.key)
+            self._store(warp.cache.keys, warp.key_part, *self.key)
         source = warp.t + plan.heads * 4  # the lane that has the new key's part
-        key = jax.tree.map(lambda v: lanes.vector_from_lane(v, source), self.key)
-        return self._placed(js, key, fetched)
+        key, scale = self.key
+        key = jax.tree.map(lambda v: lanes.vector_from_lane(v, source), key)
+        if scale is not None:
+            scale = as_real(lanes.from_lane(as_word(scale), integer(source)))
+            new = scale, self.load_value()[1]
+            scales = [self._placed(js[1], of_new, old) for of_new, old in zip(new, scales, strict=True)]
+        return self._placed(js[0], key, keys), scales
 
-    def with_value(self, js, fetched):
+    def with_value(self, js, values):
         """The new value in its place among this warp's, and in the cache."""
         warp, value = self.warp, self.load_value()
         with lanes.when(warp.t == 0):
-            self._store(warp.cache.values, warp.value_part, value)
-        return self._placed(js, value, fetched)
+            self._store(warp.cache.values, warp.value_part, *value)
+        return self._placed(js, value[0], values)
 
-    def _store(self, refs, parts, stored):
+    def _store(self, refs, parts, stored, scale):
+        warp, layout = self.warp, self.warp.cache.layout
         for part, values in zip(parts, stored, strict=True):
-            self.warp.cache.layout.store(values, refs, self.warp.place(self.warp.share.length, part))
+            layout.store(values, refs, warp.place(warp.share.length, part))
+        layout.store_scale(scale, refs, warp.place(warp.share.length, 0)[:-1])
 
     def _placed(self, js, new, fetched):
         """The new token's parts among those of the keys `js`."""
@@ -293,12 +311,16 @@ def visit(warp: Warp, token: NewToken, first, fetched, state):
     near = share.length - base < KEYS
     has_new = near & (share.length < share.stop)
     page = warp.page_of(first) if fetched is None else None
-    keys, values = (warp.fetch_keys(first, page), None) if fetched is None else fetched
-    keys = chosen(has_new, lambda: token.with_key(key_js, keys), keys)
-    scores = multiplied(layout, token, keys)
+    if fetched is None:
+        fetched = warp.fetch_keys(first, page), warp.fetch_scales(first, page), None
+    keys, scales, values = fetched
+    keys, (key_scales, value_scales) = chosen(
+        has_new, lambda: token.with_key((key_js, value_js), keys, scales), (keys, scales)
+    )
+    scores = scaled(multiplied(layout, token, keys), key_scales)
     valid = [j < share.stop for j in value_js]
     scores = [select(ok, s, LOWEST) for ok, s in zip(valid, scores, strict=True)]
-    largest = lanes.largest_of_warp(greatest(scores), 4)
+    largest = lanes.largest_of_warp(greatest(with_exponents(scores, value_scales)), 4)
     if layout.WEIGHT_EXPONENT:
         largest = largest - layout.WEIGHT_EXPONENT
     new_maximum, total, o = largest, zero, [zero] * (warp.plan.head_dim // 4)
@@ -309,6 +331,7 @@ def visit(warp: Warp, token: NewToken, first, fetched, state):
         total, *o = (v * keep for v in (total, *o))
     weights = [select(ok, lanes.exp2(s - new_maximum), zero) for ok, s in zip(valid, scores, strict=True)]
     total = functools.reduce(operator.add, weights, total)
+    weights = scaled(weights, value_scales)
     (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
     values = warp.fetch_values(first, page) if values is None else values
     values = chosen(has_new, lambda: token.with_value(value_js, values), values)
@@ -319,6 +342,18 @@ def chosen(condition, values, otherwise):
     """values() where the condition holds for a whole warp, else `otherwise`: lists of lists of values."""
     leaves, structure = jax.tree.flatten(otherwise)
     return jax.tree.unflatten(structure, lanes.choose(condition, lambda: jax.tree.leaves(values()), leaves))
+
+
+def scaled(numbers, scales) -> list:
+    """Scores by the scales of their keys, or weights by those of their values."""
+    return [x if scale is None else x * scale for x, scale in zip(numbers, scales, strict=True)]
+
+
+def with_exponents(scores, scales) -> list:
+    """log2 of what 2^score is behind the scale of its value: the largest is what weights are held against, so
+    that with their scales they stay in range. A scale below 2^-60 counts as that."""
+    pairs = zip(scores, scales, strict=True)
+    return [s if scale is None else s + lanes.log2(maximum(scale, 2.0**-60)) for s, scale in pairs]
 
 
 def multiplied(layout, token: NewToken, keys) -> list:

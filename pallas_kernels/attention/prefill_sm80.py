@@ -44,7 +44,7 @@ def mma_attention(
     layer: jax.Array,
 ) -> jax.Array:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
-    (cache_layouts: DTYPE is OPERAND) and head_dim 64 or 128.
+    (cache_layouts: PREFILL is itself) and head_dim 64 or 128.
 
     Returns float32 [B, T, H, D].
     """

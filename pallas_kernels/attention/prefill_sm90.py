@@ -61,7 +61,8 @@ def prefill_attention(
     layer: jax.Array,
 ) -> jax.Array:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
-    (cache_layouts: DTYPE is OPERAND), whose pages hold a multiple of 64 tokens, and head_dim 64, 128 or 256.
+    (cache_layouts: PREFILL is itself), whose pages hold a multiple of 64 tokens, and head_dim 64,
+    128 or 256.
 
     Returns float32 [B, T, H, D].
     """

@@ -32,7 +32,7 @@ def attention(
 
     out = softmax(scale q k^T, over keys at positions <= the query's) v
 
-    q            queries, rotated
+    q            queries behind rope, rotated as the layout of the pages has it (cache_layouts: rotate)
     k_, v_pages  the whole cache, [L, pages, page_size, Hkv, D] as its layout stores it (cache_layouts);
                  `layer` picks the layer inside, nothing is sliced out for it
     block_table  int32, the page that holds tokens [i * page_size, (i + 1) * page_size) of a row

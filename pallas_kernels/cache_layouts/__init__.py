@@ -1,12 +1,15 @@
 """Layouts of the key-value cache, one file each: everything that knows how a key or a value is stored.
 
 Pages are an array [layers, pages, page_size, KV heads, head_dim], or a dict of arrays that begin with these
-axes (as numbers of 8 bits and a scale for each token and head would be): one for keys, one for values. A
-layout module defines
+axes (numbers of 8 bits, and a scale for each token and head): one for keys, one for values. A layout module
+defines
 
     DTYPE       of the array, or {field: dtype}: pages are recognized by it
-    OPERAND     jnp.bfloat16 or jnp.float16, which tensor cores multiply. Where DTYPE is the same, the kernels
-                of prefill multiply pages as they lie
+    OPERAND     jnp.bfloat16 or jnp.float16, which tensor cores multiply
+    PREFILL     the layout that kernels of prefill multiply as it lies: this one; "float16", in which rows get
+                what they see of it beforehand (attention/prefill_pages.py); None: they cannot
+    rotate      queries or keys, float32 [..., head_dim] behind rope -> the same times an orthogonal matrix:
+                what scores are made of, and what is stored of keys
     quantize    float32 [..., head_dim] -> what is stored of it; finite numbers stay finite
     dequantize  its inverse, float32 [..., head_dim]; zeros are stored as finite numbers
 
@@ -19,11 +22,14 @@ OPERAND, the first in its low half:
                 a query is a lane's numbers of it, lists of 8 float32; four neighbouring lanes have it all
     split       two float32 -> [high, low]: pairs whose sum they are
     load        refs of pages, indices of the first number -> stored
-    store       stored, refs of pages, indices of the first number
-    narrow      head, distances, high -> a list of stored, as `quantize` has it. A head is a lane's numbers of
-                it, lists of 8 float32; the lanes at these distances (xor) have the rest; high: the high pairs
+    load_scale  refs of pages, indices of a head -> what its stored numbers are to be multiplied by, float32;
+                None: they are the numbers themselves
+    store, store_scale  the inverse: (stored, or the scale), refs of pages, indices
+    rotate_lanes  head, distances -> head, as `rotate` has it. A head is a lane's numbers of it, lists of 8
+                float32; the lanes at these distances (xor) have the rest
+    narrow      head, distances, high -> (a list of stored, scale), as `quantize` has it; high: the high pairs
                 of its split, where the kernel has them, or None
-    pairs       stored -> its neighbours: 4 times the pairs whose sum they are
+    pairs       stored -> its neighbours, without their scale: 4 times the pairs whose sum they are
     pairs_across  two of stored -> what stands in the same place of both: 8 times such pairs
 
 What one layout has as another has it, it imports. `get(name)` imports by file name, so a new file is a new

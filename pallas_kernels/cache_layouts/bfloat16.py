@@ -7,12 +7,17 @@ from pallas_kernels.cache_layouts.float32 import (
     dequantize,
     in_range,
     load,
+    load_scale,
+    rotate,
+    rotate_lanes,
     split,
     store,
+    store_scale,
 )
 
 DTYPE = jnp.dtype(jnp.bfloat16)
 OPERAND = jnp.bfloat16
+PREFILL = "bfloat16"
 
 
 def quantize(x):
@@ -23,8 +28,8 @@ def narrow(head, distances, high):
     from pallas_kernels.gpu import pairs
 
     if high is not None:  # the same numbers
-        return [[pairs.bfloat16_vector(words)] for words in high]
-    return [[pairs.rounded_to_bfloat16(part)] for part in head]
+        return [[pairs.bfloat16_vector(words)] for words in high], None
+    return [[pairs.rounded_to_bfloat16(part)] for part in head], None
 
 
 def pairs(stored):

@@ -2,10 +2,21 @@
 
 import jax.numpy as jnp
 
-from pallas_kernels.cache_layouts.bfloat16 import dequantize, load, pairs, pairs_across, store
+from pallas_kernels.cache_layouts.bfloat16 import (
+    dequantize,
+    load,
+    load_scale,
+    pairs,
+    pairs_across,
+    rotate,
+    rotate_lanes,
+    store,
+    store_scale,
+)
 
 DTYPE = jnp.dtype(jnp.float16)
 OPERAND = jnp.float16
+PREFILL = "float16"
 LARGEST = 65504.0
 
 
@@ -45,4 +56,4 @@ def narrow(head, distances, high):
     def words(part):
         return [lanes.half_pair(*part[i : i + 2], saturated=True) for i in range(0, 8, 2)]
 
-    return [[lanes.half_vector(words(part))] for part in head]
+    return [[lanes.half_vector(words(part))] for part in head], None

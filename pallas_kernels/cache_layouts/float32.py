@@ -5,6 +5,11 @@ import jax.numpy as jnp
 
 DTYPE = jnp.dtype(jnp.float32)
 OPERAND = jnp.bfloat16
+PREFILL = None
+
+
+def rotate(x):
+    return x
 
 
 def quantize(x):
@@ -35,16 +40,28 @@ def load(pages, at):
     return [memory.load_stored(8, pages, at)]
 
 
+def load_scale(pages, at):
+    return None
+
+
 def store(stored, pages, at):
     from pallas_kernels.gpu import memory
 
     memory.store_stored(stored[0], pages, at)
 
 
+def store_scale(scale, pages, at):
+    pass
+
+
+def rotate_lanes(head, distances):
+    return head
+
+
 def narrow(head, distances, high):
     from pallas_kernels.gpu import lanes
 
-    return [[lanes.real_vector(part)] for part in head]
+    return [[lanes.real_vector(part)] for part in head], None
 
 
 def pairs(stored):

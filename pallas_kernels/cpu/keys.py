@@ -31,6 +31,7 @@ from pallas_kernels.cpu.values import (
 LANES = 16  # float32 of the widest vectors
 MOST = 16  # vectors of heads that registers have room for beside a key
 SMALL = 2**15  # numbers of keys that one thread multiplies sooner than two
+SCALE_BYTES = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Kernel:
     """One kernel: all that its code depends on but sizes.
 
     dtype     of keys and values
+    scales    dtype of what each token's and head's numbers are times; None: they have no scale
     group     query heads of a KV head
     head_dim  a multiple of 16
     scale     of scores
@@ -45,6 +47,7 @@ class Kernel:
     """
 
     dtype: str
+    scales: str | None
     group: int
     head_dim: int
     scale: float
@@ -65,7 +68,7 @@ def _module(kernel: Kernel, name: str) -> ir.Module:
 
 
 # Arguments of the call.
-Q, POSITIONS, TABLE, LAYER, KEYS, VALUES = range(6)
+Q, POSITIONS, TABLE, LAYER, KEYS, VALUES, KEY_SCALES, VALUE_SCALES = range(8)
 
 
 class _Writer:
@@ -75,6 +78,7 @@ class _Writer:
         self.kernel = kernel
         self.stored = type_of(jnp.dtype(kernel.dtype))
         self.item = jnp.dtype(kernel.dtype).itemsize
+        self.scale = None if kernel.scales is None else type_of(jnp.dtype(kernel.scales))
 
     def parts(self, frame: Value, threads: Value) -> Value:
         """One for each row and KV head; one in all where there are few keys."""
@@ -116,9 +120,10 @@ class _Writer:
             own = {h: scores.at(stride * h) for h in heads}
             largest = {h: Variable(constant(b, F32, -3e38)) for h in heads}
 
-            def score(s: Value, key: Value, q=q, own=own, largest=largest):
+            def score(s: Value, key: Value, scale: Value | None, q=q, own=own, largest=largest):
                 for h, query in q.items():
                     value = (query * key).sum()
+                    value = value if scale is None else value * scale
                     own[h].at((s - first) * 4).store(value)
                     largest[h].value = largest[h].value.called("llvm.maxnum", value)
 
@@ -126,10 +131,11 @@ class _Writer:
             totals = {h: self._weights(own[h], end - first, largest[h].value) for h in heads}
             sums = {h: Variable(constant(b, wide, 0.0)) for h in heads}
 
-            def add(s: Value, value: Value, own=own, sums=sums):
+            def add(s: Value, value: Value, scale: Value | None, own=own, sums=sums):
                 for h, total in sums.items():
-                    weight = own[h].at((s - first) * 4).load(F32).splat(kernel.head_dim)
-                    total.value = value.fma(weight, total.value)
+                    weight = own[h].at((s - first) * 4).load(F32)
+                    weight = weight if scale is None else weight * scale
+                    total.value = value.fma(weight.splat(kernel.head_dim), total.value)
 
             self._each(frame, VALUES, row, kv_head, first, end, add)
             for h in heads:
@@ -153,23 +159,32 @@ class _Writer:
 
     def _each(
         self, frame: Value, what: int, row: Value, kv_head: Value, first: Value, end: Value,
-        use: Callable[[Value, Value], None],
+        use: Callable[[Value, Value, Value | None], None],
     ) -> None:  # fmt: skip
-        """use(s, float32 [head_dim]) for the keys or values at positions first .. end - 1."""
+        """use(s, float32 [head_dim], their scale) for the keys or values at positions first .. end - 1."""
         num_pages, page_size = ffi.size(frame, what, 1), ffi.size(frame, what, 2)
         kv_heads, table_width = ffi.size(frame, what, 3), ffi.size(frame, TABLE, 1)
         layer = ffi.argument(frame, LAYER).load(I32).signed(I64)
         table = ffi.argument(frame, TABLE).at(row * table_width * 4)
-        token = kv_heads * (self.kernel.head_dim * self.item)  # bytes of all heads of a position
-        base = ffi.argument(frame, what).at(kv_head * (self.kernel.head_dim * self.item))
+        head = self.kernel.head_dim * self.item  # bytes
         with loop(first / page_size, (end + page_size - 1) / page_size) as i:
             page = table.at(i * 4).load(I32).signed(I64)
             start = i * page_size
             low = start.compared("<", first).select(first, start)
             high = (start + page_size).compared("<", end).select(start + page_size, end)
-            of_page = base.at((layer * num_pages + page) * page_size * token)
+            of_page = ((layer * num_pages + page) * page_size) * kv_heads + kv_head  # heads before it
+            numbers, scales = ffi.argument(frame, what).at(of_page * head), None
+            if self.scale is not None:
+                scales = ffi.argument(frame, what - KEYS + KEY_SCALES).at(of_page * SCALE_BYTES)
             with loop(low, high) as s:
-                stored = of_page.at((s - start) * token).load(vector(self.stored, self.kernel.head_dim))
-                if self.stored is not F32:
-                    stored = stored.bfloat16() if self.stored is I16 else stored.float()
-                use(s, stored)
+                at = (s - start) * kv_heads
+                stored = numbers.at(at * head).load(vector(self.stored, self.kernel.head_dim))
+                scale = None if scales is None else _real(scales.at(at * SCALE_BYTES).load(self.scale))
+                use(s, _real(stored), scale)
+
+
+def _real(stored: Value) -> Value:
+    """float32 of what is stored."""
+    if stored.element is F32:
+        return stored
+    return stored.bfloat16() if stored.element is I16 else stored.float()

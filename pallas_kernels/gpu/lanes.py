@@ -227,6 +227,11 @@ def exp2(x):
     return ptx(f32(), [x], "ex2.approx.ftz.f32 $0, $1;", "=f,f")
 
 
+def log2(x):
+    """log2 of a positive number, to about 2^-22."""
+    return ptx(f32(), [x], "lg2.approx.ftz.f32 $0, $1;", "=f,f")
+
+
 def reciprocal(x):
     """1 / x, to an ulp."""
     return ptx(f32(), [x], "rcp.approx.ftz.f32 $0, $1;", "=f,f")

@@ -45,7 +45,7 @@ from tests.pallas_kernels.test_gemm import has_float16_scales
 pytestmark = pytest.mark.gpu
 
 # Layouts whose pages tensor cores multiply as they lie.
-AS_THEY_LIE = [n for n in cache_layouts.names() if cache_layouts.get(n).DTYPE == cache_layouts.get(n).OPERAND]
+AS_THEY_LIE = [n for n in cache_layouts.names() if n == cache_layouts.get(n).PREFILL]
 
 
 @pytest.fixture(autouse=True, scope="module")

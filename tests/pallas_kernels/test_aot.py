@@ -15,6 +15,7 @@ from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint
 from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_device, formats
+from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
@@ -58,12 +59,12 @@ def as_on_a_gpu(capability):
     return mock.patch.object(device, "default", lambda: device.GPUS["sm_{}{}".format(*capability)])
 
 
-def shapes(source, rows=1, context=2048):
+def shapes(source, rows=1, context=2048, cache_dtype="bfloat16"):
     """Shapes of a model's weights and of a generation state, as a GPU would hold them; nothing is
     allocated."""
     checkpoint = open_checkpoint(source)
     config = architectures.config_of(checkpoint)
-    run = model.resolve(bj.RunConfig(weights="packed", cache_dtype="bfloat16"), checkpoint, config)
+    run = model.resolve(bj.RunConfig(weights="packed", cache_dtype=cache_dtype), checkpoint, config)
     params = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
 
     def state():
@@ -82,10 +83,10 @@ NOT_HOPPER = [
 ]
 
 
-def check_decode(source, capability):
+def check_decode(source, capability, cache_dtype="bfloat16"):
     """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries."""
     with as_on_a_gpu(capability):
-        params, state, config = shapes(source)
+        params, state, config = shapes(source, cache_dtype=cache_dtype)
     assert params.layers.w_down.parts[0].tiled and state.cache.impl == "decode"
     step = functools.partial(core.decode, config=config, size=8)
     compiled = compile_for_gpu(
@@ -95,7 +96,7 @@ def check_decode(source, capability):
         compute_capability=capability,
         donate_argnums=1,
     )
-    cache_bytes = 2 * state.cache.k.size * state.cache.k.dtype.itemsize
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((state.cache.k, state.cache.v)))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes
@@ -110,6 +111,11 @@ def check_decode(source, capability):
 )
 def test_decode_compiles_with_its_cache_aliased(source):
     check_decode(source, (9, 0))
+
+
+def test_a_model_with_a_cache_of_bytes_compiles():
+    check_decode("synth:tiny-qwen3:q1_0", (9, 0), "int8")
+    check_prefill("synth:tiny-qwen3:q1_0", (9, 0), "int8")
 
 
 @pytest.mark.parametrize("capability", NOT_HOPPER, ids=str)
@@ -173,11 +179,11 @@ def test_logits_after_every_token_compile(source):
         )  # fmt: skip
 
 
-def check_prefill(source, capability):
+def check_prefill(source, capability, cache_dtype="bfloat16"):
     """Prefill of a model compiles for GPUs that have no wgmma; its attention is a kernel there too."""
     with as_on_a_gpu(capability):
-        params, state, config = shapes(source)
-        assert state.cache.prefill_impl == "prefill_sm80"
+        params, state, config = shapes(source, cache_dtype=cache_dtype)
+        assert state.cache.prefill_impl == ("prefill_sm90" if capability == (9, 0) else "prefill_sm80")
         tokens, lengths = jax.ShapeDtypeStruct((1, 300), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths,
@@ -360,6 +366,12 @@ def _many_rows_of_integers(format, n, k, matrices, rows):
 
     a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
+
+
+def _seen_pages(layout):
+    cache, i32 = _pages(layout, 4, 40, 64, 8, 128), jnp.int32
+    rows = jax.ShapeDtypeStruct((2, 20), i32), jax.ShapeDtypeStruct((2, 128), i32)
+    return prefill_pages.as_float16, (cache, cache, *rows, jax.ShapeDtypeStruct((), i32))
 
 
 def _many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
@@ -569,7 +581,9 @@ for layout in cache_layouts.names():
     HOT_ON_HOPPER[f"one launch, 1.7B, {layout}"] = functools.partial(
         one_launch, 28, 2048, 6144, 16, 8, 128, layout=layout
     )
-    if cache_layouts.get(layout).DTYPE == cache_layouts.get(layout).OPERAND:
+    if cache_layouts.get(layout).PREFILL not in (layout, None):
+        HOT[f"pages to float16, {layout}"] = functools.partial(_seen_pages, layout)
+    if layout == cache_layouts.get(layout).PREFILL:
         queries = functools.partial(
             _many_queries, heads=32, kv_heads=8, head_dim=128, tokens=2048, layout=layout
         )

@@ -11,14 +11,32 @@ from pallas_kernels.attention import attention, write_pages
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
-# What float32 is read as behind a cache, and how far that is from a normal number at most, relatively.
+
+def of_bytes(x):
+    """Head by head: a byte a number, the largest as 127."""
+    out = np.empty(x.shape, np.float64)
+    for at in np.ndindex(x.shape[:-1]):
+        scale = (np.abs(x[at]).max() / np.float32(127)).astype(ml_dtypes.bfloat16).astype(np.float32)
+        out[at] = np.float64(np.rint(x[at] / scale) * scale) if scale else 0
+    return out
+
+
+# What float32 is read as behind a cache, and how far that is from a normal number at most, relatively: to the
+# number, or to the largest of its head.
 ORACLES = {
     "bfloat16": lambda x: x.astype(ml_dtypes.bfloat16).astype(np.float64),
     "float16": lambda x: np.clip(x, -65504, 65504).astype(np.float16).astype(np.float64),
     "float32": lambda x: x.astype(np.float64),
+    "int8": of_bytes,
 }
-ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0.0}
-BYTES = {"bfloat16": 2 * 128, "float16": 2 * 128, "float32": 4 * 128}  # of a head of 128
+ROUNDING = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0.0, "int8": (1 + 2**-8) / 254}
+BYTES = {"bfloat16": 2 * 128, "float16": 2 * 128, "float32": 4 * 128, "int8": 128 + 2}  # of a head of 128
+
+
+def room(name, x):
+    """How far numbers [..., head_dim] may be from what is stored of them."""
+    return ROUNDING[name] * (np.abs(x).max(-1, keepdims=True) if name == "int8" else np.abs(x))
+
 
 layouts = pytest.mark.parametrize("name", cache_layouts.names())
 
@@ -35,7 +53,35 @@ def test_numbers_are_rounded_as_numpy_rounds_them(name):
     subnormal = np.abs(x) < 2.0**-126  # which XLA may flush
     np.testing.assert_array_equal(got[~subnormal], ORACLES[name](x)[~subnormal])
     normal = (np.abs(x) >= 2.0**-14) & (np.abs(x) < 65504)
-    assert (np.abs(got - x)[normal] <= ROUNDING[name] * np.abs(x)[normal]).all()
+    assert (np.abs(got - x) <= room(name, x))[normal].all()
+
+
+@layouts
+@pytest.mark.parametrize("D", [64, 96, 128])
+def test_scores_are_those_of_what_is_rotated(name, D):
+    rng = np.random.default_rng(D)
+    q, k = rng.standard_normal((2, 5, D)).astype(np.float32)
+    rotate = jax.jit(cache_layouts.get(name).rotate)
+    got = np.asarray(rotate(q), np.float64) @ np.asarray(rotate(k), np.float64).T
+    np.testing.assert_allclose(got, np.float64(q) @ np.float64(k).T, atol=1e-4)
+
+
+def test_keys_of_bytes_keep_what_stands_beside_a_large_dimension():
+    """One dimension that is 100 times the others takes all bits of a scale, unless keys are rotated."""
+    layout = cache_layouts.get("int8")
+    x = np.random.default_rng(3).standard_normal((200, 64)).astype(np.float32)
+    x[:, 5] *= 100
+
+    def error(numbers):
+        return np.abs(np.asarray(layout.dequantize(layout.quantize(numbers))) - numbers).mean()
+
+    assert error(np.asarray(layout.rotate(x))) < 0.3 * error(x)
+
+
+def test_a_cache_of_bytes_refuses_derivatives():
+    layout = cache_layouts.get("int8")
+    with pytest.raises(NotImplementedError, match=r"int8 have no derivative.* cache of float32"):
+        jax.grad(lambda x: layout.dequantize(layout.quantize(x)).sum())(jnp.ones(64))
 
 
 @layouts

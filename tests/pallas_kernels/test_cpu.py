@@ -18,6 +18,7 @@ from pallas_kernels import attention, formats, from_blocks, gated, matmul, selec
 from pallas_kernels.attention import cpu
 from pallas_kernels.qtensor import Products
 from pallas_kernels.selection import Matmul, choose, explain, for_device
+from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_ops import naive_attention
 
 KEPT = np.load(Path(__file__).parent.parent / "data" / "formats.npz")
@@ -213,6 +214,7 @@ HEADS = {
     "float32": (9, 3, 64, None, None),
     "float16": (16, 2, 128, None, 0.2),
     "bfloat16": (4, 4, 32, 11, None),
+    "int8": (6, 2, 64, 17, None),
 }
 
 
@@ -221,7 +223,7 @@ def test_attention_of_one_query_is_numpys(dtype):
     """Shuffled pages, a row that is padding, a window, a scale."""
     heads, kv_heads, head_dim, window, scale = HEADS[dtype]
     rng = np.random.default_rng(12)
-    k, v = (jnp.asarray(rng.standard_normal((2, 15, 8, kv_heads, head_dim)), dtype) for _ in "kv")
+    k, v = (pages_of(dtype, np.float32(rng.standard_normal((2, 15, 8, kv_heads, head_dim)))) for _ in "kv")
     q = rng.standard_normal((3, 1, heads, head_dim)).astype(np.float32)
     table, positions = rng.permutation(15).reshape(3, 5), np.array([[-1], [39], [20]])
     got = cpu.run(
@@ -231,7 +233,7 @@ def test_attention_of_one_query_is_numpys(dtype):
     assert not np.asarray(got[0]).any()
     for row in (1, 2):
         keys, values = (
-            np.asarray(pages[1, table[row]], np.float64).reshape(40, kv_heads, head_dim) for pages in (k, v)
+            np.float64(numbers_of(pages))[1, table[row]].reshape(40, kv_heads, head_dim) for pages in (k, v)
         )
         want = naive_attention(q[row], keys, values, positions[row], window, scale)
         assert error(got[row], want) < 1e-6

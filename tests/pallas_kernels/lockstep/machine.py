@@ -150,7 +150,7 @@ class Machine:
         values = ref.cells[self.block[self.active][:, None] if ref.shared else 0, at]
         if ref.words is not None:
             late = ref.words.read(*self._words(ref, at))
-            values[late.reshape(at.shape)] = -1 if ref.type.element == "i32" else np.nan
+            values[late.reshape(at.shape)] = -1 if values.dtype.kind == "i" else np.nan
         return values
 
     def store_cells(self, ref: Ref, at: np.ndarray, values: np.ndarray):

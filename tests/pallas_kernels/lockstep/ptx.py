@@ -133,6 +133,11 @@ def _exp2(machine, match, x):
     return f32(np.exp2(x.a))
 
 
+@instruction(r"lg2\.approx(\.ftz)?\.f32")
+def _log2(machine, match, x):
+    return f32(np.log2(x.a))
+
+
 @instruction(r"rcp\.approx(\.ftz)?\.f32")
 def _reciprocal(machine, match, x):
     return f32(np.float32(1) / x.a)

@@ -1,0 +1,130 @@
+"""int8: a byte a number, times a scale of each token and head: half of float16's bytes, and 2 of the scale.
+
+    x = scale n,  scale = bfloat16(largest |x| / 127),  n = round(x / scale)
+
+bfloat16 has float32's range, and numbers up to 127 (1 + 2^-9) of it still round to 127: none is clipped. A
+scale is as coarse as a head's largest number, and keys have dimensions that are many times the others: so
+queries and keys are rotated, which spreads them (benchmarks/LOG.md).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.cache_layouts.float16 import WEIGHT_EXPONENT, in_range, split
+from pallas_kernels.rotation import hadamard
+
+DTYPE = {"numbers": jnp.dtype(jnp.int8), "scales": jnp.dtype(jnp.bfloat16)}
+OPERAND = jnp.float16
+PREFILL = "float16"
+LARGEST = 127
+
+
+def rotate(x):
+    return hadamard(x, x.shape[-1] & -x.shape[-1])  # the largest power of two that divides it
+
+
+@jax.custom_jvp
+def quantize(x):
+    scales = (jnp.abs(x).max(-1) / LARGEST).astype(jnp.bfloat16)
+    scale = scales.astype(jnp.float32)[..., None]
+    numbers = jnp.where(scale > 0, jnp.round(x / scale), 0).astype(jnp.int8)
+    return {"numbers": numbers, "scales": scales}
+
+
+@quantize.defjvp
+def _derivative(primals, tangents):
+    raise NotImplementedError(
+        "keys and values of int8 have no derivative, because they are rounded to integers; take it with a "
+        "cache of float32, float16 or bfloat16"
+    )
+
+
+def dequantize(stored):
+    return stored["numbers"].astype(jnp.float32) * stored["scales"].astype(jnp.float32)[..., None]
+
+
+def rotate_lanes(head, distances):
+    """The butterflies of `hadamard`, one for each bit of a dimension's number: those of the place in a part,
+    of the part, and of the lane."""
+    from pallas_kernels.gpu import lanes
+    from pallas_kernels.gpu.values import integer, of, select
+
+    x = [of(v) for part in head for v in part]
+    factor = len(x) ** -0.5
+    for distance in distances:
+        factor *= 2**-0.5
+        sign = select((integer(lanes.thread()) & distance) == 0, 1.0, -1.0)
+        x = [lanes.swapped(v, distance) + sign * v for v in x]
+    stride = 1
+    while stride < len(x):
+        x = [x[i] + x[i + stride] if i & stride == 0 else x[i - stride] - x[i] for i in range(len(x))]
+        stride *= 2
+    return [[v * factor for v in x[i : i + 8]] for i in range(0, len(x), 8)]
+
+
+def load(pages, at):
+    from pallas_kernels.gpu import memory
+
+    return [memory.load_stored(8, pages["numbers"], at)]
+
+
+def load_scale(pages, at):
+    from pallas_kernels.gpu import memory
+
+    return memory.load_reals(1, pages["scales"], at)[0]
+
+
+def store(stored, pages, at):
+    from pallas_kernels.gpu import memory
+
+    memory.store_stored(stored[0], pages["numbers"], at)
+
+
+def store_scale(scale, pages, at):
+    from pallas_kernels.gpu import memory, pairs
+
+    memory.store_stored(pairs.rounded_to_bfloat16([scale]), pages["scales"], at)
+
+
+def narrow(head, distances, high):
+    from pallas_kernels.gpu import lanes, pairs
+    from pallas_kernels.gpu.values import as_real, greatest, maximum, of, real, select
+
+    largest = greatest([abs(of(v)) for part in head for v in part])
+    for distance in distances:
+        largest = maximum(largest, lanes.swapped(largest, distance))
+    scale = as_real(pairs.bfloat16_pair(largest / float(LARGEST), real(0)) << 16)
+    inverse = select(scale > 0.0, 1.0 / scale, 0.0)
+
+    def word(four):
+        return lanes.packed_bytes([lanes.round_to_integer(of(v) * inverse) for v in four], 0)
+
+    return [[lanes.byte_vector([word(part[:4]), word(part[4:])])] for part in head], scale
+
+
+# A byte of 0 to 255 under 0x64 is the float16 1024 + n, so a signed one with its sign flipped 1152 + n.
+
+
+def pairs(stored):
+    from pallas_kernels.gpu import lanes
+    from pallas_kernels.gpu.values import integer
+
+    above, out = integer(0x64646464), []
+    for word in lanes.words(stored[0]):
+        flipped = word ^ 0x80808080
+        for selector in (0x4140, 0x4342):
+            out.append([lanes.half_less(lanes.bytes_of(flipped, above, selector), lanes.half_twice(1152))])
+    return out
+
+
+def pairs_across(a, b):
+    from pallas_kernels.gpu import lanes
+
+    out = []
+    for of_a, of_b in zip(lanes.words(a[0]), lanes.words(b[0]), strict=True):
+        for selector in (0x5410, 0x7632):  # two neighbours of a, then of b
+            both = lanes.bytes_of(of_a, of_b, selector)
+            for word in (both, both >> 8):
+                number = lanes.halves_of_code(word, 0x00FF00FF, 0x00800080)
+                out.append([lanes.half_less(number, lanes.half_twice(1152))])
+    return out
