@@ -23,7 +23,7 @@ from bonsai_jax.plan import match
 from checkpoints import Checkpoint
 from pallas_kernels import QTensor, device
 from pallas_kernels.qtensor import leaves, tiled_nbytes
-from pallas_kernels.selection import Matmul, Verdict, choose, explain, products
+from pallas_kernels.selection import NEEDS_LLVM, Matmul, Verdict, choose, explain, products
 
 # Bytes per second of a large device-to-device copy, read plus written, as measured (benchmarks/LOG.md).
 MEASURED_COPY = {"NVIDIA H200": 4.3e12}
@@ -85,8 +85,26 @@ def explain_weights(
         decoded, reason = False, f"{sizes} exceed nine tenths of the {free / 1e9:.2f} GB that are free"
     else:
         decoded, reason = True, f"{sizes} fit into nine tenths of the {free / 1e9:.2f} GB that are free"
+    if decoded and without == NEEDS_LLVM:
+        packed = held_bytes(checkpoint, config, dataclasses.replace(run, weights="packed")) / parts
+        without += f", with which weights are {packed / 1e9:.2f} GB, as in the file"
     later = f"comes later: {without}" if decoded else "the first that can run it"
     return [Verdict("decoded", decoded, reason), Verdict("packed", not decoded, later)]
+
+
+def missing_extra(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig) -> str | None:
+    """In a line what the extra `cpu` would give, on a CPU where it is missing; None elsewhere. `run` must be
+    resolved."""
+    if jax.default_backend() != "cpu" or _without_kernel(checkpoint, run) != NEEDS_LLVM:
+        return None
+    stored, packed = (
+        held_bytes(checkpoint, config, dataclasses.replace(run, weights=way)) / 1e9
+        for way in (run.weights, "packed")
+    )
+    return (
+        f"no kernels: weights are {stored:.2f} GB where {packed:.2f} would do, and read more slowly; "
+        "pip install 'bonsai-jax[cpu]' brings the package llvmlite, which they need"
+    )
 
 
 def _without_kernel(checkpoint: Checkpoint, run: RunConfig) -> str | None:

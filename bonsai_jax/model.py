@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from bonsai_jax import architectures, card, compile_cache, layers, parallel, placement, speculation
+from bonsai_jax import architectures, card, compile_cache, layers, parallel, placement, speculation, threads
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
@@ -86,6 +86,7 @@ def from_checkpoint(
 ) -> Model:
     """`load` for a checkpoint that is open already."""
     compile_cache.use()
+    threads.use()
     config = architectures.config_of(checkpoint)
     mesh = mesh if mesh is None else placement.usable(mesh)
     parts = placement.size(mesh, placement.MODEL)

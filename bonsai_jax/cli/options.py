@@ -259,14 +259,19 @@ def load(
     offline: bool = False,
     no_compile_cache: bool = False,
 ) -> "Model":
-    """The model, loaded with a progress bar; the demo model where none is named."""
+    """The model, loaded with a progress bar; the demo model where none is named. A line to stderr says what
+    is not installed and would help."""
     compile_cache_off(no_compile_cache)
     import bonsai_jax as bj
+    from bonsai_jax import card
     from checkpoints import open_checkpoint
 
     checkpoint = open_checkpoint(source or "demo", offline=offline)  # a download has its own bar
     with bar("loading") as update:
-        return bj.from_checkpoint(checkpoint, run, mesh=on, progress=update)
+        loaded = bj.from_checkpoint(checkpoint, run, mesh=on, progress=update)
+    if missing := card.missing_extra(checkpoint, loaded.config, loaded.run):
+        print(missing, file=sys.stderr)
+    return loaded
 
 
 def compile_cache_off(asked: bool) -> None:

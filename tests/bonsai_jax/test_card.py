@@ -117,7 +117,22 @@ def test_inspect_says_what_the_extra_would_give(machine, without_kernels):
     machine(48, 40)
     out = json.loads(run_command("inspect", BIG, "--json").stdout)
     reasons = {v["kernel"]: v["reason"] for v in out["weights"]}
-    assert reasons["packed"] == "comes later: needs the package llvmlite: install the extra `cpu`"
+    needs = "comes later: needs the package llvmlite: install the extra `cpu`"
+    assert reasons["packed"] == f"{needs}, with which weights are {PACKED:.2f} GB, as in the file"
+
+
+def test_generating_without_the_extra_says_so_in_a_line(without_kernels):
+    out = run_command("generate", "Hello", "-m", "synth:tiny-llama:q8_0", "-n", "1", "--temp", "0")
+    said, *_ = out.stderr.splitlines()
+    assert (
+        said.startswith("no kernels: weights are 0.01 GB where 0.00 would do") and "bonsai-jax[cpu]" in said
+    )
+    assert out.exit_code == 0
+
+
+def test_generating_with_the_extra_says_nothing_of_it():
+    out = run_command("generate", "Hello", "-m", "synth:tiny-llama:q8_0", "-n", "1", "--temp", "0")
+    assert "no kernels" not in out.stderr and out.exit_code == 0
 
 
 def test_inspect_says_how_weights_are_held_and_why(machine):

@@ -35,6 +35,23 @@ def changed(**tensors) -> Checkpoint:
     return dataclasses.replace(tiny(), tensors={name: t for name, t in merged.items() if t is not None})
 
 
+@pytest.mark.parametrize("source", ["synth:tiny-qwen2:q4_k_m", "synth:tiny-llama:q8_0"])
+def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(source, tmp_path):
+    """What is drawn goes another way: every array is compared."""
+    from tests.bonsai_jax.test_oracle import as_file
+
+    drawn, path = bj.load(source), as_file(source, tmp_path / "model.gguf")
+    compiled = []
+    listener = lambda event, seconds, **_: compiled.append(event)  # noqa: E731
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    read = bj.load(str(path))
+    jax.monitoring.unregister_event_duration_listener(listener)
+    assert not [event for event in compiled if event.endswith("backend_compile_duration")]
+    assert jax.tree.structure(read.params) == jax.tree.structure(drawn.params)
+    for ours, theirs in zip(jax.tree.leaves(read.params), jax.tree.leaves(drawn.params), strict=True):
+        assert ours.dtype == theirs.dtype and np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
 def test_a_missing_tensor_is_named():
     with pytest.raises(
         CheckpointError, match=r"tensor blk\.1\.attn_k\.weight is missing; a llama model of 3 layers"

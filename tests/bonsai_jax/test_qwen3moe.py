@@ -170,7 +170,7 @@ def test_a_step_reads_the_experts_that_it_uses():
     assert (config.experts.count, config.experts.used, config.period) == (128, 8, 1)
     of_experts = sum(t.nbytes for name, t in checkpoint.tensors.items() if "_exps" in name)
     run = bj.RunConfig(weights="packed", cache_dtype="float16")
-    everything = card.held_bytes(checkpoint, run) - checkpoint.tensors["token_embd.weight"].nbytes
+    everything = card.held_bytes(checkpoint, config, run) - checkpoint.tensors["token_embd.weight"].nbytes
     assert card.step_bytes(checkpoint, run) == everything - of_experts * 120 // 128
     assert 0.06 < config.experts.share_read(1) < 0.0626 and config.experts.share_read(1000) > 0.999
     held = tiny().params
