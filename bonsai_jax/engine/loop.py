@@ -89,7 +89,7 @@ class Loop:
         """A request of one answer, as it waits to be added."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
-        reusable = 0 if vectors or not self._shares else None
+        reusable = 0 if vectors or not self.runner.shares else None
         request = Request(ids, max_new_tokens, reusable, vectors, priority)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
@@ -151,18 +151,13 @@ class Loop:
         work: list[tuple[int | tuple[int, int] | None, int | None]] = [
             (size, n) for size in (*limits.row_sizes, *limits.shapes) for n in variants
         ]
-        work += [(None, None)] if self._shares else []
+        work += [(None, None)] if self.runner.shares else []
         for done, (size, logprobs) in enumerate(work):
             progress(done, len(work))
             self.runner.compile(size, logprobs)
             if size is not None:
                 self.scheduler.compiled.add(size)
         progress(len(work), len(work))
-
-    @property
-    def _shares(self) -> bool:
-        """Whether pages may serve several requests: a recurrent state is not in them (prefix.py)."""
-        return self.runner.rewinds and not self.options.reproducible
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)

@@ -44,6 +44,7 @@ class Options:
     max_wait_s: float | None = None
     prefill_tokens: int = 0
     reproducible: bool = False
+    checkpoints: int = 0
 
 
 class Runner:
@@ -58,6 +59,7 @@ class Runner:
         self.limits = limits(model, options)
         threaded = threaded and jax.process_count() == 1  # several processes must dispatch in the same order
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else None
+        self._nowhere = options.max_rows + options.checkpoints  # a row that there is not
         self._pool = self._empty_pool()
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
         self._nobody = self.rules(SamplingParams(0.0, seed=0), [])
@@ -73,9 +75,9 @@ class Runner:
         return made
 
     @property
-    def rewinds(self) -> bool:
-        """Whether pages hold all that a row keeps of what it has read."""
-        return self._pool.cache.rewinds
+    def shares(self) -> bool:
+        """Whether requests can share what they have read: pages, and checkpoints of what is not in them."""
+        return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
     def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Drawn:
         """Have the rows of these know the tokens that they will not read. One of each device."""
@@ -109,7 +111,7 @@ class Runner:
     ) -> Drawn:
         """rows.decode of these and as many more as make `rows` of each device."""
         columns = np.zeros((rows * self.data, 2 + self._pool.cache.block_table.shape[1]), np.int32)
-        columns[:, :2] = self.options.max_rows, steps
+        columns[:, :2] = self._nowhere, steps
         for i, request in numbered(writes, rows):
             columns[i, 0] = request.row
             columns[i, 2 : 2 + len(request.table)] = request.table
@@ -144,7 +146,8 @@ class Runner:
     def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
         """Rows of layout without their tokens, so many of each device."""
         columns = np.zeros(rows * self.data, layout)
-        columns["row"], columns["copy_to"] = self.options.max_rows, self.options.pages
+        columns["row"] = columns["begins"] = columns["saves"] = self._nowhere
+        columns["copy_to"] = self.options.pages
         columns["rules"] = self._nobody
         for i, read in numbered(reads, rows):
             row, request = columns[i], read.request
@@ -152,6 +155,9 @@ class Runner:
             row["starts"], row["draws"] = read.starts, read.draws
             row["remaining"] = request.max_new_tokens - len(request.said)
             row["answer"] = len(request.prompt)
+            row["begins"] = read.row if read.begins is None else self.options.max_rows + read.begins
+            if read.saves is not None:
+                row["saves"] = self.options.max_rows + read.saves
             if read.copy:
                 row["copy_from"], row["copy_to"] = read.copy
             row["rules"] = rules(request)
@@ -189,6 +195,13 @@ class Runner:
         model, o = self.model, self.options
         rows, pages = o.max_rows * self.data, o.pages * self.data
         cache = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
+        if o.checkpoints:
+            rows, pages = (
+                self._nowhere * self.data,
+                self.data,
+            )  # of each device its rows, then its checkpoints
+            more = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
+            cache = cache.replace(delta=more.delta)
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
@@ -218,6 +231,7 @@ def limits(model: Model, o: Options) -> Limits:
         free_tokens=1 if on_cpu else FREE_TOKENS,
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),
+        checkpoints=o.checkpoints or None,
         reserve=o.reproducible,
     )
 

@@ -37,6 +37,8 @@ class Request:
     to_read        those to be read before it writes on
     started        something is read since it got its row
     copy           (source, destination) of a page to copy before anything is read
+    checkpoint     where the state lies that it begins with, behind tokens that it shares; None: it has none
+    cuts           where a chunk ends, so that a state can be kept there
     flights        (least, most) tokens of each dispatched draw that is not known yet
     """
 
@@ -54,6 +56,8 @@ class Request:
     to_read: int = 0
     started: bool = False
     copy: tuple[int, int] | None = None
+    checkpoint: int | None = None
+    cuts: tuple[int, ...] = ()
     flights: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
     ended: bool = False
 
@@ -81,7 +85,8 @@ class Request:
 @dataclasses.dataclass
 class Read:
     """Tokens [first, first + count) of a request, and with the last ones a draw. Row and pages are those that
-    it has now; behind the plan they may be another's."""
+    it has now; behind the plan they may be another's. A recurrent state is taken from the checkpoint `begins`
+    and kept in `saves`, where these are not None."""
 
     request: Request
     row: int
@@ -91,6 +96,8 @@ class Read:
     draws: bool
     starts: bool
     copy: tuple[int, int] | None
+    begins: int | None = None
+    saves: int | None = None
 
 
 @dataclasses.dataclass
@@ -115,6 +122,7 @@ class Limits:
     free_tokens  a prefill of fewer costs as much
     steps        most decode steps of a plan
     width        most tokens that a row draws in a step (speculation)
+    checkpoints  of recurrent states; None: the model keeps nothing but pages
     reserve      pages for the whole answer are taken beforehand, so that nothing is pre-empted
     """
 
@@ -126,6 +134,7 @@ class Limits:
     free_tokens: int
     steps: int
     width: int = 1
+    checkpoints: int | None = None
     reserve: bool = False
 
 
@@ -133,7 +142,7 @@ class Device:
     """Rows and pages of one device (of one part of the mesh's axis "data")."""
 
     def __init__(self, limits: Limits):
-        self.prefix = PrefixCache(limits.pages, limits.page_size)
+        self.prefix = PrefixCache(limits.pages, limits.page_size, limits.checkpoints)
         self.pages = self.prefix.pages
         self.free_rows = list(reversed(range(limits.max_rows)))
         self.running: list[Request] = []  # in order
@@ -204,7 +213,9 @@ class Scheduler:
                 skipped.append(request)
                 continue
             device, match = best
-            full = Match(match.pages, len(match.pages) * self.limits.page_size)  # without a page to copy
+            full = dataclasses.replace(  # without a page to copy
+                match, tokens=len(match.pages) * self.limits.page_size, source=None
+            )
             if not any(self._start(request, device, m, tokens) for m in (match, full)):
                 skipped.append(request)
                 break  # who came later does not overtake
@@ -227,6 +238,10 @@ class Scheduler:
         request.table = [*match.pages, *pages.take(need)]
         request.copy = None if match.source is None else (match.source, request.table[len(match.pages)])
         request.read, request.to_read, request.started = match.tokens, total, False
+        if device.prefix.checkpoints is not None and tokens:
+            request.checkpoint, request.cuts = match.checkpoint, (match.known, self._whole(total - 1))
+            if match.checkpoint is not None:
+                device.prefix.checkpoints.hold(match.checkpoint)
         request.device, request.row = self.devices.index(device), device.free_rows.pop()
         bisect.insort(device.running, request, key=lambda r: r.order)
         device.prefix.insert(tokens[: self._whole(len(tokens))], request.table, ready=False)
@@ -238,13 +253,15 @@ class Scheduler:
         device.running.remove(request)
         if request.copy is not None:
             device.pages.release(request.copy[0], keep=True)
+        if request.checkpoint is not None:
+            device.prefix.let_go(request.checkpoint)
         device.prefix.abandon(request.table)
         if request.read == request.to_read:  # the newest token is stored when the next is drawn
             device.prefix.insert(_tokens(request)[:-1], request.table, ready=True)
         device.prefix.release(request.table)
         if request.row is not None:
             device.free_rows.append(request.row)
-        request.device = request.row = request.copy = None
+        request.device = request.row = request.copy = request.checkpoint = None
         request.table = []
 
     def _preempt(self, request: Request) -> None:
@@ -287,6 +304,8 @@ class Scheduler:
     def _read(self, request: Request, most: int) -> Read:
         device = self.devices[request.device]  # pyright: ignore[reportArgumentType, reportCallIssue]
         count = min(_unread(request), most)
+        if cuts := [at for at in request.cuts if request.read < at < request.read + count]:
+            count = min(cuts) - request.read
         ends = request.read + count == request.to_read
         place: tuple[int, list[int]] = request.row, request.table  # pyright: ignore[reportAssignmentType]
         read = Read(request, *place, request.read, count, ends, not request.started, request.copy)
@@ -294,8 +313,14 @@ class Scheduler:
         if request.copy is not None:  # dispatched before whatever takes the source over
             device.pages.release(request.copy[0], keep=True)
             request.copy = None
+        if request.checkpoint is not None:  # the same
+            read.begins, request.checkpoint = request.checkpoint, None
+            device.prefix.let_go(read.begins)
         known = request.read if ends else self._whole(request.read)
-        device.prefix.insert(_tokens(request)[:known], request.table, ready=True)
+        tokens = _tokens(request)[:known]
+        device.prefix.insert(tokens, request.table, ready=True)
+        if tokens and request.read == self._whole(request.read):
+            read.saves = device.prefix.save(tokens)
         if ends:
             request.flights.append((1, 1))
         return read
