@@ -70,6 +70,7 @@ class Loop:
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
         self.failures = 0  # since anything was drawn
+        self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
         self._read_at: float | None = None
 
@@ -114,9 +115,14 @@ class Loop:
             if plan is None:
                 self._read_at = None
             else:
+                self.plans += 1
                 self._dispatch(plan)
         if self._flying and (plan is None or self._ahead() > 1):
-            self._read(self._flying.popleft())
+            flight = self._flying.popleft()
+            first_token = bool(flight.rows) and not flight.steps and self.options.max_wait_s is not None
+            if not first_token:  # nothing is compiled before that is read, or the device gets ahead
+                self.runner.catch_up()
+            self._read(flight)
             self.failures = 0
         return plan is not None or bool(self._flying) or bool(self.scheduler.waiting)
 

@@ -10,6 +10,7 @@ plans and reads meanwhile. `generate` and `stream` dispatch in the thread of the
 import concurrent.futures
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,39 @@ class Options:
     checkpoints: int = 0
 
 
+class Caller:
+    """An executor in the thread of its caller: it works when a result is needed, or on `catch_up`. So a first
+    token can be read before the steps behind it are compiled."""
+
+    class Result(concurrent.futures.Future):
+        def __init__(self, caller: "Caller"):
+            super().__init__()
+            self.caller = caller
+
+        def result(self, timeout: float | None = None) -> Any:
+            self.caller.catch_up(until=self)
+            return super().result(timeout)
+
+    def __init__(self):
+        self._work: deque[tuple[Caller.Result, Callable]] = deque()
+
+    def submit(self, run: Callable) -> "Caller.Result":
+        result = self.Result(self)
+        self._work.append((result, run))
+        return result
+
+    def catch_up(self, until: "Caller.Result | None" = None) -> None:
+        while self._work and not (until is not None and until.done()):
+            result, run = self._work.popleft()
+            try:
+                result.set_result(run())
+            except Exception as error:
+                result.set_exception(error)
+
+    def shutdown(self) -> None:
+        self._work.clear()
+
+
 class Runner:
     """Dispatches for one engine, and the pool that they work on.
 
@@ -58,7 +92,9 @@ class Runner:
         self.data = placement.size(model.mesh, placement.DATA)
         self.limits = limits(model, options)
         threaded = threaded and jax.process_count() == 1  # several processes must dispatch in the same order
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else None
+        self._thread = (
+            concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
+        )
         self._nowhere = options.max_rows + options.checkpoints  # a row that there is not
         self._pool = self._empty_pool()
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
@@ -130,17 +166,20 @@ class Runner:
             self.prefill(nobody, size, no_rules, logprobs).result()
         self._later(lambda params, pool: (jax.block_until_ready(pool),), [], {}).result()
 
+    def catch_up(self) -> None:
+        """Dispatch all that was asked for. A thread of its own does so by itself."""
+        if isinstance(self._thread, Caller):
+            self._thread.catch_up()
+
     def reset(self) -> None:
         """An empty pool, behind all that was asked for. Raises what making one raises."""
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()
+        self._thread.submit(lambda: None).result()
         self._free()
         self._pool = self._empty_pool()
 
     def close(self) -> None:
         """Free the pool's memory, and end the thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
         self._free()
 
     def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
@@ -185,11 +224,7 @@ class Runner:
                     array.copy_to_host_async()
             return drawn
 
-        if self._thread is not None:
-            return self._thread.submit(run)
-        done: Drawn = concurrent.futures.Future()
-        done.set_result(run())
-        return done
+        return self._thread.submit(run)
 
     def _empty_pool(self) -> State:
         model, o = self.model, self.options
