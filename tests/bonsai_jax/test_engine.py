@@ -336,6 +336,17 @@ def test_closing_cancels():
         engine.submit([1], max_new_tokens=2)
 
 
+def test_a_reproducible_engine_has_the_same_bits_alone_and_in_a_crowd():
+    ids, options = prompt(20, 80), {"max_new_tokens": MOST, "ignore_eos": True, "logprobs": 1}
+    with bj.Engine(tiny(), logprobs=1, reproducible=True, **SHAPE) as engine:
+        alone = engine.submit(ids, GREEDY, **options).result(120)
+        others = [engine.submit(prompt(7 * i, 80 + i), GREEDY, **options) for i in range(1, 6)]
+        crowd = engine.submit(ids, GREEDY, **options).result(120)
+        assert all(len(other.result(120).tokens) == MOST for other in others)
+    assert crowd.tokens == alone.tokens and crowd.cached_tokens == 0
+    jax.tree.map(np.testing.assert_array_equal, crowd.logprobs, alone.logprobs)
+
+
 @pytest.mark.parametrize("how", ["ngram", "reproducible"])
 def test_other_ways_say_the_same(how):
     """Speculation, whose steps draw several tokens, and one size of everything."""
