@@ -5,7 +5,8 @@
     loop.py       requests to plans, what they drew to text
     runner.py     plans to dispatches: the state of all rows, and the thread that dispatches
     scheduler.py  who runs next: rows, chunks of prompts, steps       } plain Python,
-    pages.py      whose pages are whose                               } without tensors
+    plans.py      requests, plans and limits, as it speaks of them    } without tensors
+    pages.py      whose pages are whose                               }
     prefix.py     which pages hold which tokens                       }
     rows.py       prefill and decode of some rows: functions of arrays
 

@@ -18,8 +18,9 @@ import numpy as np
 from bonsai_jax import decoding, parallel
 from bonsai_jax.answers import Piece, Reader
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.runner import Drawn, Options, Runner, numbered
-from bonsai_jax.engine.scheduler import Plan, Request, Scheduler
+from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.prompts import Ids
 

@@ -21,7 +21,7 @@ from bonsai_jax import decoding, parallel, placement, sampling, speculation
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import LogitsProcessor, State
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.engine.scheduler import Limits, Read, Request
+from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.taps import Taps
 
@@ -149,7 +149,7 @@ class Runner:
         columns = np.zeros((rows * self.data, 2 + self._pool.cache.block_table.shape[1]), np.int32)
         columns[:, :2] = self._nowhere, steps
         for i, request in numbered(writes, rows):
-            columns[i, 0] = request.row
+            columns[i, 0] = request.row  # pyright: ignore[reportArgumentType, reportCallIssue]
             columns[i, 2 : 2 + len(request.table)] = request.table
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
         return self._later(on_device.decode_rows, [columns], options, self.model.config)

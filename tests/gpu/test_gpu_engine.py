@@ -1,4 +1,4 @@
-"""An engine by kernels: the same bits alone and in a crowd, for engines that promise it, and the same answers."""
+"""An engine by kernels: the same bits alone and in a crowd, where it promises them."""
 
 import numpy as np
 import pytest
