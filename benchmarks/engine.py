@@ -1,23 +1,29 @@
 """Many requests through an engine's loop, beside fixed groups and beside steps without an engine.
 
-    python benchmarks/engine.py trace -m synth:bonsai-8b:q4_k_m --rows 128 --pages 1280 --crowd 64
-    python benchmarks/engine.py groups -m synth:bonsai-8b:q4_k_m --rows 32 --groups 3
-    python benchmarks/engine.py rows -m synth:bonsai-8b:q4_k_m --rows 16,32,64
+    python benchmarks/engine.py trace groups rows -m synth:bonsai-8b:q4_k_m --rows 256 --crowds 16,32,64,256
+
+trace, groups, rows in this order, each line as soon as it is measured: of a call that ends early the rest is
+missing and nothing else.
 
 trace    the requests of engine_requests.csv, all there from the beginning, each with its own number of new
-         tokens. Then --crowd requests of 128 + 128 tokens at once, in the same engine
+         tokens, through an engine of --rows rows and --pages pages
 groups   the same requests as `generate` answered them before there was an engine: groups of neighbours in
-         length, each one jitted call that waits for its longest answer. At equal pages: rows x 2,560 tokens
-         (the last number of --rows). --groups of them are measured, and the sum is extrapolated
-rows     128 tokens of prompt and 128 new ones for so many requests at once, sampled with the defaults; beside
-         it `bench`'s row, the same steps in one loop on the device
+         length, each one jitted call that waits for its longest answer. At equal pages: as many rows as
+         --pages give 2,560 tokens each. --groups of them are measured, and the sum is extrapolated;
+         speedup is the trace's, if that was measured before
+rows     128 tokens of prompt and 128 new ones for --crowds requests at once, sampled with the defaults;
+         beside it `bench`'s row, the same steps in one loop on the device: 0.9 of it is required
+host_ms  CPU time of the thread that plans and reads, for each plan; user_s that of all threads, on a CPU with
+         the model's own work. --reproducible: the same bits alone and in a crowd, and what that costs
 A line for each measurement, as JSON. Prompts are random tokens, answers do not end before their length. What
 is timed has been compiled by a run before.
 """
 
 import argparse
 import csv
+import dataclasses
 import json
+import resource
 import statistics
 import time
 from collections.abc import Iterator
@@ -28,9 +34,11 @@ import numpy as np
 import bonsai_jax as bj
 from bonsai_jax import bench, decoding, jitted, prompts
 from bonsai_jax import cache as kv
-from bonsai_jax.engine.loop import Loop, Options
+from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.runner import Options
 
 TRACE = Path(__file__).parent / "engine_requests.csv"
+PROMPT = 128  # tokens of each of a crowd's
 CONTEXT = 2560  # a prompt of 2,048 tokens and 512 new ones
 
 
@@ -47,9 +55,24 @@ def random_prompts(model: bj.Model, lengths: list[int]) -> list[list[int]]:
     return [rng.integers(0, model.config.vocab_size, length).tolist() for length in lengths]
 
 
-def run(loop: Loop, requests: list[tuple[list[int], int]]) -> tuple[float, float, list[float], list[float]]:
-    """Seconds to the end; tokens a second once all requests have their first one; of each request its time to
-    the first token, and its longest wait between two pieces."""
+@dataclasses.dataclass
+class Run:
+    """seconds  to the end
+    tok_s       tokens a second once all requests have their first one
+    first_s     time to the first token of each request, sorted
+    gaps_s      longest wait between two pieces of each request, sorted
+    host_ms, user_s   see above
+    """
+
+    seconds: float
+    tok_s: float
+    first_s: list[float]
+    gaps_s: list[float]
+    host_ms: float
+    user_s: float
+
+
+def run(loop: Loop, requests: list[tuple[list[int], int]]) -> Run:
     first, last, gaps, answered = {}, {}, {}, []
 
     def teller(i):
@@ -66,53 +89,73 @@ def run(loop: Loop, requests: list[tuple[list[int], int]]) -> tuple[float, float
     for i, (ids, new) in enumerate(requests):
         params = bj.SamplingParams(seed=i)
         loop.add(loop.ask(ids, params, max_new_tokens=new, ignore_eos=True, told=teller(i)))
+    plans, host, user = loop.plans, time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
     while loop.turn():
         pass
+    host_ms = (time.thread_time() - host) * 1e3 / (loop.plans - plans)
+    user = resource.getrusage(resource.RUSAGE_SELF).ru_utime - user
     assert sum(tokens for _, tokens in answered) == sum(new for _, new in requests)
     end, all_run = max(last.values()), max(first.values())
     speed = sum(tokens for at, tokens in answered if at > all_run) / max(end - all_run, 1e-9)
-    return end, speed, sorted(first.values()), sorted(gaps.values())
+    return Run(end, speed, sorted(first.values()), sorted(gaps.values()), host_ms, user)
 
 
 def compiled(loop: Loop) -> int:
     return len(loop.scheduler.compiled)
 
 
+def engine(model: bj.Model, o: argparse.Namespace, rows: int, pages: int, context: int, **more) -> Loop:
+    """The loop that an Engine's thread turns."""
+    options = Options(rows, pages, context, reproducible=o.reproducible, **more)
+    return Loop(model, options, threaded=True)
+
+
 def of_trace(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
     requests = trace(o.requests)
     ids = random_prompts(model, [length for length, _ in requests])
-    loop = Loop(model, Options(max_rows=o.rows[0], pages=o.pages, context=CONTEXT, max_wait_s=o.max_wait_s))
+    loop = engine(model, o, o.rows, o.pages, CONTEXT, max_wait_s=o.max_wait_s)
     began = time.perf_counter()
-    run(loop, [(i, 4) for i in ids[: o.rows[0] + 40]])
+    run(loop, [(i, 4) for i in ids[: o.rows + 40]])
     yield {"compiling_s": time.perf_counter() - began, "executables": compiled(loop)}
-    before, programs = loop.scheduler.preempted, compiled(loop)
-    seconds, _, first, gaps = run(loop, [(i, new) for i, (_, new) in zip(ids, requests, strict=True)])
+    before, programs, plans = loop.scheduler.preempted, compiled(loop), loop.plans
+    seen = run(loop, [(i, new) for i, (_, new) in zip(ids, requests, strict=True)])
     new = sum(new for _, new in requests)
+    o.trace_s = seen.seconds
     yield {
-        "seconds": seconds,
-        "requests_s": len(requests) / seconds,
-        "new_tok_s": new / seconds,
-        "prompt_tok_s": sum(map(len, ids)) / seconds,
-        "ttft_median_s": statistics.median(first),
-        "gap_median_s": statistics.median(gaps),
-        "gap_most_s": gaps[-1],
+        "seconds": seen.seconds,
+        "requests_s": len(requests) / seen.seconds,
+        "new_tok_s": new / seen.seconds,
+        "prompt_tok_s": sum(map(len, ids)) / seen.seconds,
+        "ttft_median_s": statistics.median(seen.first_s),
+        "gap_median_s": statistics.median(seen.gaps_s),
+        "gap_most_s": seen.gaps_s[-1],
+        "plans": loop.plans - plans,
+        "host_ms": seen.host_ms,
+        "user_s": seen.user_s,
         "preempted": loop.scheduler.preempted - before,
         "compiled_meanwhile": compiled(loop) - programs,
     }
-    if o.crowd:
-        yield {"crowd": o.crowd, **of_crowd(model, loop, o.crowd, o.repetitions)}
+    loop.close()
 
 
-def of_crowd(model: bj.Model, loop: Loop, rows: int, repetitions: int) -> dict:
-    """So many requests of 128 + 128 tokens at once."""
+def of_crowd(loop: Loop, rows: int, new: int, repetitions: int) -> dict:
+    """So many requests at once."""
     loop.scheduler.compiled.add(rows)  # as `warmup` does
-    n, times = 128, []
+    seen = []
     for repetition in range(repetitions + 1):
-        ids = [np.random.default_rng((repetition, i)).integers(0, 1000, n).tolist() for i in range(rows)]
-        end, speed, _, gaps = run(loop, [(i, n if repetition else 4) for i in ids])
-        times.append((speed, rows * n / end, gaps[-1]))
-    names = ("engine_tok_s", "with_prefill_tok_s", "gap_most_s")
-    return dict(zip(names, map(statistics.median, zip(*times[1:], strict=True)), strict=True))
+        ids = [np.random.default_rng((repetition, i)).integers(0, 1000, PROMPT).tolist() for i in range(rows)]
+        seen.append(run(loop, [(i, new if repetition else 4) for i in ids]))
+
+    def median(of):
+        return statistics.median(map(of, seen[1:]))
+
+    return {
+        "engine_tok_s": median(lambda run: run.tok_s),
+        "with_prefill_tok_s": median(lambda run: rows * new / run.seconds),
+        "gap_most_s": median(lambda run: run.gaps_s[-1]),
+        "host_ms": median(lambda run: run.host_ms),
+        "user_s": median(lambda run: run.user_s),
+    }
 
 
 def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
@@ -120,9 +163,10 @@ def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
     ids = sorted(random_prompts(model, [length for length, _ in requests]), key=lambda i: -len(i))
     most = max(new for _, new in trace(1000))
     size = decoding.bucket(most)
+    rows = max(1, o.pages * model.run.page_size // CONTEXT)
 
     def group(ids: list[list[int]], new: int) -> None:
-        ids = [*ids, *[ids[0][:1]] * (o.rows[-1] - len(ids))]
+        ids = [*ids, *[ids[0][:1]] * (rows - len(ids))]
         tokens, lengths = prompts.pad(ids)
         context = min(tokens.shape[1] + size, CONTEXT)
         sampling = [bj.SamplingParams(seed=i) for i in range(len(ids))]
@@ -130,7 +174,7 @@ def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
         _, drawn = jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=size)
         np.asarray(drawn)
 
-    groups = [ids[first : first + o.rows[-1]] for first in range(0, len(ids), o.rows[-1])]
+    groups = [ids[first : first + rows] for first in range(0, len(ids), rows)]
     every = max(1, len(groups) // o.groups)
     chosen, seconds = groups[every // 2 :: every], []
     for one in chosen:
@@ -144,28 +188,30 @@ def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
     whole = statistics.mean(seconds) * len(groups)
     new = sum(new for _, new in requests)
     yield {
+        "rows_of_a_group": rows,
         "measured_groups": len(chosen),
         "of_groups": len(groups),
         "seconds_extrapolated": whole,
         "requests_s": len(requests) / whole,
         "new_tok_s": new / whole,
+        "speedup": None if o.trace_s is None else whole / o.trace_s,
     }
 
 
 def of_rows(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
-    n = 128
-    for rows in o.rows:
-        test = bench.Test(model, "gen", n, n, rows)
-        speeds = [test.run() for _ in range(o.repetitions)]
-        yield {"rows": rows, "bench_tok_s": statistics.median(speeds)}
+    for rows in o.crowds:
+        test = bench.Test(model, "gen", o.new, PROMPT, rows)
+        of_bench = statistics.median(test.run() for _ in range(o.repetitions))
+        yield {"rows": rows, "bench_tok_s": of_bench}
         del test
-        pages = rows * kv.page_count(2 * n, model.run.page_size)
-        for wait in (None, o.max_wait_s):
-            loop = Loop(model, Options(max_rows=rows, pages=pages, context=2 * n, max_wait_s=wait))
-            line = of_crowd(model, loop, rows, o.repetitions)
-            share = line["engine_tok_s"] / statistics.median(speeds)
+        context = PROMPT + o.new
+        pages = rows * kv.page_count(context, model.run.page_size)
+        for wait in (None, o.max_wait_s or 0.1):
+            loop = engine(model, o, rows, pages, context, max_wait_s=wait)
+            line = of_crowd(loop, rows, o.new, o.repetitions)
+            share = line["engine_tok_s"] / of_bench
             yield {"rows": rows, "max_wait_s": wait, **line, "share_of_bench": share}
-            loop.release()
+            loop.close()
 
 
 def main() -> None:
@@ -174,19 +220,31 @@ def main() -> None:
     )
     parser.add_argument("what", nargs="+", choices=("trace", "groups", "rows"))
     parser.add_argument("-m", "--model", default="demo")
-    parser.add_argument("--rows", type=lambda text: [int(n) for n in text.split(",")], default=[8])
+    parser.add_argument("--rows", type=int, default=256)
+    parser.add_argument(
+        "--crowds", type=lambda text: [int(n) for n in text.split(",")], default=[16, 32, 64, 256]
+    )
+    parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--pages", type=int, default=2560)
     parser.add_argument("--requests", type=int, default=1000)
-    parser.add_argument("--crowd", type=int, default=0)
     parser.add_argument("--groups", type=int, default=3)
     parser.add_argument("--max-wait-s", type=float)
+    parser.add_argument("--reproducible", action="store_true")
     parser.add_argument("-r", "--repetitions", type=int, default=3)
     options = parser.parse_args()
-    run_config = bj.RunConfig(context=CONTEXT, rows=1)  # the memory is the engine's to give
+    options.trace_s = None
+    context = PROMPT + options.new if options.what == ["rows"] else CONTEXT
+    run_config = bj.RunConfig(context=context, rows=1)  # the memory is the engine's to give
     model = bj.load(options.model, run_config)
     for what in options.what:
         measure = {"trace": of_trace, "groups": of_groups, "rows": of_rows}[what]
-        about = {"what": what, "at_most": options.rows, "pages": options.pages, "model": options.model}
+        about = {
+            "what": what,
+            "at_most": options.rows,
+            "reproducible": options.reproducible,
+            "pages": options.pages,
+            "model": options.model,
+        }
         for line in measure(model, options):
             print(json.dumps({**bench.origin(), **about, **line}), flush=True)
 

@@ -256,3 +256,12 @@ def test_steps_write_what_generate_writes_and_the_definition_finds_where_another
     parted = np.concatenate([answer[:9], [second], answer[10:]])
     gap = exact[9][answer[9]] - exact[9][second]
     assert gap > 0 and abs(benchmark.margin(exact, parted) - gap) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_crowd_through_the_engine_is_beside_the_bench():
+    lines = script("engine", "rows", "-m", "synth:tiny-llama:q8_0", "--crowds", 2, "--new", 8, "-r", 1)
+    of_bench, at_once, bounded = map(json.loads, lines.splitlines())
+    for row in (at_once, bounded):
+        assert row["rows"] == 2 and row["host_ms"] > 0 and row["user_s"] > 0
+        assert row["share_of_bench"] == row["engine_tok_s"] / of_bench["bench_tok_s"]

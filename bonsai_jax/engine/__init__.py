@@ -2,9 +2,11 @@
 
     engine.py     Engine: takes requests from any thread; its own thread turns the loop
     handle.py     Handle: a request's answers, as they come
-    loop.py       plans to dispatches, what they drew to text
+    loop.py       requests to plans, what they drew to text
+    runner.py     plans to dispatches: the state of all rows, and the thread that dispatches
     scheduler.py  who runs next: rows, chunks of prompts, steps       } plain Python,
-    pages.py      whose pages are whose                               } without tensors
+    plans.py      requests, plans and limits, as it speaks of them    } without tensors
+    pages.py      whose pages are whose                               }
     prefix.py     which pages hold which tokens                       }
     rows.py       prefill and decode of some rows: functions of arrays
     simulate.py   the scheduler without a device: measured times in place of work

@@ -38,6 +38,8 @@ class Engine:
     logprobs     most alternatives that a request may ask for; None: no request gets log-probabilities
     logit_biases most tokens that a request's SamplingParams.logit_bias may name
     speculate, taps, logits_processor   as for `generate`; the same for all requests, and compiled in
+    checkpoints  recurrent states that the prefix cache keeps, each device, for models that have them (a state
+                 is as large as what a row keeps: card.py); None: max_rows, 0: such prompts are read whole
     max_wait_s   seconds that a new request, or the next token of a stream, waits for others at most, as far
                  as single steps and chunks of prefill are shorter
     prefill_tokens   tokens of prompts that are read at once, between two steps; None: 2,048, on a CPU 512
@@ -60,6 +62,7 @@ class Engine:
         speculate: str | None = None,
         taps: Taps | None = None,
         logits_processor: LogitsProcessor | None = None,
+        checkpoints: int | None = None,
         max_wait_s: float = 0.1,
         prefill_tokens: int | None = None,
         reproducible: bool = False,
@@ -84,6 +87,7 @@ class Engine:
             max_wait_s=max_wait_s,
             prefill_tokens=prefill_tokens or 0,
             reproducible=reproducible,
+            checkpoints=0 if model.config.delta is None else max_rows if checkpoints is None else checkpoints,
             **step_options(model, taps, logits_processor, logprobs),
         )
         self._loop = Loop(model, self.options, threaded=True)

@@ -18,8 +18,9 @@ import numpy as np
 from bonsai_jax import decoding, parallel
 from bonsai_jax.answers import Piece, Reader
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.runner import Drawn, Options, Runner, numbered
-from bonsai_jax.engine.scheduler import Plan, Request, Scheduler
+from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.prompts import Ids
 
@@ -70,6 +71,7 @@ class Loop:
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
         self.failures = 0  # since anything was drawn
+        self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
         self._read_at: float | None = None
 
@@ -89,7 +91,7 @@ class Loop:
         """A request of one answer, as it waits to be added."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
-        reusable = 0 if vectors or not self._shares else None
+        reusable = 0 if vectors or not self.runner.shares else None
         request = Request(ids, max_new_tokens, reusable, vectors, priority)
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
@@ -114,9 +116,14 @@ class Loop:
             if plan is None:
                 self._read_at = None
             else:
+                self.plans += 1
                 self._dispatch(plan)
         if self._flying and (plan is None or self._ahead() > 1):
-            self._read(self._flying.popleft())
+            flight = self._flying.popleft()
+            first_token = bool(flight.rows) and not flight.steps and self.options.max_wait_s is not None
+            if not first_token:  # nothing is compiled before that is read, or the device gets ahead
+                self.runner.catch_up()
+            self._read(flight)
             self.failures = 0
         return plan is not None or bool(self._flying) or bool(self.scheduler.waiting)
 
@@ -151,18 +158,13 @@ class Loop:
         work: list[tuple[int | tuple[int, int] | None, int | None]] = [
             (size, n) for size in (*limits.row_sizes, *limits.shapes) for n in variants
         ]
-        work += [(None, None)] if self._shares else []
+        work += [(None, None)] if self.runner.shares else []
         for done, (size, logprobs) in enumerate(work):
             progress(done, len(work))
             self.runner.compile(size, logprobs)
             if size is not None:
                 self.scheduler.compiled.add(size)
         progress(len(work), len(work))
-
-    @property
-    def _shares(self) -> bool:
-        """Whether pages may serve several requests: a recurrent state is not in them (prefix.py)."""
-        return self.runner.rewinds and not self.options.reproducible
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)

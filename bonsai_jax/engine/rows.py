@@ -29,20 +29,23 @@ def layout(pool: State, tokens: int) -> np.dtype:
     """What the host says of a row that reads, as numpy's structured type of 4-byte fields: an array of R such
     rows goes to the device as one int32 [R, columns] (`packed`), where `unpacked` finds the fields again.
 
-    row         of the pool; as many as it has where there is none
+    row         of the pool; beyond all rows and checkpoints where there is none
     first       tokens that the pages hold before
     count       tokens to read
     starts      1: nothing that the row in the pool remembers is of this request
     draws       1: with these tokens all is read, and one is drawn
     remaining   tokens that may be drawn
     answer      the position from which on tokens are the answer's, for penalties
+    begins      the recurrent state that it begins with: its own, or a checkpoint's, behind those of all rows
+    saves       the checkpoint that keeps its state behind these tokens; beyond all where there is none
     copy_from, copy_to   a page that becomes a copy of another before anything is read; copy_to is as many as
                 there are pages where there is none
     rules       of the draws: sampling.columns, and the stop ids as State has them
     table       pages of the row
     tokens      the first `count` are to be read
     """
-    names = ("row", "first", "count", "starts", "draws", "remaining", "answer", "copy_from", "copy_to")
+    names = ("row", "first", "count", "starts", "draws", "remaining", "answer")
+    names += ("begins", "saves", "copy_from", "copy_to")
     pages = pool.cache.block_table.shape[1]
     fields = [(name, np.int32) for name in names]
     return np.dtype(
@@ -124,7 +127,7 @@ def prefill(
         for pages in (cache.k, cache.v)
     )
     pool = pool.replace(cache=cache.replace(k=k, v=v))
-    state = _started(_take(pool, chunk["row"], chunk["table"]), chunk)
+    state = _started(_take(pool, chunk["row"], chunk["table"], chunk["begins"]), chunk)
     tokens = chunk["tokens"] if vectors is None else vectors
     if vectors is None:
         state = _noted(state, chunk)
@@ -141,8 +144,9 @@ def prefill(
         )
     )
     out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
+    pool = _put(pool, state, chunk["row"], chunk["saves"])
     scores = jax.tree.map(lambda x: x[:, None], scores)
-    return _put(pool, state, chunk["row"]), out, jnp.zeros_like(chunk["row"]), *scores
+    return pool, out, jnp.zeros_like(chunk["row"]), *scores
 
 
 @over_mesh("held", "rows", "rows", logprobs="rows")
@@ -159,7 +163,7 @@ def decode(
 ):
     """decoding.decode of some rows.
 
-    columns   the row, as many as the pool has where there is none; most steps, the same for all; its pages
+    columns   the row, beyond all where there is none; most steps, the same for all; its pages
     Returns the pool, int32 [R, size], the tokens drawn, int32 [R], the steps that drew them, and with
     logprobs=n Logprobs [R, size].
     """
@@ -183,21 +187,29 @@ def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
     return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0).itemsize // 4))
 
 
-def _take(pool: State, rows: Int[Array, "R"], table: Int[Array, "R pages"]) -> State:
-    """The State of these rows, with the pages of all."""
+def _take(
+    pool: State,
+    rows: Int[Array, "R"],
+    table: Int[Array, "R pages"],
+    begins: Int[Array, "R"] | None = None,
+) -> State:
+    """The State of these rows, with the pages of all, and with the recurrent states of `begins`."""
     cache, (by_row, by_layer) = pool.cache, _parts(pool)
+    begins = rows if begins is None else begins
     state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), by_row)
-    delta = jax.tree.map(lambda x: x.at[:, rows].get(mode="clip"), by_layer)
+    delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip"), by_layer)
     return state.replace(cache=state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table))
 
 
-def _put(pool: State, state: State, rows: Int[Array, "R"]) -> State:
-    """The pool, with this State of these rows."""
+def _put(pool: State, state: State, rows: Int[Array, "R"], saves: Int[Array, "R"] | None = None) -> State:
+    """The pool, with this State of these rows, and their recurrent states in `saves` too."""
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
     cache, old, new = state.cache, _parts(pool), _parts(state)
     rest = jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old[0], new[0])
-    delta = jax.tree.map(lambda x, y: x.at[:, rows].set(y, mode="drop"), old[1], new[1])
+    delta = old[1]
+    for places in (rows,) if saves is None else (rows, saves):
+        delta = jax.tree.map(lambda x, y, at=places: x.at[:, at].set(y, mode="drop"), delta, new[1])
     return rest.replace(cache=rest.cache.replace(k=cache.k, v=cache.v, delta=delta))
 
 

@@ -10,6 +10,7 @@ plans and reads meanwhile. `generate` and `stream` dispatch in the thread of the
 import concurrent.futures
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from bonsai_jax import decoding, parallel, placement, sampling, speculation
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import LogitsProcessor, State
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.engine.scheduler import Limits, Read, Request
+from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.taps import Taps
 
@@ -44,6 +45,40 @@ class Options:
     max_wait_s: float | None = None
     prefill_tokens: int = 0
     reproducible: bool = False
+    checkpoints: int = 0
+
+
+class Caller:
+    """An executor in the thread of its caller: it works when a result is needed, or on `catch_up`. So a first
+    token can be read before the steps behind it are compiled."""
+
+    class Result(concurrent.futures.Future):
+        def __init__(self, caller: "Caller"):
+            super().__init__()
+            self.caller = caller
+
+        def result(self, timeout: float | None = None) -> Any:
+            self.caller.catch_up(until=self)
+            return super().result(timeout)
+
+    def __init__(self):
+        self._work: deque[tuple[Caller.Result, Callable]] = deque()
+
+    def submit(self, run: Callable) -> "Caller.Result":
+        result = self.Result(self)
+        self._work.append((result, run))
+        return result
+
+    def catch_up(self, until: "Caller.Result | None" = None) -> None:
+        while self._work and not (until is not None and until.done()):
+            result, run = self._work.popleft()
+            try:
+                result.set_result(run())
+            except Exception as error:
+                result.set_exception(error)
+
+    def shutdown(self) -> None:
+        self._work.clear()
 
 
 class Runner:
@@ -57,7 +92,10 @@ class Runner:
         self.data = placement.size(model.mesh, placement.DATA)
         self.limits = limits(model, options)
         threaded = threaded and jax.process_count() == 1  # several processes must dispatch in the same order
-        self._thread = concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else None
+        self._thread = (
+            concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
+        )
+        self._nowhere = options.max_rows + options.checkpoints  # a row that there is not
         self._pool = self._empty_pool()
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
         self._nobody = self.rules(SamplingParams(0.0, seed=0), [])
@@ -73,9 +111,9 @@ class Runner:
         return made
 
     @property
-    def rewinds(self) -> bool:
-        """Whether pages hold all that a row keeps of what it has read."""
-        return self._pool.cache.rewinds
+    def shares(self) -> bool:
+        """Whether requests can share what they have read: pages, and checkpoints of what is not in them."""
+        return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
     def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Drawn:
         """Have the rows of these know the tokens that they will not read. One of each device."""
@@ -109,9 +147,9 @@ class Runner:
     ) -> Drawn:
         """rows.decode of these and as many more as make `rows` of each device."""
         columns = np.zeros((rows * self.data, 2 + self._pool.cache.block_table.shape[1]), np.int32)
-        columns[:, :2] = self.options.max_rows, steps
+        columns[:, :2] = self._nowhere, steps
         for i, request in numbered(writes, rows):
-            columns[i, 0] = request.row
+            columns[i, 0] = request.row  # pyright: ignore[reportArgumentType, reportCallIssue]
             columns[i, 2 : 2 + len(request.table)] = request.table
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
         return self._later(on_device.decode_rows, [columns], options, self.model.config)
@@ -128,23 +166,27 @@ class Runner:
             self.prefill(nobody, size, no_rules, logprobs).result()
         self._later(lambda params, pool: (jax.block_until_ready(pool),), [], {}).result()
 
+    def catch_up(self) -> None:
+        """Dispatch all that was asked for. A thread of its own does so by itself."""
+        if isinstance(self._thread, Caller):
+            self._thread.catch_up()
+
     def reset(self) -> None:
         """An empty pool, behind all that was asked for. Raises what making one raises."""
-        if self._thread is not None:
-            self._thread.submit(lambda: None).result()
+        self._thread.submit(lambda: None).result()
         self._free()
         self._pool = self._empty_pool()
 
     def close(self) -> None:
         """Free the pool's memory, and end the thread."""
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
         self._free()
 
     def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
         """Rows of layout without their tokens, so many of each device."""
         columns = np.zeros(rows * self.data, layout)
-        columns["row"], columns["copy_to"] = self.options.max_rows, self.options.pages
+        columns["row"] = columns["begins"] = columns["saves"] = self._nowhere
+        columns["copy_to"] = self.options.pages
         columns["rules"] = self._nobody
         for i, read in numbered(reads, rows):
             row, request = columns[i], read.request
@@ -152,6 +194,9 @@ class Runner:
             row["starts"], row["draws"] = read.starts, read.draws
             row["remaining"] = request.max_new_tokens - len(request.said)
             row["answer"] = len(request.prompt)
+            row["begins"] = read.row if read.begins is None else self.options.max_rows + read.begins
+            if read.saves is not None:
+                row["saves"] = self.options.max_rows + read.saves
             if read.copy:
                 row["copy_from"], row["copy_to"] = read.copy
             row["rules"] = rules(request)
@@ -179,16 +224,19 @@ class Runner:
                     array.copy_to_host_async()
             return drawn
 
-        if self._thread is not None:
-            return self._thread.submit(run)
-        done: Drawn = concurrent.futures.Future()
-        done.set_result(run())
-        return done
+        return self._thread.submit(run)
 
     def _empty_pool(self) -> State:
         model, o = self.model, self.options
         rows, pages = o.max_rows * self.data, o.pages * self.data
         cache = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
+        if o.checkpoints:
+            rows, pages = (
+                self._nowhere * self.data,
+                self.data,
+            )  # of each device its rows, then its checkpoints
+            more = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
+            cache = cache.replace(delta=more.delta)
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
@@ -218,6 +266,7 @@ def limits(model: Model, o: Options) -> Limits:
         free_tokens=1 if on_cpu else FREE_TOKENS,
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),
+        checkpoints=o.checkpoints or None,
         reserve=o.reproducible,
     )
 

@@ -12,128 +12,19 @@ as the device does one plan after another.
 import bisect
 import dataclasses
 import itertools
-from collections import deque
-from collections.abc import Sequence
-from typing import Any
 
+from bonsai_jax.engine.plans import Limits, Plan, Read, Request
 from bonsai_jax.engine.prefix import Match, PrefixCache
 
 PADDED = 4  # times as much padding is taken rather than another executable compiled
 WAITING_STEPS = (4, 16)  # decode steps of a plan while requests wait for a row: at least, and at most
 
 
-@dataclasses.dataclass(eq=False)
-class Request:
-    """One answer on its way.
-
-    prompt         token ids, or vectors: whatever has a length
-    reusable       most tokens that need not be read where their pages are known; None: all but the last
-    vectors        the prompt is vectors
-    priority       higher ones first; of equal ones the first that came
-    said           tokens drawn and known
-    device, row    where it runs; None: it waits
-    table          its pages
-    read           tokens of prompt and `said` whose reading is dispatched or was spared
-    to_read        those to be read before it writes on
-    started        something is read since it got its row
-    copy           (source, destination) of a page to copy before anything is read
-    flights        (least, most) tokens of each dispatched draw that is not known yet
-    """
-
-    prompt: Any
-    max_new_tokens: int
-    reusable: int | None = None
-    vectors: bool = False
-    priority: int = 0
-    said: list[int] = dataclasses.field(default_factory=list)
-    number: int = 0
-    device: int | None = None
-    row: int | None = None
-    table: list[int] = dataclasses.field(default_factory=list)
-    read: int = 0
-    to_read: int = 0
-    started: bool = False
-    copy: tuple[int, int] | None = None
-    flights: deque[tuple[int, int]] = dataclasses.field(default_factory=deque)
-    ended: bool = False
-
-    @property
-    def order(self) -> tuple[int, int]:
-        return -self.priority, self.number
-
-    @property
-    def stored(self) -> int:
-        """Most tokens that its pages hold when all that is dispatched is done, once all is read."""
-        tokens = len(self.prompt) + len(self.said) - 1
-        for _, most in self.flights:  # `sum` of a generator takes three times as long; see `_writes`
-            tokens += most
-        return tokens
-
-    @property
-    def left(self) -> int:
-        """Most tokens that it may still draw then."""
-        left = self.max_new_tokens - len(self.said)
-        for least, _ in self.flights:
-            left -= least
-        return left
-
-
-@dataclasses.dataclass
-class Read:
-    """Tokens [first, first + count) of a request, and with the last ones a draw. Row and pages are those that
-    it has now; behind the plan they may be another's."""
-
-    request: Request
-    row: int
-    table: list[int]
-    first: int
-    count: int
-    draws: bool
-    starts: bool
-    copy: tuple[int, int] | None
-
-
-@dataclasses.dataclass
-class Plan:
-    """Work for the devices: prefill of `reads`, each device's own, in an array of (rows, tokens) a device;
-    then decode of the rows of `writes`, `rows` a device, for `steps` steps."""
-
-    reads: list[list[Read]]
-    shape: tuple[int, int]
-    writes: list[list[Request]]
-    rows: int
-    steps: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What the executables can do, of each device.
-
-    max_rows, pages, page_size   of the cache
-    row_sizes    rows that decode is compiled for
-    shapes       (rows, tokens) that prefill is compiled for
-    free_tokens  a prefill of fewer costs as much
-    steps        most decode steps of a plan
-    width        most tokens that a row draws in a step (speculation)
-    reserve      pages for the whole answer are taken beforehand, so that nothing is pre-empted
-    """
-
-    max_rows: int
-    pages: int
-    page_size: int
-    row_sizes: Sequence[int]
-    shapes: Sequence[tuple[int, int]]
-    free_tokens: int
-    steps: int
-    width: int = 1
-    reserve: bool = False
-
-
 class Device:
     """Rows and pages of one device (of one part of the mesh's axis "data")."""
 
     def __init__(self, limits: Limits):
-        self.prefix = PrefixCache(limits.pages, limits.page_size)
+        self.prefix = PrefixCache(limits.pages, limits.page_size, limits.checkpoints)
         self.pages = self.prefix.pages
         self.free_rows = list(reversed(range(limits.max_rows)))
         self.running: list[Request] = []  # in order
@@ -204,7 +95,9 @@ class Scheduler:
                 skipped.append(request)
                 continue
             device, match = best
-            full = Match(match.pages, len(match.pages) * self.limits.page_size)  # without a page to copy
+            full = dataclasses.replace(  # without a page to copy
+                match, tokens=len(match.pages) * self.limits.page_size, source=None
+            )
             if not any(self._start(request, device, m, tokens) for m in (match, full)):
                 skipped.append(request)
                 break  # who came later does not overtake
@@ -227,6 +120,10 @@ class Scheduler:
         request.table = [*match.pages, *pages.take(need)]
         request.copy = None if match.source is None else (match.source, request.table[len(match.pages)])
         request.read, request.to_read, request.started = match.tokens, total, False
+        if device.prefix.checkpoints is not None and tokens:
+            request.checkpoint, request.cuts = match.checkpoint, (match.known, self._whole(total - 1))
+            if match.checkpoint is not None:
+                device.prefix.checkpoints.hold(match.checkpoint)
         request.device, request.row = self.devices.index(device), device.free_rows.pop()
         bisect.insort(device.running, request, key=lambda r: r.order)
         device.prefix.insert(tokens[: self._whole(len(tokens))], request.table, ready=False)
@@ -238,13 +135,15 @@ class Scheduler:
         device.running.remove(request)
         if request.copy is not None:
             device.pages.release(request.copy[0], keep=True)
+        if request.checkpoint is not None:
+            device.prefix.let_go(request.checkpoint)
         device.prefix.abandon(request.table)
         if request.read == request.to_read:  # the newest token is stored when the next is drawn
             device.prefix.insert(_tokens(request)[:-1], request.table, ready=True)
         device.prefix.release(request.table)
         if request.row is not None:
             device.free_rows.append(request.row)
-        request.device = request.row = request.copy = None
+        request.device = request.row = request.copy = request.checkpoint = None
         request.table = []
 
     def _preempt(self, request: Request) -> None:
@@ -287,6 +186,8 @@ class Scheduler:
     def _read(self, request: Request, most: int) -> Read:
         device = self.devices[request.device]  # pyright: ignore[reportArgumentType, reportCallIssue]
         count = min(_unread(request), most)
+        if cuts := [at for at in request.cuts if request.read < at < request.read + count]:
+            count = min(cuts) - request.read
         ends = request.read + count == request.to_read
         place: tuple[int, list[int]] = request.row, request.table  # pyright: ignore[reportAssignmentType]
         read = Read(request, *place, request.read, count, ends, not request.started, request.copy)
@@ -294,8 +195,14 @@ class Scheduler:
         if request.copy is not None:  # dispatched before whatever takes the source over
             device.pages.release(request.copy[0], keep=True)
             request.copy = None
+        if request.checkpoint is not None:  # the same
+            read.begins, request.checkpoint = request.checkpoint, None
+            device.prefix.let_go(read.begins)
         known = request.read if ends else self._whole(request.read)
-        device.prefix.insert(_tokens(request)[:known], request.table, ready=True)
+        tokens = _tokens(request)[:known]
+        device.prefix.insert(tokens, request.table, ready=True)
+        if tokens and request.read == self._whole(request.read):
+            read.saves = device.prefix.save(tokens)
         if ends:
             request.flights.append((1, 1))
         return read

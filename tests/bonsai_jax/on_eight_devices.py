@@ -69,6 +69,25 @@ def test_speculation_draws_one_devices_tokens():
     assert_same(answers(sharded, speculate="ngram"), on_one_device("tiny-llama:q8_0", "packed"))
 
 
+@pytest.mark.parametrize(
+    "data, parts", [(2, 2), *(pytest.param(*shape, marks=pytest.mark.slow) for shape in [(2, 1), (1, 2)])]
+)
+def test_an_engine_over_a_mesh_has_one_queue(data, parts):
+    """Rows and pages of each device along "data", too few for all; what was read once is shared there."""
+    sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(data, parts))
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    with bj.Engine(sharded, max_rows=2, pages=4, context=64, prefill_tokens=32) as engine:
+        handles = [
+            engine.submit(ids, params, **options) for ids, params in zip(PROMPTS, SAMPLING, strict=True)
+        ]
+        tokens = [handle.result(300).tokens for handle in handles]
+        assert_same(tokens, on_one_device("tiny-llama:q8_0", "packed"))
+        devices = engine._loop.scheduler.devices
+        assert len(devices) == data and all(device.pages.idle for device in devices)
+        again = engine.submit(PROMPTS[-1], SAMPLING[-1], **options).result(300)
+        assert again.tokens == tokens[-1] and again.cached_tokens == len(PROMPTS[-1]) - 1
+
+
 # QK-norm; biases; tied embeddings, whose text varies too little to compare it.
 @pytest.mark.parametrize("source", ["tiny-qwen3:q8_0", "tiny-qwen2:q8_0"])
 def test_other_architectures_have_one_devices_logits_too(source):

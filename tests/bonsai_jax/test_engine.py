@@ -4,6 +4,7 @@ import asyncio
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 
@@ -14,7 +15,9 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import jitted
+from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
+from bonsai_jax.engine.scheduler import Scheduler
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -23,10 +26,9 @@ SHAPE = {"max_rows": 4, "context": 96, "prefill_tokens": 32}  # one for all: fou
 
 
 @functools.cache
-def tiny() -> bj.Model:
-    return bj.load(
-        "synth:tiny-llama:q8_0", bj.RunConfig(page_size=16, cache_dtype="float32", impl="reference")
-    )
+def tiny(name: str = "llama") -> bj.Model:
+    run = bj.RunConfig(page_size=16, cache_dtype="float32", impl="reference")
+    return bj.load(f"synth:tiny-{name}:q8_0", run)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -41,9 +43,9 @@ def engine():
         yield engine
 
 
-def alone(prompts, params) -> list[list[int]]:
+def alone(prompts, params, name: str = "llama") -> list[list[int]]:
     """MOST tokens of each, by the pure function, which knows nothing of engines."""
-    model, rows = tiny(), 8  # one program for all tests
+    model, rows = tiny(name), 8  # one program for all tests
     outputs = []
     for first in range(0, len(prompts), rows):
         some = [*prompts[first : first + rows], *[[1]] * rows][:rows]
@@ -165,6 +167,61 @@ def test_the_second_of_two_with_one_beginning_reads_its_tail_only(engine, monkey
     assert again.tokens == want[0] and read[-1][:2] == (58, 1)
 
 
+def test_a_prefix_of_two_thousand_tokens_is_computed_once():
+    shared = prompt(2000, 60)
+    first, second = [*shared, *prompt(7, 61)], [*shared, *prompt(5, 62)]
+    options = {"max_new_tokens": 8, "ignore_eos": True}
+    outputs = []
+    for prompts in ([second], [first, second]):  # alone, and behind the other
+        with bj.Engine(tiny(), max_rows=1, context=2048) as engine:
+            outputs.append([engine.submit(ids, GREEDY, **options).result(200) for ids in prompts])
+    (want,), (before, got) = outputs
+    assert (want.cached_tokens, before.cached_tokens, got.cached_tokens) == (0, 0, 2000)
+    assert got.tokens == want.tokens and got.text == want.text != before.text
+
+
+def test_a_recurrent_state_survives_preemption_and_is_shared_at_page_borders():
+    """Too few pages for four rows; what they share ends behind two pages."""
+    shared = prompt(40, 70)
+    prompts = [[*shared, *prompt(4 + i, 71 + i)] for i in range(6)]
+    want = alone(prompts, [GREEDY] * 6, "qwen35")
+    with bj.Engine(tiny("qwen35"), pages=12, **SHAPE) as engine:
+        options = {"max_new_tokens": MOST, "ignore_eos": True}
+        handles = [engine.submit(ids, GREEDY, **options) for ids in prompts]
+        outputs = [handle.result(300) for handle in handles]
+        assert_same([output.tokens for output in outputs], want)
+        assert engine._loop.scheduler.preempted > 0
+        assert outputs[-1].cached_tokens == 32
+        assert_all_pages_are_back(engine)
+
+
+def test_the_next_dispatch_is_asked_for_while_one_is_running(engine, monkeypatch):
+    """On a GPU a dispatch returns when its steps are nearly over. Here it returns when the next plan is made;
+    and the first ones are short, as nobody knows how long a step takes."""
+    plan, decode, planned, steps, late = Scheduler.plan, on_device.decode_rows, [], [], []
+
+    def counted(self):
+        planned.append(None)
+        return plan(self)
+
+    def returning_late(params, pool, columns, *rest, **options):
+        steps.append(int(columns[0, 1]))
+        until = time.monotonic() + 60
+        while len(planned) <= len(steps) and time.monotonic() < until and not late:
+            time.sleep(0.001)
+        late.extend([len(steps)] if len(planned) <= len(steps) else [])
+        return decode(params, pool, columns, *rest, **options)
+
+    engine._loop.scheduler.unhurried = engine._loop._empty_scheduler().unhurried  # as if it were new
+    monkeypatch.setattr(Scheduler, "plan", counted)
+    monkeypatch.setattr(on_device, "decode_rows", returning_late)
+    ids = prompt(10, 41)
+    want = alone([ids], [GREEDY])
+    assert_same([engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(300).tokens], want)
+    assert not late and len(steps) > 3
+    assert steps[0] == 1 and all(b <= 2 * a for a, b in itertools.pairwise(steps))
+
+
 def test_answers_of_one_prompt_have_seeds_of_their_own():
     ids, hot = prompt(40, 11), bj.SamplingParams(temperature=1.0, seed=3)
     want = alone([ids] * 3, [dataclasses.replace(hot, seed=3 + i) for i in range(3)])
@@ -277,6 +334,17 @@ def test_closing_cancels():
     assert handle.result(1).finish_reason in ("cancelled", "length")
     with pytest.raises(RuntimeError, match="the engine is closed"):
         engine.submit([1], max_new_tokens=2)
+
+
+def test_a_reproducible_engine_has_the_same_bits_alone_and_in_a_crowd():
+    ids, options = prompt(20, 80), {"max_new_tokens": MOST, "ignore_eos": True, "logprobs": 1}
+    with bj.Engine(tiny(), logprobs=1, reproducible=True, **SHAPE) as engine:
+        alone = engine.submit(ids, GREEDY, **options).result(120)
+        others = [engine.submit(prompt(7 * i, 80 + i), GREEDY, **options) for i in range(1, 6)]
+        crowd = engine.submit(ids, GREEDY, **options).result(120)
+        assert all(len(other.result(120).tokens) == MOST for other in others)
+    assert crowd.tokens == alone.tokens and crowd.cached_tokens == 0
+    jax.tree.map(np.testing.assert_array_equal, crowd.logprobs, alone.logprobs)
 
 
 @pytest.mark.parametrize("how", ["ngram", "reproducible"])

@@ -31,9 +31,11 @@ def alone(prompt: list[int], new: int) -> list[int]:
 
 
 class Device:
-    """Its pages hold tokens, and a row its newest one."""
+    """Its pages hold tokens, and a row its newest one. recurrent: a row keeps all tokens that it has read,
+    too, in a state that pages do not hold."""
 
-    def __init__(self, pages: int):
+    def __init__(self, pages: int, recurrent: bool = False):
+        self.recurrent, self.states = recurrent, {}  # by row, and by -1 - checkpoint
         self.pages = [[-1] * SIZE for _ in range(pages)]
         self.rows: dict[int, list[int]] = {}  # tokens stored, the newest one, how many may be drawn
         self.tokens_read = 0
@@ -56,6 +58,13 @@ class Device:
             for at in range(read.first, read.first + read.count):
                 self.store(read.table, at, tokens[at])
             self.tokens_read += read.count
+            if self.recurrent:
+                begins = read.row if read.begins is None else -1 - read.begins
+                state = [*(self.states[begins] if read.first else []), *tokens[read.first :][: read.count]]
+                assert state == tokens[: read.first + read.count]
+                self.states[read.row] = state
+                if read.saves is not None:
+                    self.states[-1 - read.saves] = state
             if read.draws:
                 self.rows[read.row] = [len(tokens), -1, read.request.max_new_tokens - len(read.request.said)]
                 out.append((read.request, [self.draw(read.row, read.table)]))
@@ -65,6 +74,7 @@ class Device:
                 stored, newest, left = self.rows[request.row]
                 if left:
                     self.store(request.table, stored, newest)
+                    self.states[request.row] = [*self.states.get(request.row, []), newest]
                     self.rows[request.row][0] += 1
                     drawn.append(self.draw(request.row, request.table))
             out.append((request, drawn))
@@ -104,8 +114,8 @@ def assert_all_is_back(scheduler: Scheduler) -> None:
     assert sorted(device.free_rows) == list(range(scheduler.limits.max_rows)) and not device.running
 
 
-@pytest.mark.parametrize("reserve", [False, True])
-def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve):
+@pytest.mark.parametrize("reserve, checkpoints", [(False, None), (True, None), (False, 3)])
+def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve, checkpoints):
     rng = np.random.default_rng(0)
     beginnings = [rng.integers(1, 23, 30).tolist() for _ in range(4)]
     requests = []
@@ -115,7 +125,8 @@ def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve
         reusable = [None, None, 0, len(prompt)][rng.integers(4)]
         new = int(rng.integers(1, 40))
         requests.append(Request(prompt, new, reusable, priority=int(rng.integers(2))))
-    scheduler, device = Scheduler(limits(reserve=reserve)), Device(24)
+    scheduler = Scheduler(limits(reserve=reserve, checkpoints=checkpoints))
+    device = Device(24, recurrent=checkpoints is not None)
     cancelled = set(rng.integers(0, 1000, 50).tolist())
     run(scheduler, device, requests, lambda r: r.number in cancelled and len(r.said) > 3)
     for request in requests:
@@ -124,6 +135,9 @@ def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve
         assert len(request.said) == len(want) or request.number in cancelled
     assert_all_is_back(scheduler)
     assert (scheduler.preempted == 0) == reserve
+    if checkpoints:
+        kept = scheduler.devices[0].prefix.checkpoints
+        assert kept.available == kept.count and set(kept.holders) == {0}
     if reserve:  # nothing is read twice, and beginnings are shared
         assert device.tokens_read < 0.95 * sum(len(r.prompt) for r in requests)
 
@@ -138,6 +152,78 @@ def test_nobody_writes_less_often_than_every_plan_while_a_long_prompt_is_read():
         plan = scheduler.plan()
         assert plan.reads[0] and plan.writes == [[writer]] and plan.steps == 1
         device.run(plan)
+
+
+def test_the_longest_wait_for_a_next_token_is_one_chunk_of_prefill():
+    """Tokens of prompts that the device works through between two draws of a row, whoever comes meanwhile;
+    and while prompts are being read, a plan has one step."""
+    rng = np.random.default_rng(0)
+    scheduler, device = Scheduler(limits(pages=400, row_sizes=(1, 2, 4, 8), max_rows=8)), Device(400)
+    scheduler.unhurried = 5
+    waited: dict[Request, int] = {}  # tokens, since it drew
+    longest, flying = [], deque()
+    for _ in range(400):
+        if rng.random() < 0.4:
+            length = int(rng.integers(1, 150))
+            scheduler.add(Request(rng.integers(1, 23, length).tolist(), int(rng.integers(1, 40)), reusable=0))
+        plan = scheduler.plan()
+        if plan is not None:
+            unread = any(r.read < r.to_read for r in scheduler.devices[0].running)
+            assert plan.steps <= (1 if unread else 16)
+            waited = {r: n + sum(read.count for read in plan.reads[0]) for r, n in waited.items()}
+            longest += [waited[r] for r in plan.writes[0] if r in waited]
+            waited |= dict.fromkeys([*plan.writes[0], *(r.request for r in plan.reads[0] if r.draws)], 0)
+            flying.append(device.run(plan))
+        if flying and (plan is None or len(flying) > 1):
+            for request, drawn in flying.popleft():
+                request.flights.popleft()
+                request.said += drawn
+                if request.said[-1:] == [STOP] or len(request.said) == request.max_new_tokens:
+                    scheduler.end(request)
+                    waited.pop(request, None)
+    assert len(longest) > 300 and max(longest) == 32  # the largest shape
+    assert max(waited.values()) <= 32  # and nobody waits still
+
+
+def test_a_prefix_of_two_thousand_tokens_is_read_once():
+    scheduler, device = Scheduler(limits(pages=1200)), Device(1200)
+    shared = np.random.default_rng(0).integers(1, 23, 2000).tolist()
+    run(scheduler, device, [Request([*shared, 5, 6], 4)])
+    assert device.tokens_read == 2002
+    second = Request([*shared, 7, 8, 9], 4)
+    run(scheduler, device, [second])
+    assert device.tokens_read == 2002 + 3
+    assert second.said == alone(second.prompt, 4)
+
+
+def test_a_recurrent_state_is_kept_where_prompts_part():
+    """The first leaves one behind a chunk of 32 tokens; the second, which knows where they part, one there;
+    the third, which reads its tail only, one behind its last full page."""
+    scheduler, device = Scheduler(limits(pages=200, checkpoints=4)), Device(200, recurrent=True)
+    shared = np.random.default_rng(0).integers(1, 23, 40).tolist()
+    read = []
+    for tail in ([5, 6, 7, 8, 9, 10], [11, 12], [13] * 5, [13] * 5):
+        before = device.tokens_read
+        request = Request([*shared, *tail], 3)
+        run(scheduler, device, [request])
+        assert request.said == alone(request.prompt, 3)
+        read.append(device.tokens_read - before)
+    assert read == [46, 10, 5, 1]
+
+
+def test_who_is_cancelled_is_in_no_further_plan_and_its_pages_are_free_at_once():
+    scheduler, device = Scheduler(limits()), Device(24)
+    requests = [Request([n + 1] * 9, 30) for n in range(2)]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(2):
+        device.run(scheduler.plan())
+    (pages,) = (d.pages for d in scheduler.devices)
+    before = pages.available
+    held = len(requests[0].table)
+    scheduler.end(requests[0])
+    assert pages.available == before + held > before
+    assert scheduler.plan().writes == [[requests[1]]]
 
 
 def test_who_came_first_is_first_and_a_higher_priority_before():

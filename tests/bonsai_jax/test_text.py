@@ -116,6 +116,18 @@ def test_vectors_are_a_prompt():
         bj.generate(model, [np.zeros((3, 5), np.float32)])
 
 
+def test_the_first_token_of_a_stream_is_there_before_steps_are_compiled(monkeypatch):
+    def failing(*_, **__):
+        raise RuntimeError("no steps yet")
+
+    monkeypatch.setattr(on_device, "decode_rows", failing)
+    model, ids = tiny(), prompt(5)
+    pieces = bj.stream(model, ids, max_new_tokens=3, sampling=GREEDY, ignore_eos=True)
+    assert next(pieces).tokens == [int(bj.logits(model, ids)[-1].argmax())]
+    with pytest.raises(RuntimeError, match="no steps yet"):
+        next(pieces)
+
+
 def programs() -> int:
     return on_device.prefill_rows._cache_size() + on_device.decode_rows._cache_size()
 
