@@ -81,6 +81,15 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     rows = x.reshape(-1, x.shape[-1])
     of_row = pairs.size // len(rows)
     valid = (pairs >= 0) & (pairs < experts)
+    if (
+        skips
+        and pairs.size <= STRAIGHT
+        and {_kernel(w) for w in weights} == {("kq_decode", weights[0].format)}
+    ):
+        from pallas_kernels.experts import kq_pairs  # only GPUs need it
+
+        y = kq_pairs.run(rows, weights, jnp.where(valid, first + pairs, -1))
+        return jnp.where(valid[:, None], y, 0.0).reshape(*chosen.shape, n)
     tiles = tiles_of(jnp.where(valid, pairs, experts), experts)
 
     def multiplied(expert, of_tile):
@@ -100,6 +109,12 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
         _, y = jax.lax.scan(tile, None, (tiles.expert, tiles.pairs))
     y = jnp.where(valid[:, None], y.reshape(-1, n)[tiles.places], 0.0)
     return y.reshape(*chosen.shape, n)
+
+
+def _kernel(w: QTensor) -> tuple[str, str]:
+    """What multiplies a row with an expert's matrix, and the matrix's format; none of folded ones, whose
+    inputs are rotated before."""
+    return ("kq_decode" if w.rotation is None and w.products.of(1) == "kq_decode" else "", w.format)
 
 
 def rows_of_tile(pairs: int, experts: int) -> int:

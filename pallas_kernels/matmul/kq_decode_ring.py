@@ -40,8 +40,9 @@ class Share(NamedTuple):
     tiles: Any
 
     @classmethod
-    def of(cls, part: kq_decode_plan.Part, steps: int, warps: int) -> "Share":
-        from_part = integer(lanes.block()) - part.first_block
+    def of(cls, part: kq_decode_plan.Part, steps: int, warps: int, block=None) -> "Share":
+        """Of a block of the product: this one, unless given."""
+        from_part = (integer(lanes.block()) if block is None else block) - part.first_block
         # Blocks of other parts are below 0, which is large here, or behind the last.
         here = from_part < part.blocks
         first_tile = from_part * part.tiles

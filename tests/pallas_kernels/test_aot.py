@@ -21,6 +21,7 @@ from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
 from pallas_kernels.delta.chunks import delta_chunks
 from pallas_kernels.delta.step import delta_step
+from pallas_kernels.experts import kq_pairs
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_int8 import activations_int8
@@ -478,6 +479,20 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
 
 
+def _pairs(format, n, k, matrices, rows):
+    """Products of 8 chosen experts for a row, or one for each of more; as Qwen3-30B-A3B has them."""
+    fields = {
+        name: jax.ShapeDtypeStruct((48 * 128, *field.shape[1:]), field.dtype)
+        for name, field in layer_products.tiles_of(format, n, k).items()
+    }
+    arguments = (
+        jax.ShapeDtypeStruct((rows, k), jnp.float32),
+        (fields,) * matrices,
+        jax.ShapeDtypeStruct((max(8, rows),), jnp.int32),
+    )
+    return functools.partial(kq_pairs.kq_pairs, format=format, shared=device.shared_bytes()), arguments
+
+
 MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
 # One format of each layout.
 LAYOUTS = list({formats.get(name).LANES: name for name in reversed(formats.names("kq"))}.values())
@@ -496,6 +511,9 @@ HOT = {
     "q2_0_g64 o, 4 rows": lambda: _integers("q2_0_g64", 4096, 4096, 1, 4),
     "tq1_0 down": lambda: _integers("tq1_0", 4096, 12288, 1, 1),
     "decoded: q4_k gate and up": lambda: _decoded(("q4_k", "q4_k"), 12288, 4096),
+    "experts: q4_k gate and up": lambda: _pairs("q4_k", 768, 2048, 2, 1),
+    "experts: q6_k down": lambda: _pairs("q6_k", 2048, 768, 1, 8),
+    "experts: q4_k down of 8 tokens": lambda: _pairs("q4_k", 2048, 768, 1, 64),
     "decoded: q5_k": lambda: _decoded(("q5_k",), 4096, 12288),
     "decoded: q6_k": lambda: _decoded(("q6_k",), 4096, 12288),
     "decoded: q8_0": lambda: _decoded(("q8_0",), 4096, 12288),
@@ -602,7 +620,7 @@ SPILLED = {
 }
 OF_EACH_KIND = [
     "many queries, by mma", "q4_k gate and up", "q4_k gate and up, 8 rows", "decoded: q4_k gate and up",
-    "norm", "gate and up", "gate and up, 8 rows", "attention",
+    "norm", "gate and up", "gate and up, 8 rows", "attention", "experts: q4_k gate and up",
 ]  # fmt: skip
 # Every day each kernel for one target, one of each kind for every target. What is slow differs from those in
 # a size, or is of a format that another kernel is compiled with, while this kernel is with another format.

@@ -1,0 +1,125 @@
+"""Products by expert: the reference's tiles, the kernel of CPUs and the GPU's in numpy (lockstep), against
+numpy in float64."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import LayerStack, Products, QTensor, device, experts_gated, experts_matmul, route
+from pallas_kernels.experts import kq_pairs
+from pallas_kernels.experts.groups import rows_of_tile, tiles_of
+from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.stacks import drawn
+
+EXPERTS = 6
+
+
+def chosen_of(rows: int, used: int, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    found = np.stack([rng.permutation(EXPERTS)[:used] for _ in range(rows)])
+    found[rng.random(found.shape) < 0.1] = rng.choice([-1, EXPERTS])  # none
+    return found.astype(np.int32)
+
+
+def expected(x, matrices, chosen):
+    """float64 [rows, used, N], x [rows, K] or [rows, used, K]."""
+    out = np.zeros((*chosen.shape, matrices[0].shape[1]))
+    for row, of_row in enumerate(chosen):
+        for j, e in enumerate(of_row):
+            if 0 <= e < EXPERTS:
+                v = x[row] if x.ndim == 2 else x[row, j]
+                y = [w[e].astype(np.float64) @ v for w in matrices]
+                out[row, j] = y[0] if len(y) == 1 else y[0] / (1 + np.exp(-y[0])) * y[1]
+    return out
+
+
+@pytest.mark.parametrize("rows, used", [(1, 3), (5, 2), (40, 3), (301, 2)])
+def test_tiles_have_every_pair_once_and_of_one_expert(rows, used):
+    pairs = chosen_of(rows, used).reshape(-1)
+    pairs = np.where((pairs >= 0) & (pairs < EXPERTS), pairs, EXPERTS)
+    tiles = jax.device_get(jax.jit(tiles_of, static_argnums=1)(pairs, EXPERTS))
+    height = rows_of_tile(pairs.size, EXPERTS)
+    assert tiles.pairs.shape == (len(tiles.expert), height)
+    of_place = tiles.pairs.reshape(-1)[tiles.places]
+    for pair, expert in enumerate(pairs):
+        if expert < EXPERTS:
+            assert of_place[pair] == pair and tiles.expert[tiles.places[pair] // height] == expert
+    held = [tiles.places[pair] for pair, expert in enumerate(pairs) if expert < EXPERTS]
+    assert len(set(held)) == len(held)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("known", [True, False])
+def test_products_of_mixed_stacks_are_float64_s(rows, known):
+    """Of a layer that is known and of a traced one; gate and up in one format, down in two."""
+    rng, layer = np.random.default_rng(rows), 1
+    gate, up = (drawn("q8_0", (2, EXPERTS, 48, 64), seed) for seed in (0, 1))
+    downs = [drawn(format, (1, EXPERTS, 64, 64), 2) for format in ("q8_0", "q4_0")]
+    stacks = [LayerStack((w.blocks,), ((0, 0), (0, 1))) for w in (gate, up)]
+    down = LayerStack(tuple(w.blocks for w in downs), ((0, 0), (1, 0)))
+    x = rng.standard_normal((rows, 64)).astype(np.float32)
+    h = rng.standard_normal((rows, 3, 64)).astype(np.float32)
+    chosen, weights = chosen_of(rows, 3), rng.random((rows, 3)).astype(np.float32)
+
+    @jax.jit
+    def run(stacks, down, x, h, chosen, weights, index):
+        index = layer if known else index
+        return (
+            experts_gated(x, *stacks, chosen, index),
+            experts_matmul(h, down, chosen, weights, index),
+        )
+
+    made, summed = run(stacks, down, x, h, chosen, weights, layer)
+    np.testing.assert_allclose(made, expected(x, [gate.dense[1], up.dense[1]], chosen), atol=1e-5)
+    each = expected(h, [downs[1].dense[0]], chosen)
+    np.testing.assert_allclose(summed, np.einsum("bj,bjn->bn", weights, each), atol=1e-5)
+
+
+def test_a_router_takes_the_likeliest_and_may_divide_by_their_sum():
+    p = np.array([[0.1, 0.4, 0.2, 0.3], [0.25, 0.25, 0.25, 0.25]], np.float32)
+    weights, chosen = route(p, 2, normalized=True)
+    np.testing.assert_array_equal(chosen, [[1, 3], [0, 1]])
+    np.testing.assert_allclose(weights, [[4 / 7, 3 / 7], [0.5, 0.5]], rtol=1e-6)
+    np.testing.assert_array_equal(route(p, 2, normalized=False)[0], np.float32([[0.4, 0.3], [0.25, 0.25]]))
+    with pytest.raises(ValueError, match=r"experts_gated: x is \[2, 32\] but experts are 48 x 64"):
+        w = drawn("q8_0", (EXPERTS, 48, 64)).blocks
+        experts_gated(jnp.zeros((2, 32)), w, w, jnp.zeros((2, 1), jnp.int32))
+
+
+CASES = [  # format, N, K, matrices, rows of x, pairs, bits, multiprocessors
+    ("q4_k", 48, 512, 2, 1, 4, 8, 132),
+    ("q6_k", 64, 256, 1, 4, 4, 8, 10),  # two blocks a pair, two tiles each
+    ("q8_0", 32, 768, 1, 3, 6, 16, 4),  # less than a block a pair
+    ("q4_1", 40, 320, 2, 2, 4, 8, 9),  # no whole tiles
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pairs_in_one_launch_are_their_products(case):
+    """In lockstep; some have no expert, and the stack has two layers."""
+    format, n, k, matrices, rows, pairs, bits, blocks = case
+    rng = np.random.default_rng(n)
+    x = (rng.integers(-127, 128, (rows, k)) / 64).astype(np.float32)
+    x[:, ::16] = 127 / 64  # the largest of every group: 8 bits hold all
+    stacks = [drawn(format, (2, EXPERTS, n, k), seed) for seed in range(matrices)]
+    chosen = rng.integers(0, EXPERTS, pairs).astype(np.int32)
+    chosen[1] = -1
+
+    def flat(w: QTensor) -> QTensor:
+        fields = {name: field.reshape(-1, *field.shape[2:]) for name, field in w.fields.items()}
+        return w.replace(fields=fields, products=Products(activation_bits=bits))
+
+    weights = tuple(flat(w.tiled) for w in stacks)
+    index = np.where(chosen < 0, -1, chosen + EXPERTS).astype(np.int32)
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
+    with mock.patch.object(device, "default", lambda: gpu), lockstep():
+        got = np.asarray(kq_pairs.run(x, weights, index))
+    of_row = chosen.reshape(rows, -1)
+    want = expected(x, [w.dense[1] for w in stacks], of_row).reshape(pairs, n)
+    valid = chosen >= 0
+    assert got.shape == (pairs, n)
+    assert np.linalg.norm(got[valid] - want[valid]) < 1e-5 * np.linalg.norm(want[valid])
