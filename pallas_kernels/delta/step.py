@@ -182,7 +182,9 @@ def _body(
         lanes.block_barrier()
         d = memory.load_reals(4, d_smem, [c * 4])
         for i in range(count):
-            memory.store_reals([fma(k[i], e, kept * s) for e, s in zip(d, S[i], strict=True)], states, place(i))
+            memory.store_reals(
+                [fma(k[i], e, kept * s) for e, s in zip(d, S[i], strict=True)], states, place(i)
+            )
         with lanes.when(thread < V):
             mean = total([memory.load(o_smem, w) for w in range(V // 32)]) * (1 / V)
             memory.store(o * rsqrt(mean + eps) * gamma * silu(z), y, row, head * V + column)

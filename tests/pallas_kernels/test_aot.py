@@ -313,7 +313,9 @@ def _delta_step(rows, gates_made=False):
     """As Bonsai 27B has it."""
     heads, dim, channels, hidden = 48, 128, 10240, 5120
     shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
-    gates = delta.Gates(shape(rows, hidden), shape(3, hidden), shape(3, 2 * heads, hidden, dtype=jnp.bfloat16))
+    gates = delta.Gates(
+        shape(rows, hidden), shape(3, hidden), shape(3, 2 * heads, hidden, dtype=jnp.bfloat16)
+    )
     gates = shape(rows, 2 * heads) if gates_made else gates
     weights = {"conv": shape(3, channels, 4), "norm": shape(3, dim)}
     weights |= dict.fromkeys(("decay", "dt"), shape(3, heads))
