@@ -23,7 +23,8 @@ pytestmark = pytest.mark.gpu
 )
 @pytest.mark.parametrize("tokens", [1, 2, 64, 200])
 def test_kernels_are_float64_s(k_heads, v_heads, K, V, grouped, tokens):
-    """Rows at their first token, in the middle, with fewer tokens than others, and ended; twice the same bits."""
+    """Rows at their first token, in the middle, with fewer tokens than others, and ended; the same bits
+    twice."""
     args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], tokens, hidden=5120)
     args[4][2, (tokens + 1) // 2 :] = -1
     want = of_float64(args, weights, grouped)

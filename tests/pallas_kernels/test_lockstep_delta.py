@@ -76,7 +76,7 @@ def of_float64(args, weights, grouped):
 def check(got, args, want, limit):
     """Errors' norms, of outputs and of states, relative to theirs."""
     y, states, tails = (np.asarray(a) for a in got)
-    states_before, tails_before, positions, layer = args[2:]
+    states_before, _, positions, layer = args[2:]
     there = positions >= 0
     wanted_y, wanted_S, wanted_tails = want
     assert np.isfinite(y).all()
@@ -96,8 +96,8 @@ def check(got, args, want, limit):
 )
 @pytest.mark.parametrize("impl", ["delta_step", "reference"])
 def test_a_step_is_float64_s(k_heads, v_heads, K, V, grouped, dtype, impl):
-    """Rows at their first token, with part of a convolution behind them, with all of it, and ended; gates made
-    in the kernel, of weights of 16 and 32 bits, and before it."""
+    """Rows at their first token, with part of a convolution behind them, with all of it, and ended; gates
+    made in the kernel, of weights of 16 and 32 bits, and before it."""
     args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], 1, hidden=1280)
     qkv_z, gates, states, tails, positions, layer = args
     if dtype is not None:
