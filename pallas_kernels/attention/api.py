@@ -84,7 +84,8 @@ def attend(
         from pallas_kernels.attention.decode import decode_attention  # only GPUs need it
 
         gammas = norms if norms[0] is not None else None
-        if 2 * rotation[0].shape[-1] < head_dim:  # the kernel turns all of a head: here, ahead of it
+        pairs = rotation[0].shape[-1]
+        if 2 * pairs < head_dim and (interleaved or pairs % 32):  # not within a lane: here, ahead of it
             q, k, v = split(qkv.reshape(B, T, -1, head_dim))
             if norms[0] is not None and norms[1] is not None:
                 q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)

@@ -42,7 +42,7 @@ def decode_attention(
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
-        normed=norms is not None, eps=eps, interleaved=interleaved, turned=cos is not None,
+        normed=norms is not None, eps=eps, interleaved=interleaved, pairs=0 if cos is None else cos.shape[-1],
     )  # fmt: skip
     if workspace is not None and workspace.size < phase.partials:
         raise ValueError(
