@@ -34,6 +34,8 @@ class Plan:
     interleaved: bool
     pairs: int | None = None  # of a head that rope turns, here; None: all; 0: q and k are as they come
 
+    gated: bool = False  # behind each query lies its gate, by whose sigmoid outputs are multiplied
+
     @property
     def turned(self) -> bool:
         return self.pairs != 0

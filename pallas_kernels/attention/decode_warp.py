@@ -210,8 +210,9 @@ class NewToken:
         # Lanes g have query head g, those behind the last the new key.
         is_key = warp.g >= plan.heads
         kv_head = share.heads // (plan.group // plan.heads)
-        key_head = kv_head + plan.group * plan.kv_heads
-        head = select(is_key, key_head, warp.g + share.heads * plan.heads)
+        of_query = 1 + plan.gated  # heads' widths
+        key_head = kv_head + of_query * plan.group * plan.kv_heads
+        head = select(is_key, key_head, (warp.g + share.heads * plan.heads) * of_query)
         gamma = None
         if plan.normed:
             first = warp.layer * plan.head_dim
