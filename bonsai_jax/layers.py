@@ -22,7 +22,6 @@ from pallas_kernels import (
     LayerStack,
     QTensor,
     attend,
-    cache_layouts,
     delta_net,
     device,
     experts_gated,
@@ -110,17 +109,15 @@ def _attended(
 ):  # fmt: skip
     """Attention's output before its projection, [B, T, Q], the cache and the workspace; qkv has no bias
     yet."""
-    w, gate = params.layers, None
+    w = params.layers
     qkv = qkv if w.bqkv is None else qkv + w.bqkv[index]
-    if config.attention_gate:
-        qkv, gate = _ungated(qkv, cache, config)
     out, k_pages, v_pages, workspace = attend(
         qkv, cache.k, cache.v, cache.block_table, positions, index,
         rotation=rotation, interleaved=config.rope.interleaved, norms=(w.q_norm, w.k_norm),
         eps=config.rms_norm_eps, num_keys=num_keys, impl=cache.impl, prefill_impl=cache.prefill_impl,
-        window=config.window, scale=config.attention_scale, workspace=workspace, taps=taps,
+        window=config.window, scale=config.attention_scale, gated=config.attention_gate,
+        workspace=workspace, taps=taps,
     )  # fmt: skip
-    out = out if gate is None else out * jax.nn.sigmoid(gate)
     return out, cache.replace(k=k_pages, v=v_pages), workspace
 
 
@@ -398,15 +395,6 @@ def _dense(weights: tuple[LayerStack, ...]) -> jax.Array | None:
     if more or rest or not isinstance(first, QTensor) or first.format not in ("f32", "f16", "bf16"):
         return None
     return None if first.rotation is not None else first.fields["w"].reshape(-1, *first.shape)
-
-
-def _ungated(qkv: jax.Array, cache: KVCache, config: ModelConfig) -> tuple[jax.Array, jax.Array]:
-    """What wq, wk and wv make without the gates, which wq makes behind each head's query; and the gates."""
-    rest = 2 * cache_layouts.shape(cache.k)[3] * config.head_dim
-    heads, rest = jnp.split(qkv, (qkv.shape[-1] - rest,), axis=-1)
-    heads = heads.reshape(*heads.shape[:-1], -1, 2, config.head_dim)
-    q, gate = (heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
-    return jnp.concatenate([q, rest], axis=-1), gate
 
 
 def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):

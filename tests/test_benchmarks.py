@@ -42,18 +42,19 @@ def module(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments", "ops"),
+    ("name", "arguments", "ops", "impl"),
     [
-        ("matvec", ["-m", "tiny-qwen3", "--rows", "1,3"], 10),
-        ("decode_attention", ["-m", "tiny-qwen3,tiny-llama", "--keys", "64,256"], 4),
+        ("matvec", ["-m", "tiny-qwen3", "--rows", "1,3"], 10, "cpu"),
+        ("decode_attention", ["-m", "tiny-qwen3,tiny-llama", "--keys", "64,256"], 4, "cpu"),
+        ("delta_net", ["-m", "tiny-qwen35", "--tokens", "1,70"], 2, "reference"),
     ],
 )
-def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops):
+def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops, impl):
     rows = [json.loads(line) for line in script(name, *TINY, *arguments, "-o", "jsonl").splitlines()]
     assert len(rows) == ops
     for row in rows:
         assert list(row) == KEYS
-        assert row["bytes"] > 0 and row["light_us"] > 0 and row["error"] < 1e-5 and row["impl"] == "cpu"
+        assert row["bytes"] > 0 and row["light_us"] > 0 and row["error"] < 1e-5 and row["impl"] == impl
         assert row["empty_us"] is None  # there is no launch to time
 
 

@@ -34,6 +34,7 @@ def attend(
     prefill_impl: str = "reference",
     window: int | None = None,
     scale: float | None = None,
+    gated: bool = False,
     workspace: Int[Array, "words"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
 ) -> tuple[Array, Pages, Pages, Array | None]:
@@ -45,6 +46,8 @@ def attend(
     impl       for one token a row: "decode" (decode.py), "cpu" (cpu.py) or "reference"
     prefill_impl  for more: "prefill_sm90", "prefill_sm80" or "reference"
     window, scale  as for `attention`; kernels have neither
+    gated      behind each query head in qkv, which is H D wider, lies its gate, as wide: outputs are
+               multiplied by its sigmoid
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
                to layer, each once, it spares each launch a memset that it would wait for; None: its own
     taps       {name: x -> x}, what is done to a value on its way: "q", "k", "v" [B, T, heads, D] as
@@ -69,35 +72,42 @@ def attend(
         )
     *_, kv_heads, head_dim = check("attend", qkv, k_pages, v_pages, block_table, positions)
     B, T, width = qkv.shape
-    if width % (kv_heads * head_dim) or width <= 2 * kv_heads * head_dim:
+    of_kv = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
+    if width <= 2 * kv_heads * head_dim or (width - 2 * kv_heads * head_dim) % of_kv:
         raise ValueError(
             f"attend: qkv is {width} wide; with {kv_heads} KV heads of {head_dim} in the cache it must be "
-            f"{2 * kv_heads * head_dim} for them and a multiple of {kv_heads * head_dim} for queries"
+            f"{2 * kv_heads * head_dim} for them and a multiple of {of_kv} for queries{' and gates' * gated}"
         )
-    heads = width // head_dim - 2 * kv_heads
+    heads = (width // head_dim - 2 * kv_heads) // (1 + gated)
+    pairs, by_kernel, gate = rotation[0].shape[-1], impl == "decode" and T == 1, None
+    within_lanes = 2 * pairs == head_dim or not (interleaved or pairs % 32)  # as the kernel's lanes have them
+    if gated and not (by_kernel and within_lanes and not taps):
+        qkv, gate = _ungated(qkv, heads, head_dim)
+        width = qkv.shape[-1]
     split = functools.partial(jnp.split, indices_or_sections=(heads, heads + kv_heads), axis=2)
     if taps.keys() & {"q", "k", "v"}:
         parts = zip(("q", "k", "v"), split(qkv.reshape(B, T, -1, head_dim)), strict=True)
         parts = [taps[name](x) if name in taps else x for name, x in parts]
         qkv = jnp.concatenate(parts, axis=2).reshape(B, T, width)
-    if impl == "decode" and T == 1:
+    if by_kernel:
         from pallas_kernels.attention.decode import decode_attention  # only GPUs need it
 
         gammas = norms if norms[0] is not None else None
-        if 2 * rotation[0].shape[-1] < head_dim:  # the kernel turns all of a head: here, ahead of it
+        if within_lanes:
+            cos, sin = (x[:, 0] for x in rotation)
+        else:  # ahead of it
             q, k, v = split(qkv.reshape(B, T, -1, head_dim))
             if norms[0] is not None and norms[1] is not None:
                 q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
             q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
             qkv, gammas = jnp.concatenate([q, k, v], axis=2).reshape(B, T, width), None
             cos = sin = None
-        else:
-            cos, sin = (x[:, 0] for x in rotation)
-        kernel = functools.partial(decode_attention, eps=eps, interleaved=interleaved)
+        gates_too = gated and gate is None
+        kernel = functools.partial(decode_attention, eps=eps, interleaved=interleaved, gated=gates_too)
         out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(kernel)(
             qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, workspace
         )
-        return _output(out[:, None], heads, taps), k_pages, v_pages, None if workspace is None else used
+        return _output(out[:, None], heads, taps, gate), k_pages, v_pages, None if workspace is None else used
     q, k, v = split(qkv.reshape(B, T, -1, head_dim))
     if norms[0] is not None and norms[1] is not None:
         q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
@@ -121,7 +131,7 @@ def attend(
             q, k_pages, v_pages, block_table, positions, layer,
             num_keys=num_keys, window=window, scale=scale, taps=taps,
         )  # fmt: skip
-    return _output(out, heads, taps), k_pages, v_pages, workspace
+    return _output(out, heads, taps, gate), k_pages, v_pages, workspace
 
 
 def empty_workspace(rows: int, heads: int, k_pages: Pages) -> Int[Array, "words"]:
@@ -144,8 +154,19 @@ def _many_queries(impl: str, q, k_pages, v_pages, block_table, positions, layer)
     return kernels[impl](q, k_pages, v_pages, block_table, positions, layer)
 
 
-def _output(out: jax.Array, heads: int, taps: Mapping[str, Callable[[Array], Array]]) -> jax.Array:
+def _ungated(qkv: jax.Array, heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
+    """Queries, keys and values without gates; and the gates, [B, T, H D]."""
+    of_heads, rest = jnp.split(qkv, (2 * heads * head_dim,), axis=-1)
+    of_heads = of_heads.reshape(*of_heads.shape[:-1], heads, 2, head_dim)
+    q, gate = (of_heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
+    return jnp.concatenate([q, rest], axis=-1), gate
+
+
+def _output(
+    out: jax.Array, heads: int, taps: Mapping[str, Callable[[Array], Array]], gate: jax.Array | None
+) -> jax.Array:
     """[B, T, H D] of what attention computed."""
     B, T = out.shape[:2]
     out = taps["z"](out.reshape(B, T, heads, -1)) if "z" in taps else out
-    return out.reshape(B, T, -1)
+    out = out.reshape(B, T, -1)
+    return out if gate is None else out * jax.nn.sigmoid(gate)

@@ -29,20 +29,33 @@ from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import Cache, attend, stored_key, team_warp
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, maximum, minimum, of, select
+from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, of, select
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interleaved"))
+@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated"))
 def decode_attention(
-    qkv, k_pages, v_pages, block_table, positions, layer, cos, sin, norms, workspace, eps, interleaved
+    qkv,
+    k_pages,
+    v_pages,
+    block_table,
+    positions,
+    layer,
+    cos,
+    sin,
+    norms,
+    workspace,
+    eps,
+    interleaved,
+    gated=False,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """The kernel behind pallas_kernels.attention.attend; arguments and results are described there."""
     page_size, kv_heads, head_dim = cache_layouts.shape(k_pages)[2:]
-    batch, width = qkv.shape[0], qkv.shape[1] - 2 * kv_heads * head_dim
+    batch, width = qkv.shape[0], (qkv.shape[1] - 2 * kv_heads * head_dim) // (1 + gated)
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
-        normed=norms is not None, eps=eps, interleaved=interleaved, turned=cos is not None,
+        normed=norms is not None, eps=eps, interleaved=interleaved,
+        pairs=0 if cos is None else cos.shape[-1], gated=gated,
     )  # fmt: skip
     if workspace is not None and workspace.size < phase.partials:
         raise ValueError(
@@ -82,7 +95,13 @@ def _body(*refs, phase: "Attention", layout, structure):
         def load_qkv(row, columns):
             return [v for first, i in columns for v in memory.load_reals(4, qkv, [row, first + i])]
 
-        store_out = lambda value, row, n: memory.store(value, out, row, n)  # noqa: E731
+        def store_out(value, row, n):
+            if phase.gated:
+                head, at = n // phase.head_dim, n % phase.head_dim
+                gate = memory.load(qkv, row, head * (2 * phase.head_dim) + at + phase.head_dim)
+                value = value * lanes.reciprocal(exp(-gate) + 1)
+            memory.store(value, out, row, n)
+
         cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
         layer = index(memory.load(layer_gmem, 0))
         # The layer before had another tag, and before the first there are zeros.

@@ -32,7 +32,13 @@ class Plan:
     normed: bool
     eps: float
     interleaved: bool
-    turned: bool = True  # by rope, here; else q and k are as they come
+    pairs: int | None = None  # of a head that rope turns, here; None: all; 0: q and k are as they come
+
+    gated: bool = False  # behind each query lies its gate, by whose sigmoid outputs are multiplied
+
+    @property
+    def turned(self) -> bool:
+        return self.pairs != 0
 
     @property
     def heads(self) -> int:

@@ -218,8 +218,9 @@ class NewToken:
         # Lanes g have query head g, those behind the last the new key.
         is_key = warp.g >= plan.heads
         kv_head = share.heads // (plan.group // plan.heads)
-        key_head = kv_head + plan.group * plan.kv_heads
-        head = select(is_key, key_head, warp.g + share.heads * plan.heads)
+        of_query = 1 + plan.gated  # heads' widths
+        key_head = kv_head + of_query * plan.group * plan.kv_heads
+        head = select(is_key, key_head, (warp.g + share.heads * plan.heads) * of_query)
         gamma = None
         if plan.normed:
             first = warp.layer * plan.head_dim
@@ -402,7 +403,8 @@ def angles(warp: Warp):
     if warp.plan.interleaved:
         count, at = 4, [part // 2 for part in warp.key_part]
     else:
-        count, at = 8, warp.key_part[: len(warp.key_part) // 2]
+        pairs = warp.plan.head_dim // 2 if warp.plan.pairs is None else warp.plan.pairs
+        count, at = 8, warp.key_part[: pairs // 32]
     return (
         [memory.load_reals(count, ref, [warp.share.row, first]) for first in at]
         for ref in (warp.cache.cos, warp.cache.sin)
@@ -410,13 +412,13 @@ def angles(warp: Warp):
 
 
 def rotated(x, cos, sin, interleaved: bool):
-    """Rope. Both of a pair are in the same lane."""
-    out, half = [[*part] for part in x], len(x) // 2
-    for c in range(len(x)):
+    """Rope of all of a head, or of its first dimensions in halves. Both of a pair are in the same lane."""
+    out, half = [[*part] for part in x], len(cos)
+    for c in range(len(x) if interleaved else half):
         for i in range(8):
             if interleaved and i % 2 == 0:
                 u, v, (m, n) = (c, i), (c, i + 1), (c, i // 2)
-            elif not interleaved and c < half:
+            elif not interleaved:
                 u, v, (m, n) = (c, i), (c + half, i), (c, i)
             else:
                 continue

@@ -8,7 +8,7 @@ and values of the next item are on their way while results of one are stored.
     per step of 128 keys:    S = Q K^T  (wgmma)  -> mask -> online softmax in float32 (base 2)
                              O = O c + P V  (wgmma, P in registers)
 
-(64 keys of heads of 256.) The two warpgroups take turns: one multiplies while the other computes its softmax (Shah et al. 2024; the
+The two warpgroups take turns: one multiplies while the other computes its softmax (Shah et al. 2024; the
 schedule is that of jax's own attention_mgpu.py). Who waits for whom:
 
     memory        K0 V0 K1 V1 |           K2       V2 |         K3       V3 |

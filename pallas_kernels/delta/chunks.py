@@ -10,8 +10,8 @@ within a chunk, up to and with a token, and D the chunk's d's:
     warps 4 to 7   o = exp(G) Q S + M D
     each warp      S <- exp(G_end) S + sum_i exp(G_end - G_i) k_i d_i^T,  of 1/8 of the rows of S
 
-Products are of TF32 (10 bits of mantissa, to nearest), sums and S itself float32. The next chunk's queries and
-keys are on their way to registers, and its values to shared memory, while one is multiplied.
+Products are of TF32 (10 bits of mantissa, to nearest), sums and S itself float32. The next chunk's queries
+and keys are on their way to registers, and its values to shared memory, while one is multiplied.
 
 In shared memory numbers that are multiplied have 10 bits already. Lanes read pairs of neighbours: which of
 their columns a step of the sum takes is free, as long as both operands agree.
@@ -401,17 +401,15 @@ class Lane:
         kept = lanes.exp2(end)
         S = [s * kept for s in S]
         for i in range(0, CHUNK, 8):
-            weights = [lanes.exp2(end - of) for of in memory.load_reals(2, self.gates_smem, [self.t * 2 + i])]
-            keys = {
-                n: [
-                    tensor_cores.tf32(
-                        memory.load(self.kq_smem, (self.t * 2 + (i + e)) * self.wide + self._row + self.g + n)
-                        * w
-                    )
-                    for e, w in enumerate(weights)
-                ]
-                for n in range(0, self.K // WARPS, 8)
-            }
+            token = self.t * 2 + i
+            weights = [lanes.exp2(end - of) for of in memory.load_reals(2, self.gates_smem, [token])]
+            first = token * self.wide + self._row + self.g
+
+            def key(e, n, first=first, weights=weights):
+                x = memory.load(self.kq_smem, first + (e * self.wide + n))
+                return tensor_cores.tf32(x * weights[e])
+
+            keys = {n: [key(e, n) for e in (0, 1)] for n in range(0, self.K // WARPS, 8)}
             of_columns = {m: self.left(self.d_smem, SHORT, m, i) for m in range(0, COLUMNS, 16)}
             for tile, (m, n) in enumerate(self._tiles()):
                 at = slice(4 * tile, 4 * tile + 4)

@@ -1,4 +1,4 @@
-"""The gated delta net of one token a row, in one launch a layer: convolution, norms, gates, state, gated norm.
+"""The gated delta net of one token a row, in one launch: convolution, norms, gates, state, gated norm.
 
 A block has a v head of a row, S of which its threads hold in registers: 4 neighbouring columns each, of
 K / groups rows.
@@ -11,8 +11,8 @@ K / groups rows.
     threads as columns:      rms_norm(o) silu(z) -> memory
 
 With o = exp(g) S^T q + (k . q) d the old S is all that products need, and is read once. A k head's queries
-and keys are made by each of the v heads that use it, of which the first stores them in the tail: in the slot of
-a position that no other block reads.
+and keys are made by each of the v heads that use it, of which the first stores them in the tail: in the slot
+of a position that no other block reads.
 """
 
 import dataclasses

@@ -17,7 +17,7 @@ from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_cache_layouts import ROUNDING, room
 
-attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
+attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps", "gated"))
 
 
 def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed):
@@ -45,6 +45,9 @@ def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed):
         "num_keys": pages * page_size,
     }
     pages = [pages_of(layout, cache) for cache in (k_pages, v_pages)]
+    if D == 256:  # and which have gates
+        qkv = np.concatenate([draw(B, 1, H * D), qkv], axis=-1)
+        rest["gated"] = True
     return (qkv, *pages, table.astype(np.int32), positions[:, None].astype(np.int32), 1), rest
 
 

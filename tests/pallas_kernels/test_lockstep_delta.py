@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import bonsai_jax as bj
+from bonsai_jax import layers
 from pallas_kernels.delta import Gates, delta_net
 from tests.pallas_kernels.lockstep import lockstep
 
@@ -76,7 +78,7 @@ def of_float64(args, weights, grouped):
 def check(got, args, want, limit):
     """Errors' norms, of outputs and of states, relative to theirs."""
     y, states, tails = (np.asarray(a) for a in got)
-    states_before, tails_before, positions, layer = args[2:]
+    states_before, _, positions, layer = args[2:]
     there = positions >= 0
     wanted_y, wanted_S, wanted_tails = want
     assert np.isfinite(y).all()
@@ -96,8 +98,8 @@ def check(got, args, want, limit):
 )
 @pytest.mark.parametrize("impl", ["delta_step", "reference"])
 def test_a_step_is_float64_s(k_heads, v_heads, K, V, grouped, dtype, impl):
-    """Rows at their first token, with part of a convolution behind them, with all of it, and ended; gates made
-    in the kernel, of weights of 16 and 32 bits, and before it."""
+    """Rows at their first token, with part of a convolution behind them, with all of it, and ended; gates
+    made in the kernel, of weights of 16 and 32 bits, and before it."""
     args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], 1, hidden=1280)
     qkv_z, gates, states, tails, positions, layer = args
     if dtype is not None:
@@ -127,3 +129,26 @@ def test_chunks_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, impl):
     with lockstep(at_a_time=4):
         got = delta_net(*arrays, **weights, eps=EPS, grouped=grouped, prefill_impl=impl)
     check(got, args, want, TF32 if impl == "delta_chunks" else 2e-6)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_layer_is_the_same_by_kernels(tokens):
+    """delta_block with a model's own weights: a step's gates are made in the kernel, of the layer's input."""
+    model = bj.load("synth:tiny-qwen35:f32", bj.RunConfig(page_size=16, impl="reference"))
+    rng = np.random.default_rng(0)
+    cache = bj.new_cache(model, 2, 16)
+    cache = cache.replace(delta=jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), cache.delta))
+    x = jnp.asarray(rng.standard_normal((2, tokens, model.config.hidden)), jnp.float32)
+    positions = jnp.array([[9], [0]], jnp.int32) + jnp.arange(tokens, dtype=jnp.int32)
+    found = []
+    for impl, prefill_impl in (("reference", "reference"), ("delta_step", "delta_chunks")):
+        states = jax.tree.map(jnp.asarray, cache.delta).replace(impl=impl, prefill_impl=prefill_impl)
+        with lockstep():
+            y, after = layers.delta_block(
+                x, model.params, 2, cache.replace(delta=states), positions, model.config
+            )
+        assert after.delta.impl == impl
+        found.append((y, after.delta.s))
+    for mine, wanted in zip(*found[::-1], strict=True):
+        error = np.linalg.norm(mine - wanted) / np.linalg.norm(wanted)
+        assert error < (1e-6 if tokens == 1 else TF32)
