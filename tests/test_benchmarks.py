@@ -45,7 +45,11 @@ def module(name):
     ("name", "arguments", "ops"),
     [
         ("matvec", ["-m", "tiny-qwen3", "--rows", "1,3"], 10),
-        ("decode_attention", ["-m", "tiny-qwen3,tiny-llama", "--keys", "64,256"], 4),
+        (
+            "decode_attention",
+            ["-m", "tiny-qwen3,tiny-llama", "--keys", "64", "--cache-dtype", "bfloat16,int8"],
+            4,
+        ),
     ],
 )
 def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops):
