@@ -45,7 +45,12 @@ def module(name):
     ("name", "arguments", "ops", "impl"),
     [
         ("matvec", ["-m", "tiny-qwen3", "--rows", "1,3"], 10, "cpu"),
-        ("decode_attention", ["-m", "tiny-qwen3,tiny-llama", "--keys", "64,256"], 4, "cpu"),
+        (
+            "decode_attention",
+            ["-m", "tiny-qwen3,tiny-llama", "--keys", "64", "--cache-dtype", "bfloat16,int8"],
+            4,
+            "cpu",
+        ),
         ("delta_net", ["-m", "tiny-qwen35", "--tokens", "1,70"], 2, "reference"),
     ],
 )

@@ -1,14 +1,18 @@
 """The key-value cache: what it holds."""
 
 import dataclasses
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import cache
+from bonsai_jax import cache, evaluate
 from pallas_kernels import cache_layouts
+from tests.bonsai_jax.vocabularies import smollm2, smollm2_path
+
+DATA = Path(__file__).parent.parent / "data"
 
 
 def test_the_cache_holds_nothing_of_a_kernel():
@@ -27,3 +31,32 @@ def test_a_model_takes_every_layout(name):
     held_bytes = sum(a.nbytes for a in jax.tree.leaves((held.k, held.v)))
     assert cache.bytes_per_token(model.config, name) * 8 == held_bytes
     assert np.isfinite(bj.logits(model, [1, 2, 3])).all()
+
+
+def divergence(source: str, chunks) -> evaluate.Divergence:
+    """Of a cache of bytes from one of float16, by the reference: activations are not rounded."""
+    context = chunks.shape[1]
+    base, of_bytes = (
+        bj.load(source, bj.RunConfig(cache_dtype=dtype, context=context, rows=1, activation_bits=16))
+        for dtype in ("float16", "int8")
+    )
+    found = evaluate.Divergence()
+    for chunk in chunks:
+        found.add(evaluate.score_chunk(base, chunk)[0], evaluate.score_chunk(of_bytes, chunk)[0])
+    print(f"KL {found.kl.mean:.2e} +- {found.kl.error:.1e}, same top token {found.same_top.mean:.2%}")
+    return found
+
+
+def test_a_cache_of_bytes_predicts_nearly_what_float16_does():
+    ids = np.random.default_rng(0).integers(0, 256, 256).reshape(2, 128)
+    found = divergence("synth:tiny-llama:q8_0", ids)
+    assert 1e-8 < found.kl.mean < 2e-4 and found.same_top.mean > 0.97
+
+
+@pytest.mark.slow
+def test_smollm2_with_a_cache_of_bytes():
+    """KL 1.9e-4 and 99.2 % were measured on 12 chunks; keys that are not rotated have 6.2e-4 and 98.5 %."""
+    source = str(smollm2_path())
+    ids = smollm2().encode((DATA / "moby_dick.txt").read_text(), parse_special=False)
+    found = divergence(source, evaluate.chunks(ids, 512, None)[:6])
+    assert found.kl.mean < 4e-4 and found.same_top.mean > 0.985

@@ -47,6 +47,19 @@ def test_inspect_reads_no_weights(monkeypatch):
     assert max(map(len, done.stdout.splitlines())) < 140
 
 
+def test_inspect_says_that_a_cache_of_bytes_is_half_of_float16s():
+    def said(dtype):
+        args = ("inspect", "synth:bonsai-8b:q1_0", "--weights", "packed", "--cache-dtype", dtype, "--json")
+        out = json.loads(run(*args).stdout)
+        kernels = {entry["problem"].split(" on ")[0]: entry["kernels"] for entry in out["kernels"]}
+        return out["figures"], kernels
+
+    (float16, _), (int8, kernels) = said("float16"), said("int8")
+    assert float16["KV bytes per token"] == 36 * 2 * 8 * 2 * 128
+    assert int8["KV bytes per token"] == 36 * 2 * 8 * (128 + 2)  # a scale for each head and token
+    assert kernels["decode attention 32 x 8 x 128, int8 cache"] == {"decode": "cpu"}
+
+
 def test_inspect_json_has_the_same_figures():
     out = json.loads(run("inspect", "-m", "synth:bonsai-8b:q1_0", "--weights", "packed", "--json").stdout)
     assert out["figures"]["weight bytes"] == 1_152_704_128

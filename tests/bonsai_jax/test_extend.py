@@ -63,7 +63,7 @@ def test_a_rewound_cache_goes_on_from_there():
     check(got, spans)
 
 
-@pytest.mark.parametrize("cache_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("cache_dtype", ["float32", "float16", "int8"])
 def test_taken_rows_have_pages_of_their_own(cache_dtype):
     """Rows 2, 0, 0 of a cache: each goes on with tokens of its own, and the cache that they came of too."""
     model = tiny(cache_dtype)

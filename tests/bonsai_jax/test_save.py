@@ -65,7 +65,8 @@ def same(one, other):
 
 
 @pytest.mark.parametrize(
-    "cache_dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.slow)]
+    "cache_dtype",
+    ["float32", "int8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("bfloat16", "float16"))],
 )
 def test_generation_goes_on_as_if_it_had_never_stopped(cache_dtype, tmp_path):
     """Sampled, with penalties and a bias."""
@@ -74,7 +75,7 @@ def test_generation_goes_on_as_if_it_had_never_stopped(cache_dtype, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state"]
     # what another reader sees
     arrays = safetensors.numpy.load_file(tmp_path / "state")
-    assert str(arrays["cache.k"].dtype) == cache_dtype
+    assert str(arrays["cache.k.numbers" if cache_dtype == "int8" else "cache.k"].dtype) == cache_dtype
     np.testing.assert_array_equal(arrays["cache.lengths"], state.cache.lengths)
     back = bj.load_state(tmp_path / "state", tiny(cache_dtype))
     same(back, state)
