@@ -20,6 +20,7 @@ import asyncio
 import csv
 import json
 import math
+import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +34,7 @@ from bonsai_jax.engine.simulate import Arrival, StepTimes, engine_limits, quanti
 
 HERE = Path(__file__).parent
 SHARE = 0.9  # of the most that a device can bear: near it, waits differ from draw to draw
-GREEDY = bj.SamplingParams(temperature=0.0)
+SAMPLING = bj.SamplingParams(seed=0)
 
 
 def poisson(sizes: list[tuple[int, int]], rate: float, seed: int = 0) -> list[Arrival]:
@@ -68,8 +69,7 @@ def measured(model: bj.Model, most_rows: int, repetitions: int) -> list[dict[str
     rows = []
     for sizes in tests:
         test = bench.Test(model, *sizes)
-        row = test.row([test.run() for _ in range(repetitions)])
-        rows.append({"test": row.test, "tok_s": row.tok_s})
+        rows.append({"test": test.name, "tok_s": statistics.median(test.run() for _ in range(repetitions))})
     return rows
 
 
@@ -81,7 +81,7 @@ async def answered(engine: bj.Engine, arrivals: list[Arrival]) -> tuple[list[tup
 
     async def one(arrival: Arrival, ids: list[int]) -> tuple[float, float]:
         await asyncio.sleep(arrival.at_s - (time.perf_counter() - began))
-        handle = engine.submit(ids, GREEDY, max_new_tokens=arrival.new_tokens, ignore_eos=True)
+        handle = engine.submit(ids, SAMPLING, max_new_tokens=arrival.new_tokens, ignore_eos=True)
         at = [time.perf_counter() - began async for _ in handle]
         ends.append(at[-1])
         return at[0] - arrival.at_s, (at[-1] - at[0]) / max(1, arrival.new_tokens - 1)
