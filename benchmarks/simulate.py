@@ -7,7 +7,9 @@ and to say how many devices some requests a minute need.
 
 check   measures steps and prefill of the model here as `bench` does, and what a dispatch costs beside (one
         request through an engine that runs nothing else). Then requests come at random, --rate a second on
-        average, to a real engine and to the simulated one
+        average (0: all at once), to a real engine and to the simulated one. --cpu-time counts seconds of this
+        process on its processor: for a machine that others use, pinned to one core (taskset -c 0), and all
+        requests at once, since such a clock stands still while an engine waits for the next
 need    the highest rate of one device at which 95 of 100 requests of engine_requests.csv have their first
         token within --ttft seconds and their others within --per-token seconds each, by bisection; from it,
         devices for each number of requests a minute, and what these requests see then. Times are the newest
@@ -20,8 +22,9 @@ import asyncio
 import csv
 import json
 import math
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +36,14 @@ from bonsai_jax.engine.simulate import Arrival, StepTimes, engine_limits, quanti
 
 HERE = Path(__file__).parent
 SHARE = 0.9  # of the most that a device can bear: near it, waits differ from draw to draw
-GREEDY = bj.SamplingParams(temperature=0.0)
+Clock = Callable[[], float]
+SAMPLING = bj.SamplingParams(seed=0)
 
 
 def poisson(sizes: list[tuple[int, int]], rate: float, seed: int = 0) -> list[Arrival]:
-    """Requests of these sizes, so many a second on average."""
+    """Requests of these sizes, so many a second on average; 0: all at once."""
+    if not rate:
+        return [Arrival(0.0, *size) for size in sizes]
     at = np.cumsum(np.random.default_rng(seed).exponential(1 / rate, len(sizes)))
     return [Arrival(s, *size) for s, size in zip(at.tolist(), sizes, strict=True)]
 
@@ -60,7 +66,7 @@ def seen(times: list[tuple[float, float]], seconds: float, new_tokens: int) -> d
 # Beside a real engine.
 
 
-def measured(model: bj.Model, most_rows: int, repetitions: int) -> list[dict[str, Any]]:
+def measured(model: bj.Model, most_rows: int, repetitions: int, clock: Clock) -> list[dict[str, Any]]:
     """Rows of `bench` that StepTimes asks for."""
     tests = [("pp", n, 0, 1) for n in (32, 128, 512)] + [("pp", 512, 512, 1)]
     tests += [("gen", 128, depth, 1) for depth in (0, 512)]
@@ -68,21 +74,28 @@ def measured(model: bj.Model, most_rows: int, repetitions: int) -> list[dict[str
     rows = []
     for sizes in tests:
         test = bench.Test(model, *sizes)
-        row = test.row([test.run() for _ in range(repetitions)])
-        rows.append({"test": row.test, "tok_s": row.tok_s})
+        seconds = []
+        for _ in range(repetitions):
+            began = clock()
+            test.run()
+            seconds.append(clock() - began)
+        tokens = test.rows * test.tokens
+        rows.append({"test": test.name, "tok_s": tokens / statistics.median(seconds)})
     return rows
 
 
-async def answered(engine: bj.Engine, arrivals: list[Arrival]) -> tuple[list[tuple[float, float]], float]:
+async def answered(
+    engine: bj.Engine, arrivals: list[Arrival], clock: Clock
+) -> tuple[list[tuple[float, float]], float]:
     """Times of each request of a real engine, as `seen` has them, and seconds to the last token."""
     rng = np.random.default_rng(1)
     prompts = [rng.integers(0, 1000, arrival.prompt_tokens).tolist() for arrival in arrivals]
-    began, ends = time.perf_counter(), []
+    began, ends = clock(), []
 
     async def one(arrival: Arrival, ids: list[int]) -> tuple[float, float]:
-        await asyncio.sleep(arrival.at_s - (time.perf_counter() - began))
-        handle = engine.submit(ids, GREEDY, max_new_tokens=arrival.new_tokens, ignore_eos=True)
-        at = [time.perf_counter() - began async for _ in handle]
+        await asyncio.sleep(arrival.at_s - (clock() - began))
+        handle = engine.submit(ids, SAMPLING, max_new_tokens=arrival.new_tokens, ignore_eos=True)
+        at = [clock() - began async for _ in handle]
         ends.append(at[-1])
         return at[0] - arrival.at_s, (at[-1] - at[0]) / max(1, arrival.new_tokens - 1)
 
@@ -93,25 +106,26 @@ async def answered(engine: bj.Engine, arrivals: list[Arrival]) -> tuple[list[tup
 def check(o: argparse.Namespace) -> Iterator[dict]:
     prompt, new = 256, 64
     model = bj.load(o.model, bj.RunConfig(context=1024, rows=1))
-    rows = measured(model, o.rows, o.repetitions)
+    clock, wait = (time.process_time, None) if o.cpu_time else (time.perf_counter, 0.1)
+    rows = measured(model, o.rows, o.repetitions, clock)
     yield {"rows": rows}
     pages = o.rows * (prompt + new) // model.run.page_size + o.rows
     limits = engine_limits(o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, free_tokens=1)
     sizes = np.random.default_rng(2).integers((16, 8), (prompt, new), (o.requests, 2)).tolist()
     arrivals = poisson([(p, n) for p, n in sizes], o.rate)
-    with bj.Engine(model, max_rows=o.rows, pages=pages, context=512) as engine:
+    with bj.Engine(model, max_rows=o.rows, pages=pages, context=512, max_wait_s=wait or 1e9) as engine:
         assert engine._loop.scheduler.limits == limits
         engine.warmup()
         alone = [Arrival(0.0, 32, new)]
-        asyncio.run(answered(engine, alone))
-        took = sorted(asyncio.run(answered(engine, alone))[1] for _ in range(3))[1]
+        asyncio.run(answered(engine, alone, clock))
+        took = sorted(asyncio.run(answered(engine, alone, clock))[1] for _ in range(3))[1]
         times = StepTimes.measured(rows)
-        ideal = simulate(alone, times, limits)
+        ideal = simulate(alone, times, limits, max_wait_s=wait)
         times = StepTimes.measured(rows, max(0.0, (took - ideal.seconds) / ideal.plans))
         yield {"dispatch_s": times.dispatch_s, "stored_s": times.stored_s, "behind_s": times.behind_s}
         new_tokens = sum(a.new_tokens for a in arrivals)
-        real = seen(*asyncio.run(answered(engine, arrivals)), new_tokens)
-    outcome = simulate(arrivals, times, limits)
+        real = seen(*asyncio.run(answered(engine, arrivals, clock)), new_tokens)
+    outcome = simulate(arrivals, times, limits, max_wait_s=wait)
     expected = seen([(a.ttft_s, a.per_token_s) for a in outcome.answers], outcome.seconds, new_tokens)
     yield {"real": real, "simulated": expected, "ratio": {k: expected[k] / real[k] for k in real}}
 
@@ -166,6 +180,7 @@ def main() -> None:
     parser.add_argument("--pages", type=int, default=2560)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--rate", type=float, default=3.0)
+    parser.add_argument("--cpu-time", action="store_true")
     parser.add_argument("-r", "--repetitions", type=int, default=2)
     parser.add_argument("--results", default=HERE / "results" / "nvidia-h200.jsonl")
     parser.add_argument("--also", type=listed(str), default=[], metavar="TEST=TOK_S,...")

@@ -1,5 +1,6 @@
 """A batch: every line once, whatever stops it, with the answers of `generate` in OpenAI's format."""
 
+import dataclasses
 import json
 import os
 import re
@@ -25,7 +26,7 @@ JOB = batch.Job(rows=4)
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load(TINY, bj.RunConfig(context=128, page_size=16, rows=4, impl="reference"))
+    return bj.load(TINY, bj.RunConfig(context=128, rows=4, impl="reference"))  # as the command line's below
 
 
 def asked(custom_id: str, url: str = TEXT, **body) -> dict:
@@ -48,10 +49,13 @@ def read(path: Path) -> dict[str, dict]:
 
 
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+ONCE = "Once upon a time"
+DRAWN = bj.SamplingParams(temperature=0.7, top_p=0.9, seed=3)
+BENT = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.1}
 ALIKE = {"max_tokens": 8, "temperature": 0.7, "top_p": 0.9, "seed": 3}
 LINES = [
-    asked("text", **ALIKE, prompt="Once upon a time", n=2, logprobs=2),
-    asked("stop", **ALIKE | {"temperature": 0}, prompt="Once upon a time"),
+    asked("text", **ALIKE, prompt=ONCE, n=2, logprobs=2),
+    asked("stop", **ALIKE | {"temperature": 0}, prompt=ONCE),
     asked("two", **ALIKE, prompt=["Once", [5, 6, 7]], n=2, user="me", metadata={"a": "b"}, stream=False),
     asked("chat", CHAT, **ALIKE, messages=MESSAGES, logprobs=True, top_logprobs=1, top_k=5, stop=None),
     asked(
@@ -60,11 +64,9 @@ LINES = [
         messages=[
             {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}
         ],
-        max_completion_tokens=5,
+        **BENT,
+        max_completion_tokens=8,
         temperature=0,
-        frequency_penalty=0.5,
-        presence_penalty=0.25,
-        repetition_penalty=1.1,
         logit_bias={"7": 3.5},
     ),
     asked("field", tools=[]),
@@ -75,61 +77,71 @@ LINES = [
 
 
 @pytest.fixture(scope="module")
-def answers(model, tmp_path_factory):
+def wanted(model) -> dict[str, bj.Output]:
+    """By `generate`, in one call."""
+    chat = model.tokenizer.encode_chat
+    greedy, second = bj.SamplingParams(0.0), dataclasses.replace(DRAWN, seed=4)
+    asked = {
+        "once": (ONCE, DRAWN),
+        "once, again": (ONCE, second),
+        "greedy": (ONCE, greedy),
+        "two": ("Once", DRAWN),
+        "two, again": ("Once", second),
+        "ids": ([5, 6, 7], dataclasses.replace(DRAWN, seed=5)),
+        "ids, again": ([5, 6, 7], dataclasses.replace(DRAWN, seed=6)),
+        "chat": (chat(MESSAGES), dataclasses.replace(DRAWN, top_k=5)),
+        "parts": (
+            chat([{"role": "user", "content": "a\nb"}]),
+            dataclasses.replace(greedy, **BENT, logit_bias={7: 3.5}),
+        ),
+    }
+    prompts, params = zip(*asked.values(), strict=True)
+    outputs = bj.generate(model, prompts, max_new_tokens=8, sampling=params, logprobs=2)
+    return dict(zip(asked, outputs, strict=True))
+
+
+@pytest.fixture(scope="module")
+def answers(model, wanted, tmp_path_factory):
     """Of LINES, and the report."""
     folder = tmp_path_factory.mktemp("batch")
-    (greedy,) = bj.generate(model, "Once upon a time", max_new_tokens=8, sampling=bj.SamplingParams(0.0))
-    assert len(greedy.text) > 3
-    LINES[1]["body"]["stop"] = [greedy.text[2:4]]
+    LINES[1]["body"]["stop"] = [wanted["greedy"].text[2:4]]
     report = batch.run(model, write(folder / "in.jsonl", LINES), folder / "out.jsonl", JOB)
     return read(folder / "out.jsonl"), report
 
 
-def test_answers_are_those_of_generate(model, answers):
-    params = bj.SamplingParams(temperature=0.7, top_p=0.9, seed=3)
-    how = {"max_new_tokens": 8, "sampling": params}
-    text = answers[0]["text"]["response"]["body"]
-    one, two = bj.generate(model, ["Once upon a time"] * 2, **how, logprobs=2)
-    assert [c["text"] for c in text["choices"]] == [one.text, two.text]
-    assert [c["index"] for c in text["choices"]] == [0, 1]
-    scores = text["choices"][0]["logprobs"]
-    assert one.logprobs is not None and len(scores["tokens"]) == len(one.tokens)
-    np.testing.assert_allclose(scores["token_logprobs"], one.logprobs.token, atol=1e-4)
-    np.testing.assert_allclose(
-        [max(t.values()) for t in scores["top_logprobs"]], one.logprobs.top[:, 0], atol=1e-4
-    )
-    new = len(one.tokens) + len(two.tokens)
-    assert text["usage"] == {
-        "prompt_tokens": one.prompt_tokens,
-        "completion_tokens": new,
-        "total_tokens": one.prompt_tokens + new,
-    }
-    stop = answers[0]["stop"]["response"]["body"]["choices"][0]
-    (greedy,) = bj.generate(model, "Once upon a time", max_new_tokens=8, sampling=bj.SamplingParams(0.0))
-    assert (
-        stop["text"] == greedy.text[: greedy.text.index(greedy.text[2:4])] and stop["finish_reason"] == "stop"
-    )
-    several = answers[0]["two"]["response"]["body"]
-    pairs = bj.generate(model, ["Once", "Once", [5, 6, 7], [5, 6, 7]], **how)
-    assert [c["text"] for c in several["choices"]] == [output.text for output in pairs]
-    assert several["usage"]["prompt_tokens"] == pairs[0].prompt_tokens + 3
+def choices(answers, custom_id: str) -> list[dict]:
+    found = answers[0][custom_id]["response"]["body"]["choices"]
+    assert [choice["index"] for choice in found] == list(range(len(found)))
+    return found
 
 
-def test_chats_are_encoded_by_the_template(model, answers):
-    chat = answers[0]["chat"]["response"]["body"]
-    ids = model.tokenizer.encode_chat(MESSAGES)
-    params = bj.SamplingParams(temperature=0.7, top_p=0.9, seed=3, top_k=5)
-    (one,) = bj.generate(model, [ids], max_new_tokens=8, sampling=params)
-    assert chat["choices"][0]["message"] == {"role": "assistant", "content": one.text, "refusal": None}
-    scores = chat["choices"][0]["logprobs"]["content"]
-    assert b"".join(bytes(token["bytes"]) for token in scores).decode(errors="replace") == one.text
+def test_answers_are_those_of_generate(wanted, answers):
+    one, two = wanted["once"], wanted["once, again"]
+    text = choices(answers, "text")
+    assert [choice["text"] for choice in text] == [one.text, two.text]
+    scores, known = text[0]["logprobs"], one.logprobs
+    np.testing.assert_allclose(scores["token_logprobs"], known.token, atol=1e-4)
+    np.testing.assert_allclose([max(t.values()) for t in scores["top_logprobs"]], known.top[:, 0], atol=1e-4)
+    tokens, new = one.prompt_tokens, len(one.tokens) + len(two.tokens)
+    usage = {"prompt_tokens": tokens, "completion_tokens": new, "total_tokens": tokens + new}
+    assert answers[0]["text"]["response"]["body"]["usage"] == usage
+    (stopped,), greedy = choices(answers, "stop"), wanted["greedy"].text
+    assert len(greedy) > 3 and stopped["text"] == greedy[: greedy.index(greedy[2:4])]
+    assert stopped["finish_reason"] == "stop"
+    several = [wanted[name].text for name in ("two", "two, again", "ids", "ids, again")]
+    assert [choice["text"] for choice in choices(answers, "two")] == several
+    used = answers[0]["two"]["response"]["body"]["usage"]["prompt_tokens"]
+    assert used == wanted["two"].prompt_tokens + 3
+
+
+def test_chats_are_encoded_by_the_template(wanted, answers):
+    (chat,), (parts,) = choices(answers, "chat"), choices(answers, "parts")
+    message = {"role": "assistant", "content": wanted["chat"].text, "refusal": None}
+    assert chat["message"] == message and chat["finish_reason"] == wanted["chat"].finish_reason
+    scores = chat["logprobs"]["content"]
+    assert b"".join(bytes(t["bytes"]) for t in scores).decode(errors="replace") == message["content"]
     assert all(len(token["top_logprobs"]) == 1 for token in scores)
-    parts = answers[0]["parts"]["response"]["body"]
-    ids = model.tokenizer.encode_chat([{"role": "user", "content": "a\nb"}])
-    bent = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.1}
-    params = bj.SamplingParams(0.0, **bent, logit_bias={7: 3.5})
-    (one,) = bj.generate(model, [ids], max_new_tokens=5, sampling=params)
-    assert parts["choices"][0]["message"]["content"] == one.text and parts["choices"][0]["logprobs"] is None
+    assert parts["message"]["content"] == wanted["parts"].text and parts["logprobs"] is None
 
 
 def test_a_line_that_cannot_be_met_says_which_field_and_the_others_go_on(answers):
@@ -320,11 +332,11 @@ def test_a_dispatch_that_fails_is_an_error_of_its_lines_and_a_second_ends_the_jo
 def test_the_command_goes_on_after_a_kill(model, tmp_path):
     source = write(tmp_path / "in.jsonl", [asked(str(i), max_tokens=24, model=TINY) for i in range(30)])
     output = tmp_path / "out.jsonl"
-    arguments = ["batch", source, output, "-c", 128, "--rows", 1, "--impl", "reference", "--seed", 5]
+    arguments = ["batch", source, output, "-c", 128, "--rows", 4, "--impl", "reference", "--seed", 5]
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     begun = time.monotonic()
     while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
-        assert time.monotonic() < begun + 300
+        assert time.monotonic() < begun + 900
         time.sleep(0.01)
     process.kill()
     process.communicate()
