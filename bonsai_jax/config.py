@@ -106,6 +106,8 @@ class ModelConfig:
     channels         of each layer, what mixes its channels; (): mlp, the gated feed-forward, in all
     delta            sizes of the layers whose mixer is delta
     aside            how names begin of what the file has and we leave aside: a draft layer, a vision tower
+    draft            how names begin of the draft layer's tensors (draft.py); None: there is none, or it is
+                     left aside (RunConfig.draft)
     """
 
     architecture: str
@@ -128,6 +130,7 @@ class ModelConfig:
     channels: tuple[Channels, ...] = ()
     delta: DeltaConfig | None = None
     aside: tuple[str, ...] = ()
+    draft: str | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -205,6 +208,11 @@ class ModelConfig:
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def draft_inputs(self) -> int:
+        """Of the matrix ahead of the draft layer: a token's embedding and a hidden vector."""
+        return 2 * self.hidden
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -228,6 +236,8 @@ class RunConfig:
     page_size    tokens in a page of the cache
     context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
     rows         most rows run at once; of more prompts each begins when another has ended
+    draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
+                 left aside
     """
 
     impl: Literal["auto", "reference", "pallas"] = "auto"
@@ -239,6 +249,7 @@ class RunConfig:
     page_size: int = 64
     context: int = 0
     rows: int = 8
+    draft: bool = False
 
     def __post_init__(self):
         _one_of(self, "impl", ("auto", "reference", "pallas"))

@@ -47,6 +47,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     **dict.fromkeys(("delta_dt", "delta_a"), ("layers", "delta")),
     "delta_conv": ("layers", "delta", None),
     "delta_out": ("layers", None, "delta"),
+    "join": ("layers", None, None),
     "s": ("layers", "rows", "delta"),
     "tail": ("layers", "rows", None, "delta"),
     "k": ("layers", "rows", None, "heads"),  # a row's pages lie with the row

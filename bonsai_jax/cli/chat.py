@@ -258,6 +258,7 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
         all_reduce=all_reduce,
+        speculate=speculate,
     )
     mesh = options.mesh(tensor=tensor_parallel)
     loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)

@@ -111,6 +111,7 @@ def command(
         activation_bits=activation_bits,
         all_reduce=all_reduce,
         rows=rows if lines else 1,
+        speculate=speculate,
     )
     options.join_processes(coordinator, num_processes, process_id)
     mesh = options.mesh(tensor=tensor_parallel)

@@ -16,6 +16,7 @@ from flax import struct
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from bonsai_jax import decoding, jitted, sampling, speculation
+from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import LogitsProcessor, State
 from bonsai_jax.parallel import over_mesh
@@ -140,7 +141,8 @@ def _take(pool: State, rows: AnyArray, table: AnyArray) -> State:
     cache, (by_row, by_layer) = pool.cache, _parts(pool)
     state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), by_row)
     delta = jax.tree.map(lambda x: x.at[:, rows].get(mode="clip"), by_layer)
-    return state.replace(cache=state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table))
+    cache = state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table)
+    return state.replace(cache=_with_draft_pages(cache, pool.cache))
 
 
 def _put(pool: State, state: State, rows: AnyArray) -> State:
@@ -150,13 +152,20 @@ def _put(pool: State, state: State, rows: AnyArray) -> State:
     cache, old, new = state.cache, _parts(pool), _parts(state)
     rest = jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old[0], new[0])
     delta = jax.tree.map(lambda x, y: x.at[:, rows].set(y, mode="drop"), old[1], new[1])
-    return rest.replace(cache=rest.cache.replace(k=cache.k, v=cache.v, delta=delta))
+    return rest.replace(cache=_with_draft_pages(rest.cache.replace(k=cache.k, v=cache.v, delta=delta), cache))
+
+
+def _with_draft_pages(cache: KVCache, pages: KVCache) -> KVCache:
+    if cache.draft is None or pages.draft is None:
+        return cache
+    return cache.replace(draft=cache.draft.replace(k=pages.draft.k, v=pages.draft.v))
 
 
 def _parts(state: State) -> tuple[State, Any]:
     """Arrays with rows first, and those with layers first; without pages, which are of no row."""
     cache = state.cache
-    return state.replace(cache=cache.replace(k=(), v=(), delta=None)), cache.delta
+    draft = cache.draft and cache.draft.replace(k=(), v=())
+    return state.replace(cache=cache.replace(k=(), v=(), delta=None, draft=draft)), cache.delta
 
 
 def _started(state: State, chunk: Chunk) -> State:
