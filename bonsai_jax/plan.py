@@ -260,8 +260,8 @@ def with_draft(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
         raise NotImplementedError(f"{checkpoint.source}: it has {len(found)} draft layers; supported: one")
     if (fold := folding(checkpoint)) and any(name.startswith(found[0]) for name in fold.weights):
         raise NotImplementedError(
-            f"{checkpoint.source}: weights of its draft layer are Hadamard-folded, which is not supported; leave "
-            "draft and 'mtp' out"
+            f"{checkpoint.source}: weights of its draft layer are Hadamard-folded, which is not supported; "
+            "leave draft and 'mtp' out"
         )
     return dataclasses.replace(
         config, draft=found[0], aside=tuple(start for start in config.aside if start != found[0])

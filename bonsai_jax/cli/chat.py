@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from bonsai_jax.cli import options
+from bonsai_jax.cli import options, thoughts
 from bonsai_jax.cli.figures import CompileClock, Figures, line_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,8 @@ class Conversation:
     cache     one row of the model's context; None before the first turn
     held      the tokens that the cache's row begins with, as far as they are known here
     think     the template's enable_thinking; None: as it has it
-    figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache
+    figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache, and `thinks`
+              whether it begins within a thought
     """
 
     model: "Model"
@@ -46,6 +47,7 @@ class Conversation:
     held: list[int] = dataclasses.field(default_factory=list)
     figures: Figures | None = None
     reused: int = 0
+    thinks: bool = False
     clock: CompileClock = dataclasses.field(default_factory=CompileClock)
 
     def reset(self) -> None:
@@ -71,7 +73,7 @@ class Conversation:
             )
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
         state, self.reused = self._start(ids, limit)
-        self.held = ids
+        self.held, self.thinks = ids, thoughts.begun(self.model.tokenizer, ids)
         self.figures = Figures(len(ids) - self.reused, self.clock, speculates=self.speculate is not None)
 
         def newest_cache_kept():
@@ -142,16 +144,17 @@ def stop_on_interrupt() -> Iterator[list[int]]:
 
 def answer(conversation: Conversation, text: str) -> None:
     """Print the answer as it comes, until it ends or Ctrl-C is pressed."""
-    pieces = conversation.ask(text)
+    pieces, shown = conversation.ask(text), None
     try:
         with stop_on_interrupt() as interrupted, contextlib.closing(pieces):
             for piece in pieces:
-                print(piece.text, end="", flush=True)
+                shown = shown or thoughts.Shown(conversation.thinks)
+                print(shown.next(piece.text), end="", flush=True)
                 if interrupted:
                     break
     except KeyboardInterrupt:
         pass
-    print(flush=True)
+    print(shown.end() if shown else "", flush=True)
     seen = conversation.figures
     if seen and seen.finish_reason == "length" and conversation.max_new_tokens < 0:
         say("the context is full: /reset begins a new conversation")
