@@ -31,6 +31,19 @@ class DeltaState(struct.PyTreeNode):
 
 
 @serializable
+class DraftState(struct.PyTreeNode):
+    """What the draft layer keeps of each row (draft.py).
+
+    k, v    of its one layer, in pages of their own under the KVCache's block table
+    hidden  float32 [rows, hidden]: what the model made of each row's last token, not normed
+    """
+
+    k: Pages
+    v: Pages
+    hidden: Float[Array, "B H"]
+
+
+@serializable
 class KVCache(struct.PyTreeNode):
     """Keys and values of every layer with attention, in pages that rows own through the block table, and the
     states of other layers, by row.
@@ -40,6 +53,7 @@ class KVCache(struct.PyTreeNode):
     block_table  int32 [rows, pages per row]: the page of a row's tokens [i * page_size, (i + 1) * page_size)
     lengths      int32 [rows]: tokens stored; a row of 0 holds nothing, in its states neither
     delta        the states of layers whose mixer is delta; None for models without
+    draft        what the draft layer keeps, where one is loaded
     impl         the kernel of attention chosen for it (plan.py)
     prefill_impl the one for many tokens a row
 
@@ -51,6 +65,7 @@ class KVCache(struct.PyTreeNode):
     block_table: Int[Array, "B pages_per_row"]
     lengths: Int[Array, "B"]
     delta: DeltaState | None = None
+    draft: DraftState | None = None
     impl: str = struct.field(pytree_node=False, default="reference")
     prefill_impl: str = struct.field(pytree_node=False, default="reference")
 
@@ -100,9 +115,13 @@ class KVCache(struct.PyTreeNode):
         def copied(array: jax.Array) -> jax.Array:
             return array[:, pages.reshape(-1)]
 
+        draft = self.draft and DraftState(
+            jax.tree.map(copied, self.draft.k), jax.tree.map(copied, self.draft.v), self.draft.hidden[rows]
+        )
         return self.replace(
             k=jax.tree.map(copied, self.k),
             v=jax.tree.map(copied, self.v),
+            draft=draft,
             block_table=jnp.arange(pages.size, dtype=jnp.int32).reshape(pages.shape),
             lengths=self.lengths[rows],
             delta=jax.tree.map(lambda of_rows: of_rows[:, rows], self.delta),
@@ -115,10 +134,11 @@ def page_count(tokens: int, page_size: int) -> int:
 
 
 def bytes_per_token(config: ModelConfig, dtype: str | None) -> int:
-    """Cache bytes for one token of one row: keys and values of every layer with attention. dtype: a resolved
-    RunConfig's cache_dtype."""
+    """Cache bytes for one token of one row: keys and values of every layer with attention, and of the draft
+    layer where it is loaded. dtype: a resolved RunConfig's cache_dtype."""
     of_head = cache_layouts.bytes_per_head(str(dtype), config.head_dim)
-    return 2 * len(config.layers_of("attention")) * config.num_kv_heads * of_head
+    layers = len(config.layers_of("attention")) + (config.draft is not None)
+    return 2 * layers * config.num_kv_heads * of_head
 
 
 def bytes_per_row(config: ModelConfig) -> int:
@@ -145,14 +165,22 @@ def empty(config: ModelConfig, run: RunConfig, rows: int, context: int, pages: i
     """
     of_row = page_count(context, run.page_size)
     in_all = rows * of_row if pages is None else pages
-    layers = len(config.layers_of("attention"))
-    shape = (layers, in_all, run.page_size, config.num_kv_heads, config.head_dim)
+    of_layer = (in_all, run.page_size, config.num_kv_heads, config.head_dim)
+
+    def of_layers(count: int) -> Pages:
+        return cache_layouts.empty(str(run.cache_dtype), (count, *of_layer))
+
+    layers, draft = len(config.layers_of("attention")), None
+    if config.draft is not None:
+        hidden = jax.device_put(np.zeros((rows, config.hidden), np.float32), may_alias=False)
+        draft = DraftState(of_layers(1), of_layers(1), hidden)
     cache = KVCache(
-        k=cache_layouts.empty(str(run.cache_dtype), shape),
-        v=cache_layouts.empty(str(run.cache_dtype), shape),
+        k=of_layers(layers),
+        v=of_layers(layers),
         block_table=jax.device_put(first_table(rows, of_row, pages), may_alias=False),
         lengths=jax.device_put(np.zeros(rows, np.int32), may_alias=False),
         delta=empty_states(config, rows),
+        draft=draft,
     )
     return with_kernels(cache, config, run)
 

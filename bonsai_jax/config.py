@@ -131,6 +131,8 @@ class ModelConfig:
     delta            sizes of the layers whose mixer is delta
     experts          sizes of the layers whose channels are mixed by experts
     aside            how names begin of what the file has and we leave aside: a draft layer, a vision tower
+    draft            how names begin of the draft layer's tensors (draft.py); None: there is none, or it is
+                     left aside (RunConfig.draft)
     """
 
     architecture: str
@@ -154,6 +156,7 @@ class ModelConfig:
     delta: DeltaConfig | None = None
     experts: ExpertsConfig | None = None
     aside: tuple[str, ...] = ()
+    draft: str | None = None
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -231,6 +234,11 @@ class ModelConfig:
     def kv_width(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def draft_inputs(self) -> int:
+        """Of the matrix ahead of the draft layer: a token's embedding and a hidden vector."""
+        return 2 * self.hidden
+
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
@@ -255,6 +263,8 @@ class RunConfig:
     page_size    tokens in a page of the cache
     context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
     rows         most rows run at once; of more prompts each begins when another has ended
+    draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
+                 left aside
     """
 
     impl: Literal["auto", "reference", "pallas"] = "auto"
@@ -266,6 +276,7 @@ class RunConfig:
     page_size: int = 64
     context: int = 0
     rows: int = 8
+    draft: bool = False
 
     def __post_init__(self):
         _one_of(self, "impl", ("auto", "reference", "pallas"))

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import architectures, layers, sampling, speculation
+from bonsai_jax import architectures, draft, layers, sampling, speculation
 from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.checks import check, checked_tokens
@@ -310,7 +310,7 @@ def bucket(length: int) -> int:
 def _forward(params, cache, tokens, positions, config, taps=None) -> tuple[jax.Array, KVCache]:
     run = architectures.get(config.architecture).forward
     hidden, cache, _ = run(params, tokens, positions, cache, config, num_keys=positions.max() + 1, taps=taps)
-    return hidden, cache
+    return hidden, draft.follow(params, cache, hidden, tokens, positions, config)
 
 
 def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

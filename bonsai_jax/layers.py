@@ -75,6 +75,14 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return (theta * keep + theta / rope.factor * (1 - keep)).astype(np.float32)
 
 
+def rotations(
+    params: Params, positions: Int[Array, "B T"], config: ModelConfig
+) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
+    """Cosine and sine of each rotated pair's angle at these positions, times mscale."""
+    angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
+    return config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle)
+
+
 def attention_block(
     x: Float[Array, "B T H"],
     params: Params,
@@ -326,8 +334,7 @@ def decoder(
             each.append(of_layer)
         return carry, each
 
-    angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies  # [B, T, D/2]
-    rotation = (config.rope.mscale * jnp.cos(angle), config.rope.mscale * jnp.sin(angle))
+    rotation = rotations(params, positions, config)
     x = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else embed(params, tokens)
     kept = {}
     rows = tokens.shape[0]

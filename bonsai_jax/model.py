@@ -6,7 +6,17 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from bonsai_jax import architectures, card, compile_cache, layers, parallel, placement, speculation, threads
+from bonsai_jax import (
+    architectures,
+    card,
+    compile_cache,
+    layers,
+    parallel,
+    placement,
+    proposers,
+    speculation,
+    threads,
+)
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
@@ -88,6 +98,7 @@ def from_checkpoint(
     compile_cache.use()
     threads.use()
     config = architectures.config_of(checkpoint)
+    config = planning.with_draft(checkpoint, config) if run.draft else config
     mesh = mesh if mesh is None else placement.usable(mesh)
     parts = placement.size(mesh, placement.MODEL)
     run = resolve(run, checkpoint, config, parts)
@@ -107,7 +118,13 @@ def load_params(
     """The checkpoint's weights on the default device or over a mesh, as `run` (resolved) wants them held."""
     where = None if mesh is None else placement.Placement(mesh, config, run.all_reduce)
     plan = load_plan(checkpoint, config, run, where)
-    return weights.load(plan, layers.rope_frequencies(config.rope, config.rope_dim), where, progress)
+    params = weights.load(plan, layers.rope_frequencies(config.rope, config.rope_dim), where, progress)
+    if config.draft is None:
+        return params
+    specs = architectures.get(config.architecture).DRAFT
+    return params.replace(
+        draft=weights.load_draft(planning.of_draft(checkpoint, specs, config, run, where), where)
+    )
 
 
 def load_plan(
@@ -150,7 +167,8 @@ def new_state(
 ) -> core.State:
     """An empty generation state whose rows can hold `context` tokens each.
 
-    speculate   "ngram": `decode` draws the same tokens in fewer steps, where it can (speculation.py)
+    speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
+                can (speculation.py)
     """
     options = {"ignore_eos": ignore_eos, "speculate": speculate}
     return start_state(model, new_cache(model, rows, context), params, max_new_tokens, **options)
@@ -175,6 +193,10 @@ def start_state(
         jax.device_put(np.array(np.broadcast_to(max_new_tokens, rows), np.int32), may_alias=False),
     )
     if speculate is not None:
+        if proposers.get(speculate).DRAFTS and model.params.draft is None:
+            raise ValueError(
+                f"speculate={speculate!r} needs the draft layer; load the model with RunConfig(draft=True)"
+            )
         of_device = rows // placement.size(model.mesh, placement.DATA)
         new = speculation.start(rows, cache.capacity, speculate, of_device)
         state = state.replace(speculation=new)

@@ -142,6 +142,7 @@ def empty_cache(
         k=jax.tree.map(zeros, shape.k, sharding.k),  # never whole on one device
         v=jax.tree.map(zeros, shape.v, sharding.v),
         delta=jax.tree.map(zeros, shape.delta, sharding.delta),
+        draft=jax.tree.map(zeros, shape.draft, sharding.draft),
         block_table=spread(table, sharding.block_table),
         lengths=jnp.zeros(rows, jnp.int32, device=sharding.lengths),
     )

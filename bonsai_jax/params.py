@@ -59,6 +59,23 @@ class Layers(struct.PyTreeNode):
 
 
 @serializable
+class Draft(struct.PyTreeNode):
+    """Weights of the draft layer (draft.py).
+
+    layers       one layer, of attention and a gated feed-forward
+    join         ahead of it: hidden x 2 hidden
+    embed_norm, hidden_norm   of the two that are joined
+    norm         behind it; None: the model's own
+    """
+
+    layers: Layers
+    join: LayerStack
+    embed_norm: Float[Array, "1 H"]
+    hidden_norm: Float[Array, "1 H"]
+    norm: Float[Array, "1 H"] | None = None
+
+
+@serializable
 class Params(struct.PyTreeNode):
     """A model's weights.
 
@@ -69,6 +86,7 @@ class Params(struct.PyTreeNode):
     mesh      the devices that the arrays lie on (parallel.over_mesh); None: one device, or inside shard_map
     peers     where devices write into each other's memory for the sums of a decode step
               (pallas_kernels/step/all_reduce.py); None where they are jax.lax.psum
+    draft     the draft layer, where it is loaded
     """
 
     embed: QTensor
@@ -77,6 +95,7 @@ class Params(struct.PyTreeNode):
     head: QTensor | None
     rope_frequencies: Float[Array, "R"]
     peers: Int[Array, "data model devices+2 2"] | None = None
+    draft: Draft | None = None
     step: StepPlan = struct.field(pytree_node=False, default=StepPlan())
     axis: str | None = struct.field(pytree_node=False, default=None)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
@@ -94,7 +113,34 @@ def load(
     placement  how weights lie over many devices; each makes its share from its share of the blocks
     progress   called with bytes read so far and in all
     """
-    peers = placement.peers() if placement else None
+    fields = _fields(plan, placement, progress)
+    # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
+    if (divisors := fields.pop("rope_divisors", None)) is not None:
+        rope_frequencies = rope_frequencies / divisors
+    frequencies = np.asarray(rope_frequencies, np.float32)
+    if placement:
+        frequencies = placement.vectors("rope_frequencies", frequencies)
+    else:
+        frequencies = jax.device_put(frequencies)
+    return Params(
+        step=plan.step,
+        axis=placement.axis if placement else None,
+        mesh=placement.mesh if placement else None,
+        peers=placement.peers() if placement else None,
+        rope_frequencies=frequencies,
+        **fields,
+    )
+
+
+def load_draft(plan: LoadPlan, placement: Placement | None = None) -> Draft:
+    """The same for the plan of a draft layer (plan.of_draft)."""
+    return Draft(**_fields(plan, placement, lambda done, total: None))
+
+
+def _fields(
+    plan: LoadPlan, placement: Placement | None, progress: Callable[[int, int], None]
+) -> dict[str, Any]:
+    """What a plan says, by field, those of layers together."""
     total, done = sum(t.nbytes for tensors in plan.tensors.values() for t in tensors), 0
     by_field = {spec.field: tensors for spec, tensors in plan.tensors.items()}
     fields: dict[str, Any] = {}
@@ -135,26 +181,10 @@ def load(
         fields["bqkv"] = (
             placement.biases(biases) if placement else jax.device_put(np.concatenate(biases, axis=1))
         )
-    # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one per pair.
-    if (divisors := fields.pop("rope_divisors", None)) is not None:
-        rope_frequencies = rope_frequencies / divisors
-    frequencies = np.asarray(rope_frequencies, np.float32)
-    if placement:
-        frequencies = placement.vectors("rope_frequencies", frequencies)
-    else:
-        frequencies = jax.device_put(frequencies)
     layer_fields = {f.name for f in dataclasses.fields(Layers)}
     fields |= {name: tuple(stacks) for name, stacks in joined.items()}
     of_layers = {name: fields.pop(name) for name in [*fields] if name in layer_fields}
-    return Params(
-        layers=Layers(**of_layers),
-        step=plan.step,
-        axis=placement.axis if placement else None,
-        mesh=placement.mesh if placement else None,
-        peers=peers,
-        rope_frequencies=frequencies,
-        **fields,
-    )
+    return fields | {"layers": Layers(**of_layers)}
 
 
 def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:

@@ -49,6 +49,7 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "delta_out": ("layers", None, "delta"),
     "router": ("layers", None, None),
     **dict.fromkeys(("expert_gate", "expert_up", "expert_down"), ("layers", "experts", None, None)),
+    "join": ("layers", None, None),
     "s": ("layers", "rows", "delta"),
     "tail": ("layers", "rows", None, "delta"),
     "k": ("layers", "rows", None, "heads"),  # a row's pages lie with the row

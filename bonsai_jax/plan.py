@@ -256,6 +256,47 @@ def plan(
     return LoadPlan(tensors, stacks, matrices, step, problem, fold, v_heads, checkpoint.naming)
 
 
+def with_draft(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """The same with the draft layer (MTP) in use. Raises ValueError for a file that has none, and
+    NotImplementedError for several, or one whose weights are folded."""
+    marks = {"gguf": "nextn.eh_proj.weight", "huggingface": "fc.weight"}
+    found = [start for start in config.aside if start + marks[checkpoint.naming] in checkpoint.tensors]
+    if not found:
+        raise ValueError(f"{checkpoint.source}: it has no draft layer (MTP); leave draft and 'mtp' out")
+    if len(found) > 1:
+        raise NotImplementedError(f"{checkpoint.source}: it has {len(found)} draft layers; supported: one")
+    if (fold := folding(checkpoint)) and any(name.startswith(found[0]) for name in fold.weights):
+        raise NotImplementedError(
+            f"{checkpoint.source}: weights of its draft layer are Hadamard-folded, which is not supported; "
+            "leave draft and 'mtp' out"
+        )
+    return dataclasses.replace(
+        config, draft=found[0], aside=tuple(start for start in config.aside if start != found[0])
+    )
+
+
+def of_draft(
+    checkpoint: Checkpoint,
+    specs: Sequence[Spec],
+    config: ModelConfig,
+    run: RunConfig,
+    placement: Placement | None = None,
+) -> LoadPlan:
+    """The plan for a draft layer, as if it were a model of one layer; arguments and errors as for `plan`."""
+    assert config.draft is not None
+    own = "blk.0." if checkpoint.naming == "gguf" else config.draft
+    tensors = {
+        name.replace(config.draft, own, 1): t
+        for name, t in checkpoint.tensors.items()
+        if name.startswith(config.draft)
+    }
+    alone = dataclasses.replace(checkpoint, tensors=tensors, metadata={})
+    of_one = dataclasses.replace(
+        config, num_layers=1, mixers=(), channels=(), delta=None, aside=(), draft=None
+    )
+    return plan(alone, specs, of_one, dataclasses.replace(run, schedule="launches"), placement)
+
+
 def joined_name(field: str) -> str | None:
     """The field of Layers that a field of Spec is joined in; None: none."""
     return next((name for name, of in JOINED.items() if field in of), None)
@@ -264,11 +305,11 @@ def joined_name(field: str) -> str | None:
 def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, list[Source]]:
     """Each spec's tensors, one per layer where it has layers; none for an absent optional one. Strict both
     ways; errors as for `plan`."""
-    found = {}
+    found, aside = {}, (*config.aside, *([config.draft] if config.draft else []))
     unused: dict[str, Source] = {
         name.replace(OF_MANY_MODES, "model.", 1) if name.startswith(OF_MANY_MODES) else name: t
         for name, t in checkpoint.tensors.items()
-        if not (config.aside and name.startswith(config.aside))
+        if not name.startswith(aside)
     }
     for spec in specs:
         if (name := spec.name(checkpoint.naming)) is None:

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 from bonsai_jax import cache as kv
 from bonsai_jax import parallel, placement
-from bonsai_jax.cache import DeltaState, KVCache
+from bonsai_jax.cache import DeltaState, DraftState, KVCache
 from bonsai_jax.decoding import State
 from bonsai_jax.model import Model
 from bonsai_jax.sampling import Sampler, kernel
@@ -74,6 +74,8 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         of_cache = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
         if "delta" in of_cache:
             of_cache["delta"] = DeltaState(**of_cache["delta"])
+        if "draft" in of_cache:
+            of_cache["draft"] = DraftState(**of_cache["draft"])
         cache = KVCache(**of_cache)
         _check_cache(path, cache, model)
         run = dataclasses.replace(model.run, page_size=cache.page_size)
@@ -106,6 +108,8 @@ def _check_cache(path, cache: KVCache, model: Model) -> None:
     wanted = jax.eval_shape(lambda: kv.empty_states(config, cache.lengths.shape[0]))
     wanted = None if wanted is None else (wanted.s.shape, wanted.tail.shape)
     _check(path, "recurrent states", states, wanted)
+    drafts = "no draft layer" if cache.draft is None else "a draft layer"
+    _check(path, drafts, cache.draft is not None, config.draft is not None)
     if (dtype := cache_layouts.name_of(cache.k)) != model.run.cache_dtype:
         raise ValueError(
             f"{path}: the cache is {dtype}, but this model runs with {model.run.cache_dtype}; load it with "

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from bonsai_jax import architectures, layers, proposers, sampling
+from bonsai_jax import architectures, draft, layers, proposers, sampling
 from bonsai_jax.checks import check
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.layers import STEP_TOKENS
@@ -109,9 +109,8 @@ def decode(
         i, state, written, out = carry
         left = room(state, written)
         readable = jnp.minimum(left, state.cache.capacity - state.cache.lengths)
-        proposals = jnp.where(
-            jnp.arange(1, width) < readable[:, None], propose(state, width - 1), NO_TOKEN
-        )  # [B, T - 1]
+        proposals, state = propose(params, state, config, width - 1)  # [B, T - 1]
+        proposals = jnp.where(jnp.arange(1, width) < readable[:, None], proposals, NO_TOKEN)
         state, *drawn = jax.lax.cond(
             jnp.any(proposals[:, 0] != NO_TOKEN),
             lambda state: one_step(state, proposals, left > 0),
@@ -158,9 +157,9 @@ def step(
     positions = jnp.where(readable, after - 1, -1)
     run = architectures.get(config.architecture).forward
     hold = proposals.shape[1] > 0 and not state.cache.rewinds
-    hidden, cache, held = run(
-        params, jnp.maximum(read, 0), positions, state.cache, config, positions.max() + 1, taps, hold
-    )
+    tokens = jnp.maximum(read, 0)
+    hidden, cache, held = run(params, tokens, positions, state.cache, config, positions.max() + 1, taps, hold)
+    cache = draft.follow(params, cache, hidden, tokens, positions, config)
     of_model = layers.logits(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
     logits = of_model
@@ -179,6 +178,7 @@ def step(
     remaining = jnp.where(jnp.any(kept & stops, axis=1), 0, state.remaining - count)
     if hold:
         cache = layers.replay(params, cache, held, jnp.where(kept, positions, -1), config)
+    cache = draft.rewound(cache, state.cache, hidden, count)
     state = state.replace(
         cache=cache.replace(lengths=first + count),
         tokens=jnp.where(running, newest, state.tokens),

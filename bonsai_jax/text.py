@@ -61,7 +61,8 @@ def generate(
     logprobs        n: each Output has the log-probabilities of its tokens and of the n likeliest in their
                     place (sampling.Logprobs)
     speculate       "ngram": the same tokens in fewer steps where the text repeats or edits its prompt, with
-                    proposals from the text itself (speculation.py)
+                    proposals from the text itself (speculation.py); "mtp": by the file's draft layer, of a
+                    model loaded with RunConfig(draft=True)
     taps            edits activations on their way (steering). To read them, call `forward` on the answer
     logits_processor  (logits, state) -> logits, traced, before every draw (see `step`). Like taps it is
                     compiled in: define it once, not anew for each call. Each row must stand for itself;

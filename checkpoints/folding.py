@@ -76,7 +76,7 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
         "axis": ("input-last-dimension",),
         "sign_mode": ("identity", "explicit"),
     }.items():
-        if (found := value(key)) not in able:
+        if (found := value(key)) not in able or isinstance(found, bool):
             refuse(key, found, f"supported: {', '.join(map(str, able))}")
     tensors, block = checkpoint.tensors, value("block_size")
     if not isinstance(block, int) or block < 2 or block & (block - 1):
@@ -85,6 +85,8 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
         key: value(key, default) for key, default in (("weight_names", None), ("inverse_weight_names", []))
     }
     for key, listed in names.items():
+        if not isinstance(listed, list):
+            refuse(key, listed, "a list of names is expected")
         for name in listed:
             if name not in tensors or len(tensors[name].shape) not in (2, 3):  # 3: a matrix of each expert
                 refuse(key, name, "each must name a matrix of the file")
@@ -102,7 +104,12 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
     if bool(value("tied_output", False)) != tied or (value("version") == 2) != tied:
         expected = "version 2 and tied_output go with a folded token_embd.weight and no output.weight"
         refuse("tied_output", value("tied_output", False), f"{expected}; version is {value('version')}")
-    signs = _signs(value, refuse) if value("sign_mode") == "explicit" else {}
+    if value("sign_mode") == "explicit":
+        signs = _signs(value, refuse)
+    elif np.any(np.asarray(value("sign_values", [])) != 1):
+        refuse("sign_mode", "identity", "with it sign_values are absent, or all 1")
+    else:
+        signs = {}
     for name in weights | tables:
         if value("sign_mode") == "explicit" and (inputs := tensors[name].shape[-1]) not in signs:
             refuse("sign_widths", value("sign_widths"), f"{name} has {inputs} inputs")
@@ -112,12 +119,16 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
 
 
 def _signs(value, refuse) -> dict[int, np.ndarray]:
-    widths, values = value("sign_widths"), np.asarray(value("sign_values"), np.float32)
-    if len(set(widths)) != len(widths) or any(not isinstance(w, int) or w < 1 for w in widths):
-        refuse("sign_widths", widths, "different widths, above 0, are expected")
+    widths, values = value("sign_widths"), np.asarray(value("sign_values"))
+    if not isinstance(widths, list) or any(not isinstance(w, int) or w < 1 for w in widths):
+        refuse("sign_widths", widths, "a list of widths, above 0, is expected")
+    if len(set(widths)) != len(widths):
+        refuse("sign_widths", widths, "each width must be there once")
+    if values.dtype.kind not in "iuf":
+        refuse("sign_values", value("sign_values"), "a list of numbers is expected")
     if values.shape != (sum(widths),):
         refuse("sign_values", list(values.shape), f"{sum(widths)} values are expected, for widths {widths}")
     if (wrong := values[abs(values) != 1]).size:
         refuse("sign_values", float(wrong[0]), "each must be 1 or -1")
-    cut = np.split(values, np.cumsum(widths)[:-1])
+    cut = np.split(values.astype(np.float32), np.cumsum(widths)[:-1])
     return dict(zip(widths, cut, strict=True))

@@ -2,8 +2,8 @@
 attention, whose heads are gated and partly rotated; all have SwiGLU.
 
 GGUF files hold v heads tiled (v head h uses k head h % k heads), A as -exp(A_log) and norms as they are
-multiplied; Hugging Face files v heads grouped, A_log, and norms less 1. A draft layer (MTP) and what sees
-images are left aside.
+multiplied; Hugging Face files v heads grouped, A_log, and norms less 1. A draft layer (MTP) is loaded where
+RunConfig.draft asks for it; it and what sees images are left aside else.
 """
 
 import dataclasses
@@ -36,6 +36,7 @@ def _of_layers(kind: Mixer | Channels, *rows: tuple[str, str, str, tuple[str, ..
 def _made(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
     """With what Hugging Face files hold otherwise: norms less 1, but that of the delta net, and log A."""
     less_1 = ("attn_norm", "q_norm", "k_norm", "delta_norm", "ffn_norm", "final_norm")
+    less_1 += ("embed_norm", "hidden_norm", "norm")
     how = dict.fromkeys(less_1, _more) | {"delta_a": _decay}
     return tuple(dataclasses.replace(spec, from_huggingface=how.get(spec.field)) for spec in specs)
 
@@ -77,6 +78,19 @@ TENSORS = _made((
     ),
     Spec("final_norm", "output_norm.weight", "model.norm.weight", ("hidden",)),
     Spec("head", "output.weight", "lm_head.weight", ("vocab_size", "hidden"), optional=True),
+))  # fmt: skip
+
+# The draft layer, as if it were the only one (plan.of_draft).
+DRAFT = _made((
+    *(
+        dataclasses.replace(spec, huggingface=spec.huggingface.replace("model.", "mtp.", 1))
+        for spec in TENSORS
+        if spec.kind in ("attention", "mlp") and spec.huggingface
+    ),
+    Spec("join", "blk.{}.nextn.eh_proj.weight", "mtp.fc.weight", ("hidden", "draft_inputs")),
+    Spec("embed_norm", "blk.{}.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
+    Spec("hidden_norm", "blk.{}.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", ("hidden",)),
+    Spec("norm", "blk.{}.nextn.shared_head_norm.weight", "mtp.norm.weight", ("hidden",), optional=True),
 ))  # fmt: skip
 
 forward = layers.decoder

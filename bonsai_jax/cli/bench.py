@@ -126,6 +126,7 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
         all_reduce=all_reduce,
+        speculate=speculate,
     )
     checkpoint = open_checkpoint(model or "demo", offline=offline)
     mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)

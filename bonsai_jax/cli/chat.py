@@ -7,7 +7,7 @@ import sys
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
-from bonsai_jax.cli import options
+from bonsai_jax.cli import options, thoughts
 from bonsai_jax.cli.figures import CompileClock, Figures, line_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,8 @@ class Conversation:
 
     messages  [{"role": ..., "content": ...}, ...], without the system message
     think     the template's enable_thinking; None: as it has it
-    figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache
+    figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache, and `thinks`
+              whether it begins within a thought
     """
 
     engine: "Engine"
@@ -40,6 +41,7 @@ class Conversation:
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
     figures: Figures | None = None
     reused: int = 0
+    thinks: bool = False
     clock: CompileClock = dataclasses.field(default_factory=CompileClock)
 
     def reset(self) -> None:
@@ -64,7 +66,7 @@ class Conversation:
             )
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
         self.figures = Figures(len(ids), self.clock, speculates=self.engine.options.speculate is not None)
-        self.reused = 0
+        self.reused, self.thinks = 0, thoughts.begun(model.tokenizer, ids)
         how = {"max_new_tokens": limit, "stop": self.stop, "ignore_eos": self.ignore_eos}
         handle = self.engine.submit(ids, self.sampling, **how)
         try:
@@ -96,16 +98,17 @@ def stop_on_interrupt() -> Iterator[list[int]]:
 
 def answer(conversation: Conversation, text: str) -> None:
     """Print the answer as it comes, until it ends or Ctrl-C is pressed."""
-    pieces = conversation.ask(text)
+    pieces, shown = conversation.ask(text), None
     try:
         with stop_on_interrupt() as interrupted, contextlib.closing(pieces):
             for piece in pieces:
-                print(piece.text, end="", flush=True)
+                shown = shown or thoughts.Shown(conversation.thinks)
+                print(shown.next(piece.text), end="", flush=True)
                 if interrupted:
                     break
     except KeyboardInterrupt:
         pass
-    print(flush=True)
+    print(shown.end() if shown else "", flush=True)
     seen = conversation.figures
     if seen and seen.finish_reason == "length" and conversation.max_new_tokens < 0:
         say("the context is full: /reset begins a new conversation")
@@ -212,6 +215,7 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
         all_reduce=all_reduce,
+        speculate=speculate,
     )
     mesh = options.mesh(tensor=tensor_parallel)
     loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bonsai_jax.cli import options
+from bonsai_jax.cli import options, thoughts
 from bonsai_jax.cli.figures import CompileClock, Figures, line_of
 
 if TYPE_CHECKING:
@@ -111,6 +111,7 @@ def command(
         activation_bits=activation_bits,
         all_reduce=all_reduce,
         rows=rows if lines else 1,
+        speculate=speculate,
     )
     options.join_processes(coordinator, num_processes, process_id)
     mesh = options.mesh(tensor=tensor_parallel)
@@ -134,12 +135,12 @@ def command(
         return
     (ids,) = every
     seen = Figures(len(ids), clock, speculates=speculate is not None)
-    pieces = bj.stream(loaded, ids, **how)
+    pieces, shown = bj.stream(loaded, ids, **how), thoughts.Shown(thoughts.begun(loaded.tokenizer, ids))
     for piece in seen.watch(pieces):
         if not as_json:
-            print(piece.text, end="", flush=True)
+            print(shown.next(piece.text), end="", flush=True)
     if not as_json:
-        print(flush=True)
+        print(shown.end(), flush=True)
     print(line_of(loaded, seen), file=sys.stderr)
     if as_json:
         timings = {

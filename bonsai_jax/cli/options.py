@@ -168,10 +168,10 @@ Seed = Annotated[
     typer.Option("-s", "--seed", metavar="N", help="Seed of the random draws; -1: another one every time."),
 ]
 Speculate = Annotated[
-    Literal["ngram"] | None,
+    Literal["ngram", "mtp"] | None,
     typer.Option(
         help="Draw the same tokens in fewer steps, where they are foreseen: ngram looks up what followed "
-        "the newest ones earlier in prompt and answer."
+        "the newest ones earlier in prompt and answer; mtp asks the draft layer that the file has."
     ),
 ]
 Think = Annotated[
@@ -206,6 +206,7 @@ def run_config(
     activation_bits: Bits = "8",
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto",
     rows: int = 1,
+    speculate: Literal["ngram", "mtp"] | None = None,
 ) -> "RunConfig":
     """How the command line runs a model."""
     from bonsai_jax import RunConfig
@@ -219,6 +220,7 @@ def run_config(
         activation_bits=16 if activation_bits == "16" else 8,
         all_reduce=all_reduce,
         rows=rows,
+        draft=speculate == "mtp",
     )
 
 

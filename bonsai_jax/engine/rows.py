@@ -15,12 +15,14 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax import decoding, jitted, sampling, speculation
+from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import LogitsProcessor, State
 from bonsai_jax.parallel import over_mesh
 from bonsai_jax.params import Params
 from bonsai_jax.sampling import NO_TOKEN
 from bonsai_jax.taps import Taps
+from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
 
@@ -121,12 +123,7 @@ def prefill(
     and with logprobs=n Logprobs [R, 1].
     """
     chunk = _chunk(pool, columns)
-    cache = pool.cache
-    k, v = (
-        jax.tree.map(lambda x: x.at[:, chunk["copy_to"]].set(x[:, chunk["copy_from"]], mode="drop"), pages)
-        for pages in (cache.k, cache.v)
-    )
-    pool = pool.replace(cache=cache.replace(k=k, v=v))
+    pool = pool.replace(cache=_with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"]))
     state = _started(_take(pool, chunk["row"], chunk["table"], chunk["begins"]), chunk)
     tokens = chunk["tokens"] if vectors is None else vectors
     if vectors is None:
@@ -198,7 +195,8 @@ def _take(
     begins = rows if begins is None else begins
     state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), by_row)
     delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip"), by_layer)
-    return state.replace(cache=state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table))
+    cache = state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table)
+    return state.replace(cache=_with_draft_pages(cache, pool.cache))
 
 
 def _put(pool: State, state: State, rows: Int[Array, "R"], saves: Int[Array, "R"] | None = None) -> State:
@@ -210,13 +208,30 @@ def _put(pool: State, state: State, rows: Int[Array, "R"], saves: Int[Array, "R"
     delta = old[1]
     for places in (rows,) if saves is None else (rows, saves):
         delta = jax.tree.map(lambda x, y, at=places: x.at[:, at].set(y, mode="drop"), delta, new[1])
-    return rest.replace(cache=rest.cache.replace(k=cache.k, v=cache.v, delta=delta))
+    return rest.replace(cache=_with_draft_pages(rest.cache.replace(k=cache.k, v=cache.v, delta=delta), cache))
+
+
+def _with_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
+    """Pages `to` become copies of pages `source`; those behind the last page are none."""
+
+    def copied(pages: Pages) -> Pages:
+        return jax.tree.map(lambda x: x.at[:, to].set(x[:, source], mode="drop"), pages)
+
+    draft = cache.draft and cache.draft.replace(k=copied(cache.draft.k), v=copied(cache.draft.v))
+    return cache.replace(k=copied(cache.k), v=copied(cache.v), draft=draft)
+
+
+def _with_draft_pages(cache: KVCache, pages: KVCache) -> KVCache:
+    if cache.draft is None or pages.draft is None:
+        return cache
+    return cache.replace(draft=cache.draft.replace(k=pages.draft.k, v=pages.draft.v))
 
 
 def _parts(state: State) -> tuple[State, Any]:
     """Arrays with rows first, and those with layers first; without pages, which are of no row."""
     cache = state.cache
-    return state.replace(cache=cache.replace(k=(), v=(), delta=None)), cache.delta
+    draft = cache.draft and cache.draft.replace(k=(), v=())
+    return state.replace(cache=cache.replace(k=(), v=(), delta=None, draft=draft)), cache.delta
 
 
 def _started(state: State, chunk: dict[str, Any]) -> State:

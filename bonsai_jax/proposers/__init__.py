@@ -2,8 +2,10 @@
 
 A proposer module defines
 
-    propose(state, count)  -> int32 [B, count]: what it takes to follow each row's newest token, NO_TOKEN from
-                           where it has no idea. Pure, traced; of a decoding.State it may read everything
+    propose(params, state, config, count)  -> int32 [B, count], state: what it takes to follow each row's
+                           newest token, NO_TOKEN from where it has no idea. Pure, traced; of a decoding.State
+                           it may read everything, and change what is the draft layer's
+    DRAFTS                 whether it needs the draft layer (RunConfig.draft)
 
 A proposal costs time if it is wrong, and never changes the text. `get(name)` imports by file name, so a new
 file is a new proposer.

@@ -11,11 +11,12 @@ from jaxtyping import Array, Int
 
 from bonsai_jax.sampling import NO_TOKEN
 
+DRAFTS = False
 LONGEST = 3  # tokens that are looked for, the newest and those before it
 SHORTEST = 1
 
 
-def propose(state: Any, count: int) -> Int[Array, "B count"]:
+def propose(params: Any, state: Any, config: Any, count: int) -> tuple[Int[Array, "B count"], Any]:
     """The `count` tokens behind the latest earlier occurrence of the longest n-gram, LONGEST to SHORTEST
     tokens, that a row's text ends with. An occurrence less than `count` before the end is taken to go on in
     circles, as lists and tables do. NO_TOKEN where there is none."""
@@ -31,4 +32,4 @@ def propose(state: Any, count: int) -> Int[Array, "B count"]:
     known = jnp.take_along_axis(length, found, 1) >= SHORTEST
     following = found + 1 + jnp.arange(count) % jnp.maximum(end - found, 1)
     following = jnp.take_along_axis(ids, jnp.clip(following, 0, ids.shape[1] - 1), 1)
-    return jnp.where(known, following, NO_TOKEN)
+    return jnp.where(known, following, NO_TOKEN), state

@@ -51,7 +51,8 @@ CONVERSATIONS = {
 }  # fmt: skip
 VARIABLES = [
     {"add_generation_prompt": True, "tools": [TOOL]},
-    {"tools": None, "documents": [{"title": "T", "text": "D"}], "thinking": True},
+    {"tools": None, "documents": [{"title": "T", "text": "D"}], "thinking": True, "enable_thinking": False},
+    {"add_generation_prompt": True, "enable_thinking": True},
 ]
 
 
@@ -237,6 +238,21 @@ end
 {%- for n in [[1, [2, 3]], 4] recursive %}{{ loop(n) if n is iterable else n }}{{ loop.depth }}{% endfor -%}
 {%- set comma = joiner(', ') %}{% for m in messages %}{{ comma() }}{{ m.role }}{% endfor -%}
 {%- set row = cycler('a', 'b') %}{% for m in messages %}{{ row.next() }}{% endfor -%}
+""",
+    "thoughts": """
+{%- for m in messages %}
+    {%- if m.role == 'assistant' and '</think>' in (m.content or '') | string and not loop.last %}
+        {{- m.content.split('</think>')[-1].lstrip('\\n') }}
+    {%- elif m.content is string %}{{- m.content }}{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if enable_thinking is defined and enable_thinking is false %}
+        {{- '<think>\\n\\n</think>\\n\\n' }}
+    {%- else %}
+        {{- '<think>\\n' }}
+    {%- endif %}
+{%- elif enable_thinking is defined and not enable_thinking %}!{% endif %}
 """,
     "dates": """
 {{- strftime_now('%d %B %Y') }}{% if strftime_now is defined %} {{ strftime_now("%Y-%m-%d") }}{% endif %}

@@ -1,14 +1,16 @@
 """The command `chat`: a conversation over a kept cache, and what is typed or piped into it."""
 
 import functools
+import re
 import signal
 import subprocess
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.cli import chat
+from bonsai_jax.cli import chat, thoughts
 from bonsai_jax.cli.chat import Conversation
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, run, tiny
 
@@ -87,6 +89,32 @@ def test_a_full_context_is_said_and_the_message_forgotten():
         answer(conversation, "word " * 300)
     assert conversation.messages == before
     answer(conversation, "Hi")
+
+
+DIM = re.compile("\x1b\\[2m(.*?)\x1b\\[0m", re.DOTALL)
+
+
+@pytest.mark.parametrize("size", [1, 3, 100])
+@pytest.mark.parametrize("prompt", ["", "<think>\n"])
+def test_thoughts_are_dimmed_on_a_terminal(monkeypatch, capsys, size, prompt):
+    """Tags and all, however they are cut into pieces; what only looks like a tag is none."""
+    text = "I <thin air>" * (not prompt) + "<think>" * (not prompt) + "hm </thin\n</think>\n\nHello <b> <thi"
+    conversation = SimpleNamespace(thinks=bool(prompt), figures=None)
+    conversation.ask = lambda _: (SimpleNamespace(text=text[i : i + size]) for i in range(0, len(text), size))
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    chat.answer(conversation, "Hi")
+    shown = capsys.readouterr().out
+    assert "".join(DIM.findall(shown)) == text[text.find("<think>") if not prompt else 0 :].split("\n\n")[0]
+    assert DIM.sub(r"\1", shown) == text + "\n"
+    monkeypatch.delenv("FORCE_COLOR")
+    chat.answer(conversation, "Hi")
+    assert capsys.readouterr().out == text + "\n"
+
+
+def test_a_prompt_that_opens_a_thought_is_known():
+    encode = tiny().tokenizer.encode
+    assert thoughts.begun(tiny().tokenizer, encode("Hi there\n<think>\n"))
+    assert not thoughts.begun(tiny().tokenizer, encode("Hi there\n<think>\n\n</think>\n\n"))
 
 
 def test_piped_chat():

@@ -149,6 +149,12 @@ def test_a_file_without_a_contract_is_not_folded():
         ("tied_output", True, "tied_output is True; version 2 and tied_output go with"),
         ("gdn_v_grouped", "yes", "gdn_v_grouped is 'yes'; true or false"),
         ("rows", 3, "rows is 3; an unknown key"),
+        ("version", True, "version is True; supported: 1, 2"),
+        ("sign_mode", "identity", "sign_mode is 'identity'; with it sign_values are absent, or all 1"),
+        ("sign_widths", 768, "sign_widths is 768; a list of widths"),
+        ("sign_widths", [512, 512], r"sign_widths is \[512, 512\]; each width must be there once"),
+        ("sign_values", ["+"] * 768, r"sign_values is \['\+', .*; a list of numbers is expected"),
+        ("weight_names", "blk.0.ffn_up.weight", "weight_names is 'blk.0.ffn_up.weight'; a list of names"),
         ("axis", None, "axis is missing"),
     ],
 )
@@ -156,7 +162,7 @@ def test_a_contract_that_is_not_known_in_every_detail_is_refused(key, value, say
     source = folded("tiny-qwen35")
     metadata = dict(source.metadata) | {f"prism.hadamard.{key}": value}
     if key == "sign_widths":
-        metadata["prism.hadamard.sign_values"] = np.ones(sum(value), np.int32)
+        metadata["prism.hadamard.sign_values"] = np.ones(np.sum(value), np.int32)
     metadata = {name: v for name, v in metadata.items() if v is not None}
     with pytest.raises(CheckpointError, match=rf"prism\.hadamard\.{says}"):
         bj.from_checkpoint(dataclasses.replace(source, metadata=metadata))

@@ -83,12 +83,12 @@ def told(most=NEW, source=LLAMA):
     return state.replace(speculation=state.speculation.replace(ids=ids, proposer="told", width=4))
 
 
-def read_on(state, count):
+def read_on(params, state, config, count):
     """A proposer that finds the answers behind the text."""
     ids = state.speculation.ids
     at = state.cache.lengths[:, None] + 1 + jnp.arange(count)
     known = jnp.take_along_axis(ids, jnp.minimum(at, ids.shape[1] - 1), 1)
-    return jnp.where(at < ids.shape[1], known, NONE)
+    return jnp.where(at < ids.shape[1], known, NONE), state
 
 
 @pytest.fixture(autouse=True)
@@ -243,7 +243,7 @@ def of_text(rows, count, capacity=16):
     state = SimpleNamespace(
         speculation=speculation.Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
     )
-    return jax.jit(lambda: ngram.propose(state, count))().tolist()
+    return jax.jit(lambda: ngram.propose(None, state, None, count)[0])().tolist()
 
 
 def test_ngrams_propose_what_followed():

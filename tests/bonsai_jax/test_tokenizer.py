@@ -1,13 +1,15 @@
 """The tokenizer against llama.cpp's own, on SmolLM2's file and on small vocabularies trained here."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bonsai_jax.tokenizer import Tokenizer
-from bonsai_jax.vocabulary import CONTROL, UNKNOWN
+from bonsai_jax.vocabulary import CONTROL, NORMAL, UNKNOWN
 from tests.bonsai_jax.vocabularies import (
     RANDOM_TEXT,
     TEXTS,
@@ -195,3 +197,22 @@ def test_ids_outside_the_vocabulary():
             call(-1)
     with pytest.raises(ValueError, match="surrogate"):
         ours.encode("a\ud800")
+
+
+def test_llama_cpp_s_vectors_of_qwen35():
+    """Its own file of texts and tokens. Of the vocabulary only what they are made of is kept, which leaves
+    every merge that was made, and those before it, as they were."""
+    kept = json.loads((Path(__file__).parents[1] / "data" / "qwen35_tokens.json").read_text("utf-8"))
+    ids, tokens = [int(i) for i in kept["vocabulary"]], list(kept["vocabulary"].values())
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen35",
+        "tokenizer.ggml.tokens": [*tokens, "<|im_end|>"],
+        "tokenizer.ggml.token_type": [NORMAL] * len(tokens) + [CONTROL],
+        "tokenizer.ggml.merges": kept["merges"],
+        "tokenizer.ggml.eos_token_id": len(tokens),
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    assert len(kept["texts"]) == len(kept["tokens"]) > 50
+    for text, want in zip(kept["texts"], kept["tokens"], strict=True):
+        assert [ids[token] for token in tokenizer.encode(text)] == want, text

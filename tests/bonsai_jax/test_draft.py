@@ -1,0 +1,193 @@
+"""The draft layer (MTP): what it foresees is numpy's, and the text is plain decoding's."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import bonsai_jax as bj
+from bonsai_jax import architectures, draft, jitted, params, plan
+from bonsai_jax.model import resolve
+from checkpoints import Checkpoint, Tensor, open_checkpoint
+from tests.bonsai_jax.test_speculation import HYBRID, two_layers
+from tests.bonsai_jax.tokens import assert_same
+
+RUN = bj.RunConfig(page_size=16, impl="reference", draft=True)
+RNG = np.random.default_rng(2)
+IDS = [RNG.integers(0, 256, n).tolist() for n in (21, 6)]
+GREEDY, HOT = bj.SamplingParams(temperature=0.0), bj.SamplingParams(temperature=1.0, seed=3)
+
+
+@functools.cache
+def arrays() -> dict[str, np.ndarray]:
+    """A delta net, a layer of attention, and a draft layer, in float32."""
+    drawn = two_layers(open_checkpoint(HYBRID)).tensors
+    found = {
+        name: np.asarray(params.blocks(t)).view(np.float32).reshape(t.shape) for name, t in drawn.items()
+    }
+    rng = np.random.default_rng(7)
+    for name, value in list(found.items()):
+        if name.startswith("blk.1."):
+            found[name.replace("blk.1.", "blk.2.")] = rng.permutation(value.ravel()).reshape(value.shape)
+    wide = found["output.weight"].shape[1]
+    found["blk.2.nextn.eh_proj.weight"] = rng.normal(size=(wide, 2 * wide)).astype(np.float32) / 20
+    for name in ("enorm", "hnorm", "shared_head_norm"):
+        found[f"blk.2.nextn.{name}.weight"] = rng.normal(1, 0.2, wide).astype(np.float32)
+    return found
+
+
+def checkpoint(tensors: dict[str, np.ndarray]) -> Checkpoint:
+    found = two_layers(open_checkpoint(HYBRID))
+    raw = {name: np.ascontiguousarray(a, np.float32) for name, a in tensors.items()}
+    made = {
+        name: Tensor(name, "f32", a.shape, a.view(np.uint8).reshape(*a.shape[:-1], -1))
+        for name, a in raw.items()
+    }
+    more = {"qwen35.block_count": 3, "qwen35.nextn_predict_layers": 1}
+    return dataclasses.replace(found, tensors=made, metadata=dict(found.metadata) | more)
+
+
+@functools.cache
+def tiny() -> bj.Model:
+    return bj.from_checkpoint(checkpoint(arrays()), RUN)
+
+
+@functools.cache
+def sure() -> bj.Model:
+    """Layers that add nothing: a token decides which one follows, and the draft layer knows it."""
+    tensors = dict(arrays())
+    for name, a in tensors.items():
+        if name.endswith(("ssm_out.weight", "attn_output.weight", "ffn_down.weight")):
+            tensors[name] = np.zeros_like(a)
+    wide = len(tensors["output_norm.weight"])
+    tensors["blk.2.nextn.eh_proj.weight"] = np.eye(wide, 2 * wide)
+    tensors["blk.2.nextn.enorm.weight"] = np.ones(wide)
+    tensors["blk.2.nextn.shared_head_norm.weight"] = tensors["output_norm.weight"]
+    return bj.from_checkpoint(checkpoint(tensors), RUN)
+
+
+def told(model: bj.Model, speculate: str | None, size: int = 14):
+    tokens = np.zeros((2, 32), np.int32)
+    for row, of in zip(tokens, IDS, strict=True):
+        row[: len(of)] = of
+    state = bj.new_state(model, 2, 48, [GREEDY, HOT], size, ignore_eos=True, speculate=speculate)
+    lengths = jnp.array([len(of) for of in IDS])
+    return jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=size)
+
+
+def in_float64(hidden: np.ndarray, tokens: list[int], ahead: int) -> tuple[list[int], float]:
+    """What the draft layer foresees behind the last of these tokens; hidden is what the model made of those
+    before it. And the least distance between the likeliest token and the next, in logits."""
+    w = {name: a.astype(np.float64) for name, a in arrays().items()}
+    m = {key.removeprefix("qwen35."): v for key, v in open_checkpoint(HYBRID).metadata.items()}
+    eps, heads, kv_heads = m["attention.layer_norm_rms_epsilon"], m["attention.head_count"], 2
+    half = m["rope.dimension_count"] // 2
+    theta = m["rope.freq_base"] ** (-np.arange(half) / half)
+
+    def norm(x, name):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * w[name]
+
+    def sigmoid(x):
+        return 1 / (1 + np.exp(-x))
+
+    def turn(x, place):
+        z = (x[:, :half] + 1j * x[:, half : 2 * half]) * np.exp(1j * place * theta)
+        return np.concatenate([z.real, z.imag, x[:, 2 * half :]], axis=1)
+
+    keys, values, found, margin = [], [], [], np.inf
+    h = [norm(x, "output_norm.weight") for x in hidden]
+    tokens, b = list(tokens[1:]), "blk.2."
+    for place in range(len(hidden) + ahead - 1):
+        joined = [
+            norm(w["token_embd.weight"][tokens[place]], b + "nextn.enorm.weight"),
+            norm(h[place], b + "nextn.hnorm.weight"),
+        ]
+        x = w[b + "nextn.eh_proj.weight"] @ np.concatenate(joined)
+        n = norm(x, b + "attn_norm.weight")
+        of_head = (w[b + "attn_q.weight"] @ n).reshape(heads, 2, -1)
+        q = turn(norm(of_head[:, 0], b + "attn_q_norm.weight"), place)
+        k = norm((w[b + "attn_k.weight"] @ n).reshape(kv_heads, -1), b + "attn_k_norm.weight")
+        keys.append(turn(k, place))
+        values.append((w[b + "attn_v.weight"] @ n).reshape(kv_heads, -1))
+        y = []
+        for head in range(heads):
+            kv = head // (heads // kv_heads)
+            s = np.stack(keys)[:, kv] @ q[head] / np.sqrt(q.shape[1])
+            p = np.exp(s - s.max())
+            y.append(p @ np.stack(values)[:, kv] / p.sum() * sigmoid(of_head[head, 1]))
+        x = x + w[b + "attn_output.weight"] @ np.concatenate(y)
+        n = norm(x, b + "post_attention_norm.weight")
+        gate = w[b + "ffn_gate.weight"] @ n
+        x = x + w[b + "ffn_down.weight"] @ (gate * sigmoid(gate) * (w[b + "ffn_up.weight"] @ n))
+        if place >= len(hidden) - 1:
+            h.append(norm(x, b + "nextn.shared_head_norm.weight"))
+            logits = w["output.weight"] @ h[-1]
+            tokens.append(int(logits.argmax()))
+            found.append(tokens[-1])
+            margin = min(margin, float(np.diff(np.sort(logits)[-2:])[0]))
+    return found, margin
+
+
+def test_it_foresees_what_numpy_does():
+    """Behind a prompt and steps that took some of its proposals back, in rows of different lengths."""
+    model = tiny()
+    state, drawn = told(model, "mtp", 6)
+    state = state.replace(remaining=jnp.array([1, 1]))
+    got, _ = jax.jit(functools.partial(draft.foresee, count=3, config=model.config))(
+        model.params, state.cache, state.tokens, state.remaining > 0
+    )
+    for row, (prompt, answer) in enumerate(zip(IDS, np.asarray(drawn).tolist(), strict=True)):
+        text = np.array([[*prompt, *answer]])
+        _, kept = bj.jitted.forward(
+            model.params, text, np.array([text.size]), model.config, taps=bj.Taps("output")
+        )
+        want, margin = in_float64(np.asarray(kept["output"][-1, 0, :-1]), text[0].tolist(), 3)
+        assert margin > 1e-3 and got[row].tolist() == want
+
+
+def test_text_is_plain_decoding_s_whatever_it_foresees():
+    plain, speculated = told(tiny(), None), told(tiny(), "mtp")
+    assert_same(np.asarray(speculated[1]), np.asarray(plain[1]))
+    how = {"max_new_tokens": 14, "ignore_eos": True, "speculate": "mtp"}
+    outputs = bj.generate(tiny(), IDS, sampling=[GREEDY, HOT], **how)  # in rows of an engine
+    assert_same([output.tokens for output in outputs], np.asarray(plain[1]).tolist())
+
+
+def test_a_step_keeps_what_it_foresaw():
+    """Two rows read four tokens a step; of 13 behind the first the greedy row needs four steps."""
+    plain, (state, drawn) = told(sure(), None), told(sure(), "mtp")
+    assert_same(np.asarray(drawn), np.asarray(plain[1]))
+    assert state.speculation.steps[0] == 4
+    assert state.cache.lengths.tolist() == plain[0].cache.lengths.tolist()
+
+
+def test_from_a_hugging_face_folder_it_is_the_same():
+    """With norms less 1, under the names of such folders."""
+    file = checkpoint(arrays())
+    config = plan.with_draft(file, architectures.config_of(file))
+    names = {spec.gguf.replace("{}", "2"): spec.huggingface for spec in architectures.get("qwen35").DRAFT}
+    folder = {}
+    for name, t in file.tensors.items():
+        if name in names:  # norms less 1
+            a = arrays()[name] - ("norm" in name)
+            raw = np.ascontiguousarray(a, np.float32).view(np.uint8).reshape(*a.shape[:-1], -1)
+            folder[names[name].format(0)] = dataclasses.replace(t, name=names[name].format(0), data=raw)
+    assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} <= folder.keys()
+    other = Checkpoint("folder", "huggingface", {}, folder)
+    of_folder = plan.with_draft(other, dataclasses.replace(config, draft=None, aside=("mtp.",)))
+    run, specs = resolve(RUN, file, config), architectures.get("qwen35").DRAFT
+    of_file, of_other = (
+        params.load_draft(plan.of_draft(c, specs, of, run)) for c, of in ((file, config), (other, of_folder))
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), of_file, of_other)
+
+
+def test_it_is_asked_for_and_must_be_there():
+    plainly = bj.from_checkpoint(checkpoint(arrays()), dataclasses.replace(RUN, draft=False))
+    with pytest.raises(ValueError, match=r"'mtp' needs the draft layer; .* RunConfig\(draft=True\)"):
+        bj.new_state(plainly, 1, 32, GREEDY, 4, speculate="mtp")
+    with pytest.raises(ValueError, match=r"tiny-llama:q8_0: it has no draft layer \(MTP\); leave"):
+        bj.load("synth:tiny-llama:q8_0", RUN)
