@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.placement import AXES, Placement, Share
 from bonsai_jax.plan import LoadPlan, Matrix, Member, Source, Spec, Stack, StepPlan, joined_name
-from checkpoints import RandomTensor, Tensor
+from checkpoints import RandomTensor
 from pallas_kernels import LayerStack, QTensor, Rotation, device, formats, qtensor, serializable
 from pallas_kernels.qtensor import leaves
 
@@ -223,9 +223,9 @@ def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: P
     return jax.device_put(vectors)
 
 
-def _values(t: Tensor | RandomTensor) -> np.ndarray:
+def _values(t: Source) -> np.ndarray:
     """float32 [*shape]. By numpy, where the format's own code lets it: nothing is compiled."""
-    raw = t.data if isinstance(t, Tensor) else np.asarray(blocks(t))
+    raw = np.asarray(blocks(t)) if isinstance(t, RandomTensor) else t.data
     return np.asarray(formats.get(t.format).dequantize(formats.views(t.format, raw))).reshape(t.shape)
 
 
@@ -269,7 +269,7 @@ def _as_it_lies(members: Sequence[Member], matrix: Matrix, placement: Placement 
     return same and placement is None and not matrix.products.tiled and device.platform() == "cpu"
 
 
-def _copied(layers: Sequence[Sequence[Tensor]], matrix: Matrix, *, stacked: bool = True) -> QTensor:
+def _copied(layers: Sequence[Sequence[Source]], matrix: Matrix, *, stacked: bool = True) -> QTensor:
     """A stack of matrices, each of tensors below each other, from a file's memory into XLA's: once, and
     without anything compiled."""
     format = matrix.problem.format
@@ -289,6 +289,7 @@ def _copied(layers: Sequence[Sequence[Tensor]], matrix: Matrix, *, stacked: bool
     for i, tensors in enumerate(layers):
         first = 0
         for t in tensors:
+            assert not isinstance(t, RandomTensor)
             for name in fields:
                 room[name][i, first : first + t.shape[0]] = t.data.view(items)[name]
             first += t.shape[0]

@@ -271,3 +271,16 @@ def test_a_crowd_through_the_engine_is_beside_the_bench():
     for row in (at_once, bounded):
         assert row["rows"] == 2 and row["host_ms"] > 0 and row["user_s"] > 0
         assert row["share_of_bench"] == row["engine_tok_s"] / of_bench["bench_tok_s"]
+
+
+def test_devices_for_some_requests_a_minute_are_as_many_as_bear_them():
+    """By rows of the H200: 90 % of what one bears, rounded up; what one bears is within the bounds."""
+    simulate = module("simulate")
+    results = ROOT / "benchmarks" / "results" / "nvidia-h200.jsonl"
+    options = {"model": "synth:bonsai-8b:q4_k_m", "results": results, "also": ["batch256=23070"], "rows": 64}
+    bounds = {"dispatch_ms": 2.0, "ttft": 1.0, "per_token": 0.05, "pages": 640, "requests": 80}
+    asked = argparse.Namespace(**options, **bounds, a_minute=[10, 100000])
+    _, most, few, many = simulate.need(asked)
+    assert most["ttft_p95_s"] <= 1.0 and most["per_token_p95_s"] <= 0.05
+    assert few["devices"] == 1 and few["busy"] < 0.2 < most["busy"]
+    assert many["devices"] == -(-100000 // (0.9 * most["most_a_minute_of_a_device"]))

@@ -356,6 +356,15 @@ def test_the_command_goes_on_after_a_kill(model, tmp_path):
     assert read(output)["29"]["response"]["body"]["choices"][0]["text"] == last.text
 
 
+def test_without_ray_the_error_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    source = write(tmp_path / "in.jsonl", [asked("a")])
+    done = run("batch", source, tmp_path / "out.jsonl", "--ray", "auto")
+    assert done.exit_code == 1
+    want = 'error: ray is not installed; pip install "bonsai-jax[ray]", or leave --ray out'
+    assert done.stderr.splitlines()[-1] == want
+
+
 @pytest.mark.slow
 def test_an_actor_of_ray_that_is_killed_loses_no_line(model, tmp_path):
     pytest.importorskip("ray")
