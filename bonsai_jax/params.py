@@ -171,7 +171,7 @@ def _vectors(
     none."""
     if not tensors:
         return None
-    rows = [_values(t) for t in tensors]
+    rows: list[Any] = [_values(t) for t in tensors]
     if plan.naming == "huggingface":
         rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
         rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
@@ -228,7 +228,9 @@ def _as_it_lies(members: Sequence[Member], matrix: Matrix, placement: Placement 
     return same and placement is None and not matrix.products.tiled and device.platform() == "cpu"
 
 
-def _copied(layers: Sequence[Sequence[Tensor]], matrix: Matrix, *, stacked: bool = True) -> QTensor:
+def _copied(
+    layers: Sequence[Sequence[Tensor | RandomTensor]], matrix: Matrix, *, stacked: bool = True
+) -> QTensor:
     """A stack of matrices, each of tensors below each other, from a file's memory into XLA's: once, and
     without anything compiled."""
     format = matrix.problem.format
@@ -248,6 +250,7 @@ def _copied(layers: Sequence[Sequence[Tensor]], matrix: Matrix, *, stacked: bool
     for i, tensors in enumerate(layers):
         first = 0
         for t in tensors:
+            assert isinstance(t, Tensor)  # _as_it_lies
             for name in fields:
                 room[name][i, first : first + t.shape[0]] = t.data.view(items)[name]
             first += t.shape[0]
