@@ -77,9 +77,11 @@ def explain_weights(
     weights, cache = _share(checkpoint, config, dataclasses.replace(run, weights="decoded"), parts)
     sizes = f"weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB"
     free = free_memory() if jax.process_count() == 1 else device_memory()  # all must choose the same
-    if jax.default_backend() != "cpu":
+    on_cpu = jax.default_backend() == "cpu"
+    without = _without_kernel(checkpoint, run) if on_cpu else None
+    if not on_cpu:
         decoded, reason = False, "is faster on a CPU only"
-    elif (without := _without_kernel(checkpoint, run)) is None:
+    elif without is None:
         decoded, reason = False, "is slower than the kernels that read packed weights"
     elif weights + cache > 0.9 * free:
         decoded, reason = False, f"{sizes} exceed nine tenths of the {free / 1e9:.2f} GB that are free"
@@ -87,7 +89,7 @@ def explain_weights(
         decoded, reason = True, f"{sizes} fit into nine tenths of the {free / 1e9:.2f} GB that are free"
     if decoded and without == NEEDS_LLVM:
         packed = held_bytes(checkpoint, config, dataclasses.replace(run, weights="packed")) / parts
-        without += f", with which weights are {packed / 1e9:.2f} GB, as in the file"
+        without = f"{without}, with which weights are {packed / 1e9:.2f} GB, as in the file"
     later = f"comes later: {without}" if decoded else "the first that can run it"
     return [Verdict("decoded", decoded, reason), Verdict("packed", not decoded, later)]
 

@@ -211,7 +211,7 @@ def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: P
     none."""
     if not tensors:
         return None
-    rows = [_values(t) for t in tensors]
+    rows: list[Any] = [_values(t) for t in tensors]
     if plan.naming == "huggingface":
         rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
         rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
@@ -289,7 +289,7 @@ def _copied(layers: Sequence[Sequence[Source]], matrix: Matrix, *, stacked: bool
     for i, tensors in enumerate(layers):
         first = 0
         for t in tensors:
-            assert not isinstance(t, RandomTensor)
+            assert not isinstance(t, RandomTensor)  # _as_it_lies
             for name in fields:
                 room[name][i, first : first + t.shape[0]] = t.data.view(items)[name]
             first += t.shape[0]

@@ -74,6 +74,14 @@ def layers_in(source: str, field: str, format: str) -> list[int]:
     return [int(m[1]) for n, t in tensors.items() if (m := name.fullmatch(n)) and t.format == format]
 
 
+def test_qwen2_5_has_the_real_model_s_parameters_and_its_matrix_of_tokens_twice():
+    tensors = open_checkpoint("synth:qwen2.5-1.5b:q4_k_m").tensors
+    again = tensors["token_embd.weight"].shape
+    assert sum(np.prod(t.shape) for t in tensors.values()) == 1_543_714_304 + np.prod(again)
+    assert (tensors["output.weight"].format, tensors["token_embd.weight"].format) == ("q6_k", "q4_k")
+    assert tensors["blk.27.attn_k.bias"].shape == (256,)
+
+
 def test_q4_k_m_is_llama_cpps_recipe():
     # As in real Q4_K_M files of 36-layer models.
     more = [0, 1, 2, 3, 6, 9, 12, 15, 18, 21, 24, 27, 30, 31, 32, 33, 34, 35]
