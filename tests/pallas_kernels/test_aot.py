@@ -18,7 +18,7 @@ from pallas_kernels import QTensor, cache_layouts, device, ffn, for_device, form
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
-from pallas_kernels.experts import kq_pairs
+from pallas_kernels.experts import kq_experts
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_int8 import activations_int8
@@ -147,6 +147,21 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     print(bytes_of("8B, Q4_K_M, 2 rows", memory))
     assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
     assert memory.temp_size_in_bytes < 16e6
+
+
+def test_a_step_of_experts_reads_the_chosen_ones_in_place():
+    """Gate and up of a layer's chosen experts in one launch, down in another; no stack is copied."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:tiny-qwen3moe:q4_k_m")
+    assert params.layers.expert_up.parts[0].tiled
+    with as_on_a_gpu((9, 0)):
+        compiled = compile_for_gpu(
+            lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
+        )
+    memory = compiled.memory_analysis()
+    print(bytes_of("tiny-qwen3moe, Q4_K_M", memory))
+    assert compiled.as_text().count("kq_experts") >= 2 * config.num_layers
+    assert memory.temp_size_in_bytes < params.layers.expert_up.nbytes / config.num_layers
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
@@ -439,18 +454,19 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
 
 
-def _pairs(format, n, k, matrices, rows):
-    """Products of 8 chosen experts for a row, or one for each of more; as Qwen3-30B-A3B has them."""
+def _experts(format, n, k, matrices, tiles, rows):
+    """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
     fields = {
         name: jax.ShapeDtypeStruct((48 * 128, *field.shape[1:]), field.dtype)
         for name, field in layer_products.tiles_of(format, n, k).items()
     }
     arguments = (
-        jax.ShapeDtypeStruct((rows, k), jnp.float32),
+        jax.ShapeDtypeStruct((tiles * rows, k), jnp.float32),
         (fields,) * matrices,
-        jax.ShapeDtypeStruct((max(8, rows),), jnp.int32),
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
     )
-    return functools.partial(kq_pairs.kq_pairs, format=format, shared=device.shared_bytes()), arguments
+    return functools.partial(kq_experts.kq_experts, format=format, shared=device.shared_bytes()), arguments
 
 
 MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
@@ -471,9 +487,10 @@ HOT = {
     "q2_0_g64 o, 4 rows": lambda: _integers("q2_0_g64", 4096, 4096, 1, 4),
     "tq1_0 down": lambda: _integers("tq1_0", 4096, 12288, 1, 1),
     "decoded: q4_k gate and up": lambda: _decoded(("q4_k", "q4_k"), 12288, 4096),
-    "experts: q4_k gate and up": lambda: _pairs("q4_k", 768, 2048, 2, 1),
-    "experts: q6_k down": lambda: _pairs("q6_k", 2048, 768, 1, 8),
-    "experts: q4_k down of 8 tokens": lambda: _pairs("q4_k", 2048, 768, 1, 64),
+    "experts: q4_k gate and up": lambda: _experts("q4_k", 768, 2048, 2, 8, 1),
+    "experts: q6_k down": lambda: _experts("q6_k", 2048, 768, 1, 8, 1),
+    "experts: q4_k gate and up, 512 tokens": lambda: _experts("q4_k", 768, 2048, 2, 384, 16),
+    "experts: q6_k down, 512 tokens": lambda: _experts("q6_k", 2048, 768, 1, 384, 16),
     "decoded: q5_k": lambda: _decoded(("q5_k",), 4096, 12288),
     "decoded: q6_k": lambda: _decoded(("q6_k",), 4096, 12288),
     "decoded: q8_0": lambda: _decoded(("q8_0",), 4096, 12288),
