@@ -1,5 +1,6 @@
 """The decode step and prefill compile for GPUs, in place and without a second copy of anything large."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -13,7 +14,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
-from checkpoints import open_checkpoint
+from checkpoints import open_checkpoint, synth
 from pallas_kernels import QTensor, cache_layouts, device, ffn, for_device, formats
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
@@ -149,19 +150,23 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     assert memory.temp_size_in_bytes < 16e6
 
 
-def test_a_step_of_experts_reads_the_chosen_ones_in_place():
-    """Gate and up of a layer's chosen experts in one launch, down in another; no stack is copied."""
+def test_experts_are_read_in_place(monkeypatch):
+    """Of a step and of 512 tokens: gate and up of the chosen experts in one launch, down in another; no stack
+    is copied, and no layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
+    few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=4, vocab=2048, specials=2000)
+    monkeypatch.setitem(synth._MODELS, "few-a3b", few)
     with as_on_a_gpu((9, 0)):
-        params, state, config = shapes("synth:tiny-qwen3moe:q4_k_m")
-    assert params.layers.expert_up.parts[0].tiled
-    with as_on_a_gpu((9, 0)):
-        compiled = compile_for_gpu(
-            lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
+        params, state, config = shapes("synth:few-a3b:q4_k_m")
+        tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+        prefill = compile_for_gpu(
+            lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
-    memory = compiled.memory_analysis()
-    print(bytes_of("tiny-qwen3moe, Q4_K_M", memory))
-    assert compiled.as_text().count("kq_experts") >= 2 * config.num_layers
-    assert memory.temp_size_in_bytes < params.layers.expert_up.nbytes / config.num_layers
+    one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
+    print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
+    assert step.as_text().count("kq_experts") >= 2 * 4
+    assert step.memory_analysis().temp_size_in_bytes < 4e6
+    assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
