@@ -8,7 +8,7 @@ each of one expert.
 A stack of layers' experts, [layers, experts, N, K], is one of layers * experts matrices, and a tile's product
 reads the one at layer * experts + expert: where kernels read stacks in place, no matrix is copied or
 dequantized that is not multiplied. The number of tiles is that of the worst case; those that are left over
-are skipped.
+are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (kq_experts.py).
 """
 
 from typing import Any, NamedTuple
@@ -81,16 +81,12 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     rows = x.reshape(-1, x.shape[-1])
     of_row = pairs.size // len(rows)
     valid = (pairs >= 0) & (pairs < experts)
-    if (
-        skips
-        and pairs.size <= STRAIGHT
-        and {_kernel(w) for w in weights} == {("kq_decode", weights[0].format)}
-    ):
-        from pallas_kernels.experts import kq_pairs  # only GPUs need it
+    most_rows, kernel = MOST_ROWS, None
+    if skips and all(_in_one_launch(w) and w.format == weights[0].format for w in weights):
+        from pallas_kernels.experts import kq_experts as kernel  # only GPUs need it
 
-        y = kq_pairs.run(rows, weights, jnp.where(valid, first + pairs, -1))
-        return jnp.where(valid[:, None], y, 0.0).reshape(*chosen.shape, n)
-    tiles = tiles_of(jnp.where(valid, pairs, experts), experts)
+        most_rows = kernel.most_rows(weights)
+    tiles = tiles_of(jnp.where(valid, pairs, experts), experts, most_rows)
 
     def multiplied(expert, of_tile):
         return product(rows[of_tile // of_row], weights, first + expert, None, 0.0, None)
@@ -102,7 +98,10 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
         zeros = lambda *_: jnp.zeros((len(of_tile), n), jnp.float32)  # noqa: E731
         return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, of_tile)
 
-    if device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
+    if kernel is not None:
+        which = jnp.where(tiles.expert < experts, first + tiles.expert, -1)
+        y = kernel.run(rows, weights, which, tiles.pairs // of_row)
+    elif device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
         each = zip(jnp.minimum(tiles.expert, experts - 1), tiles.pairs, strict=True)
         y = jnp.stack([multiplied(expert, of_tile) for expert, of_tile in each])
     else:
@@ -111,21 +110,20 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     return y.reshape(*chosen.shape, n)
 
 
-def _kernel(w: QTensor) -> tuple[str, str]:
-    """What multiplies a row with an expert's matrix, and the matrix's format; none of folded ones, whose
-    inputs are rotated before."""
-    return ("kq_decode" if w.rotation is None and w.products.of(1) == "kq_decode" else "", w.format)
+def _in_one_launch(w: QTensor) -> bool:
+    """Whether kq_experts multiplies it; not where inputs must be rotated before."""
+    return w.rotation is None and w.products.of(1) == "kq_decode"
 
 
-def rows_of_tile(pairs: int, experts: int) -> int:
+def rows_of_tile(pairs: int, experts: int, most: int = MOST_ROWS) -> int:
     """A power of two: about as many as an expert has, were all equally likely."""
-    return min(MOST_ROWS, 1 << max(0, (pairs // experts).bit_length() - 1))
+    return min(most, 1 << max(0, (pairs // experts).bit_length() - 1))
 
 
-def tiles_of(experts_of_pairs: jax.Array, experts: int) -> Tiles:
+def tiles_of(experts_of_pairs: jax.Array, experts: int, most_rows: int = MOST_ROWS) -> Tiles:
     """int32 [pairs] -> their tiles; `experts` itself stands for no expert."""
     pairs = experts_of_pairs.size
-    rows = rows_of_tile(pairs, experts)
+    rows = rows_of_tile(pairs, experts, most_rows)
     everyone = jnp.arange(pairs, dtype=jnp.int32)
     if rows == 1:
         return Tiles(experts_of_pairs, everyone[:, None], everyone)

@@ -1,5 +1,6 @@
 """The decode step and prefill compile for GPUs, in place and without a second copy of anything large."""
 
+import dataclasses
 import functools
 import math
 import os
@@ -13,7 +14,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
-from checkpoints import open_checkpoint
+from checkpoints import open_checkpoint, synth
 from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_device, formats
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
@@ -21,7 +22,7 @@ from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
 from pallas_kernels.delta.chunks import delta_chunks
 from pallas_kernels.delta.step import delta_step
-from pallas_kernels.experts import kq_pairs
+from pallas_kernels.experts import kq_experts
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_int8 import activations_int8
@@ -155,6 +156,25 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     print(bytes_of("8B, Q4_K_M, 2 rows", memory))
     assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
     assert memory.temp_size_in_bytes < 16e6
+
+
+def test_experts_are_read_in_place(monkeypatch):
+    """Of a step and of 512 tokens: gate and up of the chosen experts in one launch, down in another; no stack
+    is copied, and no layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
+    few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=4, vocab=2048, specials=2000)
+    monkeypatch.setitem(synth._MODELS, "few-a3b", few)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:few-a3b:q4_k_m")
+        tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+        prefill = compile_for_gpu(
+            lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
+        )
+    one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
+    print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
+    assert step.as_text().count("kq_experts") >= 2 * 4
+    assert step.memory_analysis().temp_size_in_bytes < 4e6
+    assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
@@ -479,18 +499,19 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
 
 
-def _pairs(format, n, k, matrices, rows):
-    """Products of 8 chosen experts for a row, or one for each of more; as Qwen3-30B-A3B has them."""
+def _experts(format, n, k, matrices, tiles, rows):
+    """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
     fields = {
         name: jax.ShapeDtypeStruct((48 * 128, *field.shape[1:]), field.dtype)
         for name, field in layer_products.tiles_of(format, n, k).items()
     }
     arguments = (
-        jax.ShapeDtypeStruct((rows, k), jnp.float32),
+        jax.ShapeDtypeStruct((tiles * rows, k), jnp.float32),
         (fields,) * matrices,
-        jax.ShapeDtypeStruct((max(8, rows),), jnp.int32),
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
     )
-    return functools.partial(kq_pairs.kq_pairs, format=format, shared=device.shared_bytes()), arguments
+    return functools.partial(kq_experts.kq_experts, format=format, shared=device.shared_bytes()), arguments
 
 
 MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
@@ -511,9 +532,10 @@ HOT = {
     "q2_0_g64 o, 4 rows": lambda: _integers("q2_0_g64", 4096, 4096, 1, 4),
     "tq1_0 down": lambda: _integers("tq1_0", 4096, 12288, 1, 1),
     "decoded: q4_k gate and up": lambda: _decoded(("q4_k", "q4_k"), 12288, 4096),
-    "experts: q4_k gate and up": lambda: _pairs("q4_k", 768, 2048, 2, 1),
-    "experts: q6_k down": lambda: _pairs("q6_k", 2048, 768, 1, 8),
-    "experts: q4_k down of 8 tokens": lambda: _pairs("q4_k", 2048, 768, 1, 64),
+    "experts: q4_k gate and up": lambda: _experts("q4_k", 768, 2048, 2, 8, 1),
+    "experts: q6_k down": lambda: _experts("q6_k", 2048, 768, 1, 8, 1),
+    "experts: q4_k gate and up, 512 tokens": lambda: _experts("q4_k", 768, 2048, 2, 384, 16),
+    "experts: q6_k down, 512 tokens": lambda: _experts("q6_k", 2048, 768, 1, 384, 16),
     "decoded: q5_k": lambda: _decoded(("q5_k",), 4096, 12288),
     "decoded: q6_k": lambda: _decoded(("q6_k",), 4096, 12288),
     "decoded: q8_0": lambda: _decoded(("q8_0",), 4096, 12288),

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import LayerStack, Products, QTensor, device, experts_gated, experts_matmul, route
-from pallas_kernels.experts import kq_pairs
+from pallas_kernels.experts import kq_experts
 from pallas_kernels.experts.groups import rows_of_tile, tiles_of
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
@@ -90,36 +90,38 @@ def test_a_router_takes_the_likeliest_and_may_divide_by_their_sum():
         experts_gated(jnp.zeros((2, 32)), w, w, jnp.zeros((2, 1), jnp.int32))
 
 
-CASES = [  # format, N, K, matrices, rows of x, pairs, bits, multiprocessors
-    ("q4_k", 48, 512, 2, 1, 4, 8, 132),
-    ("q6_k", 64, 256, 1, 4, 4, 8, 10),  # two blocks a pair, two tiles each
-    ("q8_0", 32, 768, 1, 3, 6, 16, 4),  # less than a block a pair
-    ("q4_1", 40, 320, 2, 2, 4, 8, 9),  # no whole tiles
+CASES = [  # format, N, K, matrices, rows of x, tiles of so many rows, bits, multiprocessors
+    ("q4_k", 48, 512, 2, 1, (4, 1), 8, 132),
+    ("q6_k", 64, 256, 1, 4, (4, 1), 8, 10),  # two blocks a tile, of two tiles of 16 outputs each
+    ("q8_0", 32, 768, 1, 3, (6, 1), 16, 4),  # less than a block a tile
+    ("q4_1", 40, 320, 2, 2, (4, 2), 8, 9),  # no whole tiles
+    ("q4_k", 32, 512, 2, 20, (3, 16), 8, 132),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pairs_in_one_launch_are_their_products(case):
-    """In lockstep; some have no expert, and the stack has two layers."""
-    format, n, k, matrices, rows, pairs, bits, blocks = case
+def test_tiles_in_one_launch_are_their_products(case):
+    """In lockstep; one has no expert, and the stack has two layers."""
+    format, n, k, matrices, rows, shape, bits, blocks = case
     rng = np.random.default_rng(n)
     x = (rng.integers(-127, 128, (rows, k)) / 64).astype(np.float32)
     x[:, ::16] = 127 / 64  # the largest of every group: 8 bits hold all
     stacks = [drawn(format, (2, EXPERTS, n, k), seed) for seed in range(matrices)]
-    chosen = rng.integers(0, EXPERTS, pairs).astype(np.int32)
-    chosen[1] = -1
+    experts = rng.integers(0, EXPERTS, shape[0]).astype(np.int32)
+    of_tile = rng.integers(0, rows, shape).astype(np.int32)
+    experts[1] = -1
 
     def flat(w: QTensor) -> QTensor:
         fields = {name: field.reshape(-1, *field.shape[2:]) for name, field in w.fields.items()}
         return w.replace(fields=fields, products=Products(activation_bits=bits))
 
     weights = tuple(flat(w.tiled) for w in stacks)
-    index = np.where(chosen < 0, -1, chosen + EXPERTS).astype(np.int32)
+    index = np.where(experts < 0, -1, experts + EXPERTS).astype(np.int32)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
-        got = np.asarray(kq_pairs.run(x, weights, index))
-    of_row = chosen.reshape(rows, -1)
-    want = expected(x, [w.dense[1] for w in stacks], of_row).reshape(pairs, n)
-    valid = chosen >= 0
-    assert got.shape == (pairs, n)
+        assert kq_experts.most_rows(weights) == 16
+        got = np.asarray(kq_experts.run(x, weights, index, of_tile)).reshape(*shape, n)
+    chosen = np.repeat(experts[:, None], shape[1], axis=1)
+    want = expected(x[of_tile], [w.dense[1] for w in stacks], chosen)
+    valid = experts >= 0
     assert np.linalg.norm(got[valid] - want[valid]) < 1e-5 * np.linalg.norm(want[valid])
