@@ -82,14 +82,14 @@ def delta_chunks(
     by_chunk = lambda x: jnp.pad(x, ((0, 0), (0, padding), (0, 0))).reshape(B, -1, CHUNK, Hv)  # noqa: E731
     sums = jnp.cumsum(by_chunk(g), axis=2) * math.log2(math.e)  # for powers of two
     gates = jnp.stack([sums, by_chunk(b)], axis=3).transpose(0, 4, 1, 3, 2)  # [B, Hv, chunks, 2, CHUNK]
-    states = jax.new_ref(states)
+    states_ref = jax.new_ref(states)
     o = launch(
         functools.partial(_body, k_heads=Hk, K=K, V=V, grouped=grouped),
         {
             "qk": qk.reshape(B, T, 2 * Hk * K),
             "v": v.reshape(B, T, Hv * V),
             "gates": gates.reshape(B, Hv, -1, 2 * CHUNK),
-            "states": states,
+            "states": states_ref,
             "layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "fresh": fresh.astype(jnp.int32),
         },
@@ -99,7 +99,7 @@ def delta_chunks(
         threads=THREADS,
         scratch={name: plgpu.SMEM((words,), jnp.float32) for name, words in _scratch(K).items()},
     )
-    return o.reshape(B, T, Hv, V), jax.freeze(states)
+    return o.reshape(B, T, Hv, V), jax.freeze(states_ref)
 
 
 def _body(qk, v, gates, states, layer, fresh, o, *, k_heads: int, K: int, V: int, grouped: bool, **smem):

@@ -63,7 +63,7 @@ def delta_step(
     decay, dt and norm by name."""
     rows, heads, K, V = states.shape[1:]
     groups = 4 * THREADS // V  # of threads, which have rows of S in turn
-    states, tails = jax.new_ref(states), jax.new_ref(tails)
+    states_ref, tails_ref = jax.new_ref(states), jax.new_ref(tails)
     words = lambda *shape: plgpu.SMEM(shape, jnp.float32)  # noqa: E731
     made, to_make = (None, gates) if isinstance(gates, Gates) else (gates, None)
     y = launch(
@@ -72,8 +72,8 @@ def delta_step(
             "qkv_z": qkv_z,
             "made": made,
             "to_make": to_make,
-            "states": states,
-            "tails": tails,
+            "states": states_ref,
+            "tails": tails_ref,
             "positions": positions,
             "layer": jnp.asarray(layer, jnp.int32).reshape(1),
             "weights": weights,
@@ -91,7 +91,7 @@ def delta_step(
             "o_smem": words(V // 32),
         },
     )
-    return y, jax.freeze(states), jax.freeze(tails)
+    return y, jax.freeze(states_ref), jax.freeze(tails_ref)
 
 
 def _body(
