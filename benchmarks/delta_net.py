@@ -102,7 +102,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[one_op.Row]:
 
 
 def main() -> None:
-    parser = one_op.parser(__doc__.splitlines()[0], "bonsai-27b")
+    parser = one_op.parser((__doc__ or "").splitlines()[0], "bonsai-27b")
     parser.add_argument("--tokens", default="1,512,2048", help="of each row: 1 is a decode step")
     arguments = parser.parse_args()
     one_op.report_and_check(measure(arguments), arguments.output, LIMIT)

@@ -1,5 +1,7 @@
 """Kernels of the gated delta net in numpy (lockstep), against its lines written out in numpy's float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +20,10 @@ def problem(k_heads, v_heads, K, V, lengths, tokens, hidden, seed=0):
     """Arguments of `delta_net` for rows behind so many tokens, and so many tokens of each; length -1: the row
     has ended. Of what a row's state held before its first token nothing may be seen."""
     rng = np.random.default_rng(seed)
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+
+    def draw(*shape) -> Any:
+        return rng.standard_normal(shape).astype(np.float32)
+
     L, B, C = 2, len(lengths), 2 * k_heads * K + v_heads * V
     states, tails = draw(L, B, v_heads, K, V), draw(L, B, 4, C)
     positions = np.zeros((B, tokens), np.int32) - 1
@@ -44,7 +49,7 @@ def of_float64(args, weights, grouped):
     """A token at a time."""
     qkv_z, gates, states, tails, positions, layer = args
     x, gamma, matrix = (np.float64(a) for a in gates)
-    w = {name: np.float64(a[layer]) for name, a in weights.items()}
+    w: dict[str, Any] = {name: np.float64(a[layer]) for name, a in weights.items()}
     B, T, _ = qkv_z.shape
     Hv, K, V = states.shape[2:]
     C = tails.shape[-1]
@@ -87,7 +92,8 @@ def check(got, args, want, limit):
         error = np.linalg.norm(mine - wanted) / np.linalg.norm(wanted)
         print(f"{error:.1e}")
         assert error < limit
-    np.testing.assert_array_equal(*map(np.nan_to_num, (tails, wanted_tails)))  # zeros are kept of none
+    # Of no token zeros may be kept.
+    np.testing.assert_array_equal(np.nan_to_num(tails), np.nan_to_num(wanted_tails))
     np.testing.assert_array_equal(states[layer][~rows], states_before[layer][~rows])
     np.testing.assert_array_equal(states[1 - layer], states_before[1 - layer])
 
@@ -147,7 +153,7 @@ def test_a_layer_is_the_same_by_kernels(tokens):
             y, after = layers.delta_block(
                 x, model.params, 2, cache.replace(delta=states), positions, model.config
             )
-        assert after.delta.impl == impl
+        assert after.delta is not None and after.delta.impl == impl
         found.append((y, after.delta.s))
     for mine, wanted in zip(*found[::-1], strict=True):
         error = np.linalg.norm(mine - wanted) / np.linalg.norm(wanted)
