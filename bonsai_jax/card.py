@@ -131,6 +131,7 @@ def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, pa
         return
     remedies = {
         "keep the weights packed (weights='packed')": ("weights", "packed"),
+        "keep keys and values in 8 bits (cache_dtype='int8')": ("cache_dtype", "int8"),
         "lower rows": ("rows", 1),
         "lower context": ("context", 1),
     }

@@ -21,6 +21,7 @@ from tests.bonsai_jax.command_line import run as run_command
 # layers of keys and values of 8 heads of 128 in float32.
 DECODED, PACKED, CACHE = 4 * 8.188548096, 1.152704128, 8 * 4096 * 36 * 2 * 8 * 128 * 4 / 1e9
 BIG = "synth:bonsai-8b:q1_0"
+BYTES = "keep keys and values in 8 bits (cache_dtype='int8')"
 KEEP = "keep the weights packed (weights='packed')"
 SMALLER = "use a smaller quantization of this model, or a smaller model"
 
@@ -91,8 +92,8 @@ def test_free_memory_is_what_linux_says():
         (PACKED + 2, {}, "lower rows or lower context"),
         (PACKED + 1, {}, "lower context"),
         (PACKED + 2, {"rows": 10**4}, "lower rows"),
-        (PACKED + 1, {"rows": 10**4}, "lower rows and lower context"),
-        (PACKED + 1, {"rows": 1}, "lower context"),
+        (PACKED + 1, {"rows": 10**4}, f"{BYTES} and lower rows or lower rows and lower context"),
+        (PACKED + 1, {"rows": 1}, f"{BYTES} or lower context"),
         (PACKED + 1, {"weights": "decoded"}, f"{KEEP} and lower context"),
         (PACKED, {}, SMALLER),
         (PACKED, {"weights": "decoded"}, SMALLER),
@@ -107,6 +108,7 @@ def test_what_does_not_fit_is_refused_with_what_helps(machine, memory, run, reme
     config = architectures.config_of(checkpoint)
     for helpful in remedy.split(" or ") if remedy != SMALLER else ():
         smaller = {"weights": "packed"} if "packed" in helpful else {}
+        smaller |= {"cache_dtype": "int8"} if "int8" in helpful else {}
         smaller |= {"rows": 1} if "rows" in helpful else {}
         smaller |= {"context": 64} if "context" in helpful else {}
         changed = resolve(dataclasses.replace(bj.RunConfig(**run), **smaller), checkpoint, config)
