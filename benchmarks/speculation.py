@@ -104,7 +104,7 @@ def main() -> None:
     p.add_argument("-r", "--repetitions", type=int, default=5)
     p.add_argument("--commit", help="for a checkout without history")
     arguments = p.parse_args()
-    model = bj.load(arguments.model)
+    model = bj.load(arguments.model, bj.RunConfig(draft=arguments.proposer == "mtp"))
     for prompt in arguments.only.split(",") if arguments.only else PROMPTS:
         ids = model.tokenizer.encode_chat([{"role": "user", "content": PROMPTS[prompt]}])
         for sampling, params in SAMPLING.items():

@@ -18,6 +18,8 @@ from bonsai_jax import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
 from bonsai_jax.engine.scheduler import Scheduler
+from checkpoints import open_checkpoint
+from tests.bonsai_jax.test_speculation import HYBRID, two_layers
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -361,3 +363,28 @@ def test_other_ways_say_the_same(how):
         if how == "ngram":
             assert min(o.steps for o in outputs) < MOST - 1
         assert_all_pages_are_back(engine)
+
+
+def test_recurrent_states_of_rows_are_their_own():
+    """Bit for bit, of a model with a gated delta net: beside others, in a row that others had, and behind one
+    that was cancelled."""
+    source = two_layers(open_checkpoint(HYBRID))
+    model = bj.from_checkpoint(source, bj.RunConfig(page_size=16, impl="reference"))
+    how = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
+    with bj.Engine(model, max_rows=2, context=64, prefill_tokens=32, logprobs=0, reproducible=True) as engine:
+
+        def ask(ids):
+            return engine.submit(ids, GREEDY, **how)
+
+        def told(handle):
+            output = handle.result(300)
+            return output.tokens, np.asarray(output.logprobs.token).tolist()
+
+        alone = told(ask(prompt(20, 60)))
+        handles = [ask(ids) for ids in (prompt(9, 61), prompt(20, 60), prompt(40, 62))]
+        assert [told(handle) for handle in handles][1] == alone
+        long = [engine.submit(prompt(11, n), GREEDY, max_new_tokens=50, ignore_eos=True) for n in (63, 64)]
+        for handle in long:
+            next(iter(handle))
+            handle.cancel()
+        assert [told(ask(prompt(20, 60))) for _ in range(2)] == [alone, alone]
