@@ -1,28 +1,14 @@
 """What a layer with a gated delta net does between its projections."""
 
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta import reference
+from pallas_kernels.delta.reference import Gates
 from pallas_kernels.norm import rms_norm
-
-
-class Gates(NamedTuple):
-    """Gates that are still to be made: alpha, beta = rms_norm(x; gamma) weights^T. The kernel of one token
-    makes them on its way.
-
-    x        of the layer, not normed
-    gamma    of each layer
-    weights  float32, float16 or bfloat16: rows of alpha, then of beta
-    """
-
-    x: Float[Array, "B T H"]
-    gamma: Float[Array, "L H"]
-    weights: Float[Array, "L 2*Hv H"]
 
 
 def delta_net(
