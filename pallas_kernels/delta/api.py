@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.delta import reference
-from pallas_kernels.delta.gates import Gates
+from pallas_kernels.delta.reference import Gates
 from pallas_kernels.norm import rms_norm
 
 

@@ -1,12 +1,29 @@
 """The gated delta net in jnp: the definition, and the path of every device without a kernel."""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from pallas_kernels.norm import rms_norm
 
 CHUNK = 64  # tokens between which nothing waits for the token before
 EXACT = jax.lax.Precision.HIGHEST
+
+
+class Gates(NamedTuple):
+    """Gates that are still to be made: alpha, beta = rms_norm(x; gamma) weights^T. The kernel of one token
+    makes them on its way.
+
+    x        of the layer, not normed
+    gamma    of each layer
+    weights  float32, float16 or bfloat16: rows of alpha, then of beta
+    """
+
+    x: Float[Array, "B T H"]
+    gamma: Float[Array, "L H"]
+    weights: Float[Array, "L 2*Hv H"]
 
 
 def delta_net(

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.delta.gates import Gates
+from pallas_kernels.delta.reference import Gates
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import (
