@@ -443,7 +443,7 @@ def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, c
     from pallas_kernels.step import layer_products  # only GPUs need it
 
     w, rows = params.layers, x.shape[0]
-    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
+    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None and w.ffn_norm is not None
     stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see selection.Step
     words = layer_products.workspace_words(rows, config.hidden, config.ffn)
     of_attention = empty_workspace(rows, config.num_heads, cache.k)

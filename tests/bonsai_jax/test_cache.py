@@ -20,7 +20,7 @@ def test_the_cache_holds_nothing_of_a_kernel():
     arrays = [
         field.name for field in dataclasses.fields(cache.KVCache) if field.metadata.get("pytree_node", True)
     ]
-    assert arrays == ["k", "v", "block_table", "lengths", "delta"]
+    assert arrays == ["k", "v", "block_table", "lengths", "delta", "draft"]
 
 
 @pytest.mark.parametrize("name", cache_layouts.names())
