@@ -177,9 +177,11 @@ def _fields(
             read([spec.field], fields[spec.field])
         elif not tensors:
             fields[spec.field] = None
-    if biases := [np.asarray(fields.pop(name)) for name in ("bq", "bk", "bv") if name in fields]:
+    if biases := [fields.pop(name) for name in ("bq", "bk", "bv") if name in fields]:
         fields["bqkv"] = (
-            placement.biases(biases) if placement else jax.device_put(np.concatenate(biases, axis=1))
+            placement.biases([np.asarray(b) for b in biases])
+            if placement
+            else jax.device_put(_arrays(biases).concatenate(biases, axis=1))
         )
     layer_fields = {f.name for f in dataclasses.fields(Layers)}
     fields |= {name: tuple(stacks) for name, stacks in joined.items()}
@@ -215,7 +217,7 @@ def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: P
     if plan.naming == "huggingface":
         rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
         rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
-    vectors = np.stack(rows) if "{}" in spec.gguf else np.asarray(rows[0])
+    vectors = _arrays(rows).stack(rows) if "{}" in spec.gguf else rows[0]
     if placement and "delta" in AXES.get(spec.field, ()):
         return placement.of_heads(spec.field, vectors)
     if placement and spec.field not in ("bq", "bk", "bv", "rope_divisors"):
@@ -223,10 +225,19 @@ def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: P
     return jax.device_put(vectors)
 
 
-def _values(t: Source) -> np.ndarray:
-    """float32 [*shape]. By numpy, where the format's own code lets it: nothing is compiled."""
-    raw = np.asarray(blocks(t)) if isinstance(t, RandomTensor) else t.data
-    return np.asarray(formats.get(t.format).dequantize(formats.views(t.format, raw))).reshape(t.shape)
+def _values(t: Source) -> Array | np.ndarray:
+    """float32 [*shape]. Of a file by numpy, where the format's own code lets it: nothing is compiled."""
+    fields = (
+        formats.unpack(t.format, blocks(t))
+        if isinstance(t, RandomTensor)
+        else formats.views(t.format, t.data)
+    )
+    return formats.get(t.format).dequantize(fields).reshape(t.shape)
+
+
+def _arrays(values: Sequence[Array | np.ndarray]):
+    """jax.numpy for values that are being traced, which are known by their shapes; else numpy."""
+    return jnp if any(isinstance(x, jax.core.Tracer) for x in values) else np
 
 
 def _stack(

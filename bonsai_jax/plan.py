@@ -12,6 +12,7 @@ import itertools
 import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 
@@ -61,7 +62,7 @@ class Spec:
     optional: bool = False
     kind: Mixer | Channels | None = None
     plain: bool = False
-    from_huggingface: Callable[[jax.Array], jax.Array] | None = None
+    from_huggingface: Callable[[Any], Any] | None = None
 
     @property
     def is_matrix(self) -> bool:
