@@ -33,6 +33,7 @@ arrays, which is what a device reads well); `pack` is its inverse. `get(name)` i
 file is a new format.
 """
 
+import functools
 import importlib
 import pkgutil
 from types import ModuleType
@@ -48,6 +49,7 @@ def names(of: str | None = None) -> list[str]:
     return every if of is None else [name for name in every if family(name) == of]
 
 
+@functools.cache
 def get(name: str) -> ModuleType:
     """The module of the format called `name`. Raises NotImplementedError, with a list of those there are."""
     if name not in names():
