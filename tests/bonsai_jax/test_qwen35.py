@@ -19,6 +19,8 @@ from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from tests.agreement import top_kl
+from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
 
 TINY = "synth:tiny-qwen35:f32"
 
@@ -133,6 +135,34 @@ def test_chunks_and_steps_are_float64_s():
     for whole, stepped in zip(states(in_pieces), states(one_by_one), strict=True):
         for row in (0, 1):
             np.testing.assert_allclose(whole[:, row], stepped[:, 0], atol=1e-5)
+
+
+def of_f32(tied: bool) -> Checkpoint:
+    checkpoint = open_checkpoint(TINY)
+    tensors = dict(checkpoint.tensors)
+    if tied:
+        head = tensors.pop("output.weight")
+        tensors["token_embd.weight"] = dataclasses.replace(head, name="token_embd.weight")
+    return dataclasses.replace(checkpoint, tensors=tensors)
+
+
+@pytest.mark.parametrize("tied, lengths", [(False, (63, 64, 65, 1000)), (True, (1, 12))])
+def test_a_recurrent_model_answers_prompts_of_every_length_as_llama_cpp_does(tied, lengths, tmp_path):
+    """Rows of a chunk's length, one less, one more and many in one batch: prefill in chunks, then steps."""
+    path = as_file(of_f32(tied), tmp_path / "tiny.gguf")
+    model = bj.load(str(path))
+    prompts, new = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in lengths], 8
+    rows = answers(path, model.tokenizer, prompts, new, context=2048)
+    options = {"max_new_tokens": new, "ignore_eos": True, "logprobs": model.config.vocab_size}
+    outputs = bj.generate(model, prompts, sampling=GREEDY, **options)
+    kl = []
+    for row, output in zip(rows, outputs, strict=True):
+        assert output.tokens == row["tokens"]
+        log_p = np.empty((new, model.config.vocab_size))
+        np.put_along_axis(log_p, np.asarray(output.logprobs.ids), np.asarray(output.logprobs.top), 1)
+        kl.append(top_kl(np.array(row["top_ids"]), np.array(row["top_logprobs"]), log_p).mean())
+    print(f"KL by length of prompt: {dict(zip(lengths, kl, strict=True))}")
+    assert max(kl) < 1e-6
 
 
 def test_rows_do_not_see_each_other_and_leave_nothing():

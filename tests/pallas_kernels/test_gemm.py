@@ -1,5 +1,6 @@
 """Products of many rows, as far as a CPU can tell: scales, the library's candidate, the order of columns."""
 
+import functools
 import math
 
 import jax
@@ -92,13 +93,18 @@ def test_lanes_have_the_columns_that_their_activations_follow(group):
     assert sorted(columns) == list(range(256))
 
 
+@functools.cache
+def tile_words(format):
+    """Of each field, in a tile."""
+    fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
+    return [math.prod(field.shape[2:]) for field in fields.values()]
+
+
 @pytest.mark.parametrize("format", formats.names("kq"))
 @pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize(("m", "n"), [(9, 64), (17, 64), (33, 4096), (64, 4096), (512, 4096), (2048, 12288)])
 def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
-    fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
-    kq, shared = formats.get(format).LANES, 227 * 1024
-    words = [math.prod(field.shape[2:]) for field in fields.values()]
+    kq, shared, words = formats.get(format).LANES, 227 * 1024, tile_words(format)
     scales = kq_float16.bytes_of_scales(kq)
     plan = kq_prefill_sm90.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
     warpgroups, blocks, tokens, slots, stored, splits = plan
