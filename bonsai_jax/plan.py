@@ -14,8 +14,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-
 from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
 from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, RandomTensor, Tensor, folding

@@ -10,9 +10,13 @@ import pytest
 ON_GPUS = ("gpu", "multigpu")
 XLA_FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 XLA_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
-LONGEST = (
-    *("test_oracle.py", "test_parallel.py", "test_docs.py", "test_recipes.py", "test_decoding.py"),
-    *("test_benchmarks.py", "test_cli.py", "test_text.py", "test_cli_figures.py", "test_speculation.py"),
+FIRST = (
+    *("test_oracle.py", "test_parallel.py"),
+    # What forgets compiled programs (`optimized`, jax.clear_caches), before others have many.
+    *("test_formats.py", "test_ops.py", "test_layers.py", "test_cache_layouts.py", "test_shared_memory.py"),
+    *("test_docs.py", "test_recipes.py", "test_decoding.py", "test_qwen35.py", "test_text.py"),
+    *("test_cli.py", "test_cpu.py", "test_cli_figures.py", "test_params.py", "test_speculation.py"),
+    *("test_notebooks.py", "test_benchmarks.py"),
 )
 
 
@@ -41,7 +45,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(items):
     """The longest files first: each is one worker's, and the other must not wait for it at the end."""
-    order = {name: place for place, name in enumerate(LONGEST)}
+    order = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
 
 

@@ -1,12 +1,15 @@
 """The benchmarks run anywhere, at a tiny size: their rows are complete and their checks hold."""
 
 import argparse
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,6 +36,14 @@ def script(name, *arguments):
     return done.stdout
 
 
+def main(name, *arguments):
+    """Standard output of its main, in this process, which has imported jax."""
+    out, argv, path = io.StringIO(), [f"{name}.py", *arguments], [str(ROOT / "benchmarks"), *sys.path]
+    with mock.patch.multiple(sys, argv=argv, path=path), contextlib.redirect_stdout(out):
+        module(name).main()
+    return out.getvalue()
+
+
 def module(name):
     """A benchmark as a module, for what is inside it."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
@@ -55,7 +66,7 @@ def module(name):
     ],
 )
 def test_a_benchmark_of_an_op_runs_and_checks_itself(name, arguments, ops, impl):
-    rows = [json.loads(line) for line in script(name, *TINY, *arguments, "-o", "jsonl").splitlines()]
+    rows = [json.loads(line) for line in main(name, *TINY, *arguments, "-o", "jsonl").splitlines()]
     assert len(rows) == ops
     for row in rows:
         assert list(row) == KEYS
@@ -99,7 +110,7 @@ def test_layers_beyond_the_distinct_ones_have_their_weights_again(matvec, monkey
 def test_gemms_stand_beside_dense_ones():
     arguments = ["-m", "tiny-qwen3", "--rows", "20", "--layers", "2", "--most-layers", "2", "-r", "1"]
     arguments += ["--calls", "1"]
-    rows = [json.loads(line) for line in script("gemm", *arguments, "-o", "jsonl").splitlines()]
+    rows = [json.loads(line) for line in main("gemm", *arguments, "-o", "jsonl").splitlines()]
     assert [row["op"] for row in rows] == ["qkv", "attention output", "feed-forward"]
     for row in rows:
         assert (

@@ -36,6 +36,7 @@ What one layout has as another has it, it imports. `get(name)` imports by file n
 layout.
 """
 
+import functools
 import importlib
 import math
 import pkgutil
@@ -53,6 +54,7 @@ def names() -> list[str]:
     return sorted(m.name for m in pkgutil.iter_modules(__path__))
 
 
+@functools.cache
 def get(name: str) -> ModuleType:
     """The module of the layout called `name`. Raises NotImplementedError, with a list of those there are."""
     if name not in names():

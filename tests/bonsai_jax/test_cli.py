@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card
+from bonsai_jax import bench, card, compile_cache
 from bonsai_jax.cli import app, options
 from checkpoints import demo
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, command, run, tiny
@@ -287,7 +287,8 @@ def as_at_home(monkeypatch):
 
 @pytest.mark.usefixtures("as_at_home")
 def test_the_compile_cache_is_in_the_users_cache_folder(tmp_path):
-    arguments = ("generate", "Hi", "-m", TINY, "-n", 4, "--temp", 0)
+    # Without a kernel, which test_cpu.py finds there.
+    arguments = ("generate", "Hi", "-m", TINY.replace("q8_0", "f32"), "-n", 4, "--temp", 0)
     first = command(*arguments, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr
     assert len(first.stderr.splitlines()) == 1, first.stderr  # the figures, and no complaint of jax
@@ -308,11 +309,20 @@ def test_python_keeps_programs_too_even_when_jax_was_used_before(tmp_path):
     assert any("_make" in name for name in programs)  # what draws the weights
 
 
-@pytest.mark.usefixtures("as_at_home")
-def test_a_cache_folder_that_cannot_be_breaks_nothing(tmp_path):
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_cache_folder_that_cannot_be_breaks_nothing(enabled, tmp_path, monkeypatch):
+    """Nor one that could be, where jax is to keep nothing."""
     (tmp_path / "file").write_text("")
-    done = command("generate", "Hi", "-m", TINY, "-n", 2, XDG_CACHE_HOME=str(tmp_path / "file"))
-    assert done.returncode == 0 and len(done.stderr.splitlines()) == 1, done.stderr
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file" if enabled else tmp_path))
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    jax.config.update("jax_enable_compilation_cache", enabled)
+    try:
+        compile_cache.use()
+        assert jax.config.jax_compilation_cache_dir is None
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        jax.config.update("jax_enable_compilation_cache", True)
 
 
 def test_a_closed_pipe_ends_quietly():

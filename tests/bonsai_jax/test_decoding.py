@@ -187,7 +187,7 @@ def test_rows_have_their_own_limit():
     model = tiny()
     state = bj.new_state(model, 2, 128, GREEDY, [3, 9], ignore_eos=True)
     _, drawn = jitted.generate_tokens(
-        model.params, state, *padded([prompt(4), prompt(5)]), model.config, size=16
+        model.params, state, *padded([prompt(4), prompt(5)]), model.config, size=24
     )
     assert (np.asarray(drawn) != core.NO_TOKEN).sum(1).tolist() == [3, 9]
 
@@ -240,6 +240,7 @@ def test_requests_that_cannot_be_met_say_why():
         bj.load("synth:tiny-qwen3:mxfp4", bj.RunConfig(impl="pallas"))
 
 
+@pytest.mark.slow  # the recipe a_thousand_seeds (test_recipes.py) does the same, held against probabilities
 def test_the_step_runs_under_vmap_and_jit_of_the_user():
     """A thousand samples in one jit starts here: one prompt, a seed per sample."""
     model, ids = tiny(), prompt(10, 18)

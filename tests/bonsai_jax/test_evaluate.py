@@ -6,8 +6,6 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import evaluate
 
-pytestmark = pytest.mark.usefixtures("optimized")
-
 
 @pytest.fixture(scope="module")
 def model():

@@ -135,17 +135,14 @@ def test_attention_reads_what_is_stored(name):
     H, Hkv, D, page_size, pages, T = 4, 2, 64, 5, 7, 33
     q, k, v = (rng.standard_normal((T, heads, D)).astype(np.float32) for heads in (H, Hkv, Hkv))
     table, positions = jnp.asarray(rng.permutation(pages)[None]), jnp.arange(T)[None]
-    stored = [
-        write_pages(
-            cache_layouts.empty(name, (1, pages, page_size, Hkv, D)),
-            jnp.asarray(x)[None],
-            table,
-            positions,
-            0,
-        )
-        for x in (k, v)
-    ]
-    got = attention(jnp.asarray(q)[None], *stored, table, positions, 0, num_keys=T)[0]
+
+    @jax.jit  # outside of jit each operation would be compiled alone
+    def attended(q, k, v):
+        empty = cache_layouts.empty(name, (1, pages, page_size, Hkv, D))
+        stored = (write_pages(empty, x[None], table, positions, 0) for x in (k, v))
+        return attention(q[None], *stored, table, positions, 0, num_keys=T)[0]
+
+    got = attended(q, k, v)
     keys, values = (np.repeat(ORACLES[name](x), H // Hkv, axis=1) for x in (k, v))
     scores = np.einsum("thd,shd->hts", q.astype(np.float64), keys) / np.sqrt(D)
     weights = np.where(np.tri(T, dtype=bool), np.exp(scores), 0)

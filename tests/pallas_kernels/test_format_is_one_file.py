@@ -112,6 +112,7 @@ def q3_book(tmp_path, monkeypatch):
     yield
     sys.modules.pop("pallas_kernels.formats.q3_book", None)
     vars(formats).pop("q3_book", None)
+    formats.get.cache_clear()
 
 
 def test_it_is_a_format_and_kernels_take_it():

@@ -23,8 +23,7 @@ BY_GGUF = sorted(set(formats.names()) - ORACLES)
 ENCODERS = [name for name in formats.names() if "quantize" in vars(formats.get(name))]
 WITH_F16 = [name for name in formats.names() if name not in ("f32", "bf16")]
 every_format = pytest.mark.parametrize("name", formats.names())
-# Every operation is compiled for every shape: few shapes keep the suite fast.
-lead_shapes = st.sampled_from([(), (2, 3)])
+LEAD = (2, 3)  # every shape is compiled for every format: one, and () where fields are read
 few = hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
 
 
@@ -88,14 +87,14 @@ def test_size(name):
 
 @every_format
 @few
-@hypothesis.given(seed=st.integers(0, 2**32), lead=lead_shapes, blocks=st.sampled_from([1, 4]))
-def test_pack_is_the_inverse_of_unpack(name, seed, lead, blocks):
-    raw = random_bytes(name, seed, lead, blocks)
+@hypothesis.given(seed=st.integers(0, 2**32))
+def test_pack_is_the_inverse_of_unpack(name, seed):
+    raw = random_bytes(name, seed, LEAD, 4)
     fields = unpack(name, raw)
     block = formats.get(name).BLOCK
     for field in block.names:
         assert fields[field].dtype == block.fields[field][0].base
-        assert fields[field].shape == (*lead, blocks, *block.fields[field][0].shape)
+        assert fields[field].shape == (*LEAD, 4, *block.fields[field][0].shape)
     np.testing.assert_array_equal(pack(name, fields), raw)
 
 
@@ -103,7 +102,9 @@ def test_pack_is_the_inverse_of_unpack(name, seed, lead, blocks):
 def test_unpack_reads_the_fields_of_the_struct(name):
     raw = random_bytes(name, 1, (), 5)
     struct = raw.view(formats.get(name).BLOCK)
-    for field, value in unpack(name, raw).items():
+    fields = unpack(name, raw)
+    np.testing.assert_array_equal(pack(name, fields), raw)
+    for field, value in fields.items():
         assert np.asarray(value).tobytes() == np.ascontiguousarray(struct[field]).tobytes()
 
 
@@ -123,21 +124,20 @@ def test_a_broken_row_raises(name):
 
 @pytest.mark.parametrize("name", BY_GGUF)
 @few
-@hypothesis.given(seed=st.integers(0, 2**32), lead=lead_shapes)
-def test_decode_equals_gguf(name, seed, lead):
-    raw = random_bytes(name, seed, lead)
+@hypothesis.given(seed=st.integers(0, 2**32))
+def test_decode_equals_gguf(name, seed):
+    raw = random_bytes(name, seed, LEAD)
     with np.errstate(invalid="ignore", over="ignore"):  # infinite scales times zero, MXFP4's largest
         expected = gguf.dequantize(raw, GGUF_TYPES[name])
     assert_same_bits(decode(name, raw), expected)
 
 
 @pytest.mark.parametrize("name", BY_GGUF)
-def test_decode_equals_gguf_under_jit_and_vmap(name):
-    """XLA may then contract a product and a sum into one rounding: the products have to be exact."""
+def test_decode_equals_gguf_under_vmap(name):
+    """XLA may contract a product and a sum into one rounding: the products have to be exact."""
     raw = random_bytes(name, 0, (4, 8), 16)
     with np.errstate(invalid="ignore", over="ignore"):
         expected = gguf.dequantize(raw, GGUF_TYPES[name])
-    assert_same_bits(decode(name, raw), expected)
     assert_same_bits(jax.vmap(functools.partial(decode, name))(raw), expected)
 
 

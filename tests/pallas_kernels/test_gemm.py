@@ -1,5 +1,6 @@
 """Products of many rows, as far as a CPU can tell: scales, the library's candidate, the order of columns."""
 
+import functools
 import math
 
 import jax
@@ -12,6 +13,7 @@ from pallas_kernels.matmul import kq_float16, kq_prefill_sm90, prefill, q1_prefi
 from pallas_kernels.qtensor import tile
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))  # outside of jit each operation would be compiled alone
 def random_weights(format, n, k, seed=0):
     fields = formats.random_fields(
         format, jax.random.key(seed), (n, k // formats.get(format).WEIGHTS), 0.0, 0.02
@@ -51,12 +53,13 @@ def test_the_library_is_near_the_definition(format):
     w = random_weights(format, 48, 512)
     x = jax.random.normal(jax.random.key(1), (20, 512))
     residual = jax.random.normal(jax.random.key(2), (20, 48))
-    want = np.asarray(matmul(x, w, residual=residual))
+    product = jax.jit(matmul)
+    want = np.asarray(product(x, w, residual=residual))
     by_cublas = w.replace(products=Products(((8, "reference"), (None, "cublas"))))
-    got = np.asarray(matmul(x, by_cublas, residual=residual))
+    got = np.asarray(product(x, by_cublas, residual=residual))
     assert 0 < np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
     few = x[:8]  # matrix-vector products are not its business
-    np.testing.assert_array_equal(matmul(few, by_cublas), matmul(few, w))
+    np.testing.assert_array_equal(product(few, by_cublas), product(few, w))
 
 
 def test_lanes_decode_the_columns_that_their_activations_follow():
@@ -92,13 +95,18 @@ def test_lanes_have_the_columns_that_their_activations_follow(group):
     assert sorted(columns) == list(range(256))
 
 
+@functools.cache
+def tile_words(format):
+    """Of each field, in a tile."""
+    fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
+    return [math.prod(field.shape[2:]) for field in fields.values()]
+
+
 @pytest.mark.parametrize("format", formats.names("kq"))
 @pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize(("m", "n"), [(9, 64), (17, 64), (33, 4096), (64, 4096), (512, 4096), (2048, 12288)])
 def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
-    fields = jax.eval_shape(lambda: tile(random_weights(format, 16, 256))).fields
-    kq, shared = formats.get(format).LANES, 227 * 1024
-    words = [math.prod(field.shape[2:]) for field in fields.values()]
+    kq, shared, words = formats.get(format).LANES, 227 * 1024, tile_words(format)
     scales = kq_float16.bytes_of_scales(kq)
     plan = kq_prefill_sm90.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
     warpgroups, blocks, tokens, slots, stored, splits = plan

@@ -20,6 +20,7 @@ from pallas_kernels import (
     matmul,
     quantize,
 )
+from tests import kept_oracles
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -40,18 +41,27 @@ DECODED_BY_GGUF = [
 ]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))  # outside of jit each operation would be compiled alone
-def drawn(format, seed, blocks):
-    """Bytes of random blocks."""
-    return formats.pack(format, formats.random_fields(format, jax.random.key(seed), blocks, 0.0, 0.1))
+KEPT = np.load(kept_oracles.DATA / "formats.npz")
+# Outside of jit each operation would be compiled alone.
+made = jax.jit(from_blocks, static_argnums=1)
+product = jax.jit(matmul)
 
 
 def random_weight(format, seed, *shape):
-    """A QTensor of random blocks [*lead, N, K], and the same weights decoded by the gguf package, in
-    float64."""
-    raw = np.asarray(drawn(format, seed, (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)))
+    """A QTensor of kept blocks in any order, [*lead, N, K], and the same weights decoded by the gguf package,
+    in float64."""
+    module = formats.get(format)
+    blocks = KEPT[f"{format}.raw"].reshape(-1, module.BLOCK.itemsize)
+    of_rows = (*shape[:-1], shape[-1] // module.WEIGHTS)
+    raw = blocks[np.random.default_rng(seed).integers(0, len(blocks), of_rows)].reshape(*shape[:-1], -1)
     type_ = gguf.GGMLQuantizationType[format.upper()]
-    return from_blocks(jnp.asarray(raw), format), gguf.dequantize(raw, type_).astype(np.float64)
+    return made(raw, format), gguf.dequantize(raw, type_).astype(np.float64)
+
+
+@functools.cache
+def fitting(*shape):
+    """A weight of q8_0, the same each time."""
+    return random_weight("q8_0", 11, *shape)[0]
 
 
 def relative_error(got, want):
@@ -62,20 +72,22 @@ def relative_error(got, want):
 def test_matmul_is_the_product_with_the_weights_that_gguf_decodes(format):
     w, dense = random_weight(format, 1, 24, 512)
     x = np.random.default_rng(2).standard_normal((3, 512)).astype(np.float32)
-    assert relative_error(matmul(jnp.asarray(x), w), x.astype(np.float64) @ dense.T) < 1e-6
+    assert relative_error(product(x, w), x.astype(np.float64) @ dense.T) < 1e-6
 
 
 def test_matmul_by_the_identity_prints_the_weights():
     w, dense = random_weight("q4_k", 3, 16, 256)
-    np.testing.assert_array_equal(np.asarray(matmul(jnp.eye(256), w)).T, dense.astype(np.float32))
+    np.testing.assert_array_equal(
+        np.asarray(product(np.eye(256, dtype=np.float32), w)).T, dense.astype(np.float32)
+    )
 
 
 def test_matmul_takes_the_layer_it_is_told_even_when_traced():
     w, dense = random_weight("q5_1", 4, 3, 8, 64)
     x = np.random.default_rng(5).standard_normal((2, 64)).astype(np.float32)
-    product = jax.jit(lambda layer: matmul(jnp.asarray(x), w, layer))
+    traced = jax.jit(lambda layer: matmul(jnp.asarray(x), w, layer))
     for layer in range(3):
-        assert relative_error(product(layer), x.astype(np.float64) @ dense[layer].T) < 1e-6
+        assert relative_error(traced(layer), x.astype(np.float64) @ dense[layer].T) < 1e-6
 
 
 def test_a_stack_of_mixed_formats_finds_each_layer():
@@ -83,10 +95,11 @@ def test_a_stack_of_mixed_formats_finds_each_layer():
     b, dense_b = random_weight("q6_k", 7, 1, 8, 256)
     stack = LayerStack((a, b), ((0, 0), (1, 0), (0, 1)))
     x = np.random.default_rng(8).standard_normal((2, 256)).astype(np.float32)
-    product = jax.jit(lambda layer: matmul(jnp.asarray(x), stack, layer))
+    traced = jax.jit(lambda layer: matmul(jnp.asarray(x), stack, layer))
+    known = jax.jit(lambda layer: matmul(jnp.asarray(x), stack, layer), static_argnums=0)
     for layer, dense in enumerate([dense_a[0], dense_b[0], dense_a[1]]):
-        assert relative_error(product(layer), x.astype(np.float64) @ dense.T) < 1e-6
-        assert relative_error(matmul(jnp.asarray(x), stack, layer), x.astype(np.float64) @ dense.T) < 1e-6
+        assert relative_error(traced(layer), x.astype(np.float64) @ dense.T) < 1e-6
+        assert relative_error(known(layer), x.astype(np.float64) @ dense.T) < 1e-6
 
 
 def test_matmul_under_vmap_and_grad():
@@ -101,7 +114,7 @@ def test_matmul_under_vmap_and_grad():
 
 def refused(op, message, error=ValueError, **changes):
     """Call an op with arguments that fit but for the changes."""
-    w = lambda n, k, *lead: random_weight("q8_0", 11, *lead, n, k)[0]  # noqa: E731
+    w = fitting
     x, pages, positions = jnp.zeros((1, 64)), jnp.zeros((1, 2, 8, 2, 16)), jnp.zeros((1, 3), jnp.int32)
     fits = {
         matmul: {"x": x, "w": w(8, 64)},
@@ -122,10 +135,6 @@ def refused(op, message, error=ValueError, **changes):
         op(**arguments | changes)
 
 
-W = random_weight("q8_0", 11, 8, 64)[0]
-STACK = LayerStack((random_weight("q8_0", 11, 3, 8, 64)[0],), ((0, 0), (0, 1), (0, 2)))
-
-
 @pytest.mark.parametrize("op", [matmul, gated, ffn])
 def test_products_refuse_what_does_not_fit(op):
     n = 32 if op is ffn else 8
@@ -136,22 +145,23 @@ def test_products_refuse_what_does_not_fit(op):
     refused(op, r"gamma has 3 layers; say which by layer", gamma=jnp.ones((3, 64)))
     refused(op, "(w|gate) is one matrix, so there is no layer 1 of it", layer=1)
     name = "w" if op is matmul else "gate"
-    padded = W.replace(shape=(8, 80))
+    padded = fitting(8, 64).replace(shape=(8, 80))
+    stack = LayerStack((fitting(3, 8, 64),), ((0, 0), (0, 1), (0, 2)))
     refused(
         op, f"{name} has 80 columns, no multiple of the 32 in a block of q8_0; pad K to 96", **{name: padded}
     )
-    refused(op, f"{name} is a stack of 3 layers; say which by layer", **{name: STACK})
-    refused(op, f"{name} is a stack of 3 layers; say which by layer", **{name: STACK.parts[0]})
-    refused(op, f"layer is 3, but {name} has 3 layers", **{name: STACK}, layer=3)
+    refused(op, f"{name} is a stack of 3 layers; say which by layer", **{name: stack})
+    refused(op, f"{name} is a stack of 3 layers; say which by layer", **{name: stack.parts[0]})
+    refused(op, f"layer is 3, but {name} has 3 layers", **{name: stack}, layer=3)
     if op is not gated:
         refused(op, r"residual is \[8\], but the product is \[1, \d+\]", residual=jnp.zeros(8))
     if op is not matmul:
         refused(op, r"gate 8 x 64 and up 16 x 64 .*must have the same shape",
-                gate=W, up=random_weight("q8_0", 1, 16, 64)[0])  # fmt: skip
+                gate=fitting(8, 64), up=fitting(16, 64))  # fmt: skip
 
 
 def test_the_feed_forward_refuses_what_does_not_fit():
-    refused(ffn, r"up is 32 x 64 .*so down must have 32 columns, but it is 8 x 64", down=W)
+    refused(ffn, r"up is 32 x 64 .*so down must have 32 columns, but it is 8 x 64", down=fitting(8, 64))
     refused(ffn, "gelu is 'fast'; it must be 'tanh' or 'exact'", gelu="fast")
 
 
@@ -180,10 +190,9 @@ def test_quantize_then_multiply_is_near_the_exact_product():
         rng.standard_normal((16, 256)).astype(np.float32),
         rng.standard_normal((4, 256)).astype(np.float32),
     )
+    near = jax.jit(lambda x, dense, format: matmul(x, quantize(dense, format)), static_argnums=2)
     for format, error in {"f16": 1e-3, "bf16": 8e-3, "q8_0": 1e-2, "q1_0": 0.7}.items():
-        assert (
-            relative_error(matmul(jnp.asarray(x), quantize(jnp.asarray(dense), format)), x @ dense.T) < error
-        )
+        assert relative_error(near(x, dense, format), x @ dense.T) < error
     with pytest.raises(NotImplementedError, match=r"q2_k has no encoder; formats that have one: .*q1_0"):
         quantize(jnp.asarray(dense), "q2_k")
     with pytest.raises(ValueError, match="100 columns are no multiple of its block of 32"):
@@ -265,8 +274,9 @@ def test_attention_of_known_length_can_be_differentiated():
     q, k, v = (jax.random.normal(key, (1, 4, 2, 8)) for key in jax.random.split(jax.random.key(0), 3))
     table, positions = jnp.zeros((1, 1), jnp.int32), jnp.arange(4)[None]
 
+    @jax.jit
     def loss(v):
         return attention(q, k[None], v[None], table, positions, 0, num_keys=4).sum()
 
     numeric = (loss(v.at[0, 1, 0, 0].add(1e-2)) - loss(v.at[0, 1, 0, 0].add(-1e-2))) / 2e-2
-    np.testing.assert_allclose(jax.grad(loss)(v)[0, 1, 0, 0], numeric, rtol=1e-3)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(v)[0, 1, 0, 0], numeric, rtol=1e-3)
