@@ -32,7 +32,8 @@ import numpy as np
 
 import bonsai_jax as bj
 from bonsai_jax import bench
-from bonsai_jax.engine.simulate import Arrival, StepTimes, engine_limits, quantile, simulate
+from bonsai_jax.engine.plans import Limits
+from bonsai_jax.engine.simulate import Arrival, StepTimes, quantile, simulate
 
 HERE = Path(__file__).parent
 SHARE = 0.9  # of the most that a device can bear: near it, waits differ from draw to draw
@@ -110,7 +111,7 @@ def check(o: argparse.Namespace) -> Iterator[dict]:
     rows = measured(model, o.rows, o.repetitions, clock)
     yield {"rows": rows}
     pages = o.rows * (prompt + new) // model.run.page_size + o.rows
-    limits = engine_limits(o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, free_tokens=1)
+    limits = Limits.of_engine(o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, free_tokens=1)
     sizes = np.random.default_rng(2).integers((16, 8), (prompt, new), (o.requests, 2)).tolist()
     arrivals = poisson([(p, n) for p, n in sizes], o.rate)
     with bj.Engine(model, max_rows=o.rows, pages=pages, context=512, max_wait_s=wait or 1e9) as engine:
@@ -138,7 +139,7 @@ def need(o: argparse.Namespace) -> Iterator[dict]:
     rows = [r for r in rows if r.get("model") == o.model and "test" in r and r.get("data_parallel", 1) == 1]
     also = [{"test": test, "tok_s": float(speed)} for test, speed in (x.split("=") for x in o.also)]
     times = StepTimes.measured([*rows, *also], o.dispatch_ms / 1e3)
-    limits, sizes = engine_limits(o.rows, o.pages), trace(o.requests)
+    limits, sizes = Limits.of_engine(o.rows, o.pages), trace(o.requests)
 
     def at(rate: float) -> dict:
         outcome = simulate(poisson(sizes, rate), times, limits)

@@ -245,7 +245,6 @@ class Loop:
             answer.told(piece)
 
     def _time(self, flight: Flight) -> None:
-        """As many steps a plan as take half of what a request may wait: the other half is on its way."""
         if not flight.steps:
             return
         before, self._read_at = self._read_at, time.perf_counter()
@@ -253,8 +252,7 @@ class Loop:
             return  # nobody waits, or clocks of several processes would differ
         if any(flight.plan.reads) or before is None:
             return
-        most = int(flight.steps * self.options.max_wait_s / 2 / max(self._read_at - before, 1e-6))
-        self.scheduler.unhurried = max(1, min(most, 2 * flight.steps, self.runner.limits.steps))
+        self.scheduler.took(flight.steps, self._read_at - before, self.options.max_wait_s)
 
 
 def _of_row(scores: Any, row: int, n: int) -> Any:

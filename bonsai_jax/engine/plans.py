@@ -120,3 +120,37 @@ class Limits:
     width: int = 1
     checkpoints: int | None = None
     reserve: bool = False
+
+    @staticmethod
+    def of_engine(
+        max_rows: int,
+        pages: int,
+        *,
+        page_size: int = 64,
+        prefill_tokens: int = 2048,
+        free_tokens: int = 256,
+        steps: int = 64,
+        width: int = 1,
+        checkpoints: int | None = None,
+        reproducible: bool = False,
+    ) -> "Limits":
+        """Those of an Engine, by default on a GPU (runner.py has a CPU's). reproducible: one size of each."""
+        powers = [n for n in (2**i for i in range(32)) if n < max_rows]
+        # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
+        short = max(32, prefill_tokens // 16)
+        long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
+        several = sorted({min(n, max_rows) for n in (4, 16)} - {1})
+        shapes = [(1, n) for n in (*long, prefill_tokens)]
+        shapes += [(n, short) for n in several if n * short <= prefill_tokens]
+        return Limits(
+            max_rows=max_rows,
+            pages=pages,
+            page_size=page_size,
+            row_sizes=[max_rows] if reproducible else [*powers, max_rows],
+            shapes=[(1, prefill_tokens)] if reproducible else shapes,
+            free_tokens=free_tokens,
+            steps=steps,
+            width=width,
+            checkpoints=checkpoints,
+            reserve=reproducible,
+        )

@@ -249,25 +249,16 @@ class Runner:
 def limits(model: Model, o: Options) -> Limits:
     """What is compiled, or may be."""
     on_cpu = jax.default_backend() == "cpu"
-    most = o.prefill_tokens or (decoding.PREFILL_CHUNK if on_cpu else decoding.PREFILL_BATCH)
-    powers = [n for n in (2**i for i in range(32)) if n < o.max_rows]
-    # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
-    short = max(32, most // 16)
-    long = [n for n in (4 * short, 16 * short) if n < most]
-    several = sorted({min(n, o.max_rows) for n in (4, 16)} - {1})
-    shapes = [(1, n) for n in (short, *long, most)]
-    shapes = [*dict.fromkeys(shapes), *((n, short) for n in several if n * short <= most)]
-    return Limits(
-        max_rows=o.max_rows,
-        pages=o.pages,
+    return Limits.of_engine(
+        o.max_rows,
+        o.pages,
         page_size=model.run.page_size,
-        row_sizes=[o.max_rows] if o.reproducible else [*powers, o.max_rows],
-        shapes=[(1, most)] if o.reproducible else shapes,
+        prefill_tokens=o.prefill_tokens or (decoding.PREFILL_CHUNK if on_cpu else decoding.PREFILL_BATCH),
         free_tokens=1 if on_cpu else FREE_TOKENS,
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),
         checkpoints=o.checkpoints or None,
-        reserve=o.reproducible,
+        reproducible=o.reproducible,
     )
 
 

@@ -146,7 +146,7 @@ def simulate(
 ) -> Outcome:
     """Let requests go through a Scheduler.
 
-    limits       of an engine: Engine's are `engine_limits`
+    limits       of an engine: Limits.of_engine
     devices      that share a queue
     max_wait_s   as for Engine
     warm         every program is compiled; else those that a Scheduler finds worth it, in no time
@@ -156,6 +156,7 @@ def simulate(
         if arrival.prompt_tokens + arrival.new_tokens > limits.pages * limits.page_size:
             raise ValueError(f"{arrival} needs more than {limits.pages} pages of {limits.page_size} tokens")
     scheduler = Scheduler(limits, devices)
+    scheduler.unhurried = limits.steps if max_wait_s is None else 1  # as Loop begins
     if warm:
         scheduler.compiled |= {*limits.row_sizes, *limits.shapes}
     coming = deque(sorted((Answer(arrival) for arrival in arrivals), key=lambda a: a.arrival.at_s))
@@ -185,32 +186,12 @@ def simulate(
                 _tell(scheduler, request, known[request], tokens, now)
             before, read_at = read_at, now
             if max_wait_s is not None and before is not None and done.steps and not any(done.reads):
-                most = int(done.steps * max_wait_s / 2 / max(now - before, 1e-6))  # as Loop has it
-                scheduler.unhurried = max(1, min(most, 2 * done.steps, limits.steps))
+                scheduler.took(done.steps, now - before, max_wait_s)
         elif plan is None:
             if not coming:
                 outcome.preempted = scheduler.preempted
                 return outcome
             now = max(now, coming[0].arrival.at_s)
-
-
-def engine_limits(
-    max_rows: int,
-    pages: int,
-    *,
-    page_size: int = 64,
-    prefill_tokens: int = 2048,
-    free_tokens: int = 256,
-    steps: int = 64,
-) -> Limits:
-    """Those that an Engine has on a GPU; on a CPU its prefill_tokens are 512 and its free_tokens 1."""
-    short = max(32, prefill_tokens // 16)
-    long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
-    several = sorted({min(n, max_rows) for n in (4, 16)} - {1})
-    shapes = [*((1, n) for n in (*long, prefill_tokens))]
-    shapes += [(n, short) for n in several if n * short <= prefill_tokens]
-    powers = [2**i for i in range(32) if 2**i < max_rows]
-    return Limits(max_rows, pages, page_size, [*powers, max_rows], shapes, free_tokens, steps)
 
 
 def quantile(values: Iterable[float], share: float) -> float:

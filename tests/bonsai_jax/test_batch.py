@@ -17,7 +17,7 @@ import bonsai_jax as bj
 from bonsai_jax import batch
 from bonsai_jax.batch import lines, requests
 from bonsai_jax.batch.results import Results
-from bonsai_jax.engine import loop as looping
+from bonsai_jax.engine import runner as running
 from tests.bonsai_jax.command_line import COMMAND, ROOT, TINY, run
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -319,7 +319,7 @@ def test_a_dispatch_that_fails_is_an_error_of_its_lines_and_a_second_ends_the_jo
     def failing(self, *arguments):
         raise RuntimeError("no device")
 
-    monkeypatch.setattr(looping.Loop, "_prefill", failing)
+    monkeypatch.setattr(running.Runner, "prefill", failing)
     with pytest.raises(RuntimeError, match="no device"):
         batch.run(model, source, output, batch.Job(rows=1))
     errors = read(output).values()

@@ -310,18 +310,20 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
 
 
 def test_a_conversation_goes_on_and_begins_anew():
-    """Where the cache holds other text than the conversation, the row begins anew: nothing is rewound."""
+    """Where the row held other text than the conversation, it begins anew: nothing is rewound."""
     model, greedy = bj.load(TINY, bj.RunConfig(context=512)), bj.SamplingParams(temperature=0.0)
+
+    def talking(**more):
+        return Conversation(bj.Engine(model, max_rows=1), greedy, max_new_tokens=4, **more)
 
     def said(conversation, text):
         return "".join(piece.text for piece in conversation.ask(text))
 
-    talk = Conversation(model, greedy, max_new_tokens=4)
+    talk = talking()
     said(talk, "in the")
     second = said(talk, "and")
     messages = talk.messages[:2]
-    assert said(Conversation(model, greedy, max_new_tokens=4, messages=messages), "and") == second
+    assert said(talking(messages=messages), "and") == second
     talk.reset()
     other = said(talk, "or")
-    assert talk.reused == 0
-    assert said(Conversation(model, greedy, max_new_tokens=4), "or") == other
+    assert said(talking(), "or") == other

@@ -1,13 +1,10 @@
 """The simulator: times that follow from arithmetic, and the limits and order of a real engine."""
 
-from unittest import mock
-
 import numpy as np
 import pytest
 
-from bonsai_jax.engine.loop import Loop, Options
-from bonsai_jax.engine.scheduler import Limits
-from bonsai_jax.engine.simulate import Arrival, StepTimes, engine_limits, quantile, simulate
+from bonsai_jax.engine.plans import Limits
+from bonsai_jax.engine.simulate import Arrival, StepTimes, quantile, simulate
 
 LIMITS = Limits(4, 64, 16, row_sizes=(1, 2, 4), shapes=((1, 32), (1, 128)), free_tokens=1, steps=8)
 TIMES = StepTimes(decode=[(1, 0.010), (2, 0.014), (4, 0.018)], prefill=[(32, 0.1), (128, 0.25)])
@@ -63,15 +60,6 @@ def test_times_come_from_rows_of_bench():
     np.testing.assert_allclose((times.stored_s, times.behind_s), (1e-6, 1e-9), rtol=1e-6)
     with pytest.raises(ValueError, match="prefill"):
         StepTimes.measured(rows[:1])
-
-
-@pytest.mark.parametrize(("rows", "pages"), [(1, 9), (5, 30)])
-def test_limits_are_those_of_a_real_engine(rows, pages):
-    loop = Loop.__new__(Loop)  # without a model, of which they need one number
-    loop.options = Options(max_rows=rows, pages=pages, context=96)
-    loop.model = mock.Mock(**{"run.page_size": 16})
-    want = engine_limits(rows, pages, page_size=16, prefill_tokens=512, free_tokens=1)
-    assert loop._limits() == want
 
 
 def test_quantiles_are_values():
