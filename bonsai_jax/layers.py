@@ -137,7 +137,7 @@ def delta_block(
     positions: Int[Array, "B T"],
     config: ModelConfig,
     taps: Mapping[str, Tap] = NO_TAPS,
-    held: dict[str, jax.Array] | None = None,
+    held: dict[str, Any] | None = None,
 ) -> tuple[Float[Array, "B T H"], KVCache]:
     """Gated delta net of one layer and its residual.
 

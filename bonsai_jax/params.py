@@ -218,11 +218,11 @@ def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: P
         rows = [row.reshape([size for size in row.shape if size > 1] or [1]) for row in rows]
         rows = [spec.from_huggingface(row) for row in rows] if spec.from_huggingface else rows
     vectors = _arrays(rows).stack(rows) if "{}" in spec.gguf else rows[0]
+    if spec.field in ("bq", "bk", "bv", "rope_divisors"):  # what is made of them is placed
+        return vectors
     if placement and "delta" in AXES.get(spec.field, ()):
-        return placement.of_heads(spec.field, vectors)
-    if placement and spec.field not in ("bq", "bk", "bv", "rope_divisors"):
-        return placement.vectors(spec.field, vectors)
-    return jax.device_put(vectors)
+        return placement.of_heads(spec.field, np.asarray(vectors))
+    return placement.vectors(spec.field, np.asarray(vectors)) if placement else jax.device_put(vectors)
 
 
 def _values(t: Source) -> Array | np.ndarray:
@@ -236,8 +236,8 @@ def _values(t: Source) -> Array | np.ndarray:
 
 
 def _arrays(values: Sequence[Array | np.ndarray]):
-    """jax.numpy for values that are being traced, which are known by their shapes; else numpy."""
-    return jnp if any(isinstance(x, jax.core.Tracer) for x in values) else np
+    """The module that joins them: numpy for a file's."""
+    return np if all(isinstance(x, np.ndarray) for x in values) else jnp
 
 
 def _stack(
