@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
     from bonsai_jax.decoding import State, decode, extend, forward, generate_tokens, prefill, start, step
     from bonsai_jax.engine import Engine, Handle
-    from bonsai_jax.layers import embed
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.parallel import over_mesh
     from bonsai_jax.placement import make_mesh
@@ -44,6 +43,7 @@ if TYPE_CHECKING:
     from bonsai_jax.taps import Taps
     from bonsai_jax.text import generate, iter_logits, logits, stream
     from bonsai_jax.tokenizer import Tokenizer
+    from bonsai_jax.transformer import embed
     from checkpoints import CheckpointError
 
 # Imported when first used: jax takes a second or two, which `bonsai-jax --help` need not wait for.
@@ -56,7 +56,6 @@ _HOMES = {
         *("State", "decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
     ),
     "bonsai_jax.engine": ("Engine", "Handle"),
-    "bonsai_jax.layers": ("embed",),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
     "bonsai_jax.parallel": ("over_mesh",),
     "bonsai_jax.placement": ("make_mesh",),
@@ -65,6 +64,7 @@ _HOMES = {
     "bonsai_jax.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokenizer": ("Tokenizer",),
+    "bonsai_jax.transformer": ("embed",),
     "checkpoints": ("CheckpointError",),
 }
 

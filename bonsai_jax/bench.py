@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import card, jitted, layers, parallel, placement, speculation
+from bonsai_jax import card, jitted, parallel, placement, speculation, transformer
 from bonsai_jax import decoding as core
 from bonsai_jax import params as weights
 from bonsai_jax.cache import KVCache
@@ -87,7 +87,7 @@ def last_logits(
     """Prompts through the model, behind what the cache holds: their last tokens' logits, and the cache."""
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
-    return layers.logits(params, hidden, config), cache
+    return transformer.logits(params, hidden, config), cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")

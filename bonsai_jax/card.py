@@ -19,7 +19,7 @@ from bonsai_jax import architectures
 from bonsai_jax import cache as kv
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.params import Params
-from bonsai_jax.plan import match
+from bonsai_jax.specs import match
 from checkpoints import Checkpoint
 from pallas_kernels import QTensor, device
 from pallas_kernels.qtensor import leaves, tiled_nbytes

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import architectures, draft, layers, sampling, speculation
+from bonsai_jax import architectures, draft, sampling, speculation, transformer
 from bonsai_jax import cache as kv
 from bonsai_jax.cache import KVCache
 from bonsai_jax.checks import check, checked_tokens
@@ -229,7 +229,7 @@ def extend(
     tokens, lengths = checked_tokens(tokens, lengths, cache, config)
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config, taps)
-    return layers.logits(params, hidden, config), cache
+    return transformer.logits(params, hidden, config), cache
 
 
 @over_mesh("rows", "layers")
@@ -261,7 +261,7 @@ def forward(
     hidden, _, kept = architectures.get(config.architecture).forward(
         params, tokens, _positions(cache, tokens, lengths), cache, config, num_keys=T, taps=taps
     )
-    return layers.logits(params, hidden, config), kept
+    return transformer.logits(params, hidden, config), kept
 
 
 def read(
@@ -329,7 +329,7 @@ def _draw(
 ) -> Any:
     """Draw each running row's next token from its hidden vector [B, H], and see whether it ends the row."""
     running = state.remaining > 0
-    of_model = layers.logits(params, hidden, config)
+    of_model = transformer.logits(params, hidden, config)
     logits = of_model if logits_processor is None else logits_processor(of_model, state)
     tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths)
     stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import layers
+from bonsai_jax import layers, transformer
 from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.params import Params
@@ -74,7 +74,7 @@ def foresee(
         inside = jnp.where(running & (place < cache.capacity), place, -1)[:, None]
         x, cache = _attended(params, cache, h, jnp.maximum(tokens, 0)[:, None], inside, config)
         y = layers.gated_mlp(x, params.replace(layers=params.draft.layers), 0, config)
-        tokens = layers.logits(behind, y, config)[:, 0].argmax(-1).astype(jnp.int32)
+        tokens = transformer.logits(behind, y, config)[:, 0].argmax(-1).astype(jnp.int32)
         h, place = rms_norm(y, norm, config.rms_norm_eps), place + 1
         found.append(tokens)
     return jnp.stack(found, axis=1), cache
@@ -90,7 +90,7 @@ def _attended(
     """The layer up to its feed-forward."""
     of = params.draft
     assert of is not None and cache.draft is not None
-    e = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else layers.embed(params, tokens)
+    e = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else transformer.embed(params, tokens)
     eps = config.rms_norm_eps
     both = [rms_norm(e, of.embed_norm[0], eps), rms_norm(h, of.hidden_norm[0], eps)]
     x = matmul(jnp.concatenate(both, axis=-1), of.join, 0)

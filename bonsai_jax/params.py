@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.placement import AXES, Placement, Share
-from bonsai_jax.plan import LoadPlan, Matrix, Member, Source, Spec, Stack, StepPlan, joined_name
+from bonsai_jax.plan import LoadPlan, Matrix, Member, Stack, StepPlan, joined_name
+from bonsai_jax.specs import Source, Spec
 from checkpoints import RandomTensor
 from pallas_kernels import LayerStack, QTensor, Rotation, device, formats, qtensor, serializable
 from pallas_kernels.qtensor import leaves

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import bench, card, layers
+from bonsai_jax import bench, card, transformer
 from bonsai_jax import cache as kv
 from bonsai_jax import decoding as core
 from bonsai_jax.cache import KVCache
@@ -279,7 +279,7 @@ def _experts(params: Params, x, layer, config):
 
 
 def _head(params: Params, x, layer, config):
-    return layers.logits(params, x, config)
+    return transformer.logits(params, x, config)
 
 
 # Phases of layers that are not attention's, by what has them.

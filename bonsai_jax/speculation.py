@@ -13,7 +13,7 @@ a product of several rows may add in another order than that of one, which shows
 Keys of what is not kept are written over. A recurrent state cannot take tokens back, so it takes none in
 before they are kept: a step reads proposals on top of the state without changing it, notes what each token
 would have done to it, of every layer its projections, and then lets those that are kept do it
-(layers.replay). The state is read twice and written once, where a plain step reads and writes it once.
+(transformer.replay). The state is read twice and written once, where a plain step reads and writes it once.
 """
 
 import functools
@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from flax import struct
 from jaxtyping import Array, Bool, Int
 
-from bonsai_jax import architectures, draft, layers, proposers, sampling
+from bonsai_jax import architectures, draft, proposers, sampling, transformer
 from bonsai_jax.checks import check
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.layers import STEP_TOKENS
@@ -160,7 +160,7 @@ def step(
     tokens = jnp.maximum(read, 0)
     hidden, cache, held = run(params, tokens, positions, state.cache, config, positions.max() + 1, taps, hold)
     cache = draft.follow(params, cache, hidden, tokens, positions, config)
-    of_model = layers.logits(params, hidden, config)  # [B, T, V]
+    of_model = transformer.logits(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
     logits = of_model
     if logits_processor is not None:
@@ -177,7 +177,7 @@ def step(
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
     remaining = jnp.where(jnp.any(kept & stops, axis=1), 0, state.remaining - count)
     if hold:
-        cache = layers.replay(params, cache, held, jnp.where(kept, positions, -1), config)
+        cache = transformer.replay(params, cache, held, jnp.where(kept, positions, -1), config)
     cache = draft.rewound(cache, state.cache, hidden, count)
     state = state.replace(
         cache=cache.replace(lengths=first + count),

@@ -5,10 +5,10 @@ GGUF files hold q and k with their rows permuted so that rotated pairs are neigh
 Hugging Face files hold them in halves.
 """
 
-from bonsai_jax import layers
+from bonsai_jax import transformer
 from bonsai_jax.config import ModelConfig, RopeConfig, yarn_mscale
 from bonsai_jax.metadata import nested, positive, whole
-from bonsai_jax.plan import Spec
+from bonsai_jax.specs import Spec
 
 TENSORS = (
     Spec("embed", "token_embd.weight", "model.embed_tokens.weight", ("vocab_size", "hidden")),
@@ -28,7 +28,7 @@ TENSORS = (
     Spec("rope_divisors", "rope_freqs.weight", None, ("rope_pairs",), optional=True),
 )
 
-forward = layers.decoder
+forward = transformer.decoder
 
 
 def config_from_gguf(metadata, tensors, *, interleaved: bool = True) -> ModelConfig:

@@ -1,8 +1,8 @@
 """Qwen2 and Qwen2.5: a Llama whose q, k and v have biases; rope in halves in GGUF files too."""
 
-from bonsai_jax import layers
+from bonsai_jax import transformer
 from bonsai_jax.architectures import llama
-from bonsai_jax.plan import Spec
+from bonsai_jax.specs import Spec
 
 TENSORS = (
     *llama.TENSORS,
@@ -11,7 +11,7 @@ TENSORS = (
     Spec("bv", "blk.{}.attn_v.bias", "model.layers.{}.self_attn.v_proj.bias", ("kv_width",)),
 )
 
-forward = layers.decoder
+forward = transformer.decoder
 
 
 def config_from_gguf(metadata, tensors):

@@ -5,9 +5,9 @@ head_dim is the file's own: query heads together may be wider than the hidden ve
 context by YaRN, whose mscale holds at all positions: without it even short prompts go wrong.
 """
 
-from bonsai_jax import layers
+from bonsai_jax import transformer
 from bonsai_jax.architectures import llama
-from bonsai_jax.plan import Spec
+from bonsai_jax.specs import Spec
 
 TENSORS = (
     *llama.TENSORS,
@@ -15,7 +15,7 @@ TENSORS = (
     Spec("k_norm", "blk.{}.attn_k_norm.weight", "model.layers.{}.self_attn.k_norm.weight", ("head_dim",)),
 )
 
-forward = layers.decoder
+forward = transformer.decoder
 
 
 def config_from_gguf(metadata, tensors):

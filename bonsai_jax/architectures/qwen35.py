@@ -11,10 +11,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import layers
+from bonsai_jax import transformer
 from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RopeConfig
 from bonsai_jax.metadata import flags, nested, positive, whole
-from bonsai_jax.plan import Spec
+from bonsai_jax.specs import Spec
 
 
 def _more(norm: jax.Array) -> jax.Array:
@@ -93,7 +93,7 @@ DRAFT = _made((
     Spec("norm", "blk.{}.nextn.shared_head_norm.weight", "mtp.norm.weight", ("hidden",), optional=True),
 ))  # fmt: skip
 
-forward = layers.decoder
+forward = transformer.decoder
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:

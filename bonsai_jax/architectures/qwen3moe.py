@@ -8,11 +8,11 @@ feed-forward in their place (mlp_only_layers, decoder_sparse_step).
 import dataclasses
 from typing import Any
 
-from bonsai_jax import layers
+from bonsai_jax import transformer
 from bonsai_jax.architectures import llama, qwen3
 from bonsai_jax.config import Channels, ExpertsConfig, ModelConfig
 from bonsai_jax.metadata import whole
-from bonsai_jax.plan import Spec
+from bonsai_jax.specs import Spec
 
 
 def _matrix(field: str, gguf: str, huggingface: str, *shape: str) -> Spec:
@@ -34,7 +34,7 @@ TENSORS = (
     _matrix("expert_down", "ffn_down_exps", "experts.{}.down_proj", "experts.count", "hidden", "experts.ffn"),
 )
 
-forward = layers.decoder
+forward = transformer.decoder
 SOFTMAX = 1  # of llama.cpp's gating functions
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import layers, taps
+from bonsai_jax import layers, taps, transformer
 from pallas_kernels import dequantize
 
 IDS = np.random.default_rng(0).integers(0, 256, 21)
@@ -44,7 +44,7 @@ def test_what_is_read_adds_up(source):
     np.testing.assert_array_equal(kept["input"][1:], kept["output"][:-1])
     np.testing.assert_allclose(kept["input"] + kept["attention"], kept["middle"], atol=1e-5)
     np.testing.assert_allclose(kept["middle"] + kept["mlp"], kept["output"], atol=1e-5)
-    again = layers.logits(model.params, kept["output"][-1], model.config)
+    again = transformer.logits(model.params, kept["output"][-1], model.config)
     np.testing.assert_allclose(again, logits, atol=1e-4)
 
 
