@@ -11,9 +11,10 @@ from pallas_kernels.attention import TAPS as IN_ATTENTION
 type Tap = Callable[[jax.Array], jax.Array]
 
 STREAM = ("input", "attention", "middle", "mlp", "output")
+OF_EXPERTS = ("router", "experts", "expert_weights")  # in layers of experts alone
 SITES = (
     *("input", "q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z"),
-    *("attention", "middle", "router", "experts", "expert_weights", "hidden", "mlp", "output"),
+    *("attention", "middle", *OF_EXPERTS, "hidden", "mlp", "output"),
 )
 
 

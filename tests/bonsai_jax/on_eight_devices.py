@@ -147,7 +147,7 @@ def load_folded(source: str, block: int, mesh=None) -> bj.Model:
 def test_folded_weights_are_split_within_blocks_too(source, block, data, parts):
     whole, sharded = load_folded(source, block), load_folded(source, block, bj.make_mesh(data, parts))
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (sharded, whole)), atol=1e-4)
-    *_, w_down = sharded.params.layers.w_down.parts
+    *_, w_down = (sharded.params.layers.w_down or sharded.params.layers.expert_down).parts
     for device in sharded.mesh.devices.flat:
         assert parts * shard(w_down.fields["w"], device).nbytes == w_down.fields["w"].nbytes
 

@@ -268,7 +268,7 @@ def test_a_prompt_of_vectors_and_an_unknown_proposer():
     options = {"max_new_tokens": 8, "sampling": GREEDY, "ignore_eos": True}
     (got,) = bj.generate(tiny(), bj.embed(tiny().params, ids), speculate="ngram", **options)
     assert_same([got.tokens], [plain()[1][0, :8]])
-    with pytest.raises(NotImplementedError, match="speculate is 'oracle'; supported: ngram"):
+    with pytest.raises(NotImplementedError, match="speculate is 'oracle'; supported: mtp, ngram"):
         bj.generate(tiny(), [IDS[0]], speculate="oracle")
 
 
