@@ -2,7 +2,7 @@
 traces and XLA compiles the program that calls it.
 
     a handler here    the code's address from a table, where it is 0 from `wait`; go on there
-    wait(i)           Python's: the code of handler i, once it is compiled
+    wait(i)           Python's: the code of handler i, once it is compiled; 0 where it cannot be
 
 So Python runs only until the address is known. What was kept on disk is registered itself, and needs none.
 """
@@ -19,7 +19,7 @@ from pallas_kernels.cpu import compiled, ffi
 from pallas_kernels.cpu.values import ADDRESS, I64, Value, Variable, constant, when
 
 MANY = 16  # handlers that are compiled at a time, in less time than one kernel
-MESSAGE = ctypes.create_string_buffer(b"A kernel could not be compiled; the reason was printed before this.")
+_why = ctypes.create_string_buffer(1000)  # of the last that could not be compiled
 
 _codes: list[Future[int]] = []
 _handlers: list[int] = []  # their addresses
@@ -55,9 +55,12 @@ if hasattr(os, "register_at_fork"):
 
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _wait(i: int) -> int:
-    """Of an exception ctypes prints what it is, and returns 0."""
-    _tables[i // MANY][i % MANY] = address = _codes[i].result()
-    return address
+    try:
+        _tables[i // MANY][i % MANY] = address = _codes[i].result()
+        return address
+    except Exception as error:
+        _why.value = f"a kernel could not be compiled: {error!r}".encode()[:999]
+        return 0
 
 
 def _more() -> None:
@@ -81,7 +84,7 @@ def _execute(frame: Value, slot: int, i: int) -> Value:
         with yes:
             result.value = _called(code.value, frame)
         with no:
-            result.value = ffi.failed(frame, constant(b, I64, ctypes.addressof(MESSAGE)))
+            result.value = ffi.failed(frame, constant(b, I64, ctypes.addressof(_why)))
     return result.value
 
 
