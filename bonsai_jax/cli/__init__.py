@@ -1,5 +1,6 @@
 """The command line, one module per command. Nothing heavy is imported before a command needs it."""
 
+import gc
 import os
 import sys
 from typing import Annotated
@@ -93,4 +94,5 @@ def _options(
 
 
 def main() -> None:
+    gc.set_threshold(50_000)  # at 700 Python searches all that jax has made for cycles again and again
     app()

@@ -21,6 +21,7 @@ from pallas_kernels.cpu.values import (
     loop,
     type_of,
     vector,
+    when,
 )
 from pallas_kernels.cpu.vectors import PIECE, Load, Vectors
 
@@ -36,7 +37,6 @@ class Kernel(abc.ABC):
     bits      of activations, 8 or 16
     eps       of the norm before the product; None: no norm
     residual  whether one is added
-    ragged    whether a row of weights ends within a chunk
     """
 
     format: str
@@ -44,7 +44,6 @@ class Kernel(abc.ABC):
     bits: int
     eps: float | None
     residual: bool
-    ragged: bool
 
     @property
     def vectors(self) -> Vectors:
@@ -118,8 +117,9 @@ class Writer(abc.ABC):
         whole = k / self.v.width
         with loop(constant(k.b, I64, 0), whole) as c:
             write(c, None)
-        if self.kernel.ragged:
-            write(whole, (k - whole * self.v.width).narrow(I32))
+        left = k - whole * self.v.width
+        with when(left.compared(">", 0)):
+            write(whole, left.narrow(I32))
 
     def _inverse_rms(self, x: Value, k: Value) -> Value:
         b = x.b

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -17,19 +17,43 @@ from llvmlite import ir
 _LOCK = threading.RLock()  # LLVM's compiler is one a process
 
 
-def address(name: str, what: str, write: Callable[[str], ir.Module]) -> int:
-    """The address of a function compiled for this processor.
+def place(name: str, what: str) -> Path | None:
+    """Where the code of a function is kept for the next process; None: nowhere.
 
-    what   with this package's sources, all that its code depends on
-    write  name -> the module that has it; not called where the code was kept
+    what  with this package's sources, all that its code depends on
     """
+    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
+    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    if not folder or not enabled or "://" in folder:
+        return None
+    key = hashlib.sha256("\n".join((name, what, *_sources(), *processor())).encode()).hexdigest()
+    return Path(folder) / f"cpu-{key}.o"
+
+
+def kept(name: str, path: Path | None) -> int | None:
+    """The address of a function whose code was kept."""
+    try:
+        code = path.read_bytes() if path else None
+    except OSError:
+        return None
+    return _loaded(code, [name])[0] if code else None
+
+
+def made(names: Sequence[str], module: Callable[[], ir.Module], path: Path | None = None) -> list[int]:
+    """The addresses of a module's functions, compiled for this processor, and kept. One module at a time."""
     with _LOCK:
-        key = hashlib.sha256("\n".join((name, what, *_sources(), *processor())).encode()).hexdigest()
-        code = _kept(key) or _keep(key, _code(str(write(name))))
+        code = _code(str(module()))
+        if path:
+            _keep(path, code)
+        return _loaded(code, names)
+
+
+def _loaded(code: bytes, names: Sequence[str]) -> list[int]:
+    with _LOCK:
         engine = _engine()
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
         engine.finalize_object()
-        return engine.get_function_address(name)
+        return [engine.get_function_address(name) for name in names]
 
 
 @functools.cache
@@ -83,26 +107,10 @@ def _engine() -> llvm.ExecutionEngine:
     return engine
 
 
-def _path(key: str) -> Path | None:
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
-    return Path(folder) / f"cpu-{key}.o" if folder and enabled and "://" not in folder else None
-
-
-def _kept(key: str) -> bytes | None:
-    path = _path(key)
-    try:
-        return path.read_bytes() if path else None
-    except OSError:
-        return None
-
-
-def _keep(key: str, code: bytes) -> bytes:
+def _keep(path: Path, code: bytes) -> None:
     """Whoever reads it sees all of it or nothing. Where the folder cannot be written, it is not kept."""
-    if path := _path(key):
-        part = path.with_suffix(f".{os.getpid()}")
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(code)
-            part.replace(path)
-    return code
+    part = path.with_suffix(f".{os.getpid()}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_bytes(code)
+        part.replace(path)

@@ -17,6 +17,7 @@ import ctypes
 import dataclasses
 import functools
 import hashlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -39,11 +40,12 @@ from pallas_kernels.cpu.values import (
 
 VERSION = 0, 4  # XLA_FFI_API_MAJOR, _MINOR: the interface that the offsets below are of
 METADATA, EXECUTE = 1, 3
+INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 
 # Offsets in bytes.
 FRAME = {"extension": 8, "api": 16, "context": 24, "stage": 32, "arguments": 72, "results": 112}
 BUFFER = {"data": 24, "sizes": 40}
-API = {"schedule": 40 + 8 + 8 * 11, "num_threads": 40 + 8 + 8 * 12}
+API = {"error": 40 + 8, "schedule": 40 + 8 + 8 * 11, "num_threads": 40 + 8 + 8 * 12}
 JOB = {"next": 0, "unfinished": 8, "holders": 16, "parts": 24, "frame": 32}
 JOB_BYTES = 40
 
@@ -76,41 +78,64 @@ def handler(name: str, *phases: Phase) -> ir.Module:
         )
         functions.append((one, many, job))
 
+    def execute(frame: Value) -> Value:
+        b, threads = frame.b, _threads(frame)
+        for phase, (one, many, job) in zip(phases, functions, strict=True):
+            n = phase.parts(frame, threads)
+            alone = n.compared("<", 2) | threads.compared("<", 2)
+            with b.if_else(alone.ir) as (yes, no):
+                with yes:
+                    b.call(one, [frame.ir, I64(0), I64(1)])
+                with no:
+                    _spread(frame, n, threads, many, job)
+        return constant(b, I64, 0)
+
+    entry(module, name, execute)
+    return module
+
+
+def entry(module: ir.Module, name: str, execute: Callable[[Value], Value]) -> None:
+    """A function of this name that XLA can call: execute(frame) writes what it does, and returns the address
+    of an error, or 0."""
+
     def body(frame: Value) -> Value:
-        b = frame.b
-        result = constant(b, I64, 0)
+        result = Variable(constant(frame.b, I64, 0))
         extension = frame.at(FRAME["extension"]).load(I64)
         stage = frame.at(FRAME["stage"]).load(I32)
         with when(extension.compared("!=", 0), likely=False):
             _metadata(frame.at(FRAME["extension"]).load(ADDRESS))
-        execute = extension.compared("==", 0) & stage.compared("==", EXECUTE)
-        with when(execute, likely=True):
-            threads = _threads(frame)
-            for phase, (one, many, job) in zip(phases, functions, strict=True):
-                n = phase.parts(frame, threads)
-                alone = n.compared("<", 2) | threads.compared("<", 2)
-                with b.if_else(alone.ir) as (yes, no):
-                    with yes:
-                        b.call(one, [frame.ir, I64(0), I64(1)])
-                    with no:
-                        _spread(frame, n, threads, many, job)
-        return result
+        with when(extension.compared("==", 0) & stage.compared("==", EXECUTE), likely=True):
+            result.value = execute(frame)
+        return result.value
 
     function(module, name, I64, [ADDRESS], body, internal=False)
-    return module
 
 
-@functools.cache
 def target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
-    """The name by which jax.ffi.ffi_call finds a kernel's handler on CPUs: made, compiled and registered on
-    first use.
+    """The name by which jax.ffi.ffi_call finds a kernel's handler on CPUs: registered on first use, and
+    compiled by a thread of its own while jax traces and XLA compiles what calls it (later.py).
 
     kernel  all that its code depends on, hashable
     module  (kernel, name) -> the module with its handler of that name
     """
+    with _REGISTERING:
+        return _target(kernel, module)
+
+
+_REGISTERING = threading.Lock()
+
+
+@functools.cache
+def _target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
+    from pallas_kernels.cpu import later  # which writes handlers
+
     what = repr(kernel)
     name = f"bonsai_{hashlib.sha256(f'{type(kernel).__module__}.{what}'.encode()).hexdigest()[:16]}"
-    address = compiled.address(name, what, functools.partial(module, kernel))
+    path = compiled.place(name, what)
+    address = compiled.kept(name, path)
+    if address is None:
+        code = functools.partial(module, kernel, name)
+        address = later.handler(lambda: compiled.made([name], code, path)[0])
     pointer = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
     return name
@@ -146,7 +171,7 @@ def _threads(frame: Value) -> Value:
     """int64, those of XLA's pool; 1 where it has none."""
     b = frame.b
     count = Variable(constant(b, I64, 1))
-    arguments = _struct(frame, [Value(b, b.ptrtoint(count.place, I64))])
+    arguments = _in_context(frame, [Value(b, b.ptrtoint(count.place, I64))])
     _api(frame, "num_threads", arguments)
     return count.value
 
@@ -159,13 +184,23 @@ def _api(frame: Value, name: str, arguments: Value) -> Value:
     return Value(b, b.call(typed, [arguments.ir]))
 
 
-def _struct(frame: Value, rest: list[Value]) -> Value:
-    """The arguments of a function of the interface: its size, no extension, the context, and the rest."""
-    b = frame.b
-    words = [constant(b, I64, 24 + 8 * len(rest)), constant(b, I64, 0), frame.at(FRAME["context"]).load(I64)]
+def failed(frame: Value, message: Value) -> Value:
+    """The address of an error with the text at this address, for XLA to raise."""
+    arguments = _struct([message, constant(frame.b, I64, INTERNAL)])
+    return _api(frame, "error", arguments)
+
+
+def _in_context(frame: Value, rest: list[Value]) -> Value:
+    return _struct([frame.at(FRAME["context"]).load(I64), *rest])
+
+
+def _struct(rest: list[Value]) -> Value:
+    """The arguments of a function of the interface: its size, no extension, and the rest."""
+    b = rest[0].b
+    words = [constant(b, I64, 16 + 8 * len(rest)), constant(b, I64, 0), *rest]
     with b.goto_entry_block():
-        place = b.alloca(ir.ArrayType(I64, 3 + len(rest)))
-    for i, word in enumerate([*words, *rest]):
+        place = b.alloca(ir.ArrayType(I64, len(words)))
+    for i, word in enumerate(words):
         b.store(word.ir, b.gep(place, [I32(0), I32(i)]))
     return Value(b, place)
 
@@ -180,7 +215,7 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
     job.at(JOB["holders"]).store(others.value + 1)
     job.at(JOB["parts"]).store(parts)
     job.at(JOB["frame"]).store(frame)
-    arguments = _struct(frame, [Value(b, b.ptrtoint(task, I64)), Value(b, b.ptrtoint(job.ir, I64))])
+    arguments = _in_context(frame, [Value(b, b.ptrtoint(task, I64)), Value(b, b.ptrtoint(job.ir, I64))])
     with loop(constant(b, I64, 0), others.value):
         error = _api(frame, "schedule", arguments)
         with when(error.compared("!=", 0), likely=False):  # it has no threads after all

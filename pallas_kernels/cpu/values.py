@@ -170,7 +170,7 @@ class Value:
 
     def take(self, indices: Sequence[int] | np.ndarray) -> "Value":
         """The elements at these places."""
-        mask = ir.Constant(vector(I32, len(indices)), [I32(int(i)) for i in indices])
+        mask = _vector(I32, tuple(int(i) for i in indices))
         return self._made(self.b.shuffle_vector(self.ir, ir.Constant(self.type, ir.Undefined), mask))
 
     def looked_up(self, table: Sequence[int]) -> "Value":
@@ -194,7 +194,7 @@ class Value:
         count = max(self.count, other.count)
         first, second = (v if v.count == count else v.take(np.arange(count) % v.count) for v in (self, other))
         places = [*range(self.count), *range(count, count + other.count)]
-        mask = ir.Constant(vector(I32, len(places)), [I32(i) for i in places])
+        mask = _vector(I32, tuple(int(i) for i in places))
         return self._made(self.b.shuffle_vector(first.ir, second.ir, mask))
 
     def called(self, name: str, *others: "Value", result: Type | None = None) -> "Value":
@@ -257,9 +257,16 @@ def constant(b: Builder, kind: Type, value) -> Value:
     """A number, or an array for a vector (a number: the same in every element)."""
     if not isinstance(kind, ir.VectorType):
         return Value(b, ir.Constant(kind, value))
-    convert = float if isinstance(kind.element, (ir.HalfType, ir.FloatType)) else int
     elements = np.broadcast_to(value, (kind.count,)).tolist()
-    return Value(b, ir.Constant(kind, [ir.Constant(kind.element, convert(v)) for v in elements]))
+    if isinstance(kind.element, (ir.HalfType, ir.FloatType)):
+        return Value(b, ir.Constant(kind, [ir.Constant(kind.element, float(v)) for v in elements]))
+    return Value(b, _vector(kind.element, tuple(int(v) for v in elements)))
+
+
+@functools.cache
+def _vector(element: Type, values: tuple[int, ...]) -> ir.Constant:
+    """Kept with its text: kernels have the same ones many times, and would write them as long as the rest."""
+    return ir.Constant(vector(element, len(values)), [ir.Constant(element, v) for v in values])
 
 
 def intrinsic(name: str, result: Type, *arguments: Value) -> Value:

@@ -19,7 +19,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
 
@@ -42,7 +41,6 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, ep
         bits=weights[0].products.activation_bits,
         eps=eps if gamma is not None else None,
         residual=residual is not None,
-        ragged=k % formats.get(weights[0].format).CPU.width != 0,
     )
     index = jnp.stack([index, jnp.asarray(0 if of_gamma is None else of_gamma, jnp.int32)])
     operands = [x, index]

@@ -1,0 +1,94 @@
+"""Handlers that are there before their code is: LLVM compiles a kernel in a thread of its own, while jax
+traces and XLA compiles the program that calls it.
+
+    a handler here    the code's address from a table, where it is 0 from `wait`; go on there
+    wait(i)           Python's: the code of handler i, once it is compiled; 0 where it cannot be
+
+So Python runs only until the address is known. What was kept on disk is registered itself, and needs none.
+"""
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from llvmlite import ir
+
+from pallas_kernels.cpu import compiled, ffi
+from pallas_kernels.cpu.values import ADDRESS, I64, Value, Variable, constant, when
+
+MANY = 16  # handlers that are compiled at a time, in less time than one kernel
+_why = ctypes.create_string_buffer(1000)  # of the last that could not be compiled
+
+_codes: list[Future[int]] = []
+_handlers: list[int] = []  # their addresses
+_tables: list[ctypes.Array] = []  # of each MANY of them the addresses of their codes, or 0
+
+
+def handler(made: Callable[[], int]) -> int:
+    """The address of a handler that does what that at made() does. Not for several threads at once."""
+    i, code = len(_codes), Future()
+    if i == len(_handlers):
+        _more()
+    _codes.append(code)
+
+    def work() -> None:
+        try:
+            code.set_result(made())
+        except Exception as error:
+            code.set_exception(error)
+
+    threading.Thread(target=work, name="bonsai-jax kernel").start()
+    return _handlers[i]
+
+
+def _finish() -> None:
+    """A process that forks leaves no half of a compilation to its child, in which no thread would end it."""
+    for code in list(_codes):
+        code.exception()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_finish)
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
+def _wait(i: int) -> int:
+    try:
+        _tables[i // MANY][i % MANY] = address = _codes[i].result()
+        return address
+    except Exception as error:
+        _why.value = f"a kernel could not be compiled: {error!r}".encode()[:999]
+        return 0
+
+
+def _more() -> None:
+    table = (ctypes.c_int64 * MANY)()
+    _tables.append(table)
+    module, names = ir.Module("later"), []
+    for i in range(len(_handlers), len(_handlers) + MANY):
+        names.append(f"bonsai_later_{i}")
+        slot = ctypes.addressof(table) + 8 * (i % MANY)
+        ffi.entry(module, names[-1], lambda frame, i=i, slot=slot: _execute(frame, slot, i))
+    _handlers.extend(compiled.made(names, lambda: module))
+
+
+def _execute(frame: Value, slot: int, i: int) -> Value:
+    b = frame.b
+    code = Variable(Value(b, b.inttoptr(I64(slot), ADDRESS)).load(I64))
+    with when(code.value.compared("==", 0), likely=False):
+        code.value = _called(constant(b, I64, ctypes.cast(_wait, ctypes.c_void_p).value), constant(b, I64, i))
+    result = Variable(constant(b, I64, 0))
+    with b.if_else(code.value.compared("!=", 0).ir, likely=True) as (yes, no):
+        with yes:
+            result.value = _called(code.value, frame)
+        with no:
+            result.value = ffi.failed(frame, constant(b, I64, ctypes.addressof(_why)))
+    return result.value
+
+
+def _called(address: Value, argument: Value) -> Value:
+    b = address.b
+    kind = ir.FunctionType(I64, [argument.type])
+    return Value(b, b.call(b.inttoptr(address.ir, kind.as_pointer()), [argument.ir]))
