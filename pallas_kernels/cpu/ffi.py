@@ -13,18 +13,12 @@ Python does not run.
                 returned: the job is then the only memory that still exists, and who leaves it last frees it
 """
 
-import ctypes
 import dataclasses
-import functools
-import hashlib
-import threading
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from llvmlite import ir
 
-from pallas_kernels.cpu import compiled
 from pallas_kernels.cpu.values import (
     ADDRESS,
     I32,
@@ -109,36 +103,6 @@ def entry(module: ir.Module, name: str, execute: Callable[[Value], Value]) -> No
         return result.value
 
     function(module, name, I64, [ADDRESS], body, internal=False)
-
-
-def target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
-    """The name by which jax.ffi.ffi_call finds a kernel's handler on CPUs: registered on first use, and
-    compiled by a thread of its own while jax traces and XLA compiles what calls it (later.py).
-
-    kernel  all that its code depends on, hashable
-    module  (kernel, name) -> the module with its handler of that name
-    """
-    with _REGISTERING:
-        return _target(kernel, module)
-
-
-_REGISTERING = threading.Lock()
-
-
-@functools.cache
-def _target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
-    from pallas_kernels.cpu import later  # which writes handlers
-
-    what = repr(kernel)
-    name = f"bonsai_{hashlib.sha256(f'{type(kernel).__module__}.{what}'.encode()).hexdigest()[:16]}"
-    path = compiled.place(name, what)
-    address = compiled.kept(name, path)
-    if address is None:
-        code = functools.partial(module, kernel, name)
-        address = later.handler(lambda: compiled.made([name], code, path)[0])
-    pointer = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
-    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
-    return name
 
 
 def argument(frame: Value, i: int) -> Value:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu import ffi
+from pallas_kernels.cpu import ffi, later
 from pallas_kernels.cpu.values import (
     F32,
     I16,
@@ -59,7 +59,7 @@ class Kernel:
 
     def target(self) -> str:
         """The name by which XLA knows it: made, compiled and registered on first use."""
-        return ffi.target(self, _module)
+        return later.target(self, _module)
 
 
 def _module(kernel: Kernel, name: str) -> ir.Module:

@@ -1,5 +1,5 @@
-"""Handlers that are there before their code is: LLVM compiles a kernel in a thread of its own, while jax
-traces and XLA compiles the program that calls it.
+"""What XLA finds kernels by, and handlers that are there before their code is: LLVM compiles a kernel in a
+thread of its own, while jax traces and XLA compiles the program that calls it.
 
     a handler here    the code's address from a table, where it is 0 from `wait`; go on there
     wait(i)           Python's: the code of handler i, once it is compiled; 0 where it cannot be
@@ -8,11 +8,15 @@ So Python runs only until the address is known. What was kept on disk is registe
 """
 
 import ctypes
+import functools
+import hashlib
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from typing import Any
 
+import jax
 from llvmlite import ir
 
 from pallas_kernels.cpu import compiled, ffi
@@ -21,9 +25,35 @@ from pallas_kernels.cpu.values import ADDRESS, I64, Value, Variable, constant, w
 MANY = 16  # handlers that are compiled at a time, in less time than one kernel
 _why = ctypes.create_string_buffer(1000)  # of the last that could not be compiled
 
+_REGISTERING = threading.Lock()
 _codes: list[Future[int]] = []
 _handlers: list[int] = []  # their addresses
 _tables: list[ctypes.Array] = []  # of each MANY of them the addresses of their codes, or 0
+
+
+def target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
+    """The name by which jax.ffi.ffi_call finds a kernel's handler on CPUs: registered on first use, and
+    compiled by a thread of its own where it was not kept.
+
+    kernel  all that its code depends on, hashable
+    module  (kernel, name) -> the module with its handler of that name
+    """
+    with _REGISTERING:
+        return _target(kernel, module)
+
+
+@functools.cache
+def _target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
+    what = repr(kernel)
+    name = f"bonsai_{hashlib.sha256(f'{type(kernel).__module__}.{what}'.encode()).hexdigest()[:16]}"
+    path = compiled.place(name, what)
+    address = compiled.kept(name, path)
+    if address is None:
+        code = functools.partial(module, kernel, name)
+        address = handler(lambda: compiled.made([name], code, path)[0])
+    pointer = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
+    jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
+    return name
 
 
 def handler(made: Callable[[], int]) -> int:

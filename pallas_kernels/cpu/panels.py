@@ -19,7 +19,7 @@ import dataclasses
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu import activations, ffi
+from pallas_kernels.cpu import activations, ffi, later
 from pallas_kernels.cpu.activations import LANES, dot, together
 from pallas_kernels.cpu.values import (
     F32,
@@ -98,7 +98,7 @@ class Kernel(activations.Kernel):
 
     def target(self) -> str:
         """The name by which XLA knows it: made, compiled and registered on first use."""
-        return ffi.target(self, _module)
+        return later.target(self, _module)
 
 
 def _module(kernel: Kernel, name: str) -> ir.Module:
