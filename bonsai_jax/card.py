@@ -1,6 +1,7 @@
 """A model's static figures: bytes, bits per weight, cache per token, and the speeds that memory allows."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -197,6 +198,11 @@ def peak_memory() -> int:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
+    with (
+        contextlib.suppress(OSError, KeyError),
+        open("/proc/self/status") as status,
+    ):  # else of its parent too
+        return 1024 * int(dict(line.split()[:2] for line in status if line.startswith("VmHWM"))["VmHWM:"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
