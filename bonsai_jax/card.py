@@ -198,10 +198,8 @@ def peak_memory() -> int:
     stats = jax.local_devices()[0].memory_stats()
     if stats and "peak_bytes_in_use" in stats:
         return stats["peak_bytes_in_use"]
-    with (
-        contextlib.suppress(OSError, KeyError),
-        open("/proc/self/status") as status,
-    ):  # else of its parent too
+    # On Linux ru_maxrss holds what the parent had when this process was started, too.
+    with contextlib.suppress(OSError, KeyError), open("/proc/self/status") as status:
         return 1024 * int(dict(line.split()[:2] for line in status if line.startswith("VmHWM"))["VmHWM:"])
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
