@@ -103,7 +103,7 @@ class Limits:
     max_rows, pages, page_size   of the cache
     row_sizes    rows that decode is compiled for
     shapes       (rows, tokens) that prefill is compiled for
-    free_tokens  a prefill of fewer costs as much
+    prefill_cost what a prefill takes besides its tokens, as so many tokens more
     steps        most decode steps of a plan
     width        most tokens that a row draws in a step (speculation)
     checkpoints  of recurrent states; None: the model keeps nothing but pages
@@ -115,7 +115,7 @@ class Limits:
     page_size: int
     row_sizes: Sequence[int]
     shapes: Sequence[tuple[int, int]]
-    free_tokens: int
+    prefill_cost: int
     steps: int
     width: int = 1
     checkpoints: int | None = None
@@ -128,7 +128,7 @@ class Limits:
         *,
         page_size: int = 64,
         prefill_tokens: int = 2048,
-        free_tokens: int = 256,
+        prefill_cost: int = 100,
         steps: int = 64,
         width: int = 1,
         checkpoints: int | None = None,
@@ -148,7 +148,7 @@ class Limits:
             page_size=page_size,
             row_sizes=[max_rows] if reproducible else [*powers, max_rows],
             shapes=[(1, prefill_tokens)] if reproducible else shapes,
-            free_tokens=free_tokens,
+            prefill_cost=prefill_cost,
             steps=steps,
             width=width,
             checkpoints=checkpoints,

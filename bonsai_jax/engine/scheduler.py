@@ -178,7 +178,7 @@ class Scheduler:
         def worth(shape: tuple[int, int]) -> tuple[float, int]:
             rows, tokens = shape
             useful = sum(min(_unread(r), tokens) for of in able for r in of[:rows])
-            return useful / max(rows * tokens, self.limits.free_tokens), useful
+            return useful / (rows * tokens + self.limits.prefill_cost), useful
 
         shape = max(self.limits.shapes, key=worth)
         if shape not in self.compiled:  # few programs: of each length one, for as many rows as it can have

@@ -16,7 +16,7 @@ SIZE, STOP = 4, 0  # tokens of a page; the token that ends a row
 def limits(**changed) -> Limits:
     shapes = [(1, 8), (1, 32), (4, 8)]
     known = {"max_rows": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": shapes}
-    return Limits(**known | {"free_tokens": 8, "steps": 16} | changed)
+    return Limits(**known | {"prefill_cost": 8, "steps": 16} | changed)
 
 
 def next_token(tokens: list[int]) -> int:
