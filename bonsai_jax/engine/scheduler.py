@@ -16,7 +16,7 @@ import itertools
 from bonsai_jax.engine.plans import Limits, Plan, Read, Request
 from bonsai_jax.engine.prefix import Match, PrefixCache
 
-PADDED = 4  # times as much padding is taken rather than another executable compiled
+PADDED = 3.5  # times the cost of a prefill is taken rather than another executable compiled
 WAITING_STEPS = (4, 16)  # decode steps of a plan while requests wait for a row: at least, and at most
 
 

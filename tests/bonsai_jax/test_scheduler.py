@@ -185,6 +185,15 @@ def test_the_longest_wait_for_a_next_token_is_one_chunk_of_prefill():
     assert max(waited.values()) <= 32  # and nobody waits still
 
 
+def test_a_little_padding_costs_less_than_more_prefills():
+    """28 tokens as one chunk of 32, not as three of 8 and one of 4: each costs 8 tokens besides."""
+    scheduler = Scheduler(limits())
+    scheduler.compiled |= set(scheduler.limits.shapes)
+    scheduler.add(Request(list(range(1, 29)), 4))
+    plan = scheduler.plan()
+    assert plan.shape == (1, 32) and plan.reads[0][0].count == 28
+
+
 def test_a_prefix_of_two_thousand_tokens_is_read_once():
     scheduler, device = Scheduler(limits(pages=1200)), Device(1200)
     shared = np.random.default_rng(0).integers(1, 23, 2000).tolist()
