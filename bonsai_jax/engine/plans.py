@@ -134,8 +134,8 @@ class Limits:
         checkpoints: int | None = None,
         reproducible: bool = False,
     ) -> "Limits":
-        """Those of an Engine, by default on a GPU (runner.py has a CPU's). reproducible: one size of each, for
-        prefill a quarter of the longest, as most prompts are short."""
+        """Those of an Engine, by default on a GPU (runner.py has a CPU's). reproducible: one size of each,
+        for prefill a quarter of the longest, as most prompts are short."""
         powers = [n for n in (2**i for i in range(32)) if n < max_rows]
         # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
         short = max(32, prefill_tokens // 16)
