@@ -215,9 +215,10 @@ class Loop:
         if not flight.rows:
             jax.block_until_ready(arrays)
             return
-        tokens, steps, *scores = jax.tree.map(parallel.fetch, arrays)
+        drawn, *scores = jax.tree.map(parallel.fetch, arrays)
         if self._flying:
             self.runner.make_way(self._flying[0].drawn)
+        steps, tokens = drawn[:, 0], drawn[:, 1:]
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
         # Lists at once: numbers one by one would take longer than all the rest.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()

@@ -108,7 +108,7 @@ def note(params: Params, pool: State, columns: Int[Array, "R columns"]):
     return _put(pool, _noted(state, chunk), chunk["row"], True)
 
 
-@over_mesh("held", "rows", "rows", logprobs="rows")
+@over_mesh("held", "rows", logprobs="rows")
 def prefill(
     params: Params,
     pool: State,
@@ -124,8 +124,8 @@ def prefill(
 
     columns   `packed` rows of `layout`
     vectors   in place of the tokens, which columns then has none of
-    Returns what `decode` does: the pool, int32 [R, 1], the tokens drawn, int32 [R], no steps,
-    and with logprobs=n Logprobs [R, 1].
+    Returns what `decode` does: the pool, int32 [R, 2], no steps and the tokens drawn, and with logprobs=n
+    Logprobs [R, 1].
     """
     chunk = _chunk(pool, columns)
     pool = pool.replace(cache=_with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"]))
@@ -149,10 +149,10 @@ def prefill(
     out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
     pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
     scores = jax.tree.map(lambda x: x[:, None], scores)
-    return pool, out, jnp.zeros_like(chunk["row"]), *scores
+    return pool, jnp.pad(out, ((0, 0), (1, 0))), *scores
 
 
-@over_mesh("held", "rows", "rows", logprobs="rows")
+@over_mesh("held", "rows", logprobs="rows")
 def decode(
     params: Params,
     pool: State,
@@ -167,8 +167,8 @@ def decode(
     """decoding.decode of some rows.
 
     columns   the row, beyond all where there is none; most steps, the same for all; its pages
-    Returns the pool, int32 [R, size], the tokens drawn, int32 [R], the steps that drew them, and with
-    logprobs=n Logprobs [R, size].
+    Returns the pool, int32 [R, 1 + size], the steps that drew tokens and the tokens, and with logprobs=n
+    Logprobs [R, size].
     """
     rows, limit, table = columns[:, 0], columns[0, 1], columns[:, 2:]
     rules = {name: getattr(pool.sampler, name).at[rows].get(mode="clip") for name in PENALTIES}
@@ -184,7 +184,7 @@ def decode(
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     state, drawn, *scores = decoding.decode(params, state, config, limit=limit, size=size, **options)
     steps = (drawn != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
-    return _put(pool, state, rows, remembers), drawn, steps, *scores
+    return _put(pool, state, rows, remembers), jnp.concatenate([steps[:, None], drawn], axis=1), *scores
 
 
 def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:

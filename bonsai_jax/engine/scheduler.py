@@ -59,7 +59,7 @@ class Scheduler:
         """Steps took so long: of a plan they shall take half of what a request may wait, as the other half is
         on its way. At most twice as many as before."""
         most = int(steps * max_wait_s / 2 / max(seconds, 1e-6))
-        self.unhurried = max(1, min(most, 2 * steps, self.limits.steps))
+        self.unhurried = max(1, min(most, 2 * self.unhurried, self.limits.steps))
 
     def plan(self) -> Plan | None:
         """What to do next, which counts as dispatched; None: nothing can be done before results are known."""
