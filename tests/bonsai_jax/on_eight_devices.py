@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import json
 from unittest import mock
 
 import jax
@@ -18,6 +20,7 @@ from bonsai_jax.placement import Placement, _mailbox
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
 from pallas_kernels import device as gpu
+from tests.bonsai_jax.command_line import run as run_command
 from tests.bonsai_jax.test_folding import folded
 from tests.bonsai_jax.tokens import assert_same
 
@@ -101,6 +104,27 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
         assert len(devices) == data and all(device.pages.idle for device in devices)
         again = engine.submit(PROMPTS[-1], SAMPLING[-1], **options).result(300)
         assert again.tokens == tokens[-1] and again.cached_tokens == len(PROMPTS[-1]) - 1
+
+
+def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
+    """The command, with both options."""
+    head = {"method": "POST", "url": "/v1/completions"}
+    bodies = [
+        {"prompt": ids, "max_tokens": 12, "temperature": params.temperature, "seed": params.seed}
+        for ids, params in zip(PROMPTS, SAMPLING, strict=True)
+    ]
+    lines = [{"custom_id": str(i), **head, "body": body} for i, body in enumerate(bodies)]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    options = ["-m", "synth:tiny-llama:q8_0", "-c", 64, "--rows", 2, "--activation-bits", 16]
+    done = run_command("batch", source, output, *options, "--data-parallel", 2, "--tensor-parallel", 2)
+    assert done.exit_code == 0, done.output
+    assert "6 lines answered, 0 with an error" in done.stderr
+    tokenizer = load("tiny-llama:q8_0", "packed").tokenizer
+    for line in map(json.loads, output.read_text().splitlines()):
+        drawn = on_one_device("tiny-llama:q8_0", "packed")[int(line["custom_id"])]
+        said = list(itertools.takewhile(lambda token: token not in tokenizer.eos_ids, drawn))
+        assert line["response"]["body"]["choices"][0]["text"] == tokenizer.decode(said, at_start=False)
 
 
 # QK-norm; biases; tied embeddings, whose text varies too little to compare it.
