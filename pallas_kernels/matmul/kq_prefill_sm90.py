@@ -22,6 +22,10 @@ put before.
 
 In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
 columns are split over blocks too, so that all multiprocessors have work: `planned`.
+
+In a mixture of experts (experts/grouped.py) tiles of tokens come from a list, each with the matrix that it is
+multiplied with, and their number is not known before the kernel runs. Neighbouring blocks then have the same
+tokens, not the same weights: an expert's weights are read once for each of its tiles.
 """
 # pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
 
@@ -72,7 +76,20 @@ class Plan(NamedTuple):
     splits: int = 1
 
 
-@functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan"))
+class Tiles(NamedTuple):
+    """Tiles of tokens that come from a list.
+
+    count   about how many there will be
+    tokens  of each, at most: a multiple of `stored`
+    stored  of which so many go out at a time, a multiple of 16
+    """
+
+    count: int
+    tokens: int
+    stored: int
+
+
+@functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan", "tiles_of"))
 def kq_prefill_sm90(
     a: jax.Array,
     scale: jax.Array,
@@ -80,11 +97,13 @@ def kq_prefill_sm90(
     layer: jax.Array,
     n: int,
     residual: jax.Array | None = None,
+    listed: tuple[jax.Array, jax.Array] | None = None,
     *,
     format: str,
     multiprocessors: int,
     shared: int,
     plan: Plan | None = None,
+    tiles_of: Tiles | None = None,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
 
@@ -95,9 +114,13 @@ def kq_prefill_sm90(
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [M, n]
+    listed    (int32 [tiles, 3], int32 [1]), with tiles_of: of each tile of tokens its matrix, less `layer`,
+              its first row of a, a multiple of tiles_of.stored, and the end of its matrix's rows; and how
+              many there are. In y, rows of no tile are undefined
     format    of the weights, of the family "kq"
     multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
     plan      instead of the one chosen for these sizes
+    tiles_of  what `listed` has
     Returns float32 [M, n].
     """
     m = a.shape[0]
@@ -107,16 +130,19 @@ def kq_prefill_sm90(
     scale_bytes = kq_float16.bytes_of_scales(formats.get(format).LANES)
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
-    plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
+    sizes = (m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
+    plan = plan or planned(*sizes, tiles_of)
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
-    rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
+    rows = -(-m // tokens) if listed is None else len(listed[0])
+    columns = -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
     pairs = min(multiprocessors // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     whole = (m + -m % 8, n + -n % 32)
     operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
     operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
+    operands += listed or ()
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
     added, after = (residual, None) if splits == 1 else (None, residual)
     if added is not None:
@@ -124,7 +150,7 @@ def kq_prefill_sm90(
     body = functools.partial(
         _body,
         kq=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=added is not None,
+        pairs=pairs, matrices=len(weights), added=added is not None, from_list=listed is not None,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
@@ -169,6 +195,7 @@ def planned(
     scale_bytes: int,
     multiprocessors: int,
     shared: int,
+    listed: Tiles | None = None,
 ) -> Plan:
     """What is done soonest, of what shared memory has room for. The sums of a product whose columns are split
     are added by XLA; of SwiGLU they would have to be added before it.
@@ -176,17 +203,25 @@ def planned(
     tiles               of 16 rows of a matrix
     items               of 256 columns
     words, scale_bytes  of 16 rows x 256 columns: of each field, and of their scales as float32
+    listed              tiles of tokens that come from a list, whatever m is
     """
     few = m + -m % 16
     of_tokens = ((2, 1, 256), (2, 2, 128), (2, 1, 128)) if m > 64 else ((3, 1, few), (2, 1, few))
-    of_splits = [1] if matrices == 2 else [s for s in range(1, items + 1) if items % s == 0]
+    of_splits = [s for s in range(1, items + 1) if items % s == 0]
+    if matrices == 2 or listed is not None:
+        of_splits = [1]
+    shapes = ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2))
+    if listed is not None:
+        of_tokens = tuple((w, 1, listed.tokens) for w in (3, 2) if w == 2 or listed.tokens <= 64)
+        shapes = tuple((listed.stored, slots) for slots in (2 * STEPS, STEPS, 3, 2))
     best = []
     for (warpgroups, blocks, tokens), splits in itertools.product(of_tokens, of_splits):
         outputs = PAIR * warpgroups * 64 * blocks // matrices
-        count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
+        rows = -(-m // tokens) if listed is None else listed.count
+        count, pairs = rows * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
         item = blocks * (ITEM_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens)
         clocks = items / splits * item + TILE_CLOCKS
-        for stored, slots in ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
+        for stored, slots in shapes:
             plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits)
             if slots > STEPS and (tokens > 64 or slots > STEPS * items // splits):
                 continue  # the block that brings activations waits in the end until each slot is free again
@@ -224,14 +259,17 @@ def _body(
     a_gmem, scale_gmem, layer_gmem, *refs,
     a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
     a_full, a_free, weights_full, weights_free, scale_full, stage_full,
-    kq, names, shapes, plan, grid, pairs, matrices, added,
+    kq, names, shapes, plan, grid, pairs, matrices, added, from_list,
 ):  # fmt: skip
     refs = list(refs)
+    list_gmem, count_gmem = (refs.pop(0), refs.pop(0)) if from_list else (None, None)
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
     warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
+    if from_list:
+        rows = count_gmem[0]
     for_products, for_copies = REGISTERS[warpgroups]
     items = weights[0]["words"].shape[2] // splits
     steps = STEPS * items
@@ -241,14 +279,19 @@ def _body(
     warpgroup = lax.axis_index("warpgroup")
     count = lax.div(rows * columns * splits - pair + pairs - 1, pairs)  # tiles of the product for this block
 
-    def token_of(i):
-        return lax.rem(pair + i * pairs, rows) * tokens
+    def rows_of(i):
+        """Of a tile its matrix, its first row and, from a list, the end of its rows."""
+        if not from_list:
+            return layer_gmem[0], lax.rem(pair + i * pairs, rows) * tokens, None
+        row = lax.div(pair + i * pairs, columns)
+        return layer_gmem[0] + list_gmem[row, 0], list_gmem[row, 1], list_gmem[row, 2]
 
     def column_of(i):
-        return PAIR * lax.rem(lax.div(pair + i * pairs, rows), columns) + member
+        of_columns = pair + i * pairs if from_list else lax.div(pair + i * pairs, rows)
+        return PAIR * lax.rem(of_columns, columns) + member
 
     def split_of(i):
-        return lax.div(pair + i * pairs, rows * columns)
+        return 0 if from_list else lax.div(pair + i * pairs, rows * columns)
 
     @pl.when(warpgroup < warpgroups)
     def _multiply():
@@ -256,15 +299,15 @@ def _body(
         # What of a tile's results leaves together: (block, first token).
         parts = [(block, first) for block in range(blocks) for first in range(0, tokens, stored)]
 
-        def place(i, part):
+        def place(i, token, part):
             block, first = parts[part]
             output = ((column_of(i) * warpgroups + warpgroup) * blocks + block) * outputs
-            return pl.ds(token_of(i) + first, stored), pl.ds(output, outputs)
+            return pl.ds(token + first, stored), pl.ds(output, outputs)
 
-        def bring_residual(i, part):
+        def bring_residual(i, token, part):
             stage = warpgroup * STAGES + part % STAGES
             plgpu.copy_gmem_to_smem(
-                residual_gmem.at[place(i, part)], stage_smem.at[stage], stage_full.at[stage]
+                residual_gmem.at[place(i, token, part)], stage_smem.at[stage], stage_full.at[stage]
             )
 
         def words_of(slot, block, name):
@@ -278,7 +321,7 @@ def _body(
             before."""
             return decoded_smem.at[slot if matrices == 2 else 0, warpgroup * blocks + block]
 
-        def products(i):
+        def products(i, token):
             """The products of a tile, without their scales."""
 
             def multiply(*sums):
@@ -315,13 +358,13 @@ def _body(
                                         lambda before=before: plgpu.barrier_arrive(a_free.at[before])
                                     )
                     plgpu.barrier_arrive(weights_free.at[slot])
-                    if added:
 
-                        @pl.when(item == 0)
-                        def _bring():  # by now the results of the tile before have left
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    @pl.when(item == 0)
+                    def _stages():  # by now the results of the tile before have left
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        if added:
                             for part in range(min(STAGES, len(parts))):
-                                bring_residual(i, part)
+                                bring_residual(i, token, part)
 
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(a_free.at[lax.rem(i * steps + steps - 1, slots)])
@@ -331,10 +374,13 @@ def _body(
 
         @pl.loop(0, count)
         def _tile(i):
-            sums = products(i)
+            _, token, end = rows_of(i)
+            sums = products(i, token)
             scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
             plgpu.barrier_wait(scale_full.at[scale_slot])
-            for part, (block, first) in enumerate(parts):
+
+            def put(part):
+                block, first = parts[part]
                 stage = warpgroup * STAGES + part % STAGES
                 if added:
                     plgpu.barrier_wait(stage_full.at[stage])
@@ -345,10 +391,17 @@ def _body(
                     first, matrices, added,
                 )  # fmt: skip
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[split_of(i), *place(i, part)])
+                where = out_gmem.at[split_of(i), *place(i, token, part)]
+                plgpu.copy_smem_to_gmem(stage_smem.at[stage], where)
                 if added and part + STAGES < len(parts):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    bring_residual(i, part + STAGES)
+                    bring_residual(i, token, part + STAGES)
+
+            for part, (_, first) in enumerate(parts):
+                if from_list:  # what follows is another tile's
+                    pl.when(token + first < end)(functools.partial(put, part))
+                else:
+                    put(part)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -359,7 +412,7 @@ def _body(
         # the steps. Otherwise one warp has to see all of a slot's turns.
         workers = STEPS if slots == STEPS else 1
 
-        def bring_weights(i, item):
+        def bring_weights(i, matrix, item):
             at_weights = i * items + item
             slot = lax.rem(at_weights, WEIGHT_SLOTS)
 
@@ -367,21 +420,21 @@ def _body(
             def _wait():
                 plgpu.barrier_wait(weights_free.at[slot])
 
-            for matrix, fields in enumerate(weights):
+            for number, fields in enumerate(weights):
                 for name, field in fields.items():
                     of_tile = pl.ds(column_of(i) * tiles, tiles)
                     plgpu.copy_gmem_to_smem(
-                        field.at[layer_gmem[0], of_tile, split_of(i) * items + item],
-                        weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
+                        field.at[matrix, of_tile, split_of(i) * items + item],
+                        weights_smem[name].at[slot, pl.ds(number * tiles, tiles)],
                         weights_full.at[slot],
                     )
 
-        def bring_scale(i):  # nobody reads what it overwrites: the tile after that one has been decoded
+        def bring_scale(i, token):  # nobody reads what it overwrites: the tile after that one has been decoded
             slot = lax.rem(i, WEIGHT_SLOTS + 1)
-            where = pl.ds(token_of(i), scale_smem.shape[1])  # TMA brings whole 128 bytes
+            where = pl.ds(token, scale_smem.shape[1])  # TMA brings whole 128 bytes
             plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])
 
-        def bring_step(i, item, step):
+        def bring_step(i, token, item, step):
             at = i * steps + item * STEPS + step
             slot = step if slots == STEPS else lax.rem(at, slots)
 
@@ -390,7 +443,7 @@ def _body(
                 plgpu.barrier_wait(a_free.at[slot])
 
             column = (split_of(i) * items + item) * COLUMNS + step * STEP
-            where = (pl.ds(token_of(i), tokens), pl.ds(column, STEP))
+            where = (pl.ds(token, tokens), pl.ds(column, STEP))
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[where], a_smem.at[slot], a_full.at[slot], collective_axes="member"
             )
@@ -400,19 +453,22 @@ def _body(
             def work(number):
                 @pl.loop(0, count)
                 def _tile(i):
+                    matrix, token, _ = rows_of(i)
                     if number == 0:
-                        bring_scale(i)
+                        bring_scale(i, token)
 
                     @pl.loop(0, items)
                     def _item(item):
                         if number == workers - 1:
-                            bring_weights(i, item)
+                            bring_weights(i, matrix, item)
                         for step in range(number, STEPS, workers):
-                            bring_step(i, item, step)
+                            bring_step(i, token, item, step)
 
-                # A block that ended would take away the barriers at which the other still arrives.
-                for k in range(number, slots, workers):
-                    plgpu.barrier_wait(a_free.at[lax.rem(count * steps + k, slots)])
+                @pl.when(count > 0)  # a list may leave a block none
+                def _end():
+                    # A block that ended would take away the barriers at which the other still arrives.
+                    for k in range(number, slots, workers):
+                        plgpu.barrier_wait(a_free.at[lax.rem(count * steps + k, slots)])
 
             for number in range(workers):
                 pl.when(warp == number)(functools.partial(work, number))
