@@ -19,8 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, formats
-from pallas_kernels.experts.places import expert_places, rows_of
-from pallas_kernels.matmul.activations_float16 import activations_float16
+from pallas_kernels.experts import places
+from pallas_kernels.matmul import activations_float16
 from pallas_kernels.matmul.kq_prefill_sm90 import Tiles, kq_prefill_sm90
 from pallas_kernels.qtensor import LayerStack, QTensor
 
@@ -49,15 +49,15 @@ def feed_forward(x: jax.Array, gate, up, down, chosen: jax.Array, weights: jax.A
     pairs = chosen.reshape(-1)
     experts = jax.tree.leaves(gate)[0].shape[0 if layer is None else 1]
     tiles = tiles_for(pairs.size, experts)
-    places, *listed = expert_places(pairs, experts=experts, tokens=tiles.tokens, step=tiles.stored)
-    of_token = places.reshape(-1, used)
-    rows = rows_of(pairs.size, experts, tiles.stored)
+    at, *listed = places.expert_places(pairs, experts=experts, tokens=tiles.tokens, step=tiles.stored)
+    of_token = at.reshape(-1, used)
+    rows = places.rows_of(pairs.size, experts, tiles.stored)
     flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
 
-    def product(a, places, matrices: tuple[QTensor, ...], index):
+    def product(x, at, matrices: tuple[QTensor, ...], index):
         """Of each row with its expert's matrix, or of two matrices SwiGLU."""
         group = formats.get(matrices[0].format).LANES.group
-        a, scale = activations_float16(a, None, None, 0.0, places, group=group, rows=rows)
+        a, scale = activations_float16.activations_float16(x, places=at, group=group, rows=rows)
         fields, first = tuple(w.fields for w in matrices), 0
         if index is not None:
             first = index * experts
