@@ -88,8 +88,9 @@ def experts_ffn(
         index = layer if index is None else index
         return experts_matmul(experts_gated(x, gate, up, chosen, index), down, chosen, weights, index)
 
-    y = feed_forward(x, gate, up, down, chosen, weights, layer, halves)
-    return halves(x, weights, (gate, up, down), (chosen, layer)) if y is None else y
+    stacks = gate, up, down
+    y = feed_forward(x, stacks, chosen, weights, layer, halves)
+    return halves(x, weights, stacks, (chosen, layer)) if y is None else y
 
 
 def _check(op: str, x, weights: tuple[QTensor | LayerStack, ...], chosen) -> None:

@@ -37,17 +37,18 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     return Tiles(experts * each, tokens, 32 if tokens % 32 == 0 else 16)
 
 
-def feed_forward(x: jax.Array, gate, up, down, chosen: jax.Array, weights: jax.Array, layer) -> jax.Array:
+def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer) -> jax.Array:
     """float32 [*batch, N]: sum_j weights[..., j] D_e (silu(G_e x) * (U_e x)), e = chosen[..., j].
 
-    x              [*batch, K]
-    gate, up, down  QTensors, or LayerStacks, of matrices in the tiles of the "kq" kernels; in each layer gate
-                   and up have one format
+    x                [*batch, K]
+    stacks           of G, U and D: QTensors or LayerStacks of matrices in the tiles of the "kq" kernels; in
+                     each layer G and U have one format
     chosen, weights  [*batch, used]
     """
+    *gate_up, down = stacks
     used = chosen.shape[-1]
     pairs = chosen.reshape(-1)
-    experts = jax.tree.leaves(gate)[0].shape[0 if layer is None else 1]
+    experts = jax.tree.leaves(down)[0].shape[0 if layer is None else 1]
     tiles = tiles_for(pairs.size, experts)
     at, *listed = places.expert_places(pairs, experts=experts, tokens=tiles.tokens, step=tiles.stored)
     of_token = at.reshape(-1, used)
@@ -69,7 +70,7 @@ def feed_forward(x: jax.Array, gate, up, down, chosen: jax.Array, weights: jax.A
             tiles_of=tiles,
         )  # fmt: skip
 
-    hidden = _of_layer((gate, up), layer, functools.partial(product, flat, of_token))
+    hidden = _of_layer(tuple(gate_up), layer, functools.partial(product, flat, of_token))
     y = _of_layer((down,), layer, functools.partial(product, hidden, None))
     total = jnp.zeros((), jnp.float32)
     for j, weight in enumerate(weights.reshape(-1, used).T):

@@ -8,8 +8,8 @@ each of one expert.
 A stack of layers' experts, [layers, experts, N, K], is one of layers * experts matrices, and a tile's product
 reads the one at layer * experts + expert: where kernels read stacks in place, no matrix is copied or
 dequantized that is not multiplied. The number of tiles is that of the worst case; those that are left over
-are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (kq_experts.py), and the many rows of
-a prefill on Hopper go through a whole feed-forward sorted (grouped.py).
+are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (kq_experts.py); and on Hopper the
+many rows of a prefill go through a whole feed-forward once sorted (grouped.py).
 """
 
 from typing import Any, NamedTuple
@@ -57,31 +57,27 @@ def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Arra
     return _of_stack(x, weights, chosen, layer)
 
 
-def feed_forward(x, gate, up, down, chosen, weights, layer, exactly) -> jax.Array | None:
-    """The whole feed-forward by grouped.py, with the derivatives of exactly(x, weights, (gate, up, down),
-    (chosen, layer)); None where that has no kernels for these matrices, or not for so few rows."""
-    stacks = gate, up, down
-    alike = [w.where if isinstance(w, LayerStack) else None for w in (gate, up)]
-    pairs = zip(*(leaves(w) for w in (gate, up)), strict=False)
-    if (
-        device.platform() != "sm_90"
-        or x.size // x.shape[-1] <= FEW_ROWS
-        or not all(_in_one_launch(w) for w in leaves(stacks))
-        or alike[0] != alike[1]
-        or any(g.format != u.format for g, u in pairs)
-    ):
+def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array | None:
+    """The whole feed-forward by grouped.py, stacks of gate, up and down, with the derivatives of exactly(x,
+    weights, stacks, (chosen, layer)); None where that has no kernels for these matrices, or not for so few
+    rows."""
+    where = [w.where if isinstance(w, LayerStack) else None for w in stacks[:2]]
+    formats = [[part.format for part in leaves(w)] for w in stacks[:2]]
+    by_kernels = device.platform() == "sm_90" and all(_in_one_launch(w) for w in leaves(stacks))
+    alike = where[0] == where[1] and formats[0] == formats[1]
+    if not (by_kernels and alike and x.size // x.shape[-1] > FEW_ROWS):
         return None
     from pallas_kernels.experts import grouped  # only GPUs need it
 
     known = layer if isinstance(layer, int) else None
 
     @jax.custom_batching.sequential_vmap
-    def by_kernels(x, weights, stacks, indices):
+    def op(x, weights, stacks, indices):
         chosen, index = indices
-        return grouped.feed_forward(x, *stacks, chosen, weights, index if known is None else known)
+        return grouped.feed_forward(x, stacks, chosen, weights, index if known is None else known)
 
     indices = chosen, layer if known is None else None
-    return differentiated(by_kernels, exactly)(x, weights, stacks, indices)
+    return differentiated(op, exactly)(x, weights, stacks, indices)
 
 
 def _of_stack(x, weights: tuple[Any, ...], chosen, index) -> jax.Array:

@@ -47,7 +47,9 @@ def expert_places(
     """
     (pairs,) = chosen.shape
     if experts > 32 * WARPS:
-        raise NotImplementedError(f"{experts} experts; the kernel has a thread for each of up to {32 * WARPS}")
+        raise NotImplementedError(
+            f"{experts} experts; the kernel has a thread for each of up to {32 * WARPS}"
+        )
     return launch(
         functools.partial(_body, pairs=pairs, experts=experts, tokens=tokens, step=step),
         {"chosen_gmem": chosen},

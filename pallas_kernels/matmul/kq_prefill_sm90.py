@@ -27,7 +27,7 @@ In a mixture of experts (experts/grouped.py) tiles of tokens come from a list, e
 multiplied with, and their number is not known before the kernel runs. Neighbouring blocks then have the same
 tokens, not the same weights: an expert's weights are read once for each of its tiles.
 """
-# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import functools
 import itertools
@@ -429,7 +429,9 @@ def _body(
                         weights_full.at[slot],
                     )
 
-        def bring_scale(i, token):  # nobody reads what it overwrites: the tile after that one has been decoded
+        def bring_scale(
+            i, token
+        ):  # nobody reads what it overwrites: the tile after that one has been decoded
             slot = lax.rem(i, WEIGHT_SLOTS + 1)
             where = pl.ds(token, scale_smem.shape[1])  # TMA brings whole 128 bytes
             plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])

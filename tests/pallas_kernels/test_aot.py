@@ -528,7 +528,7 @@ def _experts_of_prefill(format, tokens):
     of_token = functools.partial(jax.ShapeDtypeStruct, (tokens, 8))
     return grouped.feed_forward, (
         jax.ShapeDtypeStruct((tokens, 2048), jnp.float32),
-        *(stack("q4_k", 768, 2048), stack("q4_k", 768, 2048), stack(format, 2048, 768)),
+        (stack("q4_k", 768, 2048), stack("q4_k", 768, 2048), stack(format, 2048, 768)),
         *(of_token(jnp.int32), of_token(jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)),
     )
 
@@ -674,7 +674,8 @@ SLOW = [
     "one launch, 4B", "many: output matrix", "many: q4_k qkv", "many: q4_k out, 512 rows",
     *(f"many: {format} down" for format in ("q6_k", "q8_0", "q5_k", "q4_1")),
     *(f"products between, {format}" for format in ("q3_k", "iq4_xs", "q5_0")),
-    "experts of 8192 tokens", "norm, 8192 wide", "rounding, in groups of 32", "codes behind a norm, no fours of groups",
+    "norm, 8192 wide", "rounding, in groups of 32", "codes behind a norm, no fours of groups",
+    "experts of 8192 tokens",
 ]  # fmt: skip
 KERNELS = [
     for_target(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import LayerStack, Products, QTensor, dequantize, device, experts_ffn, formats
-from pallas_kernels.experts import grouped, groups, places
+from pallas_kernels.experts import api, grouped, places
 from pallas_kernels.matmul import activations_float16, kq_float16, kq_prefill_sm90
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
@@ -85,7 +85,7 @@ def gemm_as_defined(a, scale, fields, first, n, residual, listed, *, format, til
     dense = [dequantize(QTensor(of, format, (n, k), tiled=True)) for of in fields]
     for expert, begin, end in tiles[: count[0]]:
         rows = slice(begin, min(begin + tiles_of.tokens, end))
-        x = np.float64(a[rows]) * np.float64(scale[rows])[:, None]
+        x = np.asarray(a[rows], np.float64) * np.asarray(scale[rows], np.float64)[:, None]
         own = [in_group_order(np.asarray(w[first + expert], np.float64), group) for w in dense]
         each = [x @ w.T for w in own]
         y[rows] = each[0] if len(each) == 1 else each[0] / (1 + np.exp(-each[0])) * each[1]
@@ -110,7 +110,7 @@ def test_the_feed_forward_is_float64_s(how):
     stacks.append(LayerStack(tuple(taken(w.tiled) for w in downs), ((0, 0), (1, 0))))
     gpu = mock.patch.object(device, "default", lambda: device.GPUS["sm_90"])
     with mock.patch.object(grouped, "kq_prefill_sm90", gemm_as_defined), gpu, lockstep():
-        got = grouped.feed_forward(x, *stacks, chosen.reshape(5, 10, 2), weights, 1)
+        got = grouped.feed_forward(x, tuple(stacks), chosen.reshape(5, 10, 2), weights, 1)
     hidden = expected(x.reshape(-1, k), [gate.dense[1], up.dense[1]], chosen)
     each = expected(hidden, [downs[1].dense[0]], chosen)
     want = np.einsum("bj,bjn->bn", weights.reshape(-1, 2), each).reshape(5, 10, k)
@@ -120,25 +120,25 @@ def test_the_feed_forward_is_float64_s(how):
 
 
 def test_many_rows_on_hopper_and_only_those_go_sorted():
-    """Others, and derivatives, by the two halves."""
+    """Others by the two halves."""
     w = [drawn("q4_k", (EXPERTS, 256, 256), seed).tiled for seed in range(3)]
     x, chosen = jnp.ones((20, 256)), jnp.zeros((20, 2), jnp.int32)
 
-    def run(rows, platform, matrices):
+    def sorted_(rows, platform, matrices) -> bool:
         gpu = mock.patch.object(device, "default", lambda: device.GPUS[platform])
-        sorted_ = mock.patch.object(grouped, "feed_forward", lambda x, *_: x + 1)
-        halves = mock.patch.object(groups, "by_expert", None)
-        with gpu, sorted_, halves:
-            shares = jnp.ones((rows, 2))
-            return jax.eval_shape(lambda: experts_ffn(x[:rows], *matrices, chosen[:rows], shares))
+        by_kernels = mock.patch.object(grouped, "feed_forward", side_effect=lambda x, *_: x)
+        by_halves = mock.patch.object(
+            api, "by_expert", lambda x, w, chosen, layer: jnp.zeros((*chosen.shape, 256))
+        )
+        with gpu, by_kernels as called, by_halves:
+            jax.eval_shape(lambda: experts_ffn(x[:rows], *matrices, chosen[:rows], jnp.ones((rows, 2))))
+            return called.called
 
-    by_kernels = [taken(of) for of in w]
-    assert run(20, "sm_90", by_kernels).shape == (20, 256)
-    mixed = [by_kernels[0], taken(drawn("q6_k", (EXPERTS, 256, 256)).tiled), by_kernels[2]]
-    for others in ((16, "sm_90", by_kernels), (20, "sm_80", by_kernels), (20, "sm_90", w), (20, "sm_90", mixed)):
-        with mock.patch("pallas_kernels.experts.api.by_expert", side_effect=KeyError("halves")):
-            with pytest.raises(KeyError, match="halves"):
-                run(*others)
+    tiled = [taken(of) for of in w]
+    mixed = [tiled[0], taken(drawn("q6_k", (EXPERTS, 256, 256)).tiled), tiled[2]]
+    assert sorted_(20, "sm_90", tiled)
+    assert not sorted_(16, "sm_90", tiled) and not sorted_(20, "sm_80", tiled)
+    assert not sorted_(20, "sm_90", w) and not sorted_(20, "sm_90", mixed)
 
 
 @pytest.mark.parametrize("format", formats.names("kq"))
