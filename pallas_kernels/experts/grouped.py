@@ -21,7 +21,8 @@ import jax.numpy as jnp
 from pallas_kernels import device, formats
 from pallas_kernels.experts import places
 from pallas_kernels.matmul import activations_float16
-from pallas_kernels.matmul.kq_prefill_sm90 import Tiles, kq_prefill_sm90
+from pallas_kernels.matmul.kq_prefill_plan import Tiles
+from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
 from pallas_kernels.qtensor import LayerStack, QTensor
 
 MOST_TOKENS = 256  # of a tile: sums of 64 outputs with as many are half of a lane's registers

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import LayerStack, Products, QTensor, dequantize, device, experts_ffn, formats
 from pallas_kernels.experts import api, grouped, places
-from pallas_kernels.matmul import activations_float16, kq_float16, kq_prefill_sm90
+from pallas_kernels.matmul import activations_float16, kq_float16, kq_prefill_plan
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 from tests.pallas_kernels.test_experts import expected
@@ -149,8 +149,8 @@ def test_every_plan_of_listed_tiles_fits_into_shared_memory(format, tokens, n, k
     tiles, shared = grouped.tiles_for(tokens * 8, 128), 227 * 1024
     assert tiles.tokens % tiles.stored == 0 and tiles.stored % 16 == 0 and tiles.tokens <= 256
     words, scales = tile_words(format), kq_float16.bytes_of_scales(formats.get(format).LANES)
-    plan = kq_prefill_sm90.planned(0, n // 16, k // 256, matrices, words, scales, 132, shared, tiles)
-    assert kq_prefill_sm90.shared_bytes(plan, matrices, words, scales) <= shared
+    plan = kq_prefill_plan.planned(0, n // 16, k // 256, matrices, words, scales, 132, shared, tiles)
+    assert kq_prefill_plan.shared_bytes(plan, matrices, words, scales) <= shared
     assert (plan.tokens, plan.stored, plan.splits) == (tiles.tokens, tiles.stored, 1)
-    assert 2 <= plan.slots <= kq_prefill_sm90.STEPS * k // 256
+    assert 2 <= plan.slots <= kq_prefill_plan.STEPS * k // 256
     assert plan.blocks * plan.tokens <= (256 if plan.warpgroups == 2 else 64)  # registers
