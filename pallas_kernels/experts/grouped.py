@@ -35,7 +35,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     each = math.ceil(likely / MOST_TOKENS)
     step = 16 if likely <= 64 else 32
     tokens = -(-math.ceil(likely / each) // step) * step
-    return Tiles(experts * each, tokens, 32 if tokens % 32 == 0 else 16)
+    return Tiles(experts, experts * each, tokens, 32 if tokens % 32 == 0 else 16)
 
 
 def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer) -> jax.Array:
@@ -60,13 +60,12 @@ def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Ar
         """Of each row with its expert's matrix, or of two matrices SwiGLU."""
         group = formats.get(matrices[0].format).LANES.group
         a, scale = activations_float16.activations_float16(x, places=at, group=group, rows=rows)
-        fields, first = tuple(w.fields for w in matrices), 0
+        fields = tuple(w.fields for w in matrices)
         if index is not None:
-            first = index * experts
             fields = jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:]), fields)
         gpu = device.default()
         return kq_prefill_sm90(
-            a, scale, fields, first, matrices[0].shape[0], None, tuple(listed),
+            a, scale, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
             format=matrices[0].format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
             tiles_of=tiles,
         )  # fmt: skip

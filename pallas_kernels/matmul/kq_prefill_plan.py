@@ -39,11 +39,13 @@ class Plan(NamedTuple):
 class Tiles(NamedTuple):
     """Tiles of tokens that come from a list.
 
-    count   about how many there will be
-    tokens  of each, at most: a multiple of `stored`
-    stored  of which so many go out at a time, a multiple of 16
+    matrices  of a layer
+    count     about how many tiles there will be
+    tokens    of each, at most: a multiple of `stored`
+    stored    of which so many go out at a time, a multiple of 16
     """
 
+    matrices: int
     count: int
     tokens: int
     stored: int

@@ -72,9 +72,9 @@ def kq_prefill_sm90(
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [M, n]
-    listed    (int32 [tiles, 3], int32 [1]), with tiles_of: of each tile of tokens its matrix, less `layer`,
-              its first row of a, a multiple of tiles_of.stored, and the end of its matrix's rows; and how
-              many there are. In y, rows of no tile are undefined
+    listed    (int32 [tiles, 3], int32 [1]), with tiles_of: of each tile of tokens its matrix among the
+              layer's, its first row of a, a multiple of tiles_of.stored, and the end of its matrix's rows;
+              and how many there are. In y, rows of no tile are undefined
     format    of the weights, of the family "kq"
     multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
     plan      instead of the one chosen for these sizes
@@ -108,7 +108,7 @@ def kq_prefill_sm90(
     body = functools.partial(
         _body,
         kq=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=added is not None, from_list=listed is not None,
+        pairs=pairs, matrices=len(weights), added=added is not None, tiles_of=tiles_of,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
@@ -157,16 +157,16 @@ def _body(
     a_gmem, scale_gmem, layer_gmem, *refs,
     a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
     a_full, a_free, weights_full, weights_free, scale_full, stage_full,
-    kq, names, shapes, plan, grid, pairs, matrices, added, from_list,
+    kq, names, shapes, plan, grid, pairs, matrices, added, tiles_of,
 ):  # fmt: skip
     refs = list(refs)
-    list_gmem, count_gmem = (refs.pop(0), refs.pop(0)) if from_list else (None, None)
+    list_gmem, count_gmem = (refs.pop(0), refs.pop(0)) if tiles_of else (None, None)
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
     warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
-    if from_list:
+    if tiles_of:
         rows = count_gmem[0]
     for_products, for_copies = REGISTERS[warpgroups]
     items = weights[0]["words"].shape[2] // splits
@@ -179,17 +179,18 @@ def _body(
 
     def rows_of(i):
         """Of a tile its matrix, its first row and, from a list, the end of its rows."""
-        if not from_list:
+        if not tiles_of:
             return layer_gmem[0], lax.rem(pair + i * pairs, rows) * tokens, None
         row = lax.div(pair + i * pairs, columns)
-        return layer_gmem[0] + list_gmem[row, 0], list_gmem[row, 1], list_gmem[row, 2]
+        matrix = layer_gmem[0] * tiles_of.matrices + list_gmem[row, 0]
+        return matrix, list_gmem[row, 1], list_gmem[row, 2]
 
     def column_of(i):
-        of_columns = pair + i * pairs if from_list else lax.div(pair + i * pairs, rows)
+        of_columns = pair + i * pairs if tiles_of else lax.div(pair + i * pairs, rows)
         return PAIR * lax.rem(of_columns, columns) + member
 
     def split_of(i):
-        return 0 if from_list else lax.div(pair + i * pairs, rows * columns)
+        return 0 if tiles_of else lax.div(pair + i * pairs, rows * columns)
 
     @pl.when(warpgroup < warpgroups)
     def _multiply():
@@ -296,7 +297,7 @@ def _body(
                     bring_residual(i, token, part + STAGES)
 
             for part, (_, first) in enumerate(parts):
-                if from_list:  # what follows is another tile's
+                if tiles_of:  # what follows is another tile's
                     pl.when(token + first < end)(functools.partial(put, part))
                 else:
                     put(part)

@@ -78,7 +78,7 @@ def test_a_row_is_at_all_of_its_places(group):
     assert np.isnan(np.asarray(got_scales)[free]).all()  # as numpy's kernel begins
 
 
-def gemm_as_defined(a, scale, fields, first, n, residual, listed, *, format, tiles_of, **_):
+def gemm_as_defined(a, scale, fields, layer, n, residual, listed, *, format, tiles_of, **_):
     """kq_prefill_sm90 of tiles from a list; NaN in rows of none."""
     (tiles, count), group = map(np.asarray, listed), formats.get(format).LANES.group
     y, k = np.full((len(a), n), np.nan, np.float32), a.shape[1]
@@ -86,7 +86,7 @@ def gemm_as_defined(a, scale, fields, first, n, residual, listed, *, format, til
     for expert, begin, end in tiles[: count[0]]:
         rows = slice(begin, min(begin + tiles_of.tokens, end))
         x = np.asarray(a[rows], np.float64) * np.asarray(scale[rows], np.float64)[:, None]
-        own = [in_group_order(np.asarray(w[first + expert], np.float64), group) for w in dense]
+        own = [in_group_order(np.asarray(w[layer * EXPERTS + expert], np.float64), group) for w in dense]
         each = [x @ w.T for w in own]
         y[rows] = each[0] if len(each) == 1 else each[0] / (1 + np.exp(-each[0])) * each[1]
     return jnp.asarray(y)
