@@ -16,6 +16,8 @@ PAIR = 2  # blocks of threads that share activations
 # What a plan takes, on an H200: 256 columns of a block of weights, for each token and warpgroup, a tile.
 ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 1400, 9, 500
 
+MOST_TOKENS = {4: 64, 3: 160, 2: 256}  # for whose sums so many warpgroups, of one block, have registers
+
 
 class Plan(NamedTuple):
     """What a block of threads does at a time.
@@ -77,7 +79,7 @@ def planned(
         of_splits = [1]
     shapes = ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2))
     if listed is not None:
-        of_tokens = tuple((w, 1, listed.tokens) for w in (3, 2) if w == 2 or listed.tokens <= 64)
+        of_tokens = [(w, 1, listed.tokens) for w, most in MOST_TOKENS.items() if listed.tokens <= most]
         shapes = tuple((listed.stored, slots) for slots in (2 * STEPS, STEPS, 3, 2))
     best = []
     for (warpgroups, blocks, tokens), splits in itertools.product(of_tokens, of_splits):

@@ -153,4 +153,4 @@ def test_every_plan_of_listed_tiles_fits_into_shared_memory(format, tokens, n, k
     assert kq_prefill_plan.shared_bytes(plan, matrices, words, scales) <= shared
     assert (plan.tokens, plan.stored, plan.splits) == (tiles.tokens, tiles.stored, 1)
     assert 2 <= plan.slots <= kq_prefill_plan.STEPS * k // 256
-    assert plan.blocks * plan.tokens <= (256 if plan.warpgroups == 2 else 64)  # registers
+    assert plan.blocks * plan.tokens <= kq_prefill_plan.MOST_TOKENS[plan.warpgroups]
