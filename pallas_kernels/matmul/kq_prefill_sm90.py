@@ -215,10 +215,10 @@ def _body(
             first = (warpgroup * blocks + block) * own
             return [weights_smem[name].at[slot, pl.ds(m * tiles + first, own)] for m in range(matrices)]
 
-        def scales_of(slot, block):
+        def scales_of(at_weights, block):
             """With two matrices a warp's are for another too, which may still want those of the item
             before."""
-            return decoded_smem.at[slot if matrices == 2 else 0, warpgroup * blocks + block]
+            return decoded_smem.at[lax.rem(at_weights, matrices), warpgroup * blocks + block]
 
         def products(i, token):
             """The products of a tile, without their scales."""
@@ -232,7 +232,7 @@ def _body(
                     for block in range(blocks):
                         of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
                         fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
-                        kq_float16.put_scales(kq, shapes, fields, scales_of(slot, block))
+                        kq_float16.put_scales(kq, shapes, fields, scales_of(at_weights, block))
                     if matrices == 2:
                         kq_float16.seen()
                     for step in range(STEPS):
@@ -240,7 +240,7 @@ def _body(
                         a_slot = step if slots == STEPS else lax.rem(at, slots)
                         for block in range(blocks):
                             w = kq_float16.operand(
-                                kq, step, words_of(slot, block, "words"), scales_of(slot, block)
+                                kq, step, words_of(slot, block, "words"), scales_of(at_weights, block)
                             )
                             if block == 0:
                                 plgpu.barrier_wait(a_full.at[a_slot])
