@@ -15,7 +15,17 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint, synth
-from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_device, formats
+from pallas_kernels import (
+    Products,
+    QTensor,
+    cache_layouts,
+    delta,
+    device,
+    experts_ffn,
+    ffn,
+    for_device,
+    formats,
+)
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
@@ -176,6 +186,23 @@ def test_experts_are_read_in_place(monkeypatch):
     assert "expert_places" in prefill.as_text() and "kq_experts" not in prefill.as_text()
     assert step.memory_analysis().temp_size_in_bytes < 4e6
     assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
+
+
+@pytest.mark.slow
+def test_gradients_of_rows_of_sorted_experts_compile():
+    """Under vmap, a row after the other; derivatives by the reference."""
+    stack = functools.partial(_stack_of_experts, lead=(2, 2), products=Products(((None, "kq_decode"),)))
+    stacks = stack("q4_k", 256, 512), stack("q4_k", 256, 512), stack("q6_k", 512, 256)
+
+    def loss(x, weights, chosen, layer, stacks):
+        return experts_ffn(x, *stacks, chosen, weights, layer).sum()
+
+    f = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0, 0, 0, None, None))
+    of_pair, f32 = functools.partial(jax.ShapeDtypeStruct, (3, 17, 1)), jnp.float32
+    arguments = jax.ShapeDtypeStruct((3, 17, 512), f32), of_pair(f32), of_pair(jnp.int32)
+    with as_on_a_gpu((9, 0)):
+        compiled = compile_for_gpu(f, *arguments, jax.ShapeDtypeStruct((), jnp.int32), stacks)
+    assert "expert_places" in compiled.as_text()
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
@@ -515,17 +542,17 @@ def _experts(format, n, k, matrices, tiles, rows):
     return functools.partial(kq_experts.kq_experts, format=format, shared=device.shared_bytes()), arguments
 
 
+def _stack_of_experts(format, n, k, lead=(48, 128), products=None):
+    fields = {
+        name: jax.ShapeDtypeStruct((*lead, *field.shape[1:]), field.dtype)
+        for name, field in layer_products.tiles_of(format, n, k).items()
+    }
+    return QTensor(fields, format, (n, k), tiled=True, products=products or Products())
+
+
 def _experts_of_prefill(format, tokens):
     """A layer's, of Qwen3-30B-A3B: down is in this format."""
-
-    def stack(format, n, k):
-        fields = {
-            name: jax.ShapeDtypeStruct((48, 128, *field.shape[1:]), field.dtype)
-            for name, field in layer_products.tiles_of(format, n, k).items()
-        }
-        return QTensor(fields, format, (n, k), tiled=True)
-
-    of_token = functools.partial(jax.ShapeDtypeStruct, (tokens, 8))
+    stack, of_token = _stack_of_experts, functools.partial(jax.ShapeDtypeStruct, (tokens, 8))
     return grouped.feed_forward, (
         jax.ShapeDtypeStruct((tokens, 2048), jnp.float32),
         (stack("q4_k", 768, 2048), stack("q4_k", 768, 2048), stack(format, 2048, 768)),
