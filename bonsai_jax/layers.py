@@ -20,6 +20,7 @@ from pallas_kernels import (
     QTensor,
     attend,
     delta_net,
+    experts_ffn,
     experts_gated,
     experts_matmul,
     gated,
@@ -231,8 +232,11 @@ def experts_block(
         chosen = chosen - jax.lax.axis_index(params.axis) * held
         here &= (chosen >= 0) & (chosen < held)
     chosen = jnp.where(here, chosen, -1)
-    hidden = tapped(taps, "hidden", experts_gated(n, w.expert_gate, w.expert_up, chosen, index))
-    y = experts_matmul(hidden, w.expert_down, chosen, weights, index)
+    if "hidden" in taps:
+        hidden = tapped(taps, "hidden", experts_gated(n, w.expert_gate, w.expert_up, chosen, index))
+        y = experts_matmul(hidden, w.expert_down, chosen, weights, index)
+    else:
+        y = experts_ffn(n, w.expert_gate, w.expert_up, w.expert_down, chosen, weights, index)
     return _added(x, y, _rounds(x, w.expert_down), params, taps.get("mlp"))
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, experts_gated, experts_matmul, for_device, formats
+from pallas_kernels import QTensor, experts_ffn, for_device, formats
 
 pytestmark = pytest.mark.gpu
 
@@ -19,22 +19,30 @@ def stack(format: str, n: int, k: int, seed: int) -> QTensor:
     return QTensor(draw(), format, (n, k))
 
 
+def routed(how: str, rows: int) -> jax.Array:
+    rng = np.random.default_rng(rows)
+    chosen = rng.permuted(np.tile(np.arange(EXPERTS), (rows, 1)), axis=1)[:, :USED]
+    if how == "ragged":  # one has every token, some a few, most none; a token of padding
+        chosen[:, 0] = EXPERTS - 1
+        chosen[:, 1:] = 7 * (chosen[:, 1:] % 5)
+        chosen[rows // 3] = -1
+    return jnp.asarray(chosen, jnp.int32).at[rows // 2, 1].set(-1)
+
+
+@pytest.mark.parametrize("how", ["even", "ragged"])
 @pytest.mark.parametrize("format", ["q4_k", "q6_k", "q8_0", "q1_0"])
-def test_experts_by_kernels_are_the_reference(format):
+def test_experts_by_kernels_are_the_reference(format, how):
     """A token, eight, and the prompts of a prefill; layers by number and traced."""
     blocks = [stack(format, FFN, HIDDEN, 0), stack(format, FFN, HIDDEN, 1), stack(format, HIDDEN, FFN, 2)]
     tiled = [for_device(w, matrices=2 if i < 2 else 1, bits=16) for i, w in enumerate(blocks)]
 
     def layer(x, gate, up, down, chosen, weights, index):
-        return experts_matmul(experts_gated(x, gate, up, chosen, index), down, chosen, weights, index)
+        return experts_ffn(x, gate, up, down, chosen, weights, index)
 
-    for rows in (1, 8, 100, 512):
+    for rows in (1, 8, 100, 512) if how == "even" else (100, 600):
         rng = np.random.default_rng(rows)
         x = jnp.asarray(rng.standard_normal((rows, HIDDEN)), jnp.float32)
-        chosen = jnp.asarray(
-            rng.permuted(np.tile(np.arange(EXPERTS), (rows, 1)), axis=1)[:, :USED], jnp.int32
-        )
-        chosen = chosen.at[rows // 2, 1].set(-1)
+        chosen = routed(how, rows)
         weights = jnp.asarray(rng.random((rows, USED)), jnp.float32)
         want = np.asarray(jax.jit(layer)(x, *blocks, chosen, weights, 1))
         by_number = jax.jit(layer, static_argnums=6)(x, *tiled, chosen, weights, 1)

@@ -15,14 +15,24 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint, synth
-from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_device, formats
+from pallas_kernels import (
+    Products,
+    QTensor,
+    cache_layouts,
+    delta,
+    device,
+    experts_ffn,
+    ffn,
+    for_device,
+    formats,
+)
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
 from pallas_kernels.delta.chunks import delta_chunks
 from pallas_kernels.delta.step import delta_step
-from pallas_kernels.experts import kq_experts
+from pallas_kernels.experts import grouped, kq_experts
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_int8 import activations_int8
@@ -173,8 +183,26 @@ def test_experts_are_read_in_place(monkeypatch):
     one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
     assert step.as_text().count("kq_experts") >= 2 * 4
+    assert "expert_places" in prefill.as_text() and "kq_experts" not in prefill.as_text()
     assert step.memory_analysis().temp_size_in_bytes < 4e6
     assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
+
+
+@pytest.mark.slow
+def test_gradients_of_rows_of_sorted_experts_compile():
+    """Under vmap, a row after the other; derivatives by the reference."""
+    stack = functools.partial(_stack_of_experts, lead=(2, 2), products=Products(((None, "kq_decode"),)))
+    stacks = stack("q4_k", 256, 512), stack("q4_k", 256, 512), stack("q6_k", 512, 256)
+
+    def loss(x, weights, chosen, layer, stacks):
+        return experts_ffn(x, *stacks, chosen, weights, layer).sum()
+
+    f = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0, 0, 0, None, None))
+    of_pair, f32 = functools.partial(jax.ShapeDtypeStruct, (3, 17, 1)), jnp.float32
+    arguments = jax.ShapeDtypeStruct((3, 17, 512), f32), of_pair(f32), of_pair(jnp.int32)
+    with as_on_a_gpu((9, 0)):
+        compiled = compile_for_gpu(f, *arguments, jax.ShapeDtypeStruct((), jnp.int32), stacks)
+    assert "expert_places" in compiled.as_text()
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
@@ -514,6 +542,24 @@ def _experts(format, n, k, matrices, tiles, rows):
     return functools.partial(kq_experts.kq_experts, format=format, shared=device.shared_bytes()), arguments
 
 
+def _stack_of_experts(format, n, k, lead=(48, 128), products=None):
+    fields = {
+        name: jax.ShapeDtypeStruct((*lead, *field.shape[1:]), field.dtype)
+        for name, field in layer_products.tiles_of(format, n, k).items()
+    }
+    return QTensor(fields, format, (n, k), tiled=True, products=products or Products())
+
+
+def _experts_of_prefill(format, tokens):
+    """A layer's, of Qwen3-30B-A3B: down is in this format."""
+    stack, of_token = _stack_of_experts, functools.partial(jax.ShapeDtypeStruct, (tokens, 8))
+    return grouped.feed_forward, (
+        jax.ShapeDtypeStruct((tokens, 2048), jnp.float32),
+        (stack("q4_k", 768, 2048), stack("q4_k", 768, 2048), stack(format, 2048, 768)),
+        *(of_token(jnp.int32), of_token(jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)),
+    )
+
+
 MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
 # One format of each layout.
 LAYOUTS = list({formats.get(name).LANES: name for name in reversed(formats.names("kq"))}.values())
@@ -596,6 +642,9 @@ HOT_ON_HOPPER = {
     "attention, 256 rows": lambda: _attention(32, 8, 128, True, "float16", rows=256),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
     "delta chunks": lambda: _delta_chunks(2048),
+    "experts of 512 tokens": lambda: _experts_of_prefill("q4_k", 512),
+    "experts of 2048 tokens, q6_k": lambda: _experts_of_prefill("q6_k", 2048),
+    "experts of 8192 tokens": lambda: _experts_of_prefill("q4_k", 8192),
     "many queries of 256": lambda: _many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),
@@ -653,6 +702,7 @@ SLOW = [
     *(f"many: {format} down" for format in ("q6_k", "q8_0", "q5_k", "q4_1")),
     *(f"products between, {format}" for format in ("q3_k", "iq4_xs", "q5_0")),
     "norm, 8192 wide", "rounding, in groups of 32", "codes behind a norm, no fours of groups",
+    "experts of 8192 tokens",
 ]  # fmt: skip
 KERNELS = [
     for_target(

@@ -28,7 +28,7 @@ import pallas_kernels
 from pallas_kernels.attention import decode
 from pallas_kernels.delta import chunks as delta_chunks
 from pallas_kernels.delta import step as delta_step
-from pallas_kernels.experts import kq_experts
+from pallas_kernels.experts import kq_experts, places
 from pallas_kernels.gpu import lanes, launch
 from pallas_kernels.gpu import values as gpu_values
 from pallas_kernels.matmul import (
@@ -145,6 +145,7 @@ def lockstep(at_a_time: int | None = None):
         *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
         *((delta_chunks, "delta_chunks"), (kq_experts, "kq_experts")),
+        (places, "expert_places"),
     ]
     for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
         importlib.import_module(found.name)  # formats and layouts import what they need when it is needed
