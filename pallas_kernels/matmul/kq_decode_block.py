@@ -13,7 +13,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, total
 from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.activations_shared import WarpActivations
-from pallas_kernels.matmul.epilogue import finished, inverse_rms, over_warps
+from pallas_kernels.matmul.epilogue import finished, inverse_rms
 from pallas_kernels.matmul.kq_decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share
 from pallas_kernels.tiles import ROWS
@@ -60,6 +60,12 @@ class IntegerProduct:
     def per_warp(self) -> int:
         """Steps of a warp, at most."""
         return -(-self.steps // self.plan.warps)
+
+    @property
+    def adders(self) -> int:
+        """Lanes that add up an output's sums of all warps: 4, 1, 2 and 1 of 16, 12, 8 and 4 warps."""
+        vectors = self.plan.warps // 4
+        return vectors & -vectors
 
 
 def scratch(products: Sequence[IntegerProduct]) -> dict[str, Any]:
@@ -129,9 +135,10 @@ class Block:
             last = minimum(first + together, self.share.count)
             # On its way before the product, where each thread has one output at most.
             near = self.residual is not None and (
-                together * self.sizes.rows * ROWS <= self.sizes.plan.warps * 32
+                together * self.sizes.rows * ROWS * self.sizes.adders <= self.sizes.plan.warps * 32
             )
-            residual = self.residual_at(index(self.thread), first) if near else None
+            mine = index(self.thread // self.sizes.adders)
+            residual = self.residual_at(mine, first) if near else None
             state = lanes.loop(
                 first, last, 1, state,
                 lambda j, state: self.one_tile(ring, number, columns, integer(j) - first, state),
@@ -174,12 +181,27 @@ class Block:
                 with lanes.when(self.t < columns.neighbours):
                     for c, value in enumerate(values):
                         row = self.t * 2 + (chunk * width + c) if width > 1 else chunk
-                        at = self.sums_at(place, row, index(self.warp)) + index(self.g + 8 * r)
+                        at = self.sums_at(place, row, index(self.g + 8 * r), index(self.warp))
                         memory.store(value, self.sums_smem, at)
 
-    def sums_at(self, place, row, warp):
-        """Where the 16 sums of a unit, a row and a warp begin: all indices."""
-        return ((place * self.sizes.padded + index(row)) * self.sizes.plan.warps + warp) * ROWS
+    def sums_at(self, place, row, inside, warp):
+        """Where a warp's sum is for an output inside a tile, of a unit and a row: all indices. Those of an
+        output are neighbours, in vectors of four, which take turns so that outputs lie in other banks."""
+        warps = self.sizes.plan.warps
+        output = (place * self.sizes.padded + index(row)) * ROWS + inside
+        vector = warp // 4 ^ self.turn(inside)
+        return output * warps + vector * 4 + warp % 4
+
+    def turn(self, inside):
+        return inside * self.sizes.plan.warps // 32 % self.sizes.adders
+
+    def over_warps(self, ref, at, turn=0):
+        """Sum of what all warps have, from place `at` on, in each of the lanes that add up an output."""
+        first = self.thread % self.sizes.adders
+        count = self.sizes.plan.warps // self.sizes.adders
+        first = (index(first) ^ turn) * count
+        values = [v for k in range(0, count, 4) for v in memory.load_reals(4, ref, [at + first + k])]
+        return lanes.warp_sum_real(total(values), self.sizes.adders)
 
     def output(self, at, first):
         """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
@@ -193,31 +215,34 @@ class Block:
         return self.residual(row, minimum(n, self.sizes.n_tiles * ROWS - 1))
 
     def finish(self, first, last, residual):
-        """Write the outputs of tiles `first` to `last` of this block: one thread an output."""
-        sizes, warps = self.sizes, self.sizes.plan.warps
+        """Write the outputs of tiles `first` to `last` of this block."""
+        sizes, warps, adders = self.sizes, self.sizes.plan.warps, self.sizes.adders
 
         def one(at, carry):
+            at = at // adders
             j, row, inside, n = self.output(at, first)
+            turn = self.turn(inside)
             sums = [
-                over_warps(
-                    lambda w, m=m: memory.load(
-                        self.sums_smem, self.sums_at(j * sizes.matrices + m, row, index(w)) + inside
-                    ),
-                    warps,
+                self.over_warps(
+                    self.sums_smem,
+                    ((j * sizes.matrices + m) * sizes.padded + row) * (ROWS * warps) + inside * warps,
+                    turn,
                 )
                 for m in range(sizes.matrices)
             ]
             norm = None
             if self.normed:
-                squares = over_warps(lambda w: memory.load(self.squares_smem, row * warps + w), warps)
+                squares = self.over_warps(self.squares_smem, row * warps)
                 norm = inverse_rms(squares, sizes.columns, sizes.eps)
             y = finished(sums, norm)
             if self.residual is not None:
                 y = y + (self.residual_at(at, first) if residual is None else residual)
-            self.store(y, row, n)
+            with lanes.when(self.thread % adders == 0):
+                self.store(y, row, n)
             return carry
 
-        lanes.loop(self.thread, index((last - first) * (sizes.rows * ROWS)), warps * 32, [], one)
+        outputs = index((last - first) * (sizes.rows * ROWS))
+        lanes.loop(self.thread, outputs * adders, warps * 32, [], one)
 
 
 def _flat(nested) -> list:
