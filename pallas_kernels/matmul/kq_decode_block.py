@@ -140,8 +140,8 @@ class Block:
             mine = index(self.thread // self.sizes.adders)
             residual = self.residual_at(mine, first) if near else None
             state = lanes.loop(
-                first, last, 1, state,
-                lambda j, state: self.one_tile(ring, number, columns, integer(j) - first, state),
+                first, last, self.part.at_once, state,
+                lambda j, state: self.one_item(ring, number, columns, integer(j) - first, state),
             )  # fmt: skip
             lanes.block_barrier()
             self.finish(first, last, residual)
@@ -150,22 +150,23 @@ class Block:
 
         return lanes.loop(0, self.share.count, together, state, one_round)
 
-    def one_tile(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
-        """This warp's sums of a tile to shared memory, as number `place` of the round."""
-        shape = (self.sizes.matrices, self.sizes.chunks, 2, columns.results)
+    def one_item(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
+        """This warp's sums of an item's tiles to shared memory, from number `place` of the round on."""
+        units = self.sizes.matrices * self.part.at_once
+        shape = (units, self.sizes.chunks, 2, columns.results)
         count = math.prod(shape)
 
-        def one_item(s, carry):
+        def one_step(s, carry):
             state, y = carry[:-count], _folded(carry[-count:], shape)
             at_slot = ring.arrived(state)
             at_q, at_stats = columns.of_step(integer(s))
-            for m in range(self.sizes.matrices):
-                columns.multiply(ring.words(self.part, m, at_slot), at_q, at_stats, y[m])
+            for unit in range(units):
+                columns.multiply(ring.words(self.part, unit, at_slot), at_q, at_stats, y[unit])
             return [*ring.refilled(state, number), *_flat(y)]
 
-        carry = lanes.loop(0, self.share.mine, 1, [*state, *[real(0)] * count], one_item)
-        for m, of_matrix in enumerate(_folded(carry[-count:], shape)):
-            self.store_sums(columns, of_matrix, index(place) * self.sizes.matrices + m)
+        carry = lanes.loop(0, self.share.mine, 1, [*state, *[real(0)] * count], one_step)
+        for unit, of_unit in enumerate(_folded(carry[-count:], shape)):
+            self.store_sums(columns, of_unit, index(place) * self.sizes.matrices + unit)
         return carry[:-count]
 
     def store_sums(self, columns: Columns, y: list, place):

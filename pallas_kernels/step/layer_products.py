@@ -37,6 +37,9 @@ Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: sta
 
 # Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md).
 DEPTH = 2
+# Tiles of an item at most, where one has a single matrix: else a ring would hold half of what it holds of gate
+# and up, and memory would be idle while activations are passed on.
+AT_ONCE = 2
 
 
 class Phase(NamedTuple):
@@ -72,6 +75,13 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
         for phase, parts in zip(phases, placed, strict=True)
         for part in parts
     )
+    placed = [
+        tuple(
+            part._replace(at_once=min(AT_ONCE, part.tiles, slot_bytes // part.item_bytes(len(phase.parts[0]))))
+            for part in parts
+        )
+        for phase, parts in zip(phases, placed, strict=True)
+    ]
     best = None
     for warps in (16, 12, 8):
         sizes = [
@@ -86,7 +96,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
             steps = phase.columns // COLUMNS
-            tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
+            tiles = sum(part.n_tiles * part.tile_bytes * len(phase.parts[0]) for part in parts)
             idle += tiles * -(-steps // warps) * warps
         if depth >= 2 and (best is None or idle < best[0]):
             best = idle, warps, depth
