@@ -182,26 +182,23 @@ class Block:
                 with lanes.when(self.t < columns.neighbours):
                     for c, value in enumerate(values):
                         row = self.t * 2 + (chunk * width + c) if width > 1 else chunk
-                        at = self.sums_at(place, row, index(self.g + 8 * r), index(self.warp))
-                        memory.store(value, self.sums_smem, at)
+                        inside, warp = index(self.g + 8 * r), index(self.warp)
+                        at = self.sums_at(place, row, inside) + (warp // 4 ^ self.turn(inside)) * 4
+                        memory.store(value, self.sums_smem, at + warp % 4)
 
-    def sums_at(self, place, row, inside, warp):
-        """Where a warp's sum is for an output inside a tile, of a unit and a row: all indices. Those of an
-        output are neighbours, in vectors of four, which take turns so that outputs lie in other banks."""
-        warps = self.sizes.plan.warps
-        output = (place * self.sizes.padded + index(row)) * ROWS + inside
-        vector = warp // 4 ^ self.turn(inside)
-        return output * warps + vector * 4 + warp % 4
+    def sums_at(self, place, row, inside):
+        """Where the warps' sums for an output inside a tile begin, of a unit and a row: all indices."""
+        return ((place * self.sizes.padded + index(row)) * ROWS + inside) * self.sizes.plan.warps
 
     def turn(self, inside):
+        """Of an output inside a tile, the vector of four sums that lies first: outputs have other banks."""
         return inside * self.sizes.plan.warps // 32 % self.sizes.adders
 
     def over_warps(self, ref, at, turn=0):
-        """Sum of what all warps have, from place `at` on, in each of the lanes that add up an output."""
-        first = self.thread % self.sizes.adders
-        count = self.sizes.plan.warps // self.sizes.adders
-        first = (index(first) ^ turn) * count
-        values = [v for k in range(0, count, 4) for v in memory.load_reals(4, ref, [at + first + k])]
+        """Sum of what the warps have from place `at` on, in each of the lanes that add it up."""
+        each = self.sizes.plan.warps // self.sizes.adders
+        at = at + (index(self.thread % self.sizes.adders) ^ turn) * each
+        values = [v for k in range(0, each, 4) for v in memory.load_reals(4, ref, [at + k])]
         return lanes.warp_sum_real(total(values), self.sizes.adders)
 
     def output(self, at, first):
@@ -222,12 +219,9 @@ class Block:
         def one(at, carry):
             at = at // adders
             j, row, inside, n = self.output(at, first)
-            turn = self.turn(inside)
             sums = [
                 self.over_warps(
-                    self.sums_smem,
-                    ((j * sizes.matrices + m) * sizes.padded + row) * (ROWS * warps) + inside * warps,
-                    turn,
+                    self.sums_smem, self.sums_at(j * sizes.matrices + m, row, inside), self.turn(inside)
                 )
                 for m in range(sizes.matrices)
             ]

@@ -77,8 +77,8 @@ class Ring:
     """phases   of each product its parts, of which a block has one at most
     smem     of the block: depth slots of so many bytes for each warp
 
-    What changes from item to item is a list `state`: of the item to copy next the product's number, first tile
-    and step in it, of how many tiles and steps, and the slot of the item to multiply.
+    What changes from item to item is a list `state`: of the item to copy next the product's number, tiles (as
+    a number of at_once each) and step in it, of how many of both, and the slot of the item to multiply.
     """
 
     def __init__(self, phases: Sequence[Sequence[Stream]], smem, depth: int, slot_bytes: int):
@@ -110,7 +110,7 @@ class Ring:
         memory.commit_copies()  # a group of its own even if there was nothing
         step = step + 1
         last_step = step >= mine
-        tile, step = select(last_step, tile + 1, tile), select(last_step, 0, step)  # tile: of at_once each
+        tile, step = select(last_step, tile + 1, tile), select(last_step, 0, step)
         if number + 1 < len(self.phases):
             last = tile >= tiles
             tile = select(last, 0, tile)
