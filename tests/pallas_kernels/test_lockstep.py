@@ -34,6 +34,7 @@ CASES = [
     *(([(format, 16)], 512, rows, "normed", 16) for format in WHOLE for rows in (1, 2, 4, 8)),
     ([("q2_k", 32), ("q3_k", 16)], 512, 16, "gated", 8),
     ([("q2_k", 16), ("q3_k", 16)], 4352, 1, "normed", 8),  # two steps of a warp
+    ([("q4_k", 32)], 4096, 2, "gated", 8),  # 16 warps
 ]
 
 
