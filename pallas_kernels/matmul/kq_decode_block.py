@@ -13,7 +13,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, total
 from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.activations_shared import WarpActivations
-from pallas_kernels.matmul.epilogue import finished, inverse_rms
+from pallas_kernels.matmul.epilogue import finished, inverse_rms, over_warps
 from pallas_kernels.matmul.kq_decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share
 from pallas_kernels.tiles import ROWS
@@ -60,12 +60,6 @@ class IntegerProduct:
     def per_warp(self) -> int:
         """Steps of a warp, at most."""
         return -(-self.steps // self.plan.warps)
-
-    @property
-    def adders(self) -> int:
-        """Lanes that add up an output's sums of all warps: 4, 1, 2 and 1 of 16, 12, 8 and 4 warps."""
-        vectors = self.plan.warps // 4
-        return vectors & -vectors
 
 
 def scratch(products: Sequence[IntegerProduct]) -> dict[str, Any]:
@@ -135,13 +129,12 @@ class Block:
             last = minimum(first + together, self.share.count)
             # On its way before the product, where each thread has one output at most.
             near = self.residual is not None and (
-                together * self.sizes.rows * ROWS * self.sizes.adders <= self.sizes.plan.warps * 32
+                together * self.sizes.rows * ROWS <= self.sizes.plan.warps * 32
             )
-            mine = index(self.thread // self.sizes.adders)
-            residual = self.residual_at(mine, first) if near else None
+            residual = self.residual_at(index(self.thread), first) if near else None
             state = lanes.loop(
-                first, last, self.part.at_once, state,
-                lambda j, state: self.one_item(ring, number, columns, integer(j) - first, state),
+                first, last, 1, state,
+                lambda j, state: self.one_tile(ring, number, columns, integer(j) - first, state),
             )  # fmt: skip
             lanes.block_barrier()
             self.finish(first, last, residual)
@@ -150,23 +143,22 @@ class Block:
 
         return lanes.loop(0, self.share.count, together, state, one_round)
 
-    def one_item(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
-        """This warp's sums of an item's tiles to shared memory, from number `place` of the round on."""
-        units = self.sizes.matrices * self.part.at_once
-        shape = (units, self.sizes.chunks, 2, columns.results)
+    def one_tile(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
+        """This warp's sums of a tile to shared memory, as number `place` of the round."""
+        shape = (self.sizes.matrices, self.sizes.chunks, 2, columns.results)
         count = math.prod(shape)
 
-        def one_step(s, carry):
+        def one_item(s, carry):
             state, y = carry[:-count], _folded(carry[-count:], shape)
             at_slot = ring.arrived(state)
             at_q, at_stats = columns.of_step(integer(s))
-            for unit in range(units):
-                columns.multiply(ring.words(self.part, unit, at_slot), at_q, at_stats, y[unit])
+            for m in range(self.sizes.matrices):
+                columns.multiply(ring.words(self.part, m, at_slot), at_q, at_stats, y[m])
             return [*ring.refilled(state, number), *_flat(y)]
 
-        carry = lanes.loop(0, self.share.mine, 1, [*state, *[real(0)] * count], one_step)
-        for unit, of_unit in enumerate(_folded(carry[-count:], shape)):
-            self.store_sums(columns, of_unit, index(place) * self.sizes.matrices + unit)
+        carry = lanes.loop(0, self.share.mine, 1, [*state, *[real(0)] * count], one_item)
+        for m, of_matrix in enumerate(_folded(carry[-count:], shape)):
+            self.store_sums(columns, of_matrix, index(place) * self.sizes.matrices + m)
         return carry[:-count]
 
     def store_sums(self, columns: Columns, y: list, place):
@@ -182,24 +174,12 @@ class Block:
                 with lanes.when(self.t < columns.neighbours):
                     for c, value in enumerate(values):
                         row = self.t * 2 + (chunk * width + c) if width > 1 else chunk
-                        inside, warp = index(self.g + 8 * r), index(self.warp)
-                        at = self.sums_at(place, row, inside) + (warp // 4 ^ self.turn(inside)) * 4
-                        memory.store(value, self.sums_smem, at + warp % 4)
+                        at = self.sums_at(place, row, index(self.warp)) + index(self.g + 8 * r)
+                        memory.store(value, self.sums_smem, at)
 
-    def sums_at(self, place, row, inside):
-        """Where the warps' sums for an output inside a tile begin, of a unit and a row: all indices."""
-        return ((place * self.sizes.padded + index(row)) * ROWS + inside) * self.sizes.plan.warps
-
-    def turn(self, inside):
-        """Of an output inside a tile, the vector of four sums that lies first: outputs have other banks."""
-        return inside * self.sizes.plan.warps // 32 % self.sizes.adders
-
-    def over_warps(self, ref, at, turn=0):
-        """Sum of what the warps have from place `at` on, in each of the lanes that add it up."""
-        each = self.sizes.plan.warps // self.sizes.adders
-        at = at + (index(self.thread % self.sizes.adders) ^ turn) * each
-        values = [v for k in range(0, each, 4) for v in memory.load_reals(4, ref, [at + k])]
-        return lanes.warp_sum_real(total(values), self.sizes.adders)
+    def sums_at(self, place, row, warp):
+        """Where the 16 sums of a unit, a row and a warp begin: all indices."""
+        return ((place * self.sizes.padded + index(row)) * self.sizes.plan.warps + warp) * ROWS
 
     def output(self, at, first):
         """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
@@ -213,31 +193,31 @@ class Block:
         return self.residual(row, minimum(n, self.sizes.n_tiles * ROWS - 1))
 
     def finish(self, first, last, residual):
-        """Write the outputs of tiles `first` to `last` of this block."""
-        sizes, warps, adders = self.sizes, self.sizes.plan.warps, self.sizes.adders
+        """Write the outputs of tiles `first` to `last` of this block: one thread an output."""
+        sizes, warps = self.sizes, self.sizes.plan.warps
 
         def one(at, carry):
-            at = at // adders
             j, row, inside, n = self.output(at, first)
             sums = [
-                self.over_warps(
-                    self.sums_smem, self.sums_at(j * sizes.matrices + m, row, inside), self.turn(inside)
+                over_warps(
+                    lambda w, m=m: memory.load(
+                        self.sums_smem, self.sums_at(j * sizes.matrices + m, row, index(w)) + inside
+                    ),
+                    warps,
                 )
                 for m in range(sizes.matrices)
             ]
             norm = None
             if self.normed:
-                squares = self.over_warps(self.squares_smem, row * warps)
+                squares = over_warps(lambda w: memory.load(self.squares_smem, row * warps + w), warps)
                 norm = inverse_rms(squares, sizes.columns, sizes.eps)
             y = finished(sums, norm)
             if self.residual is not None:
                 y = y + (self.residual_at(at, first) if residual is None else residual)
-            with lanes.when(self.thread % adders == 0):
-                self.store(y, row, n)
+            self.store(y, row, n)
             return carry
 
-        outputs = index((last - first) * (sizes.rows * ROWS))
-        lanes.loop(self.thread, outputs * adders, warps * 32, [], one)
+        lanes.loop(self.thread, index((last - first) * (sizes.rows * ROWS)), warps * 32, [], one)
 
 
 def _flat(nested) -> list:

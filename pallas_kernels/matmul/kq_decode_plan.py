@@ -17,8 +17,7 @@ class Part(NamedTuple):
     n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
     first_block, blocks     blocks of threads that share it
     tiles                   of each of them
-    depth                   items that a warp has in its ring
-    at_once                 tiles of an item, which has 256 columns of them, of each matrix
+    depth                   items (a tile's 256 columns, of each matrix) that a warp has in its ring
     """
 
     format: str
@@ -30,15 +29,9 @@ class Part(NamedTuple):
     blocks: int
     tiles: int
     depth: int
-    at_once: int = 1
-
-    @property
-    def tile_bytes(self) -> int:
-        """Of a tile's 256 columns, in shared memory."""
-        return 32 * sum(map(lane_bytes, self.shapes))
 
     def item_bytes(self, matrices: int) -> int:
-        return self.at_once * matrices * self.tile_bytes
+        return 32 * matrices * sum(map(lane_bytes, self.shapes))
 
 
 class Plan(NamedTuple):
@@ -83,10 +76,8 @@ def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
 
 
 def together(placed: tuple[Part, ...], padded: int) -> int:
-    """Tiles between two barriers, of so many rows: whole items."""
-    at_once = max(part.at_once for part in placed)
-    most = max(1, min(max(part.tiles for part in placed), 16 // padded))
-    return -(-most // at_once) * at_once
+    """Tiles between two barriers, of so many rows."""
+    return max(1, min(max(part.tiles for part in placed), 16 // padded))
 
 
 def scratch_bytes(placed, matrices: int, steps: int, padded: int, warps: int, bits: int) -> tuple[int, ...]:

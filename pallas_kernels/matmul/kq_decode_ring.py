@@ -1,7 +1,7 @@
 """The weights of a warp of kq_decode on their way through shared memory, of one product or of several that
 follow each other in a launch.
 
-    an item    256 columns of `part.at_once` tiles, of each matrix; a warp's are in the order tile, step
+    an item    a tile's 256 columns, of each matrix; the items of a warp are in the order tile, step
     the ring   slots of an item each; a slot that was multiplied is at once asked for the item `depth` further
 
 A lane reads from a slot what it copied there itself, so nobody waits for another warp. Copies run on from a
@@ -27,7 +27,7 @@ class Share(NamedTuple):
     here        whether the block has tiles of this part
     first_tile, count   of the block
     first_step, mine    of the warp's steps
-    tiles       of these, all or none: those of which the warp has steps
+    tiles       of which the warp has steps
     """
 
     part: kq_decode_plan.Part
@@ -77,8 +77,8 @@ class Ring:
     """phases   of each product its parts, of which a block has one at most
     smem     of the block: depth slots of so many bytes for each warp
 
-    What changes from item to item is a list `state`: of the item to copy next the product's number, tiles (as
-    a number of at_once each) and step in it, of how many of both, and the slot of the item to multiply.
+    What changes from item to item is a list `state`: of the item to copy next the product's number, tile and
+    step in it, of how many tiles and steps, and the slot of the item to multiply.
     """
 
     def __init__(self, phases: Sequence[Sequence[Stream]], smem, depth: int, slot_bytes: int):
@@ -125,10 +125,10 @@ class Ring:
         memory.wait_copies(self.depth - 1)
         return self.address + state[-1] * self.slot_bytes
 
-    def words(self, part: kq_decode_plan.Part, unit: int, at_slot) -> dict:
-        """A lane's words of a matrix of a tile of an item by name, or vectors of four."""
+    def words(self, part: kq_decode_plan.Part, m: int, at_slot) -> dict:
+        """A lane's words of a matrix of an item by name, or vectors of four."""
         words = {}
-        for name, field in _fields(part, unit).items():
+        for name, field in _fields(part, m).items():
             at = at_slot + self.lane * field.size
             loaded = [
                 memory.load_shared(field.size // 4, at, field.at + 512 * v) for v in range(field.vectors)
@@ -139,29 +139,22 @@ class Ring:
     def _copy_of(self, number: int, condition, tile, step, slot):
         """Of product `number`, if the condition holds (None: it does) and there is such a tile."""
         for stream in self.phases[number]:
-            part = stream.share.part
-            for k in range(part.at_once):
-                at = tile * part.at_once + k
-                wanted = at < stream.share.tiles
-                with lanes.when(wanted if condition is None else condition & wanted):
-                    self._copy_tile(stream, k, at, step, slot)
-
-    def _copy_tile(self, stream: Stream, k: int, tile, step, slot):
-        """Tile k of an item."""
-        share, part = stream.share, stream.share.part
-        item = (stream.layer * part.n_tiles + share.first_tile + tile) * share.steps
-        item = item + share.first_step + step
-        target = self.address + slot * self.slot_bytes
-        for m, fields in enumerate(stream.weight_gmem):
-            for name, field in _fields(part, k * len(stream.weight_gmem) + m).items():
-                whole = len(field.shape) == 3
-                piece = self.lane if whole else self.lane // (32 // field.shape[0])
-                start = memory.address(fields[name])
-                of_item = 4 * math.prod(field.shape)
-                source = memory.at_byte(start, item, of_item, piece * field.size)
-                to = target + field.at + self.lane * field.size
-                for v in range(field.vectors):
-                    memory.copy_async(to, source, field.size, at=512 * v)
+            share, part = stream.share, stream.share.part
+            wanted = tile < share.tiles
+            with lanes.when(wanted if condition is None else condition & wanted):
+                item = (stream.layer * part.n_tiles + share.first_tile + tile) * share.steps
+                item = item + share.first_step + step
+                target = self.address + slot * self.slot_bytes
+                for m, fields in enumerate(stream.weight_gmem):
+                    for name, field in _fields(part, m).items():
+                        whole = len(field.shape) == 3
+                        piece = self.lane if whole else self.lane // (32 // field.shape[0])
+                        start = memory.address(fields[name])
+                        of_item = 4 * math.prod(field.shape)
+                        source = memory.at_byte(start, item, of_item, piece * field.size)
+                        to = target + field.at + self.lane * field.size
+                        for v in range(field.vectors):
+                            memory.copy_async(to, source, field.size, at=512 * v)
 
     def _from(self, number: int, phase=None) -> list:
         """The first product from `phase` on, one of `number` and later, of which this warp has something: its
@@ -170,17 +163,16 @@ class Ring:
         for at in reversed(range(number, len(self.phases))):
             tiles, mine = integer(0), integer(0)
             for share, *_ in self.phases[at]:
-                at_once = share.part.at_once
-                tiles, mine = tiles + (share.tiles + (at_once - 1)) // at_once, share.mine
+                tiles, mine = tiles + share.tiles, share.mine
             it = (tiles != 0) if phase is None else (tiles != 0) & (phase <= at)
             of_it = (integer(at), tiles, mine)
             found = [select(it, new, old) for new, old in zip(of_it, found, strict=True)]
         return found
 
 
-def _fields(part: kq_decode_plan.Part, unit: int) -> dict[str, Field]:
-    """Of a unit, a matrix of a tile, in a slot."""
-    fields, at = {}, unit * part.tile_bytes
+def _fields(part: kq_decode_plan.Part, m: int) -> dict[str, Field]:
+    """Of matrix m in a slot."""
+    fields, at = {}, m * part.item_bytes(1)
     for name, shape in zip(part.names, part.shapes, strict=True):
         size = kq_decode_plan.lane_bytes(shape)
         fields[name] = Field(at, min(size, 16), max(1, size // 16), shape)

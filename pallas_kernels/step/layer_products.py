@@ -37,9 +37,6 @@ Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: sta
 
 # Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md).
 DEPTH = 2
-# Tiles of an item at most: of a product of one matrix a ring would else hold half of what it holds of gate
-# and up, too little to keep memory busy while activations go from block to block.
-AT_ONCE = 2
 
 
 class Phase(NamedTuple):
@@ -75,10 +72,6 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
         for phase, parts in zip(phases, placed, strict=True)
         for part in parts
     )
-    placed = [
-        tuple(_with_tiles_at_once(part, len(phase.parts[0]), slot_bytes) for part in parts)
-        for phase, parts in zip(phases, placed, strict=True)
-    ]
     best = None
     for warps in (16, 12, 8):
         sizes = [
@@ -93,7 +86,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
             steps = phase.columns // COLUMNS
-            tiles = sum(part.n_tiles * part.tile_bytes * len(phase.parts[0]) for part in parts)
+            tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
             idle += tiles * -(-steps // warps) * warps
         if depth >= 2 and (best is None or idle < best[0]):
             best = idle, warps, depth
@@ -108,10 +101,6 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
         for phase, parts in zip(phases, placed, strict=True)
     )  # fmt: skip
     return Planned(products, depth, slot_bytes)
-
-
-def _with_tiles_at_once(part: kq_decode_plan.Part, matrices: int, slot_bytes: int) -> kq_decode_plan.Part:
-    return part._replace(at_once=min(AT_ONCE, part.tiles, slot_bytes // part.item_bytes(matrices)))
 
 
 def refuses(rows: int, width: int, hidden: int, ffn: int, bits: int, layer, following) -> str | None:
