@@ -189,6 +189,44 @@ def store_for_others(word, ref, at):
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
 
 
+def store_four_for_others(words: list, ref, at):
+    """Four words, from a multiple of four on, as one: who reads one of them as they are now has all."""
+    text = """{
+        .reg .b128 all;
+        .reg .b64 low, high;
+        mov.b64 low, {$1, $2};
+        mov.b64 high, {$3, $4};
+        mov.b128 all, {low, high};
+        st.relaxed.gpu.global.b128 [$0], all;
+        }"""
+    lanes.ptx(None, [_pointer(ref, at), *words], text, "l,r,r,r,r,~{memory}", effects=True)
+
+
+def load_fours(ref, starts, tag) -> list[list]:
+    """Wait until the last of each of the four words from `starts` on has this tag: all of them, as stored by
+    `store_four_for_others`. Asked for as in `load_tagged_words`."""
+    text = """{
+        .reg .b128 all;
+        .reg .b64 low, high;
+        ld.relaxed.gpu.global.b128 all, [$4];
+        mov.b128 {low, high}, all;
+        mov.b64 {$0, $1}, low;
+        mov.b64 {$2, $3}, high;
+        }"""
+    pointers = [_pointer(ref, at) for at in starts]
+
+    def attempt(pointers):
+        words, wrong = [], integer(0)
+        for pointer in pointers:
+            words += lanes.ptx([i32()] * 4, [pointer], text, "=r,=r,=r,=r,l,~{memory}", effects=True)
+            wrong = wrong | words[-1] ^ tag
+        return lanes.any_lane(wrong & 3), words
+
+    for these in (pointers[-1:], pointers):
+        words = lanes.repeated(lambda these=these: attempt(these), [i32()] * (4 * len(these)))
+    return [words[k : k + 4] for k in range(0, len(words), 4)]
+
+
 def load_tagged(ref, wanted, tag, at_once: bool = False) -> list:
     """`load_tagged_words`, as float32."""
     return [untagged(word) for word in load_tagged_words(ref, wanted, tag, at_once)]

@@ -18,7 +18,17 @@ from typing import Any, NamedTuple
 import jax
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import as_word, index, integer, minimum, of, real, select, sum_of_squares
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    index,
+    integer,
+    minimum,
+    of,
+    real,
+    select,
+    sum_of_squares,
+)
 from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
 from pallas_kernels.tiles import COLUMNS, Lanes
@@ -27,8 +37,10 @@ from pallas_kernels.tiles import COLUMNS, Lanes
 class WarpActivations(NamedTuple):
     """The activations of one warp, as one of its lanes sees them; what is Any is an MLIR value.
 
-    load_x           [(row, column)] -> of each 8 float32 from there on
-    gamma_gmem       float32 [L, K], of which it takes norm_layer; None without a norm
+    load_x           [(row, column)] -> of each 8 float32 from there on, or, where they are `rounded`
+                     already, the words that `rounded_words` makes of them
+    rounded          whether they are
+    gamma_gmem       float32 [L, K], of which it takes norm_layer; None without a norm, or where rounded
     first_step, mine its steps of 256 columns
     per_warp, steps  the most that a warp has, and all
     kq               the format's tiles.Lanes
@@ -37,6 +49,7 @@ class WarpActivations(NamedTuple):
     """
 
     load_x: Callable[[list], list[list]]
+    rounded: bool
     gamma_gmem: jax.Array | None
     norm_layer: Any
     lane: Any
@@ -91,7 +104,8 @@ class WarpActivations(NamedTuple):
 
     def _as_pass(self, s, values):
         """As `load` had it, from _flat_pass."""
-        values = [values[k : k + 8] for k in range(0, len(values), 8)]
+        each = 4 if self.rounded else 8
+        values = [values[k : k + each] for k in range(0, len(values), each)]
         places = [(u, row) for u in range(self.at_once) for row in range(self.rows)]
         x = dict(zip(places, values, strict=False))
         return self._steps_at(s), x, values[len(x) :]
@@ -103,12 +117,17 @@ class WarpActivations(NamedTuple):
         step, x, gammas = passes
         for u in range(self.at_once):
             for row in range(self.rows):
-                v = x[u, row]
-                if gammas:
-                    counts = s + u < self.mine
-                    squares[row] = squares[row] + select(counts, sum_of_squares(v), 0.0)
-                    v = [a * b for a, b in zip(v, gammas[u], strict=True)]
-                words, stats_of_group = _quantize(v, self.kq, self.bits)
+                v, counts = x[u, row], s + u < self.mine
+                if self.rounded:
+                    low, high, scale, of_squares = v
+                    squares[row] = squares[row] + select(counts, memory.untagged(of_squares), 0.0)
+                    words = [[low, high]]
+                    stats_of_group = _stats(words, as_real(scale), self.kq)
+                else:
+                    if gammas:
+                        squares[row] = squares[row] + select(counts, sum_of_squares(v), 0.0)
+                        v = [a * b for a, b in zip(v, gammas[u], strict=True)]
+                    words, stats_of_group = _quantize(v, self.kq, self.bits)
                 at = q + step[u] * COLUMNS + lane * 8 + row * self.row_bytes
                 for digit, pair in enumerate(words):
                     memory.store_shared(pair, at, digit * self.padded * self.row_bytes)
@@ -141,20 +160,41 @@ def _quantize(x, kq: Lanes, bits: int):
     lanes_of_group = kq.activation_group // 8
     largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, lanes_of_group))
     q = magic_words(x, top, largest, fused=True)
-    words, sums = [], []
+    words = []
     for digit in range(bits // 8):
         if digit:
             q = [v + 128 for v in q]  # what the signed low digit has taken
-        word = packed_digits(q, digit)
-        sums.append(lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], integer(0))))
-        words.append(word)
-    scale = largest * (1 / top)
+        words.append(packed_digits(q, digit))
+    return words, _stats(words, largest * (1 / top), kq)
+
+
+def _stats(words: list, scale, kq: Lanes) -> list:
+    """Of _quantize's words and their group's scale."""
+    lanes_of_group = kq.activation_group // 8
     if not kq.minimums:
-        return words, [as_word(scale)]
+        return [as_word(scale)]
+    sums = [lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], integer(0))) for word in words]
     if kq.whole_scales:
         halves = [lanes.warp_sum_real(v, lanes_of_group // 2) for v in sums]
         pairs = [lanes.bytes_of(v, lanes.swapped(v, lanes_of_group // 2), 0x5410) for v in halves]
-        return words, [as_word(scale), *pairs]
+        return [as_word(scale), *pairs]
     low, *high = sums
     total = lanes.warp_sum_real(low + (high[0] << 8) if high else low, lanes_of_group)
-    return words, [as_word(scale), as_word(scale * real(total))]
+    return [as_word(scale), as_word(scale * real(total))]
+
+
+def rounded_words(x, factor, group: int) -> list:
+    """A warp's neighbouring activations, one a lane -> of each 8, in the first of their lanes: two words of
+    signed bytes q, their group's scale, and the sum of x^2, float32.
+
+    x factor = q scale; factor: a norm's gamma, or None for 1; group: columns that share a scale.
+    """
+    of_squares = x * x
+    x = x if factor is None else x * factor
+    largest = largest_of_group([x], lambda v: lanes.largest_of_warp(v, group))
+    (q,) = magic_words([x], 127, largest, fused=True)
+    lane = integer(lanes.thread())
+    word = (q & 0xFF) << (lane % 4) * 8
+    for distance in (1, 2):
+        word = word | lanes.swapped(word, distance)
+    return [word, lanes.swapped(word, 4), as_word(largest * (1 / 127)), lanes.warp_sum_real(of_squares, 8)]

@@ -210,11 +210,11 @@ def _body(
         sender.prepare(peers_gmem, out_gmem)
         width = product.n_tiles * ROWS
 
-        def store(y, row, n):
+        def store(y, row, n, _):
             sender.send(y, n + sent_before + row * width)
     else:
 
-        def store(y, row, n):
+        def store(y, row, n, _):
             memory.store(y, out_gmem, row, n)
 
     for part, of_part in zip(product.plan.parts, weight_gmem, strict=True):

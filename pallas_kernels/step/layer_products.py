@@ -6,9 +6,11 @@ multiprocessor, for weights of 2 to 8 bits.
 Each [phase] is a product of kq_decode.py, with its block and its order of sums. A launch that does only one
 has an idle memory at both ends: until its first weights are there, and while its last sums are made and the
 next one starts. Here a warp's ring runs on from phase to phase (kq_decode_ring.py): weights are on their way
-while activations go from block to block. These go as words with a tag in the workspace, as in
-decode_layers.py: whoever reads the tag has the value, of 22 bits of mantissa. The residual stream stays exact
-with the block that adds to it, which has the same outputs of o and of down.
+while activations go from block to block. These have a tag in the workspace, as in decode_layers.py: whoever
+reads the tag has the value. Every block reads all of them at once, and waits, so their bytes count: where all
+parts of what follows want the same integers, the block that made them rounds them, and 8 are passed on in 16
+bytes. Else they are float32 of 22 bits of mantissa. The residual stream stays exact with the block that adds
+to it, which has the same outputs of o and of down.
 
 All blocks must run at once.
 """
@@ -26,7 +28,7 @@ from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul import kq_decode_plan
-from pallas_kernels.matmul.activations_shared import eights
+from pallas_kernels.matmul.activations_shared import eights, rounded_words
 from pallas_kernels.matmul.kq_decode_block import Block, IntegerProduct, scratch
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, from_blocks, tile
@@ -157,11 +159,16 @@ def run(
         of_phases.append(((qkv, layer + 1),))
         gammas.append(norms[0][layer + 1 : layer + 2])
     pieces = [list(zip(*(_pieces(*of) for of in phase), strict=True)) for phase in of_phases]
+    bits = pieces[0][0][0].products.activation_bits
     kernel = functools.partial(
         layer_products,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
+        rounded=tuple(
+            _is_rounded(maker, users, bits, len(x))
+            for maker, users in ((o, (gate, up)), (gate, (down,)), (down, (qkv,)))
+        ),
         eps=eps,
-        bits=pieces[0][0][0].products.activation_bits,
+        bits=bits,
     )
     weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
@@ -174,9 +181,31 @@ def run(
 def _pieces(stack: LayerStack, layer: int) -> list[QTensor]:
     """A layer's matrices, rows below rows, each as a stack of one: XLA makes an offset of that slice."""
     part, index = stack.where[layer]
-    held = stack.parts[part]
-    pieces = held.pieces if isinstance(held, Rows) else (held,)
-    return [piece[index : index + 1] for piece in pieces]
+    return [piece[index : index + 1] for piece in _pieces_of(stack.parts[part])]
+
+
+def _pieces_of(part: QTensor | Rows) -> Sequence[QTensor]:
+    return part.pieces if isinstance(part, Rows) else (part,)
+
+
+def _is_rounded(maker: LayerStack, users: Sequence[LayerStack], bits: int, rows: int) -> bool:
+    """Whether what a product makes is passed on as integers: of one row, of 8 bits, where every block makes
+    whole groups of 32 and all parts of what follows have the same groups. In all layers or in none, since a
+    tag tells a layer from the two before only."""
+    n_tiles = -(-maker.shape[0] // ROWS)
+    of_block = -(-n_tiles // device.multiprocessors())
+    groups = [
+        {formats.get(piece.format).LANES.activation_group for piece in _pieces_of(part)}
+        for user in users
+        for part in user.parts
+    ]
+    return (
+        rows == 1
+        and bits == 8
+        and n_tiles % 2 == of_block % 2 == 0
+        and all(len(_pieces_of(part)) == 1 for part in maker.parts)
+        and all(len(of_part) == 1 for of_part in groups)
+    )
 
 
 def workspace_words(rows: int, hidden: int, ffn: int) -> int:
@@ -184,7 +213,7 @@ def workspace_words(rows: int, hidden: int, ffn: int) -> int:
     return rows * (2 * hidden + ffn)
 
 
-@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "bits"))
+@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "bits", "rounded"))
 def layer_products(
     attended: jax.Array,
     x: jax.Array,
@@ -196,6 +225,7 @@ def layer_products(
     formats_of: tuple[tuple[str, ...], ...],
     eps: float,
     bits: int = 8,
+    rounded: tuple[bool, bool, bool] = (False, False, False),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """x <- x + W_o attended;  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x);  and of the next
     layer W_qkv norm(x), where there is one.
@@ -209,6 +239,7 @@ def layer_products(
     workspace  int32 [workspace_words], zeros before the first launch
     formats_of  of the parts of each
     bits       8 or 16, to which activations are rounded
+    rounded    whether what o, gate and up, and down make is passed on as integers (`_is_rounded`)
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
@@ -226,7 +257,7 @@ def layer_products(
     ref = jax.new_ref(workspace)
     ring_words = warps * planned.depth * planned.slot_bytes // 4
     out = launch(
-        functools.partial(_body, planned),
+        functools.partial(_body, planned, rounded),
         {
             "weight_gmem": weights, "attended_gmem": attended, "x_gmem": x, "norm_gmem": norms,
             "layer_gmem": layer, "workspace": ref,
@@ -242,8 +273,9 @@ def layer_products(
 
 
 def _body(
-    planned: Planned, *, weight_gmem, attended_gmem, x_gmem, norm_gmem, layer_gmem, workspace, x_out_gmem,
-    ring_smem, qkv_gmem=None, **refs,
+    planned: Planned, rounded: tuple[bool, ...],
+    *, weight_gmem, attended_gmem, x_gmem, norm_gmem, layer_gmem, workspace, x_out_gmem, ring_smem,
+    qkv_gmem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose parts its number says."""
     products = planned.products
@@ -264,26 +296,44 @@ def _body(
     )  # fmt: skip
 
     def receive(vector: int, places: list) -> list[list]:
-        """8 float32 from each (row, column) of a vector on, when they are there."""
+        """8 float32 from each (row, column) of a vector on, or words of 8 integers, when they are there."""
+        if rounded[vector]:
+            return memory.load_fours(workspace, [at // 2 + begins[vector] for _, at in places], tag)
         starts = [at + (row * widths[vector] + begins[vector]) for row, at in places]
         words = memory.load_tagged(workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag)
         return [words[k : k + 8] for k in range(0, len(words), 8)]
 
-    def send(y, vector: int, row, n):
-        memory.store_tagged(y, workspace, row * widths[vector] + begins[vector] + n, tag)
+    def send(y, vector: int, row, n, gamma):
+        if not rounded[vector]:
+            memory.store_tagged(y, workspace, row * widths[vector] + begins[vector] + n, tag)
+            return
+        *words, of_squares = rounded_words(y, gamma, products[vector + 1].activation_group)
+        with lanes.when(lanes.thread() % 8 == 0):
+            words.append(memory.tagged(of_squares, tag))
+            memory.store_four_for_others(words, workspace, n // 2 + begins[vector])
 
-    def store(number: int, y, row, n):
+    def store(number: int, y, row, n, gamma):
         if number in (0, 2):
             memory.store(y, x_out_gmem, row, n)
         if number == 3:
             memory.store(y, qkv_gmem, row, n)
         elif number + 1 < len(products):
-            send(y, number, row, n)
+            send(y, number, row, n, gamma)
 
     residuals = {
         0: functools.partial(memory.load, x_gmem),
         # Of this block's own threads, past a cache that is not kept up to date.
         2: lambda row, n: memory.load_written_by_others(x_out_gmem, row * hidden + n),
+    }
+
+    def gamma_of(number: int, row, n):
+        return memory.load(norm_gmem[number], 0, n)
+
+    # Of the norm that follows: whoever rounds multiplies by it.
+    gammas = {
+        number: functools.partial(gamma_of, number + 1)
+        for number in range(len(products) - 1)
+        if rounded[number] and norm_gmem[number + 1] is not None
     }
     loads = [functools.partial(eights, attended_gmem)]
     loads += [functools.partial(receive, vector) for vector in range(len(products) - 1)]
@@ -291,7 +341,8 @@ def _body(
         [
             Block(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
-                gamma_gmem=norm_gmem[number], norm_layer=integer(0), **refs,
+                gamma_gmem=norm_gmem[number], norm_layer=integer(0), ahead=gammas.get(number),
+                rounded=number > 0 and rounded[number - 1], **refs,
             )
             for share in shares[number]
         ]
