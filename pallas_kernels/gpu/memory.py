@@ -204,7 +204,8 @@ def store_four_for_others(words: list, ref, at):
 
 def load_fours(ref, starts, tag) -> list[list]:
     """Wait until the last of each of the four words from `starts` on has this tag: all of them, as stored by
-    `store_four_for_others`. Asked for as in `load_tagged_words`."""
+    `store_four_for_others`. The last four are asked for again and again, and then the others, as in
+    `load_tagged_words`."""
     text = """{
         .reg .b128 all;
         .reg .b64 low, high;
@@ -222,8 +223,10 @@ def load_fours(ref, starts, tag) -> list[list]:
             wrong = wrong | words[-1] ^ tag
         return lanes.any_lane(wrong & 3), words
 
-    for these in (pointers[-1:], pointers):
-        words = lanes.repeated(lambda these=these: attempt(these), [i32()] * (4 * len(these)))
+    *others, last = pointers
+    words = lanes.repeated(lambda: attempt([last]), [i32()] * 4)
+    if others:
+        words = lanes.repeated(lambda: attempt(others), [i32()] * (4 * len(others))) + words
     return [words[k : k + 4] for k in range(0, len(words), 4)]
 
 
