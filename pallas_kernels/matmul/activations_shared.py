@@ -183,6 +183,11 @@ def _stats(words: list, scale, kq: Lanes) -> list:
     return [as_word(scale), as_word(scale * real(total))]
 
 
+def _largest_of_lanes(x, group: int):
+    """`lanes.largest_of_warp` of numbers that are not below 0, in one instruction for all 32."""
+    return as_real(lanes.warp_max(as_word(x))) if group == 32 else lanes.largest_of_warp(x, group)
+
+
 def rounded_words(x, factor, group: int) -> list:
     """A warp's neighbouring activations, one a lane -> of each 8, in the first of their lanes: two words of
     signed bytes q, their group's scale, and the sum of x^2, float32.
@@ -191,7 +196,7 @@ def rounded_words(x, factor, group: int) -> list:
     """
     of_squares = x * x
     x = x if factor is None else x * factor
-    largest = largest_of_group([x], lambda v: lanes.largest_of_warp(v, group))
+    largest = largest_of_group([x], lambda v: _largest_of_lanes(v, group))
     (q,) = magic_words([x], 127, largest, fused=True)
     lane = integer(lanes.thread())
     word = (q & 0xFF) << (lane % 4) * 8
