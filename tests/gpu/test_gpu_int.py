@@ -4,6 +4,7 @@ PYTHONPATH=. python -m pytest -m gpu tests/gpu/test_gpu_int.py
 """
 
 import dataclasses
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from pallas_kernels import (
     matmul,
     qtensor,
 )
+from pallas_kernels.step import layer_products
 from tests.agreement import log_softmax
 from tests.gpu.test_gpu import on_a_gpu, step_log_p  # noqa: F401
 
@@ -171,6 +173,32 @@ def test_parts_of_other_formats_are_one_product(rows):
     alone = [matmul(x, piece, 1, gamma=gamma, eps=1e-6) for piece in pieces]
     # Another number of warps sums in another order.
     np.testing.assert_allclose(together, np.concatenate(alone, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("formats_of", [("q2_k",) * 4, ("q4_k", "q4_k", "q6_k", "iq4_xs")], ids=str)
+def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
+    """But for what falls to the other side of .5 for the 22 bits of float32 on their way."""
+    hidden, ffn = 4096, 4096
+    shapes = ((hidden, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn), (6144, hidden))
+    o, gate_up, down, qkv = formats_of
+    stacks = [
+        LayerStack((for_device(stack(format, *shape, 2, seed)),), ((0, 0), (0, 1)))
+        for seed, (format, shape) in enumerate(zip((o, gate_up, gate_up, down, qkv), shapes, strict=True))
+    ]
+    attended, x = jax.random.normal(jax.random.key(1), (2, 1, hidden))
+    norms = tuple(1 + 0.1 * jax.random.normal(jax.random.key(2), (2, 2, hidden)))
+    workspace = jnp.zeros(layer_products.workspace_words(1, hidden, ffn), jnp.int32)
+    o, gate, up, down, qkv = stacks
+
+    def run():
+        return layer_products.run(attended, x, (qkv, o, gate, up, down), norms, 0, workspace, 1e-6)[:2]
+
+    got, again = run(), run()
+    with mock.patch.object(layer_products, "_is_rounded", lambda *_: False):
+        want = run()
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    for a, b in zip(got, want, strict=True):
+        assert 0 < np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize(

@@ -482,7 +482,7 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
 
 def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     """The products between two layers' attention, as a Bonsai 8B has them: formats, and (format, rows) of the
-    parts of the next q, k and v."""
+    parts of the next q, k and v. What o, and gate and up make is passed on as integers, where it may be."""
     hidden, ffn = 4096, 12288
     sizes = [([(o, hidden)], hidden, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
     sizes += [(qkv, hidden, 1)] * bool(qkv)
@@ -494,7 +494,10 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
     workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
-    f = functools.partial(layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits)
+    rounded = (rows == 1 and bits == 8,) * 2 + (False,)
+    f = functools.partial(
+        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits, rounded=rounded
+    )
     x = vector(rows, hidden)
     return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
 
