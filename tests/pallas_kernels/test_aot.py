@@ -26,11 +26,13 @@ from pallas_kernels.experts import kq_experts
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_int8 import activations_int8
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.kq_decode import kq_decode
 from pallas_kernels.matmul.kq_dequantize import kq_dequantize
 from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
 from pallas_kernels.matmul.q1_prefill_sm90 import q1_prefill_sm90
 from pallas_kernels.qtensor import tile
+from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import Matmul, choose
@@ -457,6 +459,13 @@ def _rows(f, rows, k, normed=True, **options):
     return functools.partial(f, eps=1e-6, **options), arguments
 
 
+def _rotated(rows, k, normed=True, heads=None, **options):
+    """A row as Bonsai 2 27B has it."""
+    signs = jax.ShapeDtypeStruct((k,), jnp.float32)
+    f, (x, *norm) = _rows(activations_rotated, rows, k, normed, **options)
+    return f, (x, Rotation(signs, 1024, heads), *norm)
+
+
 def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16"):
     """All layers of a step, as a Bonsai model has them."""
     f32, i32, pages = jnp.float32, jnp.int32, 34
@@ -543,6 +552,9 @@ HOT = {
     "draw of a token, 8 rows": lambda: _draw(8, 151669),
     "norm": lambda: _rows(activations_float16, 2048, 4096),
     "norm, 8192 wide": lambda: _rows(activations_float16, 512, 8192),
+    "rotated": lambda: _rotated(1, 5120),
+    "rotated, 17408 wide": lambda: _rotated(1, 17408, normed=False),
+    "rotated, heads regrouped": lambda: _rotated(1, 6144, normed=False, heads=(3, 16)),
     "delta step": lambda: _delta_step(1),
     "delta step, 16 rows, gates made": lambda: _delta_step(16, gates_made=True),
     "attention, 256 wide": lambda: _attention(24, 4, 256, True, "float16", pairs=32, gated=True),
@@ -585,6 +597,8 @@ HOT_ON_HOPPER = {
     "rounding, in groups of 32, 28672 wide": lambda: _rows(
         activations_float16, 512, 28672, normed=False, group=32
     ),
+    "rotated and rounded": lambda: _rotated(2048, 5120, rounded=True, group=32),
+    "rotated and rounded, 17408 wide": lambda: _rotated(2048, 17408, normed=False, rounded=True, group=32),
     "many: output matrix": lambda: _many_rows(151669, 4096, 1, 256),
     "many: q6_k output matrix": lambda: _many_rows_of_integers("q6_k", 151669, 4096, 1, 256),
     "many: out, 16 bits": lambda: _many_rows(4096, 4096, 1, 2048, bits=16),
