@@ -1,21 +1,14 @@
 """Inputs of folded weights (rotation.py), behind RMSNorm where there is one: normed, rotated and, for
-kq_prefill_sm90.py, rounded, by one launch that reads them once.
+kq_prefill_sm90.py, rounded, by one launch that reads them once (rotated_columns.py).
 
     n = H(s * P(gamma x)) / sqrt(mean(x^2) + eps): the norm's scalar commutes with all that is linear
 
-A warp has 1,024 neighbouring columns of a row, 32 a lane, and of their numbers' ten bits
-
-    bits 5 to 9 in a lane      as loaded, 32 neighbours by a warp at a time: five stages of sums
-    through shared memory      a row of 32 for each lane's
-    bits 0 to 4 in a lane      five stages more; 32 neighbours of the result
-
-so that no stage asks another lane. Blocks of threads have whole rows, where results are rounded by a row's
-largest. Else, of few rows, four warps have a part, and each block sums the squares of all of the row.
+Blocks of threads have whole rows, since results are rounded by a row's largest. Of few rows that are not
+rounded four warps have a part, and each block sums the squares of all of the row.
 """
 
 import functools
 import operator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,29 +16,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import greatest, index, maximum, minimum, real, select, sum_of_squares
+from pallas_kernels.gpu.values import greatest, index, maximum, real, select, sum_of_squares
 from pallas_kernels.matmul import prologue
 from pallas_kernels.matmul.activations_float16 import WIDTH, power_of_two
 from pallas_kernels.matmul.epilogue import inverse_rms
+from pallas_kernels.matmul.rotated_columns import CHUNK, LANES, WORDS, RotatedColumns
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import COLUMNS
 
-LANES = 32
-CHUNK = LANES * LANES  # columns of a warp
-PITCH = LANES + 4  # words of shared memory for a lane's row: 16 bytes of eight lanes meet no bank twice
 MOST_WARPS = 20  # of a block: 100 registers are left to each lane
 WARPS_OF_PART = 4
-
-
-def refuses(rotation: Rotation, columns: int) -> str | None:
-    """Why the kernel cannot rotate so many columns, or None."""
-    if rotation.axis is not None:
-        return "the columns are split over devices"
-    if rotation.block > CHUNK:
-        return f"{rotation.block} values are transformed together; the kernel has up to {CHUNK}"
-    if columns % LANES or (rotation.heads and columns // _heads(rotation) % LANES):
-        return f"{columns} columns, or those of a head, are no multiple of {LANES}"
-    return None
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "group", "rounded"))
@@ -96,7 +76,7 @@ def activations_rotated(
         blocks=rows * parts,
         threads=32 * warps,
         scratch={
-            "turned_smem": plgpu.SMEM((warps * LANES * PITCH,), jnp.float32),
+            "turned_smem": plgpu.SMEM((warps * WORDS,), jnp.float32),
             "shared_smem": plgpu.SMEM((2, warps), jnp.float32),
         },
     )  # fmt: skip
@@ -111,59 +91,44 @@ def _body(
     thread = lanes.thread(kept=True)
     warp, lane = thread // LANES, thread % LANES
     chunks = -(-places // CHUNK)
-    each = -(-chunks // (warps * parts))
-    mine = [part * warps + warp + warps * i for i in range(each)]  # parts are of one chunk a warp
+    mine = [part * warps + warp + warps * i for i in range(-(-chunks // (warps * parts)))]
     norm_layer = 0 if layer_gmem is None or gamma_gmem is None else memory.load(layer_gmem, 0)
-    here = lane + warp * (LANES * PITCH)
-    there = lane * PITCH + warp * (LANES * PITCH)
+    my = RotatedColumns(
+        functools.partial(memory.load, x_gmem), columns, signs_gmem, gamma_gmem, norm_layer, block, heads,
+        turned_smem, warp, lane,
+    )  # fmt: skip
 
-    def transformed(chunk) -> list:
-        """The lane's 32 neighbours of H(s * P(gamma x)), not yet divided, and the sum of its squares of x."""
-        of = _Columns(chunk, lane, columns)
-        x = of.load(lambda c, source: memory.load(x_gmem, row, source), heads)
-        squares = sum_of_squares(x)
-        if gamma_gmem is not None:
-            gamma = of.load(lambda c, source: memory.load(gamma_gmem, norm_layer, source), heads)
-            x = [v * g for v, g in zip(x, gamma, strict=True)]
-        if signs_gmem is not None:
-            signs = of.load(lambda c, source: memory.load(signs_gmem, c), heads)
-            x = [v * s for v, s in zip(x, signs, strict=True)]
-        bits = block.bit_length() - 1
-        _butterflies(x, range(0, bits - 5))
-        for j, v in enumerate(x):
-            memory.store(v, turned_smem, here + j * PITCH)
-        lanes.warp_barrier()
-        x = [v for i in range(0, LANES, 4) for v in memory.load_reals(4, turned_smem, [there + i])]
-        lanes.warp_barrier()
-        _butterflies(x, range(0, min(bits, 5)))
-        return [*x, squares]
+    def of_chunk(chunk):
+        n, squares = my.rotated(my.load(row, chunk))
+        return [*n, squares]
 
     found = [
-        lanes.choose(chunk < chunks, functools.partial(transformed, chunk), [real(0)] * (LANES + 1))
+        lanes.choose(chunk < chunks, functools.partial(of_chunk, chunk), [real(0)] * (LANES + 1))
         for chunk in mine
     ]
-    y = [values[:LANES] for values in found]
-    factor = real(block**-0.5)
+    n, factor = [values[:LANES] for values in found], None
     if gamma_gmem is not None:
-        squares = functools.reduce(operator.add, [values[LANES] for values in found])
         if parts > 1:
             squares = _squares_of_row(x_gmem, row, thread, 32 * warps)
+        else:
+            squares = functools.reduce(operator.add, [values[LANES] for values in found])
         squares = prologue.OverWarps(lanes.warp_sum_real(squares), warp, shared_smem, slot=0)
-        factor = factor * inverse_rms(squares.combined(operator.add), columns, eps)
+        factor = inverse_rms(squares.combined(operator.add), columns, eps)
     if n_gmem is not None:
-        for chunk, values in zip(mine, y, strict=True):
+        for chunk, values in zip(mine, n, strict=True):
             start = (chunk * LANES + lane) * LANES
+            values = values if factor is None else [v * factor for v in values]
             with lanes.when(start < columns):
                 for i in range(0, LANES, 4):
-                    memory.store_reals([v * factor for v in values[i : i + 4]], n_gmem, [row, start + i])
+                    memory.store_reals(values[i : i + 4], n_gmem, [row, start + i])
         return
-    largest = greatest([abs(v) for values in y for v in values])
-    largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
-    scale, inverse = power_of_two(largest.combined(maximum) * factor)
+    largest = lanes.largest_of_warp(greatest([abs(v) for values in n for v in values]))
+    largest = prologue.OverWarps(largest, warp, shared_smem, slot=1).combined(maximum)
+    scale, factor_of_largest = power_of_two(largest if factor is None else largest * factor)
     with lanes.when(thread == 0):
         memory.store(scale, scale_gmem, row)
-    factor = factor * inverse
-    for chunk, values in zip(mine, y, strict=True):
+    factor = factor_of_largest if factor is None else factor * factor_of_largest
+    for chunk, values in zip(mine, n, strict=True):
         start = (chunk * LANES + lane) * LANES
         a = [v * factor for v in values]
         with lanes.when(start < places):
@@ -171,53 +136,6 @@ def _body(
                 at = [_column_of(first + i, group) for i in range(WIDTH)]
                 pairs = [lanes.half_pair(a[at[i]], a[at[i + 1]]) for i in range(0, WIDTH, 2)]
                 memory.store_halves(pairs, a_gmem, [row, start + first])
-
-
-class _Columns:
-    """A lane's columns of a chunk, as loaded: 32 j + lane."""
-
-    def __init__(self, chunk, lane, columns: int):
-        self.chunk, self.lane, self.columns = chunk, lane, columns
-
-    def load(self, load, heads) -> list:
-        """load(column, where x has it) of each; 0 behind the row's end."""
-        whole = self.columns % CHUNK == 0
-        return [
-            load(*self._places(j, heads))
-            if whole
-            else select(self._first(j) < self.columns, load(*self._places(j, heads)), 0.0)
-            for j in range(LANES)
-        ]
-
-    def _first(self, j: int):
-        return self.chunk * CHUNK + j * LANES
-
-    def _places(self, j: int, heads) -> tuple[Any, Any]:
-        first = self._first(j)
-        if self.columns % CHUNK:
-            first = minimum(first, self.columns - LANES)
-        if heads is None:
-            return first + self.lane, first + self.lane
-        # [repeats, k heads, width] as it lies; [k heads, repeats, width] as it is wanted
-        repeats, k_heads = heads
-        width = self.columns // (repeats * k_heads)
-        head, inside = first // width, first % width
-        source = (head % repeats * k_heads + head // repeats) * width + inside
-        return first + self.lane, source + self.lane
-
-
-def _heads(rotation: Rotation) -> int:
-    repeats, k_heads = rotation.heads or (1, 1)
-    return repeats * k_heads
-
-
-def _butterflies(x: list, bits: range):
-    """Stages of the transform along these bits of the numbers of a lane's values, in place."""
-    for bit in bits:
-        for i in range(len(x)):
-            if not i >> bit & 1:
-                a, b = x[i], x[i | 1 << bit]
-                x[i], x[i | 1 << bit] = a + b, a - b
 
 
 def _squares_of_row(x_gmem, row, thread, threads: int):

@@ -12,6 +12,7 @@ The loads of one pass are on their way while the pass before it is worked on. Pa
 are done again, and count nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_word, index, integer, minimum, of, real, select, sum_of_squares
 from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
+from pallas_kernels.matmul.rotated_columns import CHUNK, RotatedColumns
 from pallas_kernels.tiles import COLUMNS, Lanes
 
 
@@ -131,14 +133,80 @@ def _flat_pass(loaded) -> list:
     return [v for values in [*x.values(), *gammas] for v in values]
 
 
+class RotatedActivations(NamedTuple):
+    """The activations of a block, rotated (rotated_columns.py): a warp makes whole chunks of 1,024 columns,
+    and others read them.
+
+    my      the warp's rotation
+    rows, columns, kq, bits, width, padded, row_bytes   as above
+    warps   of the block
+    """
+
+    my: RotatedColumns
+    rows: int
+    columns: int
+    kq: Lanes
+    bits: int
+    width: int
+    padded: int
+    row_bytes: int
+    warps: int
+    warp: Any
+    lane: Any
+
+    @property
+    def items(self) -> int:
+        """Chunks of all rows."""
+        return self.rows * self.columns // CHUNK
+
+    def load(self, i):
+        """Begin to load this warp's item number i."""
+        item = index(self.warp) + i * self.warps
+        row, chunk = item % self.rows, item // self.rows
+        loaded = lanes.choose(item < self.items, lambda: self.my.load(row, chunk), [real(0)] * self.my.loaded)
+        return row, chunk, item < self.items, loaded
+
+    def store(self, first, q, stats) -> list:
+        """As WarpActivations has it; squares are of the block's rows, whichever warp sums them."""
+        squares, now = [real(0)] * self.rows, first
+        for i in range(-(-self.items // self.warps)):
+            row, chunk, here, loaded = now if i == 0 else self.load(i)
+
+            def one(row=row, chunk=chunk, loaded=loaded):
+                n, of_row = self.my.rotated(loaded)
+                words, stats_of_group = _quantize(n, self.kq, self.bits)
+                group = integer(chunk * 32) + self.lane
+                at = q + group * 32 + integer(row) * self.row_bytes
+                for digit, of_digit in enumerate(words):
+                    for k in (0, 4):
+                        memory.store_shared(
+                            of_digit[k : k + 4], at, digit * self.padded * self.row_bytes + 4 * k
+                        )
+                at = _of_stats(
+                    stats, group, integer(row), self.columns // 32, self.width, len(stats_of_group)
+                )
+                memory.store_shared(stats_of_group, at)
+                return [of_row]
+
+            (found,) = lanes.choose(here, one, [real(0)])
+            squares = [s + select(row == r, found, 0.0) for r, s in enumerate(squares)]
+        return squares
+
+
+def _of_stats(stats, group, row, groups: int, width: int, words: int):
+    """Where the stats of a scale group of a row begin."""
+    return stats + ((row // width * groups + group) * width + row % width) * (4 * words)
+
+
 def _quantize(x, kq: Lanes, bits: int):
     """Neighbouring lanes' 8 activations each -> (words, stats), the stats in the first of a group's lanes.
+    Or, of a lane that has a whole group, all of it.
 
-    words   per 8 bits of q, the lowest first, two words of signed bytes
+    words   per 8 bits of q, the lowest first, two words of signed bytes, or eight
     stats   words of a group, as the module says
     """
     top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
-    lanes_of_group = kq.activation_group // 8
+    lanes_of_group = kq.activation_group // len(x)
     largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, lanes_of_group))
     q = magic_words(x, top, largest, fused=True)
     words, sums = [], []
@@ -146,7 +214,7 @@ def _quantize(x, kq: Lanes, bits: int):
         if digit:
             q = [v + 128 for v in q]  # what the signed low digit has taken
         word = packed_digits(q, digit)
-        sums.append(lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], integer(0))))
+        sums.append(functools.reduce(lambda so_far, w: lanes.sum_of_bytes(w, so_far), word, integer(0)))
         words.append(word)
     scale = largest * (1 / top)
     if not kq.minimums:

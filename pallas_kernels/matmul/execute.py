@@ -164,7 +164,7 @@ def turned(x, w: QTensor, layer, gamma=None, eps=0.0, kernel="reference"):
     if w.rotation is None:
         return x, gamma
     x = x.astype(jnp.float32)
-    if _by_launch(w, kernel):
+    if kernel not in ("reference", "cpu") and rotated_columns.refuses(w.rotation, x.shape[-1]) is None:
         from pallas_kernels.matmul import activations_rotated, stacks  # only GPUs need it
 
         gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
@@ -177,13 +177,17 @@ def turned(x, w: QTensor, layer, gamma=None, eps=0.0, kernel="reference"):
     return w.rotation(x), None
 
 
-def _by_launch(w: QTensor, kernel: str) -> bool:
-    """Whether activations_rotated.py has the rotation of a kernel's inputs."""
-    if w.rotation is None or kernel in ("reference", "cpu"):
+def _rotates(kernel: str, w: QTensor, x: jax.Array) -> bool:
+    """Whether a kernel rotates its inputs itself."""
+    if w.rotation is None:
         return False
-    from pallas_kernels.matmul import activations_rotated  # only GPUs need it
+    if kernel == "kq_decode":
+        return module(kernel).rotates(w, x.size // x.shape[-1])
+    if kernel == "kq_prefill_sm90":  # as it rounds them
+        from pallas_kernels.matmul import rotated_columns
 
-    return activations_rotated.refuses(w.rotation, w.shape[1]) is None
+        return rotated_columns.refuses(w.rotation, w.shape[1]) is None
+    return False
 
 
 def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
@@ -221,7 +225,7 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
 
 def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
     kernel = "reference" if exact else kernel_of(weights[0], x)
-    if not (kernel == "kq_prefill_sm90" and _by_launch(weights[0], kernel)):  # it rotates as it rounds
+    if not _rotates(kernel, weights[0], x):
         x, gamma = turned(x, weights[0], layer, gamma, eps, kernel)
         weights = tuple(w.replace(rotation=None) for w in weights)
     return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)

@@ -19,9 +19,9 @@ from pallas_kernels import Rotation
 from pallas_kernels.delta import delta_net
 from pallas_kernels.matmul.activations_rotated import activations_rotated
 from tests.agreement import log_softmax
+from tests.pallas_kernels.stacks import sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 from tests.pallas_kernels.test_lockstep_delta import EPS, TF32, check, of_float64, problem
-from tests.pallas_kernels.test_lockstep_rows import sylvester
 
 pytestmark = pytest.mark.gpu
 

@@ -407,21 +407,22 @@ def _many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
     )  # fmt: skip
 
 
-def _integers(format, n, k, matrices, rows, bits=8):
+def _integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
     """As `_product`, for formats of the integer kernel; without an index, as in a decode step."""
+    rotation = Rotation(jax.ShapeDtypeStruct((k,), jnp.float32), 1024, heads) if folded else None
     blocks = (1, n, k // formats.get(format).WEIGHTS)
     draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
     fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
     gamma = jax.ShapeDtypeStruct((1, k), jnp.float32) if matrices == 2 else None
     residual = jax.ShapeDtypeStruct((rows, n + -n % 16), jnp.float32) if matrices == 1 else None
 
-    def f(x, weights, gamma, residual):
+    def f(x, weights, gamma, residual, rotation):
         return kq_decode(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
-            activation_bits=bits, shared=device.shared_bytes(),
+            rotation=rotation, activation_bits=bits, shared=device.shared_bytes(),
         )  # fmt: skip
 
-    return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual)
+    return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual, rotation)
 
 
 def _decoded(formats_of, n, k):
@@ -552,9 +553,11 @@ HOT = {
     "draw of a token, 8 rows": lambda: _draw(8, 151669),
     "norm": lambda: _rows(activations_float16, 2048, 4096),
     "norm, 8192 wide": lambda: _rows(activations_float16, 512, 8192),
-    "rotated": lambda: _rotated(1, 5120),
-    "rotated, 17408 wide": lambda: _rotated(1, 17408, normed=False),
-    "rotated, heads regrouped": lambda: _rotated(1, 6144, normed=False, heads=(3, 16)),
+    "folded gate and up": lambda: _integers("pq2_0", 17408, 5120, 2, 1, folded=True),
+    "folded down": lambda: _integers("pq2_0", 5120, 17408, 1, 1, folded=True),
+    "folded, heads regrouped": lambda: _integers("pq2_0", 5120, 6144, 1, 1, folded=True, heads=(3, 16)),
+    "rotated": lambda: _rotated(16, 5120),
+    "rotated, heads regrouped": lambda: _rotated(16, 6144, normed=False, heads=(3, 16)),
     "delta step": lambda: _delta_step(1),
     "delta step, 16 rows, gates made": lambda: _delta_step(16, gates_made=True),
     "attention, 256 wide": lambda: _attention(24, 4, 256, True, "float16", pairs=32, gated=True),

@@ -21,6 +21,7 @@ from pallas_kernels.matmul import (
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.rotation import Rotation
 from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.stacks import sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 
 SIZES = np.float32([[1e-6], [3.0], [1e8], [0]])  # of rows
@@ -170,13 +171,6 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
         gate, up = (want.reshape(tokens, 4, 2, 8)[:, :, r].reshape(tokens, 32) for r in (0, 1))
         want = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(got, want + (there if added else 0), rtol=1e-5, atol=1e-6)
-
-
-def sylvester(size: int) -> np.ndarray:
-    h = np.ones((1, 1))
-    while len(h) < size:
-        h = np.block([[h, h], [h, -h]])
-    return h / np.sqrt(size)
 
 
 # The widths of Bonsai 2 27B, and one that ends within a warp's columns; heads are regrouped.
