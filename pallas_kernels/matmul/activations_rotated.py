@@ -94,8 +94,8 @@ def _body(
     mine = [part * warps + warp + warps * i for i in range(-(-chunks // (warps * parts)))]
     norm_layer = 0 if layer_gmem is None or gamma_gmem is None else memory.load(layer_gmem, 0)
     my = RotatedColumns(
-        functools.partial(memory.load, x_gmem), columns, signs_gmem, gamma_gmem, norm_layer, block, heads,
-        turned_smem, warp, lane,
+        functools.partial(memory.load_each, x_gmem), columns, signs_gmem, gamma_gmem, norm_layer, block,
+        heads, turned_smem, warp, lane,
     )  # fmt: skip
 
     def of_chunk(chunk):

@@ -157,7 +157,7 @@ class RotatedActivations(NamedTuple):
     @property
     def items(self) -> int:
         """Chunks of all rows."""
-        return self.rows * self.columns // CHUNK
+        return self.rows * -(-self.columns // CHUNK)
 
     def load(self, i):
         """Begin to load this warp's item number i."""
@@ -175,17 +175,15 @@ class RotatedActivations(NamedTuple):
             def one(row=row, chunk=chunk, loaded=loaded):
                 n, of_row = self.my.rotated(loaded)
                 words, stats_of_group = _quantize(n, self.kq, self.bits)
-                group = integer(chunk * 32) + self.lane
+                group, groups = integer(chunk * 32) + self.lane, self.columns // 32
                 at = q + group * 32 + integer(row) * self.row_bytes
-                for digit, of_digit in enumerate(words):
-                    for k in (0, 4):
-                        memory.store_shared(
-                            of_digit[k : k + 4], at, digit * self.padded * self.row_bytes + 4 * k
-                        )
-                at = _of_stats(
-                    stats, group, integer(row), self.columns // 32, self.width, len(stats_of_group)
-                )
-                memory.store_shared(stats_of_group, at)
+                with lanes.when(group < groups):
+                    for digit, of_digit in enumerate(words):
+                        place = digit * self.padded * self.row_bytes
+                        memory.store_shared(of_digit[:4], at, place)
+                        memory.store_shared(of_digit[4:], at, place + 16)
+                    at = _of_stats(stats, group, integer(row), groups, self.width, len(stats_of_group))
+                    memory.store_shared(stats_of_group, at)
                 return [of_row]
 
             (found,) = lanes.choose(here, one, [real(0)])

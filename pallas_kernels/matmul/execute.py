@@ -164,14 +164,14 @@ def turned(x, w: QTensor, layer, gamma=None, eps=0.0, kernel="reference"):
     if w.rotation is None:
         return x, gamma
     x = x.astype(jnp.float32)
-    if kernel not in ("reference", "cpu") and rotated_columns.refuses(w.rotation, x.shape[-1]) is None:
-        from pallas_kernels.matmul import activations_rotated, stacks  # only GPUs need it
+    if kernel not in ("reference", "cpu"):
+        from pallas_kernels.matmul import activations_rotated, rotated_columns, stacks  # only GPUs need it
 
-        gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
-        rows = x.reshape(-1, x.shape[-1])
-        return activations_rotated.activations_rotated(rows, w.rotation, gamma, index, eps).reshape(
-            x.shape
-        ), None
+        if rotated_columns.refuses(w.rotation, x.shape[-1]) is None:
+            gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+            rows = x.reshape(-1, x.shape[-1])
+            n = activations_rotated.activations_rotated(rows, w.rotation, gamma, index, eps)
+            return n.reshape(x.shape), None
     if gamma is not None:
         x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
     return w.rotation(x), None
@@ -181,13 +181,14 @@ def _rotates(kernel: str, w: QTensor, x: jax.Array) -> bool:
     """Whether a kernel rotates its inputs itself."""
     if w.rotation is None:
         return False
+    able = kernel == "kq_prefill_sm90"  # as it rounds them
     if kernel == "kq_decode":
-        return module(kernel).rotates(w, x.size // x.shape[-1])
-    if kernel == "kq_prefill_sm90":  # as it rounds them
-        from pallas_kernels.matmul import rotated_columns
+        able = module(kernel).rotates(w.format, w.shape[1], x.size // x.shape[-1])
+    if able:
+        from pallas_kernels.matmul import rotated_columns  # only GPUs need it
 
-        return rotated_columns.refuses(w.rotation, w.shape[1]) is None
-    return False
+        able = rotated_columns.refuses(w.rotation, w.shape[1]) is None
+    return able
 
 
 def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:

@@ -45,7 +45,6 @@ from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul import kq_decode_block, kq_decode_plan, rotated_columns, stacks
 from pallas_kernels.matmul.activations_shared import eights
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
-from pallas_kernels.qtensor import QTensor
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.step import all_reduce
 from pallas_kernels.tiles import COLUMNS, ROWS
@@ -53,13 +52,11 @@ from pallas_kernels.tiles import COLUMNS, ROWS
 MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
 
 
-def rotates(w: QTensor, rows: int) -> bool:
-    """Whether the kernel rotates its inputs itself: of few rows, while its weights are on their way."""
-    assert w.rotation is not None
-    kq = formats.get(w.format).LANES
-    whole = w.shape[1] % rotated_columns.CHUNK == 0 and kq.activation_group == rotated_columns.LANES
-    few = rows * w.shape[1] <= MOST_CHUNKS * rotated_columns.CHUNK
-    return whole and few and not kq.whole_scales and rotated_columns.refuses(w.rotation, w.shape[1]) is None
+def rotates(format: str, columns: int, rows: int) -> bool:
+    """Whether blocks rotate so many columns themselves: of few rows, while their weights are on their way."""
+    kq = formats.get(format).LANES
+    alike = columns % COLUMNS == 0 and kq.activation_group == rotated_columns.LANES and not kq.whole_scales
+    return alike and rows * -(-columns // rotated_columns.CHUNK) <= MOST_CHUNKS
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
@@ -166,7 +163,7 @@ def kq_decode(
     residual  float32 [rows, N], added to y
     peers     all_reduce.addresses: y is sent to mailboxes, behind so many words of the same call, and the
               number of the call is returned
-    rotation  of x, behind the norm, that `rotates` does not refuse
+    rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
     warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
@@ -251,7 +248,7 @@ def _body(
                 residual = functools.partial(memory.load, residual_gmem)
             load_x, rotation = functools.partial(eights, x_gmem), None
             if rotates is not None:
-                load_x = functools.partial(memory.load, x_gmem)
+                load_x = functools.partial(memory.load_each, x_gmem)
                 rotation = {"signs_gmem": signs_gmem, "turned_smem": turned_smem, **rotates}
             block = kq_decode_block.Block(
                 product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs

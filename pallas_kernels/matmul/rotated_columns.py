@@ -37,7 +37,7 @@ def refuses(rotation: Rotation, columns: int) -> str | None:
 class RotatedColumns:
     """What a lane needs to know; refs may be None, which stands for ones.
 
-    load_x       (row, column) -> x
+    load_x       [(row, column)] -> x of each
     columns      of a row
     block, heads   of the Rotation
     norm_layer   of gamma, float32 [L, K]
@@ -59,7 +59,7 @@ class RotatedColumns:
     def load(self, row, chunk) -> list:
         """x, gamma and signs of chunk number `chunk` of a row, flat: 32 of each, 0 behind the row's end."""
         places = [self._places(chunk, j) for j in range(LANES)]
-        found = [self.load_x(row, source) for _, source, _ in places]
+        found = self.load_x([(row, source) for _, source, _ in places])
         found = [
             v if here is None else select(here, v, 0.0) for v, (*_, here) in zip(found, places, strict=True)
         ]

@@ -8,7 +8,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pallas_kernels import device
+from pallas_kernels import Rotation, device
 from pallas_kernels.matmul import kq_decode
 from pallas_kernels.step import layer_products
 from tests.pallas_kernels.lockstep import lockstep
@@ -16,12 +16,15 @@ from tests.pallas_kernels.stacks import drawn
 
 EPS = 1e-6
 CASES = [
-    # rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits
+    # rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits,
+    # and of folded weights heads that are regrouped ahead of o
     (1, 512, 1024, 512, "q4_k", "q4_k", "q6_k", [("q4_k", 320), ("q6_k", 64)], 7, 8),
     (1, 512, 768, 256, "q2_k", "q2_k", "q2_k", [("q2_k", 256)], 5, 8),
     (2, 256, 512, 512, "q3_k", "iq4_xs", "q5_0", None, 40, 8),  # blocks without a tile, the last layer
     (1, 256, 4608, 256, "q8_0", "q4_k", "q3_k", [("q8_0", 64)], 33, 8),  # two steps of a warp
     (3, 512, 512, 256, "q6_k", "q2_k", "q4_k", [("q4_k", 96)], 4, 16),
+    (1, 1024, 2304, 768, "pq2_0", "ptq1_0", "pq2_0", [("pq2_0", 320), ("q8_0", 64)], 7, 8, (3, 2)),
+    (2, 512, 1024, 512, "pq2_0", "pq2_0", "ptq1_0", None, 5, 8, None),
 ]  # fmt: skip
 
 
@@ -31,7 +34,7 @@ def rounded(x):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_in_one_launch_are_those_of_launches(case):
-    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits = case
+    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits, *of_folded = case
     rng = np.random.default_rng(hidden + ffn)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shapes = [[(o, hidden, width)], [(gate_up, ffn, hidden)] * 2, [(down, hidden, ffn)]]
@@ -45,16 +48,23 @@ def test_products_in_one_launch_are_those_of_launches(case):
         weights.append(tuple((drawn(f, (1, n, hidden), seed=n).tiled.fields,) for f, n in qkv))
         formats.append(tuple(f for f, _ in qkv))
     norms = [None, 1 + 0.1 * draw(1, hidden), None, 1 + 0.1 * draw(1, hidden)][: len(weights)]
+    rotations: list = [None] * len(weights)
+    if of_folded:
+        of_widths = ((width, of_folded[0]), (hidden, None), (ffn, None), (hidden, None))
+        rotations = [
+            Rotation(rng.choice([-1, 1], columns).astype(np.float32), 256, heads)
+            for columns, heads in of_widths[: len(weights)]
+        ]
     attended, x = draw(rows, width), draw(rows, hidden)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     words = layer_products.workspace_words(rows, hidden, ffn)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
-        planned = layer_products.plan(phases, rows, bits, EPS)
+        planned = layer_products.plan(phases, rows, bits, EPS, bool(of_folded))
         assert planned is not None
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
-            formats_of=tuple(formats), eps=EPS, bits=bits,
+            tuple(rotations), formats_of=tuple(formats), eps=EPS, bits=bits,
         )  # fmt: skip
 
         def alone(number, x, residual=None):
@@ -67,6 +77,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
                     gamma=norms[number],
                     eps=EPS,
                     residual=residual,
+                    rotation=rotations[number],
                     activation_bits=bits,
                     shared=227 * 1024,
                     blocks=blocks,
