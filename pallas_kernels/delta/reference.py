@@ -37,7 +37,7 @@ def delta_net(
     Hv, K, V = states.shape[2:]
     qkv, z = jnp.split(qkv_z, (tails.shape[-1],), axis=-1)
     alpha, beta = jnp.split(gates, 2, axis=-1)
-    Hk, W = (qkv.shape[-1] - Hv * V) // (2 * K), conv.shape[-1]
+    Hk = (qkv.shape[-1] - Hv * V) // (2 * K)
     valid = positions >= 0
     fresh = positions[:, 0] == 0
     seen, tail = _seen(qkv.astype(jnp.float32), tails[layer], positions)

@@ -67,7 +67,7 @@ def activations_rotated(
         ),
         {
             "x_gmem": x,
-            "signs_gmem": rotation.signs,
+            "flips_gmem": rotation.flips,
             "gamma_gmem": gamma,
             "layer_gmem": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         },
@@ -83,7 +83,7 @@ def activations_rotated(
 
 
 def _body(
-    x_gmem, signs_gmem, gamma_gmem, layer_gmem, *, turned_smem, shared_smem, block, heads, places, parts,
+    x_gmem, flips_gmem, gamma_gmem, layer_gmem, *, turned_smem, shared_smem, block, heads, places, parts,
     warps, eps, group, n_gmem=None, a_gmem=None, scale_gmem=None,
 ):  # fmt: skip
     columns = x_gmem.type.shape[1]
@@ -94,7 +94,7 @@ def _body(
     mine = [part * warps + warp + warps * i for i in range(-(-chunks // (warps * parts)))]
     norm_layer = 0 if layer_gmem is None or gamma_gmem is None else memory.load(layer_gmem, 0)
     my = RotatedColumns(
-        functools.partial(memory.load_each, x_gmem), columns, signs_gmem, gamma_gmem, norm_layer, block,
+        functools.partial(memory.load_each, x_gmem), columns, flips_gmem, gamma_gmem, norm_layer, block,
         heads, turned_smem, warp, lane,
     )  # fmt: skip
 

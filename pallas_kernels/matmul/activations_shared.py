@@ -159,18 +159,20 @@ class RotatedActivations(NamedTuple):
         """Chunks of all rows."""
         return self.rows * -(-self.columns // CHUNK)
 
-    def load(self, i):
-        """Begin to load this warp's item number i."""
-        item = index(self.warp) + i * self.warps
-        row, chunk = item % self.rows, item // self.rows
-        loaded = lanes.choose(item < self.items, lambda: self.my.load(row, chunk), [real(0)] * self.my.loaded)
-        return row, chunk, item < self.items, loaded
+    def load(self, _):
+        """Begin to load all of this warp's items: of each its row, its chunk and whether there is one."""
+        loaded = []
+        for first in range(0, self.items, self.warps):
+            item = index(self.warp) + first
+            row, chunk, here = item % self.rows, item // self.rows, item < self.items
+            found = lanes.choose(here, functools.partial(self.my.load, row, chunk), self.my.nothing)
+            loaded.append((row, chunk, here, found))
+        return loaded
 
-    def store(self, first, q, stats) -> list:
+    def store(self, items, q, stats) -> list:
         """As WarpActivations has it; squares are of the block's rows, whichever warp sums them."""
-        squares, now = [real(0)] * self.rows, first
-        for i in range(-(-self.items // self.warps)):
-            row, chunk, here, loaded = now if i == 0 else self.load(i)
+        squares = [real(0)] * self.rows
+        for row, chunk, here, loaded in items:
 
             def one(row=row, chunk=chunk, loaded=loaded):
                 n, of_row = self.my.rotated(loaded)

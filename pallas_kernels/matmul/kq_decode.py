@@ -207,7 +207,7 @@ def kq_decode(
             "x_gmem": x,
             "layers_gmem": layers,
             "gamma_gmem": gamma,
-            "signs_gmem": None if rotation is None else rotation.signs,
+            "flips_gmem": None if rotation is None else rotation.flips,
             "residual_gmem": residual,
             "peers_gmem": None if peers is None else all_reduce.as_operand(peers),
         },
@@ -221,7 +221,7 @@ def kq_decode(
 
 def _body(
     product: kq_decode_block.IntegerProduct, devices: int, sent_before: int, rotates: dict | None,
-    *, weight_gmem, x_gmem, signs_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
+    *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
     turned_smem=None, sender_smem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose part its number says."""
@@ -249,7 +249,7 @@ def _body(
             load_x, rotation = functools.partial(eights, x_gmem), None
             if rotates is not None:
                 load_x = functools.partial(memory.load_each, x_gmem)
-                rotation = {"signs_gmem": signs_gmem, "turned_smem": turned_smem, **rotates}
+                rotation = {"flips_gmem": flips_gmem, "turned_smem": turned_smem, **rotates}
             block = kq_decode_block.Block(
                 product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs
             )

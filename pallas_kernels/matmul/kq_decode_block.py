@@ -82,7 +82,7 @@ class Block:
     store      (y, row of x, output) puts a result where it belongs
     residual   (row of x, output) -> what is added to it; None: nothing
     load_x     as in WarpActivations; with a rotation as in RotatedColumns
-    rotation   of the activations: RotatedColumns' signs_gmem, block, heads and turned_smem; None: none
+    rotation   of the activations: RotatedColumns' flips_gmem, block, heads and turned_smem; None: none
     Refs are named as `kq_decode` names what they are of.
     """
 
@@ -120,7 +120,7 @@ class Block:
 
     def load(self):
         """Begin to load activations."""
-        return self.activations.load(0 if self.rotates else integer(0))
+        return self.activations.load(integer(0))
 
     def run(self, first_pass, ring: Ring, state: list, number: int = 0) -> list:
         """All of its tiles: the state of the ring behind them.

@@ -12,7 +12,7 @@ import dataclasses
 from typing import Any
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import minimum, select, sum_of_squares
+from pallas_kernels.gpu.values import as_real, as_word, integer, minimum, real, select, sum_of_squares
 from pallas_kernels.rotation import Rotation
 
 LANES = 32
@@ -27,6 +27,8 @@ def refuses(rotation: Rotation, columns: int) -> str | None:
         return "the columns are split over devices"
     if rotation.block > CHUNK:
         return f"{rotation.block} values are transformed together; the kernel has up to {CHUNK}"
+    if rotation.signs is not None and rotation.flips is None:
+        return "its signs are no bits (Rotation.of)"
     repeats, k_heads = rotation.heads or (1, 1)
     if columns % LANES or columns // (repeats * k_heads) % LANES:
         return f"{columns} columns, or those of a head, are no multiple of {LANES}"
@@ -35,19 +37,20 @@ def refuses(rotation: Rotation, columns: int) -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class RotatedColumns:
-    """What a lane needs to know; refs may be None, which stands for ones.
+    """What a lane needs to know; gamma and flips may be None, which stands for ones.
 
     load_x       [(row, column)] -> x of each
     columns      of a row
     block, heads   of the Rotation
     norm_layer   of gamma, float32 [L, K]
+    flips_gmem   of the Rotation: a word is what a lane needs of a chunk
     turned_smem  float32, WORDS for each warp
     slot         of this warp in it, from 0
     """
 
     load_x: Any
     columns: int
-    signs_gmem: Any
+    flips_gmem: Any
     gamma_gmem: Any
     norm_layer: Any
     block: int
@@ -57,29 +60,33 @@ class RotatedColumns:
     lane: Any
 
     def load(self, row, chunk) -> list:
-        """x, gamma and signs of chunk number `chunk` of a row, flat: 32 of each, 0 behind the row's end."""
-        places = [self._places(chunk, j) for j in range(LANES)]
-        found = self.load_x([(row, source) for _, source, _ in places])
-        found = [
-            v if here is None else select(here, v, 0.0) for v, (*_, here) in zip(found, places, strict=True)
-        ]
-        if self.gamma_gmem is not None:
-            found += [memory.load(self.gamma_gmem, self.norm_layer, source) for _, source, _ in places]
-        if self.signs_gmem is not None:
-            found += [memory.load(self.signs_gmem, column) for column, *_ in places]
-        return found
+        """Of chunk number `chunk` of a row gamma and x, 32 each, then the word of flips; 0 behind the row's
+        end."""
+        places = [self._place(chunk, j) for j in range(LANES)]
+        gamma, flips = [], []
+        if self.gamma_gmem is not None:  # first: x may have to be waited for
+            gamma = [memory.load(self.gamma_gmem, self.norm_layer, source) for source, _ in places]
+        if self.flips_gmem is not None:
+            flips = [memory.load(self.flips_gmem, chunk * LANES + self.lane)]
+        x = self.load_x([(row, source) for source, _ in places])
+        x = [v if here is None else select(here, v, 0.0) for v, (_, here) in zip(x, places, strict=True)]
+        return [*gamma, *x, *flips]
 
     @property
-    def loaded(self) -> int:
-        """Values that `load` gives."""
-        return LANES * (1 + (self.gamma_gmem is not None) + (self.signs_gmem is not None))
+    def nothing(self) -> list:
+        """What `load` gives where there is nothing."""
+        words = [integer(0)] * (self.flips_gmem is not None)
+        return [real(0)] * (LANES * (1 + (self.gamma_gmem is not None))) + words
 
     def rotated(self, loaded: list) -> tuple[list, Any]:
         """(the lane's 32 neighbours: of the chunk those from 32 lane on; its sum of squares of x)."""
-        x, *factors = (loaded[i : i + LANES] for i in range(0, len(loaded), LANES))
+        first = LANES * (self.gamma_gmem is not None)
+        gamma, x, flips = loaded[:first], loaded[first : first + LANES], loaded[-1]
         squares = sum_of_squares(x)
-        for of in factors:
-            x = [v * f for v, f in zip(x, of, strict=True)]
+        if self.gamma_gmem is not None:
+            x = [v * g for v, g in zip(x, gamma, strict=True)]
+        if self.flips_gmem is not None:
+            x = [as_real(as_word(v) ^ (flips << 31 - j & 0x80000000)) for j, v in enumerate(x)]
         bits = self.block.bit_length() - 1
         _butterflies(x, range(0, bits - 5))
         first = self.slot * WORDS
@@ -92,20 +99,19 @@ class RotatedColumns:
         _butterflies(x, range(0, min(bits, 5)))
         return [v * self.block**-0.5 for v in x], squares
 
-    def _places(self, chunk, j: int) -> tuple[Any, Any, Any]:
-        """Of column 32 j + lane of a chunk: its number, where x has it, whether the row has it (None: yes)"""
+    def _place(self, chunk, j: int) -> tuple[Any, Any]:
+        """Where x has column 32 j + lane of a chunk, and whether the row has it (None: yes)."""
         first, here = chunk * CHUNK + j * LANES, None
         if self.columns % CHUNK:
             here = first < self.columns
             first = minimum(first, self.columns - LANES)
-        column = first + self.lane
-        if self.heads is None:
-            return column, column, here
-        # [repeats, k heads, width] as it lies; [k heads, repeats, width] as it is wanted
-        repeats, k_heads = self.heads
-        width = self.columns // (repeats * k_heads)
-        head, inside = first // width, first % width
-        return column, (head % repeats * k_heads + head // repeats) * width + inside + self.lane, here
+        if self.heads is not None:
+            # [repeats, k heads, width] as it lies; [k heads, repeats, width] as it is wanted
+            repeats, k_heads = self.heads
+            width = self.columns // (repeats * k_heads)
+            head, inside = first // width, first % width
+            first = (head % repeats * k_heads + head // repeats) * width + inside
+        return first + self.lane, here
 
 
 def _butterflies(x: list, bits: range):

@@ -260,7 +260,7 @@ def layer_products(
         functools.partial(_body, planned, [r and (r.block, r.heads) for r in rotations]),
         {
             "weight_gmem": weights, "attended_gmem": attended, "x_gmem": x, "norm_gmem": norms,
-            "signs_gmem": tuple(r and r.signs for r in rotations), "layer_gmem": layer, "workspace": ref,
+            "flips_gmem": tuple(r and r.flips for r in rotations), "layer_gmem": layer, "workspace": ref,
         },
         results,
         name="layer_products",
@@ -273,7 +273,7 @@ def layer_products(
 
 
 def _body(
-    planned: Planned, rotations: list, *, weight_gmem, attended_gmem, x_gmem, norm_gmem, signs_gmem,
+    planned: Planned, rotations: list, *, weight_gmem, attended_gmem, x_gmem, norm_gmem, flips_gmem,
     layer_gmem, workspace, x_out_gmem, ring_smem, qkv_gmem=None, turned_smem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose parts its number says."""
@@ -328,8 +328,8 @@ def _body(
         loads = [functools.partial(memory.load_each, attended_gmem)]
         loads += [functools.partial(receive_each, at) for at in later]
         turns = [
-            {"signs_gmem": signs, "block": block, "heads": heads, "turned_smem": turned_smem}
-            for signs, (block, heads) in zip(signs_gmem, rotations, strict=True)
+            {"flips_gmem": flips, "block": block, "heads": heads, "turned_smem": turned_smem}
+            for flips, (block, heads) in zip(flips_gmem, rotations, strict=True)
         ]
     blocks = [
         [

@@ -9,6 +9,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import bonsai_jax as bj
@@ -409,7 +410,7 @@ def _many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
 
 def _integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
     """As `_product`, for formats of the integer kernel; without an index, as in a decode step."""
-    rotation = Rotation(jax.ShapeDtypeStruct((k,), jnp.float32), 1024, heads) if folded else None
+    rotation = _rotation(k, heads) if folded else None
     blocks = (1, n, k // formats.get(format).WEIGHTS)
     draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
     fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
@@ -462,9 +463,12 @@ def _rows(f, rows, k, normed=True, **options):
 
 def _rotated(rows, k, normed=True, heads=None, **options):
     """A row as Bonsai 2 27B has it."""
-    signs = jax.ShapeDtypeStruct((k,), jnp.float32)
     f, (x, *norm) = _rows(activations_rotated, rows, k, normed, **options)
-    return f, (x, Rotation(signs, 1024, heads), *norm)
+    return f, (x, _rotation(k, heads), *norm)
+
+
+def _rotation(k, heads=None):
+    return jax.eval_shape(lambda: Rotation.of(np.ones(k), 1024, heads))
 
 
 def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16"):
