@@ -567,6 +567,7 @@ HOT = {
     "attention, 256 wide": lambda: _attention(24, 4, 256, True, "float16", pairs=32, gated=True),
     "gate and up": lambda: _product(12288, 4096, 2, 1),
     "down": lambda: _product(4096, 12288, 1, 1),
+    "down, 17408 wide": lambda: _product(5120, 17408, 1, 1, layers=64),
     "gate and up, 8 rows": lambda: _product(12288, 4096, 2, 8),
     "down, 8 rows": lambda: _product(4096, 12288, 1, 8),
     "attention": lambda: _attention(32, 8, 128, True),
