@@ -82,6 +82,8 @@ class RotatedColumns:
         """(the lane's 32 neighbours: of the chunk those from 32 lane on; its sum of squares of x)."""
         first = LANES * (self.gamma_gmem is not None)
         gamma, x, flips = loaded[:first], loaded[first : first + LANES], loaded[-1]
+        # Here, and not where they were loaded: what stands between would wait for them too.
+        x = [as_real(lanes.anew(as_word(v))) for v in x]
         squares = sum_of_squares(x)
         if self.gamma_gmem is not None:
             x = [v * g for v, g in zip(x, gamma, strict=True)]
