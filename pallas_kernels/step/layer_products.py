@@ -125,7 +125,7 @@ def refuses(
     for phase in phases if rotated else ():
         for format in phase.formats:
             if not kq_decode.rotates(format, phase.columns, rows):
-                return f"{rows} rows of {phase.columns} inputs of {format} are not rotated by each block"
+                return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
     if plan(phases, rows, bits, 0.0, rotated) is None:
         return f"integers of {rows} rows of {ffn} activations leave no room for weights on their way"
     return None
