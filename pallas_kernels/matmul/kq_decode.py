@@ -43,6 +43,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul import kq_decode_block, kq_decode_plan, rotated_columns, stacks
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.activations_shared import eights
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.rotation import Rotation
@@ -88,9 +89,6 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
     any_weight = weights[0][0]
     parts, index = stacks.narrowed(tuple(tuple(w.fields for w in part) for part in weights), part_layer)
     gamma, norm_index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
-    layers = None
-    if index is not None or norm_index is not None:
-        layers = jnp.stack([jnp.int32(0) if i is None else i for i in (index, norm_index)])
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
         n = residual.shape[-1]
@@ -100,7 +98,15 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
         "activation_bits": any_weight.products.activation_bits,
         "shared": device.shared_bytes(),
     }
-    plan = functools.partial(kq_decode_plan.plan, parts, **settings, rotated=any_weight.rotation is not None)
+    plan, rotation = functools.partial(kq_decode_plan.plan, parts, **settings), any_weight.rotation
+    if rotation is not None:
+        plan = functools.partial(plan, rotated=True)
+        if plan(rows=len(x)) is None:  # no room: by a launch of its own
+            x = activations_rotated(x, rotation, gamma, norm_index, eps)
+            plan, rotation, gamma, norm_index = functools.partial(plan, rotated=False), None, None, None
+    layers = None
+    if index is not None or norm_index is not None:
+        layers = jnp.stack([jnp.int32(0) if i is None else i for i in (index, norm_index)])
     at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or plan(rows=rows))
     return [
         kq_decode(
@@ -112,7 +118,7 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
             residual=None if residual is None else residual[first : first + at_once],
             peers=peers,
             sent_before=first * any_weight.shape[0],
-            rotation=any_weight.rotation,
+            rotation=rotation,
             **settings,
             **_tuned(parts, min(at_once, x.shape[0] - first), settings, plan),
         )
@@ -196,7 +202,7 @@ def kq_decode(
     scratch = {"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **kq_decode_block.scratch([product])}
     rotates = None
     if rotation is not None:
-        scratch["turned_smem"] = plgpu.SMEM((warps * rotated_columns.WORDS,), jnp.float32)
+        scratch["turned_smem"] = plgpu.SMEM((rotated_columns.words(rows, columns, warps),), jnp.float32)
         rotates = {"block": rotation.block, "heads": rotation.heads}
     if devices:
         scratch["sender_smem"] = plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)

@@ -111,7 +111,7 @@ def plan(
     for w in (16, 12, 8, 4) if warps is None else (warps,):
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
-        taken += (4 * w * rotated_columns.WORDS,) if rotated else ()
+        taken += (4 * rotated_columns.words(rows, steps * COLUMNS, w),) if rotated else ()
         left = shared - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depths = [min(most_items, left // (w * size)) for size in sizes]

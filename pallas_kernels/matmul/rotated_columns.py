@@ -21,6 +21,11 @@ PITCH = LANES + 4  # words of shared memory for a lane's row: 16 bytes of eight 
 WORDS = LANES * PITCH  # of shared memory for a warp
 
 
+def words(rows: int, columns: int, warps: int) -> int:
+    """Of shared memory, for so many warps of which each has chunks of so many rows."""
+    return WORDS * min(warps, rows * -(-columns // CHUNK))
+
+
 def refuses(rotation: Rotation, columns: int) -> str | None:
     """Why a warp cannot rotate so many columns, or None."""
     if rotation.axis is not None:
@@ -44,7 +49,7 @@ class RotatedColumns:
     block, heads   of the Rotation
     norm_layer   of gamma, float32 [L, K]
     flips_gmem   of the Rotation: a word is what a lane needs of a chunk
-    turned_smem  float32, WORDS for each warp
+    turned_smem  float32 [words]
     slot         of this warp in it, from 0
     """
 

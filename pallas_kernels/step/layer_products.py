@@ -83,7 +83,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
             )
             for phase, parts in zip(phases, placed, strict=True)
         ]
-        taken = [*map(max, zip(*sizes, strict=True)), *[4 * warps * rotated_columns.WORDS] * rotated]
+        taken = [*map(max, zip(*sizes, strict=True)), *[4 * turned_words(phases, rows, warps)] * rotated]
         left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depth = min(DEPTH, left // (warps * slot_bytes))
@@ -105,6 +105,11 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
         for phase, parts in zip(phases, placed, strict=True)
     )  # fmt: skip
     return Planned(products, depth, slot_bytes)
+
+
+def turned_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
+    """Of shared memory, in which activations are rotated."""
+    return max(rotated_columns.words(rows, phase.columns, warps) for phase in phases)
 
 
 def refuses(
@@ -255,7 +260,7 @@ def layer_products(
     ring_words = warps * planned.depth * planned.slot_bytes // 4
     made = scratch(products)
     if rotated:
-        made["turned_smem"] = plgpu.SMEM((warps * rotated_columns.WORDS,), jnp.float32)
+        made["turned_smem"] = plgpu.SMEM((turned_words(phases, rows, warps),), jnp.float32)
     out = launch(
         functools.partial(_body, planned, [r and (r.block, r.heads) for r in rotations]),
         {

@@ -494,11 +494,10 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
     )  # fmt: skip
 
 
-def products_between(o, gate_up, down, qkv, rows=1, bits=8):
+def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4096, ffn=12288, folded=False):
     """The products between two layers' attention, as a Bonsai 8B has them: formats, and (format, rows) of the
     parts of the next q, k and v."""
-    hidden, ffn = 4096, 12288
-    sizes = [([(o, hidden)], hidden, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
+    sizes = [([(o, hidden)], width, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
     sizes += [(qkv, hidden, 1)] * bool(qkv)
     weights = tuple(
         tuple((layer_products.tiles_of(format, n, k),) * matrices for format, n in parts)
@@ -509,8 +508,11 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
     workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
     f = functools.partial(layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits)
-    x = vector(rows, hidden)
-    return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
+    number, heads = vector(1, dtype=jnp.int32), ((3, 16), None, None, None)
+    rotations = tuple(
+        _rotation(k, of) if folded else None for (_, k, _), of in zip(sizes, heads, strict=False)
+    )
+    return f, (vector(rows, width), vector(rows, hidden), weights, norms, number, workspace, rotations)
 
 
 def _experts(format, n, k, matrices, tiles, rows):
@@ -621,6 +623,9 @@ HOT_ON_HOPPER = {
     "many queries of 256": lambda: _many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),
+    "products between, folded, 27B": lambda: products_between(
+        *["pq2_0"] * 3, [("pq2_0", 16384)], width=6144, hidden=5120, ffn=17408, folded=True
+    ),
     "products between, the last": lambda: products_between(*MIXED[:3], None),
     "products between, 2 rows": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], rows=2),
     "products between, 16 bits": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], bits=16),
