@@ -161,6 +161,20 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     assert memory.temp_size_in_bytes < 16e6
 
 
+def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
+    """Bonsai 2 27B's first four layers, three with a delta net: what rotates is within products."""
+    four = dataclasses.replace(synth._MODELS["bonsai-2-27b"], layers=4)
+    monkeypatch.setitem(synth._MODELS, "bonsai-2-27b", four)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-2-27b:ptq1_0")
+        compiled = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+    launches = compiled.as_text().count('custom_call_target="mosaic_gpu')
+    assert launches == 2 * 4 + 1 + 1 + 2  # and the first layer's inputs, the output matrix, a draw
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2e6
+    assert memory.alias_size_in_bytes >= 4 * state.cache.delta.s.size + 2 * 2 * state.cache.k.size
+
+
 def test_experts_are_read_in_place(monkeypatch):
     """Of a step and of 512 tokens: gate and up of the chosen experts in one launch, down in another; no stack
     is copied, and no layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
