@@ -328,9 +328,9 @@ def _rotation(plan: LoadPlan, member: Member, placement: Placement | None) -> Ro
     split = placement if placement and member.share and member.share.axis == 1 else None
     signs, flips, heads = fold.signs.get(member.shape[1]), None, None
     if signs is not None:
+        arrays = {"signs": signs, "flips": flips_of(signs)}
         signs, flips = (
-            placement.vectors("signs", of) if placement else jnp.asarray(of)
-            for of in (signs, flips_of(signs))
+            placement.vectors(name, of) if placement else jnp.asarray(of) for name, of in arrays.items()
         )
     if member.regrouped and plan.v_heads:
         repeats, k_heads = plan.v_heads
