@@ -95,8 +95,12 @@ class Step:
     """All layers of a decode step.
 
     rows        sequences
-    layers      of each layer its five products (q, k and v joined, o, gate, up, down), each as the (format,
-                rows) that lie below each other; None where q, k and v are not joined or a matrix has no tiles
+    layers      of each layer its five products (q, k and v joined, o, gate, up, down; a delta net's inputs
+                and output in place of the first two), each as the (format, rows) that lie below each other;
+                None where q, k and v are not joined or a matrix has no tiles
+    widths      of each layer the inputs of o; (): as many as q is wide
+    plain       whether all layers mix tokens by attention without gates
+    folded      whether weights are folded (rotation.py)
     attention   of one query a row
     activation  of the feed-forward's gate
     split       whether layers are split over devices, which add their parts within each
@@ -111,6 +115,9 @@ class Step:
     bits: int = 8
     activation: str = "silu"
     split: bool = False
+    widths: tuple[int, ...] = ()
+    plain: bool = True
+    folded: bool = False
 
     def __str__(self):
         sizes = f"{self.hidden} wide, feed-forward {self.ffn}"
@@ -305,6 +312,8 @@ def _one_launch(problem: Step) -> str | None:
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _attention(problem.attention):
         return reason
+    if not problem.plain or problem.folded:
+        return "the kernel has attention without gates, and weights that are not folded"
     if problem.attention.rotated is not None:
         return f"rope turns {problem.attention.rotated} values of a head; the kernel turns all"
     from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
@@ -323,24 +332,20 @@ def _layer_products(problem: Step) -> str | None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
     if others := _not_of_family("kq", problem.layers):
         return f"not all layers' weights have 2 to 8 bits: {others}"
-    width = problem.attention.heads * problem.attention.head_dim
-    for what, size in (("hidden", problem.hidden), ("feed-forward", problem.ffn), ("q", width)):
+    widths = problem.widths or (problem.attention.heads * problem.attention.head_dim,) * len(problem.layers)
+    sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
+    for what, size in (*sizes, *(("q", width) for width in widths)):
         if size % COLUMNS:
             return f"{what} is {size} wide, no multiple of {COLUMNS}"
     from pallas_kernels.step import layer_products  # only GPUs need it
 
-    sizes = (problem.rows, width, problem.hidden, problem.ffn)
-    following = (*problem.layers[1:], None)
-    return next(
-        filter(
-            None,
-            (
-                layer_products.refuses(*sizes, problem.bits, layer, behind)
-                for layer, behind in dict.fromkeys(zip(problem.layers, following, strict=True))
-            ),
-        ),
-        None,
+    rest = {"bits": problem.bits, "rotated": problem.folded}
+    alike = dict.fromkeys(zip(widths, problem.layers, (*problem.layers[1:], None), strict=True))
+    reasons = (
+        layer_products.refuses(problem.rows, width, problem.hidden, problem.ffn, layer, behind, **rest)
+        for width, layer, behind in alike
     )
+    return next(filter(None, reasons), None)
 
 
 def _several_phases(problem: Step) -> str | None:

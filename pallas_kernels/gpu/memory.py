@@ -14,6 +14,11 @@ def load(ref, *indices):
     return of(memref.load(ref, list(map(index, indices))))
 
 
+def load_each(ref, places: list) -> list:
+    """Elements of a ref, of each its indices."""
+    return [load(ref, *indices) for indices in places]
+
+
 def store(value, ref, *indices):
     memref.store(value, ref, list(map(index, indices)))
 

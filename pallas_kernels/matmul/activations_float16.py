@@ -110,17 +110,21 @@ def _round_row(
         ]
     largest = greatest([abs(v) for v in prologue.flat(n)])
     largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
-    # As prefill.scaled_to_half.
-    exponent = as_word(largest.combined(maximum)) & 0x7F800000
-    exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)
-    inverse = as_real((254 << 23) - exponent)
+    scale, inverse = power_of_two(largest.combined(maximum))
     with lanes.when(thread == 0):
-        memory.store(as_real(exponent), scale_gmem, row)
+        memory.store(scale, scale_gmem, row)
     for values, (piece, _), inside in zip(n, pieces, within(places // WIDTH), strict=True):
         a = [v * inverse for v in values]
         pairs = [lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]
         with lanes.when(true() if inside is None else inside):
             memory.store_halves(pairs, a_gmem, [row, piece * WIDTH])
+
+
+def power_of_two(largest) -> tuple:
+    """(s, 1 / s) of a row's largest, as prefill.scaled_to_half."""
+    exponent = as_word(largest) & 0x7F800000
+    exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)
+    return as_real(exponent), as_real((254 << 23) - exponent)
 
 
 def _load(ref, row, piece) -> list:

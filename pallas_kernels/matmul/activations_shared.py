@@ -12,6 +12,7 @@ The loads of one pass are on their way while the pass before it is worked on. Pa
 are done again, and count nothing.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from pallas_kernels.gpu.values import (
 )
 from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
+from pallas_kernels.matmul.rotated_columns import CHUNK, RotatedColumns
 from pallas_kernels.tiles import COLUMNS, Lanes
 
 
@@ -150,14 +152,80 @@ def _flat_pass(loaded) -> list:
     return [v for values in [*x.values(), *gammas] for v in values]
 
 
+class RotatedActivations(NamedTuple):
+    """The activations of a block, rotated (rotated_columns.py): a warp makes whole chunks of 1,024 columns,
+    and others read them.
+
+    my      the warp's rotation
+    rows, columns, kq, bits, width, padded, row_bytes   as above
+    warps   of the block
+    """
+
+    my: RotatedColumns
+    rows: int
+    columns: int
+    kq: Lanes
+    bits: int
+    width: int
+    padded: int
+    row_bytes: int
+    warps: int
+    warp: Any
+    lane: Any
+
+    @property
+    def items(self) -> int:
+        """Chunks of all rows."""
+        return self.rows * -(-self.columns // CHUNK)
+
+    def load(self, _):
+        """Begin to load all of this warp's items: of each its row, its chunk and whether there is one."""
+        loaded = []
+        for first in range(0, self.items, self.warps):
+            item = index(self.warp) + first
+            row, chunk, here = item % self.rows, item // self.rows, item < self.items
+            found = lanes.choose(here, functools.partial(self.my.load, row, chunk), self.my.nothing)
+            loaded.append((row, chunk, here, found))
+        return loaded
+
+    def store(self, items, q, stats) -> list:
+        """As WarpActivations has it; squares are of the block's rows, whichever warp sums them."""
+        squares = [real(0)] * self.rows
+        for row, chunk, here, loaded in items:
+
+            def one(row=row, chunk=chunk, loaded=loaded):
+                n, of_row = self.my.rotated(loaded)
+                words, stats_of_group = _quantize(n, self.kq, self.bits)
+                group, groups = integer(chunk * 32) + self.lane, self.columns // 32
+                at = q + group * 32 + integer(row) * self.row_bytes
+                with lanes.when(group < groups):
+                    for digit, of_digit in enumerate(words):
+                        place = digit * self.padded * self.row_bytes
+                        memory.store_shared(of_digit[:4], at, place)
+                        memory.store_shared(of_digit[4:], at, place + 16)
+                    at = _of_stats(stats, group, integer(row), groups, self.width, len(stats_of_group))
+                    memory.store_shared(stats_of_group, at)
+                return [of_row]
+
+            (found,) = lanes.choose(here, one, [real(0)])
+            squares = [s + select(row == r, found, 0.0) for r, s in enumerate(squares)]
+        return squares
+
+
+def _of_stats(stats, group, row, groups: int, width: int, words: int):
+    """Where the stats of a scale group of a row begin."""
+    return stats + ((row // width * groups + group) * width + row % width) * (4 * words)
+
+
 def _quantize(x, kq: Lanes, bits: int):
     """Neighbouring lanes' 8 activations each -> (words, stats), the stats in the first of a group's lanes.
+    Or, of a lane that has a whole group, all of it.
 
-    words   per 8 bits of q, the lowest first, two words of signed bytes
+    words   per 8 bits of q, the lowest first, two words of signed bytes, or eight
     stats   words of a group, as the module says
     """
     top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
-    lanes_of_group = kq.activation_group // 8
+    lanes_of_group = kq.activation_group // len(x)
     largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, lanes_of_group))
     q = magic_words(x, top, largest, fused=True)
     words = []
@@ -170,10 +238,10 @@ def _quantize(x, kq: Lanes, bits: int):
 
 def _stats(words: list, scale, kq: Lanes) -> list:
     """Of _quantize's words and their group's scale."""
-    lanes_of_group = kq.activation_group // 8
+    lanes_of_group = kq.activation_group // (4 * len(words[0]))
     if not kq.minimums:
         return [as_word(scale)]
-    sums = [lanes.sum_of_bytes(word[1], lanes.sum_of_bytes(word[0], integer(0))) for word in words]
+    sums = [functools.reduce(lambda so_far, w: lanes.sum_of_bytes(w, so_far), of, integer(0)) for of in words]
     if kq.whole_scales:
         halves = [lanes.warp_sum_real(v, lanes_of_group // 2) for v in sums]
         pairs = [lanes.bytes_of(v, lanes.swapped(v, lanes_of_group // 2), 0x5410) for v in halves]

@@ -12,10 +12,11 @@ from pallas_kernels import formats
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, total
 from pallas_kernels.matmul import kq_decode_plan
-from pallas_kernels.matmul.activations_shared import WarpActivations
+from pallas_kernels.matmul.activations_shared import RotatedActivations, WarpActivations
 from pallas_kernels.matmul.epilogue import finished, inverse_rms, over_warps
 from pallas_kernels.matmul.kq_decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share
+from pallas_kernels.matmul.rotated_columns import RotatedColumns
 from pallas_kernels.tiles import ROWS
 
 
@@ -86,13 +87,16 @@ class Block:
     store      (y, row of x, output, ahead) puts a result where it belongs. All lanes of a warp call it
     residual   (row of x, output) -> what is added to it; None: nothing
     ahead      the same arguments -> what `store` wants to be asked for ahead; None: nothing
-    load_x, rounded  as in WarpActivations
+    load_x     as in WarpActivations; with a rotation as in RotatedColumns
+    rounded    as in WarpActivations; not with a rotation
+    rotation   of the activations: RotatedColumns' flips_gmem, block, heads and turned_smem; None: none
     Refs are named as `kq_decode` names what they are of.
     """
 
     def __init__(
         self, sizes: IntegerProduct, share: Share, store, residual, load_x, *,
         gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem, ahead=None, rounded=False,
+        rotation=None,
     ):  # fmt: skip
         self.sizes, self.share, self.part = sizes, share, share.part
         self.kq, self.normed = formats.get(self.part.format).LANES, gamma_gmem is not None
@@ -103,12 +107,24 @@ class Block:
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.g, self.t = self.lane // 4, self.lane % 4
         self.first_step = share.first_step
+        common = {
+            "rows": sizes.rows, "kq": self.kq, "bits": sizes.bits, "width": sizes.width,
+            "padded": sizes.padded, "row_bytes": sizes.row_bytes, "lane": self.lane,
+        }  # fmt: skip
+        self.rotates = rotation is not None
+        if rotation is not None:
+            columns = RotatedColumns(
+                load_x, sizes.columns, gamma_gmem=gamma_gmem, norm_layer=norm_layer, slot=index(self.warp),
+                lane=index(self.lane), **rotation,
+            )  # fmt: skip
+            self.activations = RotatedActivations(
+                columns, columns=sizes.columns, warps=sizes.plan.warps, warp=self.warp, **common
+            )
+            return
         self.activations = WarpActivations(
             load_x=load_x, rounded=rounded, gamma_gmem=None if rounded else gamma_gmem,
-            norm_layer=norm_layer, lane=self.lane,
-            first_step=self.first_step, mine=share.mine, per_warp=sizes.per_warp, steps=sizes.steps,
-            kq=self.kq, bits=sizes.bits, rows=sizes.rows, width=sizes.width, padded=sizes.padded,
-            row_bytes=sizes.row_bytes,
+            norm_layer=norm_layer, first_step=self.first_step, mine=share.mine, per_warp=sizes.per_warp,
+            steps=sizes.steps, **common,
         )  # fmt: skip
 
     def load(self):
@@ -127,7 +143,10 @@ class Block:
             for row, squares_of_row in enumerate(squares):
                 place = self.warp + row * self.sizes.plan.warps
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, place)
-        lanes.warp_barrier()
+        if self.rotates:
+            lanes.block_barrier()
+        else:
+            lanes.warp_barrier()
         columns = (WholeColumns if self.kq.whole_scales else Columns)(self, q, stats)
         together = self.sizes.plan.together
 

@@ -1,7 +1,7 @@
-"""All products between the attention of a layer and that of the next in one launch, a block on each
-multiprocessor, for weights of 2 to 8 bits.
+"""All products between what mixes tokens in a layer, attention or a delta net, and that of the next in one
+launch, a block on each multiprocessor, for weights of 2 to 8 bits.
 
-    attended -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x -> [norm, next q, k, v]
+    mixed -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x -> [norm, next q, k, v]
 
 Each [phase] is a product of kq_decode.py, with its block and its order of sums. A launch that does only one
 has an idle memory at both ends: until its first weights are there, and while its last sums are made and the
@@ -9,8 +9,9 @@ next one starts. Here a warp's ring runs on from phase to phase (kq_decode_ring.
 while activations go from block to block. These have a tag in the workspace, as in decode_layers.py: whoever
 reads the tag has the value. Every block reads all of them at once, and waits, so their bytes count: where all
 parts of what follows want the same integers, the block that made them rounds them, and 8 are passed on in 16
-bytes. Else they are float32 of 22 bits of mantissa. The residual stream stays exact with the block that adds
-to it, which has the same outputs of o and of down.
+bytes. Else they are float32 of 22 bits of mantissa. Inputs of folded weights are that, and each block rotates
+them for itself. The residual stream stays exact with the block that adds to it, which has the same outputs of
+o and of down.
 
 All blocks must run at once.
 """
@@ -27,11 +28,12 @@ from pallas_kernels import device, formats
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
-from pallas_kernels.matmul import kq_decode_plan
+from pallas_kernels.matmul import kq_decode, kq_decode_plan, rotated_columns
 from pallas_kernels.matmul.activations_shared import eights, rounded_words
 from pallas_kernels.matmul.kq_decode_block import Block, IntegerProduct, scratch
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
-from pallas_kernels.qtensor import LayerStack, QTensor, Rows, from_blocks, tile
+from pallas_kernels.qtensor import LayerStack, QTensor, from_blocks, leaves, tile
+from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: stacks of one layer
@@ -60,8 +62,9 @@ class Planned(NamedTuple):
     slot_bytes: int
 
 
-def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned | None:
-    """For the default device; None where so many rows leave no room for weights on their way.
+def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False) -> Planned | None:
+    """For the default device; None where so many rows leave no room for weights on their way. rotated: blocks
+    rotate activations.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns, weighted by bytes; of equals the largest."""
@@ -82,7 +85,8 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
             )
             for phase, parts in zip(phases, placed, strict=True)
         ]
-        left = device.shared_bytes() - shared_memory.bytes_taken(*map(max, zip(*sizes, strict=True)))
+        taken = [*map(max, zip(*sizes, strict=True)), *[4 * turned_words(phases, rows, warps)] * rotated]
+        left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depth = min(DEPTH, left // (warps * slot_bytes))
         idle = 0
@@ -105,19 +109,31 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
     return Planned(products, depth, slot_bytes)
 
 
-def refuses(rows: int, width: int, hidden: int, ffn: int, bits: int, layer, following) -> str | None:
+def turned_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
+    """Of shared memory, in which activations are rotated."""
+    return max(rotated_columns.words(rows, phase.columns, warps) for phase in phases)
+
+
+def refuses(
+    rows: int, width: int, hidden: int, ffn: int, layer, following, *, bits: int, rotated: bool = False
+) -> str | None:
     """Why a layer's products cannot be one launch on the default device, or None.
 
-    width             of q
+    width             inputs of o
     layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
                       the next, or None
+    rotated           whether weights are folded
     """
     phases = [_phase(layer[1], width), _phase(layer[2], hidden, 2), _phase(layer[4], ffn)]
     if following is not None:
         phases.append(_phase(following[0], hidden))
     if layer[2] != layer[3]:
         return "gate and up have different formats"
-    if plan(phases, rows, bits, 0.0) is None:
+    for phase in phases if rotated else ():
+        for format in phase.formats:
+            if not kq_decode.rotates(format, phase.columns, rows):
+                return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
+    if plan(phases, rows, bits, 0.0, rotated) is None:
         return f"integers of {rows} rows of {ffn} activations leave no room for weights on their way"
     return None
 
@@ -138,72 +154,99 @@ def tiles_of(format: str, n: int, columns: int) -> Fields:
     return jax.eval_shape(lambda raw: tile(from_blocks(raw, format)).fields, raw)
 
 
+class OfLayer(NamedTuple):
+    """A weight of a layer, or gamma of a norm: the stack and the index into it."""
+
+    stack: Any
+    index: int
+
+    @property
+    def gamma(self) -> jax.Array:
+        return self.stack[self.index : self.index + 1]
+
+    def pieces(self) -> list[QTensor]:
+        """The layer's matrices, rows below rows, each a stack of one: XLA makes an offset of that slice."""
+        part, index = self.stack.where[self.index]
+        return [piece[index : index + 1] for piece in leaves(self.stack.parts[part])]
+
+
 def run(
-    attended: jax.Array,
+    mixed: jax.Array,
     x: jax.Array,
-    stacks: Sequence[LayerStack],
-    norms: tuple[jax.Array, jax.Array],
+    o: OfLayer,
+    ffn: tuple[OfLayer, OfLayer, OfLayer, OfLayer],
+    following: tuple[OfLayer, OfLayer] | None,
     layer: int,
     workspace: jax.Array,
     eps: float,
+    rounded: tuple[bool, bool, bool],
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """`layer_products` of a model's stacks: of q, k and v, of o, gate, up and down.
+    """`layer_products` of a model's stacks.
 
-    norms   float32 [L, hidden], gammas before attention and before the feed-forward
-    Returns x and the next layer's q, k and v, or None behind the last, and the workspace.
+    ffn        its norm, gate, up and down
+    following  the next layer's norm, and q, k and v or what a delta net has in their place; None behind the
+               last layer
+    rounded    `rounded_vectors` of the model
+    Returns x and what the following product gives, or None, and the workspace.
     """
-    qkv, o, gate, up, down = stacks
-    of_phases = [((o, layer),), ((gate, layer), (up, layer)), ((down, layer),)]
-    gammas = [None, norms[1][layer : layer + 1], None]
-    if layer + 1 < len(qkv.where):
-        of_phases.append(((qkv, layer + 1),))
-        gammas.append(norms[0][layer + 1 : layer + 2])
-    pieces = [list(zip(*(_pieces(*of) for of in phase), strict=True)) for phase in of_phases]
-    bits = pieces[0][0][0].products.activation_bits
+    norm, gate, up, down = ffn
+    of_phases, gammas = [(o,), (gate, up), (down,)], [None, norm.gamma, None]
+    if following is not None:
+        of_phases.append(following[1:])
+        gammas.append(following[0].gamma)
+    pieces = [list(zip(*(of.pieces() for of in phase), strict=True)) for phase in of_phases]
     kernel = functools.partial(
         layer_products,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
-        rounded=tuple(
-            _is_rounded(maker, users, bits, len(x))
-            for maker, users in ((o, (gate, up)), (gate, (down,)), (down, (qkv,)))
-        ),
         eps=eps,
-        bits=bits,
+        bits=pieces[0][0][0].products.activation_bits,
+        rounded=rounded,
     )
     weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
+    rotations = tuple(parts[0][0].rotation for parts in pieces)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
-    x, following, workspace = jax.custom_batching.sequential_vmap(kernel)(
-        attended, x, weights, tuple(gammas), number, workspace
+    x, behind, workspace = jax.custom_batching.sequential_vmap(kernel)(
+        mixed, x, weights, tuple(gammas), number, workspace, rotations
     )
-    return x, None if following is None else following[:, : qkv.shape[0]], workspace
+    return x, None if following is None else behind[:, : following[1].stack.shape[0]], workspace
 
 
-def _pieces(stack: LayerStack, layer: int) -> list[QTensor]:
-    """A layer's matrices, rows below rows, each as a stack of one: XLA makes an offset of that slice."""
-    part, index = stack.where[layer]
-    return [piece[index : index + 1] for piece in _pieces_of(stack.parts[part])]
+def rounded_vectors(
+    outputs: Sequence[LayerStack],
+    ffn: tuple[LayerStack, LayerStack, LayerStack],
+    inputs: Sequence[LayerStack],
+    rows: int,
+) -> tuple[bool, bool, bool]:
+    """Which of the vectors that go from block to block are passed on as integers: what o, gate and up, and
+    down make. In all layers or in none, since a tag tells a layer from the two before only.
+
+    outputs  of each kind of mixer, attention or delta net, all of the model's o
+    ffn      gate, up and down
+    inputs   of each kind q, k and v, or what a delta net has in their place
+    """
+    gate, up, down = ffn
+    return (
+        _is_rounded(outputs, (gate, up), rows),
+        _is_rounded((gate,), (down,), rows),
+        _is_rounded((down,), inputs, rows),
+    )
 
 
-def _pieces_of(part: QTensor | Rows) -> Sequence[QTensor]:
-    return part.pieces if isinstance(part, Rows) else (part,)
-
-
-def _is_rounded(maker: LayerStack, users: Sequence[LayerStack], bits: int, rows: int) -> bool:
-    """Whether what a product makes is passed on as integers: of one row, of 8 bits, where every block makes
-    whole groups of 32 and all parts of what follows have the same groups. In all layers or in none, since a
-    tag tells a layer from the two before only."""
-    n_tiles = -(-maker.shape[0] // ROWS)
-    of_block = -(-n_tiles // device.multiprocessors())
+def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows: int) -> bool:
+    """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
+    what follows have the same groups."""
+    tiles = [-(-maker.shape[0] // ROWS) for maker in makers]
+    of_block = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
     groups = [
-        {formats.get(piece.format).LANES.activation_group for piece in _pieces_of(part)}
+        {formats.get(piece.format).LANES.activation_group for piece in leaves(part)}
         for user in users
         for part in user.parts
     ]
     return (
         rows == 1
-        and bits == 8
-        and n_tiles % 2 == of_block % 2 == 0
-        and all(len(_pieces_of(part)) == 1 for part in maker.parts)
+        and all(w.products.activation_bits == 8 and w.rotation is None for w in leaves(users))
+        and all(n % 2 == 0 for n in (*tiles, *of_block))
+        and all(len(leaves(part)) == 1 for maker in makers for part in maker.parts)
         and all(len(of_part) == 1 for of_part in groups)
     )
 
@@ -221,6 +264,7 @@ def layer_products(
     norms: tuple[jax.Array | None, ...],
     layer: jax.Array,
     workspace: jax.Array,
+    rotations: tuple[Rotation | None, ...] | None = None,
     *,
     formats_of: tuple[tuple[str, ...], ...],
     eps: float,
@@ -237,14 +281,17 @@ def layer_products(
     norms      of each, float32 [1, hidden], or None
     layer      int32 [1]: another one, modulo 3, than in the launch before with this workspace
     workspace  int32 [workspace_words], zeros before the first launch
+    rotations  of the inputs of each, all or none; None for none
     formats_of  of the parts of each
     bits       8 or 16, to which activations are rounded
-    rounded    whether what o, gate and up, and down make is passed on as integers (`_is_rounded`)
+    rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`)
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
     phases = [Phase(parts, of) for parts, of in zip(weights, formats_of, strict=True)]
-    planned = plan(phases, rows, bits, eps)
+    rotations = (None,) * len(phases) if rotations is None else rotations
+    rotated = rotations[0] is not None
+    planned = plan(phases, rows, bits, eps, rotated)
     if planned is None:
         raise NotImplementedError(
             f"layer_products: {rows} rows of {bits} bits leave no room in {device.shared_bytes()} bytes of "
@@ -256,26 +303,29 @@ def layer_products(
         results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * ROWS), jnp.float32)
     ref = jax.new_ref(workspace)
     ring_words = warps * planned.depth * planned.slot_bytes // 4
+    made = scratch(products)
+    if rotated:
+        made["turned_smem"] = plgpu.SMEM((turned_words(phases, rows, warps),), jnp.float32)
     out = launch(
-        functools.partial(_body, planned, rounded),
+        functools.partial(_body, planned, rounded, [r and (r.block, r.heads) for r in rotations]),
         {
             "weight_gmem": weights, "attended_gmem": attended, "x_gmem": x, "norm_gmem": norms,
-            "layer_gmem": layer, "workspace": ref,
+            "flips_gmem": tuple(r and r.flips for r in rotations), "layer_gmem": layer, "workspace": ref,
         },
         results,
         name="layer_products",
         blocks=max(sum(part.blocks for part in product.plan.parts) for product in products),
         threads=32 * warps,
-        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **scratch(products)},
+        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **made},
     )  # fmt: skip
     x, qkv = out if len(products) == 4 else (out, None)
     return x, qkv, jax.freeze(ref)
 
 
 def _body(
-    planned: Planned, rounded: tuple[bool, ...],
-    *, weight_gmem, attended_gmem, x_gmem, norm_gmem, layer_gmem, workspace, x_out_gmem, ring_smem,
-    qkv_gmem=None, **refs,
+    planned: Planned, rounded: tuple[bool, ...], rotations: list, *, weight_gmem, attended_gmem, x_gmem,
+    norm_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem, qkv_gmem=None, turned_smem=None,
+    **refs,
 ):  # fmt: skip
     """Of a block, whose parts its number says."""
     products = planned.products
@@ -303,6 +353,11 @@ def _body(
         words = memory.load_tagged(workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag)
         return [words[k : k + 8] for k in range(0, len(words), 8)]
 
+    def receive_each(vector: int, places: list) -> list:
+        """A float32 from each (row, column) of a vector, when they are there."""
+        wanted = [((column + (row * widths[vector] + begins[vector]), 0), 1) for row, column in places]
+        return memory.load_tagged(workspace, wanted, tag)
+
     def send(y, vector: int, row, n, gamma):
         if not rounded[vector]:
             memory.store_tagged(y, workspace, row * widths[vector] + begins[vector] + n, tag)
@@ -329,20 +384,28 @@ def _body(
     def gamma_of(number: int, row, n):
         return memory.load(norm_gmem[number], 0, n)
 
+    later = range(len(products) - 1)
     # Of the norm that follows: whoever rounds multiplies by it.
     gammas = {
         number: functools.partial(gamma_of, number + 1)
-        for number in range(len(products) - 1)
+        for number in later
         if rounded[number] and norm_gmem[number + 1] is not None
     }
-    loads = [functools.partial(eights, attended_gmem)]
-    loads += [functools.partial(receive, vector) for vector in range(len(products) - 1)]
+    loads = [functools.partial(eights, attended_gmem), *(functools.partial(receive, at) for at in later)]
+    turns: list[dict | None] = [None] * len(products)
+    if turned_smem is not None:
+        loads = [functools.partial(memory.load_each, attended_gmem)]
+        loads += [functools.partial(receive_each, at) for at in later]
+        turns = [
+            {"flips_gmem": flips, "block": block, "heads": heads, "turned_smem": turned_smem}
+            for flips, (block, heads) in zip(flips_gmem, rotations, strict=True)
+        ]
     blocks = [
         [
             Block(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
                 gamma_gmem=norm_gmem[number], norm_layer=integer(0), ahead=gammas.get(number),
-                rounded=number > 0 and rounded[number - 1], **refs,
+                rounded=number > 0 and rounded[number - 1], rotation=turns[number], **refs,
             )
             for share in shares[number]
         ]

@@ -4,7 +4,6 @@ PYTHONPATH=. python -m pytest -m gpu tests/gpu/test_gpu_int.py
 """
 
 import dataclasses
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from pallas_kernels import (
     qtensor,
 )
 from pallas_kernels.step import layer_products
+from pallas_kernels.step.layer_products import OfLayer
 from tests.agreement import log_softmax
 from tests.gpu.test_gpu import on_a_gpu, step_log_p  # noqa: F401
 
@@ -186,16 +186,21 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
         for seed, (format, shape) in enumerate(zip((o, gate_up, gate_up, down, qkv), shapes, strict=True))
     ]
     attended, x = jax.random.normal(jax.random.key(1), (2, 1, hidden))
-    norms = tuple(1 + 0.1 * jax.random.normal(jax.random.key(2), (2, 2, hidden)))
+    norms = 1 + 0.1 * jax.random.normal(jax.random.key(2), (2, 2, hidden))
     workspace = jnp.zeros(layer_products.workspace_words(1, hidden, ffn), jnp.int32)
     o, gate, up, down, qkv = stacks
 
-    def run():
-        return layer_products.run(attended, x, (qkv, o, gate, up, down), norms, 0, workspace, 1e-6)[:2]
+    of_layer = tuple(OfLayer(of, 0) for of in (norms[1], gate, up, down))
+    following = OfLayer(norms[0], 1), OfLayer(qkv, 1)
+    integers = layer_products.rounded_vectors([o], (gate, up, down), [qkv], 1)
+    assert any(integers)
 
-    got, again = run(), run()
-    with mock.patch.object(layer_products, "_is_rounded", lambda *_: False):
-        want = run()
+    def run(rounded):
+        return layer_products.run(
+            attended, x, OfLayer(o, 0), of_layer, following, 0, workspace, 1e-6, rounded
+        )[:2]
+
+    got, again, want = run(integers), run(integers), run((False,) * 3)
     jax.tree.map(np.testing.assert_array_equal, got, again)
     for a, b in zip(got, want, strict=True):
         assert 0 < np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)

@@ -34,6 +34,7 @@ from pallas_kernels.gpu import values as gpu_values
 from pallas_kernels.matmul import (
     activations_float16,
     activations_int8,
+    activations_rotated,
     kq_decode,
     kq_dequantize,
     q1_decode_b1,
@@ -142,6 +143,7 @@ def lockstep(at_a_time: int | None = None):
         *((q1_decode_b1, "q1_decode_b1"), (q1_decode_s8, "q1_decode_s8"), (q1_decode_s8, "quantize_rows")),
         *((kq_decode, "kq_decode"), (kq_dequantize, "kq_dequantize")),
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
+        (activations_rotated, "activations_rotated"),
         *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
         *((delta_chunks, "delta_chunks"), (kq_experts, "kq_experts")),
