@@ -62,6 +62,12 @@ class Stream(NamedTuple):
     weight_gmem: Sequence[dict[str, Any]]
     layer: Any
 
+    def item(self, tile, step):
+        """The number in the stack of a tile's step of 256 columns, both counted from the warp's first."""
+        share = self.share
+        row = self.layer * share.part.n_tiles + share.first_tile + tile
+        return row * share.steps + share.first_step + step
+
 
 class Field(NamedTuple):
     """A field in a slot of the ring: from byte `at` on `vectors` times 32 lanes' pieces of `size` bytes.
@@ -142,8 +148,7 @@ class Ring:
             share, part = stream.share, stream.share.part
             wanted = tile < share.tiles
             with lanes.when(wanted if condition is None else condition & wanted):
-                item = (stream.layer * part.n_tiles + share.first_tile + tile) * share.steps
-                item = item + share.first_step + step
+                item = stream.item(tile, step)
                 target = self.address + slot * self.slot_bytes
                 for m, fields in enumerate(stream.weight_gmem):
                     for name, field in _fields(part, m).items():
