@@ -268,7 +268,7 @@ class RunConfig:
     """
 
     impl: Literal["auto", "reference", "pallas"] = "auto"
-    schedule: Literal["auto", "one_launch", "layer_products", "launches"] = "auto"
+    schedule: Literal["auto", "one_launch", "layer_products", "experts_layer", "launches"] = "auto"
     weights: Literal["auto", "packed", "decoded"] = "auto"
     activation_bits: Literal[8, 16] = 8
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto"
@@ -280,7 +280,7 @@ class RunConfig:
 
     def __post_init__(self):
         _one_of(self, "impl", ("auto", "reference", "pallas"))
-        _one_of(self, "schedule", ("auto", "one_launch", "layer_products", "launches"))
+        _one_of(self, "schedule", ("auto", "one_launch", "layer_products", "experts_layer", "launches"))
         _one_of(self, "weights", ("auto", "packed", "decoded"))
         _one_of(self, "activation_bits", (8, 16))
         _one_of(self, "all_reduce", ("auto", "psum", "mailbox"))

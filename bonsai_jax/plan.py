@@ -28,7 +28,7 @@ JOINED = {
 }
 SWIGLU = ("w_gate", "w_up", "expert_gate", "expert_up")
 # Of a step: the columns of a tensor core; more rows of layer_products are not measured (LOG.md).
-MOST_ROWS = {"one_launch": 8, "layer_products": 2}
+MOST_ROWS = {"one_launch": 8, "layer_products": 2, "experts_layer": 1}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Stack:
 class StepPlan:
     """How a decode step is launched.
 
-    kernel    what has several products of a layer, or all layers, in a launch: "one_launch" or
-              "layer_products"; "launches": nothing
+    kernel    what has several products of a layer, or all layers, in a launch: "one_launch",
+              "layer_products" or "experts_layer"; "launches": nothing
     rows      most rows of a step that it is used for
     unrolled  whether layers are straight code, which a GPU captures as one graph, but a loop not; else they
               are scanned
@@ -360,10 +360,14 @@ def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
 def _step_problem(
     stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool
 ) -> selection.Step:
+    router = [stack for stack in stacks if stack.fields == ("router",)]
+    stacks = [stack for stack in stacks if stack not in router]
     matrices = [matrix for stack in stacks for part in stack.parts for matrix in part]
     folded = any(member.folded for stack in stacks for of in stack.members for member in of)
     joined = len(stacks) == 5 and all(matrix.products.tiled for matrix in matrices)
     joined = joined and not folded and not config.attention_gate
+    of_router = {matrix.problem.format for stack in router for part in stack.parts for matrix in part}
+    joined = joined and (not router or of_router in ({"f32"}, {"f16"}, {"bf16"}))
     layers = tuple(
         tuple(
             tuple((matrix.problem.format, matrix.problem.n) for matrix in stack.parts[stack.where[layer][0]])
@@ -376,9 +380,10 @@ def _step_problem(
         device.platform(),
         1,
         config.hidden,
-        config.ffn,
+        config.ffn if config.experts is None else config.experts.ffn,
         layers if joined else None,
         decode,
+        experts=(config.experts.count, config.experts.used) if config.experts else None,
         bits=run.activation_bits,
         activation=config.activation,
         split=split,

@@ -16,6 +16,7 @@
                any                 other                       or none    reference
     Step       q1                  1 to 8, if they have room   from 9.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
+               kq, with experts    1, if it has room           from 8.0   experts_layer
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
                float32             more                        from 8.0   delta_chunks
@@ -28,6 +29,7 @@ order of the table; each says why it cannot, or takes the problem.
 """
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Literal
@@ -100,6 +102,8 @@ class Step:
     attention   of one query a row
     activation  of the feed-forward's gate
     split       whether layers are split over devices, which add their parts within each
+    experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
+                one of each
     """
 
     platform: str
@@ -111,6 +115,7 @@ class Step:
     bits: int = 8
     activation: str = "silu"
     split: bool = False
+    experts: tuple[int, int] | None = None
 
     def __str__(self):
         sizes = f"{self.hidden} wide, feed-forward {self.ffn}"
@@ -297,6 +302,8 @@ def _prefill_sm90(problem: Attention) -> str | None:
 def _one_launch(problem: Step) -> str | None:
     if _older_than(problem.platform, 90):
         return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
+    if problem.experts is not None:
+        return "is for layers without experts"
     if reason := _several_phases(problem):
         return reason
     if problem.layers is None:
@@ -317,16 +324,12 @@ def _one_launch(problem: Step) -> str | None:
 def _layer_products(problem: Step) -> str | None:
     if _older_than(problem.platform, 80):
         return NEEDS_AMPERE
-    if reason := _several_phases(problem):
+    if problem.experts is not None:
+        return "is for layers without experts"
+    if reason := _several_phases(problem) or _in_tiles(problem):
         return reason
-    if problem.layers is None:
-        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if others := _not_of_family("kq", problem.layers):
-        return f"not all layers' weights have 2 to 8 bits: {others}"
+    assert problem.layers is not None
     width = problem.attention.heads * problem.attention.head_dim
-    for what, size in (("hidden", problem.hidden), ("feed-forward", problem.ffn), ("q", width)):
-        if size % COLUMNS:
-            return f"{what} is {size} wide, no multiple of {COLUMNS}"
     from pallas_kernels.step import layer_products  # only GPUs need it
 
     sizes = (problem.rows, width, problem.hidden, problem.ffn)
@@ -343,12 +346,46 @@ def _layer_products(problem: Step) -> str | None:
     )
 
 
+def _experts_layer(problem: Step) -> str | None:
+    if problem.experts is None:
+        return "is for layers with experts"
+    if _older_than(problem.platform, 80):
+        return NEEDS_AMPERE
+    if reason := _several_phases(problem) or _in_tiles(problem) or _attention(problem.attention):
+        return reason
+    if problem.rows > 1:
+        return f"is for one row: {problem.rows} have experts of their own"
+    from pallas_kernels.step import experts_layer  # only GPUs need it
+
+    following = (*problem.layers[1:], None) if problem.layers else ()
+    a, (count, used) = problem.attention, problem.experts
+    refuses = functools.partial(
+        experts_layer.refuses, problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
+        experts_layer.Experts(count, used, True), problem.bits,
+    )  # fmt: skip
+    each = dict.fromkeys(zip(problem.layers or (), following, strict=True))
+    return next(filter(None, (refuses(layer, behind) for layer, behind in each)), None)
+
+
 def _several_phases(problem: Step) -> str | None:
     """Why not even two phases of a layer can be one launch, or None."""
     if problem.split:
         return "between a layer's phases devices that share weights must add their parts"
     if problem.activation != "silu":
         return f"the feed-forward's activation is {problem.activation}; the kernel has silu"
+    return None
+
+
+def _in_tiles(problem: Step) -> str | None:
+    """Why not all products are kq_decode's, or None."""
+    if problem.layers is None:
+        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
+    if others := _not_of_family("kq", problem.layers):
+        return f"not all layers' weights have 2 to 8 bits: {others}"
+    width = problem.attention.heads * problem.attention.head_dim
+    for what, size in (("hidden", problem.hidden), ("feed-forward", problem.ffn), ("q", width)):
+        if size % COLUMNS:
+            return f"{what} is {size} wide, no multiple of {COLUMNS}"
     return None
 
 
@@ -406,6 +443,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
     Step: {
         "one_launch": Candidate(_one_launch),
         "layer_products": Candidate(_layer_products),
+        "experts_layer": Candidate(_experts_layer),
         "launches": Candidate(_never),
     },
     DeltaNet: {

@@ -27,6 +27,7 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
+from pallas_kernels.attention import decode_plan
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.attention.decode_splits import Exchange
@@ -52,7 +53,8 @@ from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.kq_decode_block import Block, IntegerProduct, scratch
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
-from pallas_kernels.step.layer_products import Phase
+from pallas_kernels.qtensor import LayerStack, QTensor
+from pallas_kernels.step.layer_products import Phase, phase_of, pieces_of
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(5)  # what goes from block to block
@@ -127,13 +129,90 @@ def _scratch_words(products, experts: Experts, attention_words: int) -> dict[str
 
 
 def _widths(hidden: int, q: int, ffn: int, experts: Experts) -> list[int]:
-    """Of what goes from block to block."""
-    return [q, hidden, experts.count, experts.used * ffn, hidden]
+    """Of what goes from block to block; whole vectors of words."""
+    return [q, hidden, experts.count + -experts.count % 4, experts.used * ffn, hidden]
 
 
 def workspace_words(hidden: int, q: int, ffn: int, experts: Experts) -> int:
     """Of the workspace, besides what attention needs."""
     return sum(_widths(hidden, q, ffn, experts))
+
+
+def refuses(
+    hidden: int, ffn: int, heads: tuple[int, int, int], experts: Experts, bits: int, layer, following
+) -> str | None:
+    """Why a layer cannot be one launch on the default device, or None.
+
+    ffn               of an expert
+    heads             of queries, of keys, and their width
+    layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
+                      the next, or None
+    """
+    if layer[2] != layer[3]:
+        return "gate and up have different formats"
+    if hidden > 4 * WARPS * COLUMNS:
+        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * COLUMNS}"
+    q, (query_heads, kv_heads, head_dim) = heads[0] * heads[2], heads
+    phases = [phase_of(layer[1], q), phase_of(layer[2], hidden, 2), phase_of(layer[4], ffn)]
+    if following is not None:
+        phases.append(phase_of(following[0], hidden))
+    of_attention = decode_plan.Plan(
+        1, kv_heads, query_heads // kv_heads, head_dim, 1, 1, device.multiprocessors(), True, 0.0, False
+    )
+    if of_attention.team != WARPS:
+        return f"{query_heads} query heads are more than blocks of attention"
+    if plan(phases, experts, of_attention.scratch, bits, 0.0) is None:
+        return f"{experts.used} experts of {ffn} activations leave no room for weights on their way"
+    return None
+
+
+def run(
+    qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], router: LayerStack, norms, head_norms, cache,
+    positions: jax.Array, rotation: tuple[jax.Array, jax.Array], layer: int, workspace: jax.Array, *,
+    experts: Experts, eps: float, interleaved: bool,
+):  # fmt: skip
+    """`experts_layer` of a model's stacks: of q, k and v, of o, gate, up and down.
+
+    norms   float32 [L, hidden], gammas before the feed-forward and before attention
+    cache   pages of keys and of values, and their table
+    """
+    joined, o, gate, up, down = stacks
+    of_phases = [(o,), (gate, up), (down,)]
+    layers, gammas = [layer] * 3, [norms[0][layer : layer + 1], None]
+    if layer + 1 < len(joined.where):
+        of_phases.append((joined,))
+        layers.append(layer + 1)
+        gammas[1] = norms[1][layer + 1 : layer + 2]
+    pieces = [
+        list(zip(*(pieces_of(stack, at) for stack in of), strict=True))
+        for of, at in zip(of_phases, layers, strict=True)
+    ]
+    part, index = router.where[layer]
+    of_router = router.parts[part]
+    assert isinstance(of_router, QTensor)
+    kernel = functools.partial(
+        experts_layer,
+        formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
+        experts=experts,
+        eps=eps,
+        interleaved=interleaved,
+        bits=pieces[0][0][0].products.activation_bits,
+    )
+    weights = tuple(
+        tuple(tuple(_one_layer(w.fields, number in (1, 2)) for w in part) for part in parts)
+        for number, parts in enumerate(pieces)
+    )
+    x, following, *rest = jax.custom_batching.sequential_vmap(kernel)(
+        qkv, x, weights, of_router.fields["w"][index].reshape(of_router.shape), tuple(gammas),
+        None if head_norms[0] is None else head_norms, *cache, positions, rotation,
+        jnp.asarray(layer, jnp.int32).reshape(1), workspace,
+    )  # fmt: skip
+    return x, None if following is None else following[:, : joined.shape[0]], *rest
+
+
+def _one_layer(fields: dict[str, jax.Array], of_experts: bool) -> dict[str, jax.Array]:
+    """Of a stack of one layer: of experts, that of its experts."""
+    return {name: field[0] for name, field in fields.items()} if of_experts else fields
 
 
 @functools.partial(jax.jit, static_argnames=("formats_of", "experts", "eps", "interleaved", "bits"))
@@ -164,7 +243,7 @@ def experts_layer(
     qkv, x     float32 [1, W], [1, hidden]
     weights    of o, gate and up, down, and next q, k and v or not: of each its parts, rows below rows, of
                these a matrix or, for gate and up, two; stacks of one, of experts of all that a layer has
-    router     float32, float16 or bfloat16 [L, count, hidden]
+    router     float32, float16 or bfloat16 [count, hidden]
     norms      float32 [1, hidden]: before the feed-forward and before the next layer's attention, or None
     head_norms, pages, table, positions, rotation   as for decode_layers
     layer      int32 [1]: another one, modulo 3, than in the launch before with this workspace
@@ -379,7 +458,7 @@ class _Layer:
                 row = [
                     v
                     for half in (0, 4)
-                    for v in memory.load_reals(4, self.router, [self.layer, mine, column + half])
+                    for v in memory.load_reals(4, self.router, [mine, column + half])
                 ]
                 v = [select(counts, value, 0.0) for value in x[u, 0]]
                 squares = sum_of_squares(v, squares)

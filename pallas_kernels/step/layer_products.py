@@ -110,9 +110,9 @@ def refuses(rows: int, width: int, hidden: int, ffn: int, bits: int, layer, foll
     layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
                       the next, or None
     """
-    phases = [_phase(layer[1], width), _phase(layer[2], hidden, 2), _phase(layer[4], ffn)]
+    phases = [phase_of(layer[1], width), phase_of(layer[2], hidden, 2), phase_of(layer[4], ffn)]
     if following is not None:
-        phases.append(_phase(following[0], hidden))
+        phases.append(phase_of(following[0], hidden))
     if layer[2] != layer[3]:
         return "gate and up have different formats"
     if plan(phases, rows, bits, 0.0) is None:
@@ -120,7 +120,8 @@ def refuses(rows: int, width: int, hidden: int, ffn: int, bits: int, layer, foll
     return None
 
 
-def _phase(parts, columns: int, matrices: int = 1) -> Phase:
+def phase_of(parts, columns: int, matrices: int = 1) -> Phase:
+    """Shapes of weights: (format, rows) of their parts."""
     return Phase(
         tuple((tiles_of(format, n, columns),) * matrices for format, n in parts),
         tuple(format for format, _ in parts),
@@ -156,7 +157,7 @@ def run(
     if layer + 1 < len(qkv.where):
         of_phases.append(((qkv, layer + 1),))
         gammas.append(norms[0][layer + 1 : layer + 2])
-    pieces = [list(zip(*(_pieces(*of) for of in phase), strict=True)) for phase in of_phases]
+    pieces = [list(zip(*(pieces_of(*of) for of in phase), strict=True)) for phase in of_phases]
     kernel = functools.partial(
         layer_products,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
@@ -171,7 +172,7 @@ def run(
     return x, None if following is None else following[:, : qkv.shape[0]], workspace
 
 
-def _pieces(stack: LayerStack, layer: int) -> list[QTensor]:
+def pieces_of(stack: LayerStack, layer: int) -> list[QTensor]:
     """A layer's matrices, rows below rows, each as a stack of one: XLA makes an offset of that slice."""
     part, index = stack.where[layer]
     held = stack.parts[part]
