@@ -278,7 +278,9 @@ def experts_layer(
     }
     rings = {
         name: plgpu.SMEM((WARPS * depth * size // 4,), jnp.int32)
-        for name, depth, size in zip(("known_smem", "experts_smem"), planned.depths, planned.slot_bytes, strict=True)
+        for name, depth, size in zip(
+            ("known_smem", "experts_smem"), planned.depths, planned.slot_bytes, strict=True
+        )
     }
     sizes = _widths(hidden, q, ffn, experts)
     out = launch(
@@ -455,11 +457,7 @@ class _Layer:
             for u, step in enumerate(steps):
                 counts = integer(u) < block.share.mine
                 column = index(step * COLUMNS + lane * 8)
-                row = [
-                    v
-                    for half in (0, 4)
-                    for v in memory.load_reals(4, self.router, [mine, column + half])
-                ]
+                row = [v for half in (0, 4) for v in memory.load_reals(4, self.router, [mine, column + half])]
                 v = [select(counts, value, 0.0) for value in x[u, 0]]
                 squares = sum_of_squares(v, squares)
                 for value, g, w in zip(v, gammas[u], row, strict=True):
@@ -505,9 +503,7 @@ class _Layer:
         weight = select(used, exp(logit - largest), 0.0)
         parts = [weight]
         if not experts.normalized:
-            parts = [
-                select(there, exp(v - largest), 0.0) for there, v in zip(present, logits, strict=True)
-            ]
+            parts = [select(there, exp(v - largest), 0.0) for there, v in zip(present, logits, strict=True)]
         weight = weight / lanes.warp_sum_real(total(parts))
         with lanes.when(used):
             memory.store(minimum(chosen, experts.count - 1), self.chosen_smem, lane)

@@ -16,7 +16,7 @@ from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint, synth
 from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_device, formats
-from pallas_kernels.attention import prefill_pages
+from pallas_kernels.attention import empty_workspace, prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
@@ -34,7 +34,7 @@ from pallas_kernels.qtensor import tile
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import Matmul, choose
-from pallas_kernels.step import layer_products
+from pallas_kernels.step import experts_layer, layer_products
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from tests.pallas_kernels.aot import OTHERS, TARGETS, Compilers, compile_for_gpu, for_target
 
@@ -159,21 +159,27 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
 
 
 def test_experts_are_read_in_place(monkeypatch):
-    """Of a step and of 512 tokens: gate and up of the chosen experts in one launch, down in another; no stack
-    is copied, and no layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
+    """Of a step, in a launch a layer, of one of two rows and of 512 tokens: no stack is copied, and no layer's
+    experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
     few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=4, vocab=2048, specials=2000)
     monkeypatch.setitem(synth._MODELS, "few-a3b", few)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:few-a3b:q4_k_m")
         tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+        two, _ = shapes("synth:few-a3b:q4_k_m", rows=2)[1:]
+        step, of_two = (
+            compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+            for state in (state, two)
+        )
         prefill = compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
     one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
-    assert step.as_text().count("kq_experts") >= 2 * 4
-    assert step.memory_analysis().temp_size_in_bytes < 4e6
+    assert step.as_text().count('kernel_name="experts_layer"') == 4 or "experts_layer" in step.as_text()
+    assert of_two.as_text().count("kq_experts") >= 2 * 4
+    assert step.memory_analysis().temp_size_in_bytes < 1e6
+    assert of_two.memory_analysis().temp_size_in_bytes < 4e6
     assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
 
 
@@ -499,6 +505,36 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
 
 
+def experts_between(o, gate_up, down, qkv, layout="bfloat16"):
+    """A layer of Qwen3-30B-A3B and the next one's q, k and v: formats as for `products_between`."""
+    hidden, q, ffn, pages, experts = 2048, 4096, 768, 34, experts_layer.Experts(128, 8, True)
+    sizes = [([(o, hidden)], q, 1, 1), ([(gate_up, ffn)], hidden, 2, 128), ([(down, hidden)], ffn, 1, 128)]
+    sizes += [(qkv, hidden, 1, 1)] * bool(qkv)
+
+    def stack(format, n, k, of):
+        fields = layer_products.tiles_of(format, n, k).items()
+        return {name: jax.ShapeDtypeStruct((of, *f.shape[1:]), f.dtype) for name, f in fields}
+
+    weights = tuple(
+        tuple((stack(format, n, k, of),) * matrices for format, n in parts)
+        for parts, k, matrices, of in sizes
+    )
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    cache = _pages(layout, 48, pages, 64, 4, 128)
+    words = experts_layer.workspace_words(hidden, q, ffn, experts)
+    words += jax.eval_shape(lambda k: empty_workspace(1, 32, k), cache).size
+    f = functools.partial(
+        experts_layer.experts_layer, formats_of=tuple(tuple(f for f, _ in parts) for parts, *_ in sizes),
+        experts=experts, eps=1e-6, interleaved=False,
+    )  # fmt: skip
+    return f, (
+        vector(1, q + 1024), vector(1, hidden), weights, vector(128, hidden),
+        (vector(1, hidden), vector(1, hidden) if qkv else None), (vector(48, 128),) * 2, cache, cache,
+        vector(1, pages, dtype=jnp.int32), vector(1, dtype=jnp.int32), (vector(1, 64),) * 2,
+        vector(1, dtype=jnp.int32), vector(words, dtype=jnp.int32),
+    )  # fmt: skip
+
+
 def _experts(format, n, k, matrices, tiles, rows):
     """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
     fields = {
@@ -606,6 +642,10 @@ HOT_ON_HOPPER = {
         f"products between, {format}": functools.partial(products_between, *[format] * 3, [(format, 6144)])
         for format in ("q2_k", "q3_k", "iq4_xs", "q5_0")
     },
+    "experts between, mixed": lambda: experts_between(
+        "q4_k", "q4_k", "q6_k", [("q4_k", 4608), ("q6_k", 512)]
+    ),
+    "experts between, the last": lambda: experts_between("q4_k", "q4_k", "q6_k", None),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),

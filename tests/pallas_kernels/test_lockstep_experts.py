@@ -4,11 +4,10 @@ import dataclasses
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts, device
+from pallas_kernels import attend, device
 from pallas_kernels.attention import empty_workspace
 from pallas_kernels.step import experts_layer
 from tests.pallas_kernels.lockstep import lockstep
@@ -19,16 +18,12 @@ EPS, D, PAGE_SIZE, LAYERS = 1e-6, 64, 16, 3
 
 CASES = [
     # hidden, heads, KV heads, experts, used, ffn, normalized; formats of o, gate and up, down; parts of next
-    # q, k, v; blocks, keys before, bits
-    (512, 8, 2, 8, 2, 256, True, "q4_k", "q4_k", "q6_k", [("q4_k", 640), ("q6_k", 128)], 6, 5, 16),
-    (256, 4, 2, 70, 4, 512, False, "q8_0", "q4_k", "q4_k", [("q4_k", 512)], 40, 300, 16),
-    (512, 4, 4, 40, 3, 256, True, "q6_k", "q5_0", "q8_0", None, 7, 17, 16),
-    (512, 8, 2, 16, 4, 768, True, "q4_k", "q4_k", "q6_k", [("q4_k", 768)], 33, 40, 8),
+    # q, k, v; blocks, keys before, bits; rows of the router: all random, each twice, or all zeros
+    (512, 8, 2, 8, 2, 256, True, "q4_k", "q4_k", "q6_k", [("q4_k", 640), ("q6_k", 128)], 6, 5, 16, "random"),
+    (256, 4, 2, 70, 4, 512, False, "q8_0", "q4_k", "q4_k", [("q4_k", 512)], 40, 300, 16, "random"),
+    (512, 4, 4, 40, 3, 256, True, "q6_k", "q5_0", "q8_0", None, 7, 17, 16, "twins"),
+    (512, 8, 2, 16, 4, 768, True, "q4_k", "q4_k", "q6_k", [("q4_k", 768)], 33, 40, 8, "zeros"),
 ]
-
-
-def quantized_by_none(x):
-    return x
 
 
 def expected(case, inputs):
@@ -57,7 +52,7 @@ def expected(case, inputs):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_layer_in_one_launch_is_float64_s(case):
-    hidden, H, Hkv, E, used, ffn, normalized, *formats, next_parts, blocks, keys, bits = case
+    hidden, H, Hkv, E, used, ffn, normalized, *formats, next_parts, blocks, keys, bits, rows = case
     rng = np.random.default_rng(hidden + blocks)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     made = [drawn(formats[0], (1, hidden, H * D), 0, (H * D) ** -0.5)]
@@ -75,6 +70,9 @@ def test_a_layer_in_one_launch_is_float64_s(case):
         dense[0][0], dense[1:3], dense[3], np.concatenate([w[0] for w in dense[4:]]) if next_parts else None,
     )  # fmt: skip
     router = draw(LAYERS, E, hidden) * hidden**-0.5 * 2
+    if rows == "twins":
+        router[:, 1::2] = router[:, ::2]  # one of a pair is the last that is used: the lower index
+    router *= rows != "zeros"
     norms = (1 + 0.1 * draw(1, hidden), 1 + 0.1 * draw(1, hidden) if next_parts else None)
     head_norms = tuple(1 + 0.1 * draw(LAYERS, D) for _ in range(2))
     count = keys // PAGE_SIZE + 2

@@ -279,6 +279,39 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
         choose(problem, impl="layer_products")
 
 
+MOE_STEP = dataclasses.replace(
+    STEP,
+    hidden=2048,
+    ffn=768,
+    experts=(128, 8),
+    attention=dataclasses.replace(STEP.attention, kv_heads=4),
+    layers=((((("q4_k", 4608), ("q6_k", 512)), *layer_of(["q4_k"] * 4 + ["q6_k"], 2048, 768)[1:]),) * 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rows": 2}, "is for one row: 2 have experts of their own"),
+        ({"layers": None}, "q, k and v of a layer are not joined"),
+        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"], 2048, 768),)}, "gate and up have different"),
+        ({"split": True}, "devices that share weights must add their parts"),
+        ({"ffn": 704}, "feed-forward is 704 wide, no multiple of 256"),
+        ({"experts": (256, 133)}, "133 experts of 768 activations leave no room"),
+        ({"hidden": 16384}, "hidden is 16384 wide; the router has room for 8192"),
+        ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
+        ({"experts": None}, "is for layers with experts"),
+    ],
+)
+def test_a_layer_with_experts_that_does_not_fit_one_launch_is_refused(change, reason, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    assert choose(MOE_STEP) == "experts_layer"
+    problem = dataclasses.replace(MOE_STEP, **change)
+    assert choose(problem) == ("launches" if problem.experts else "layer_products")
+    with pytest.raises(NotImplementedError, match=f"schedule='experts_layer' cannot run .*{reason}"):
+        choose(problem, impl="experts_layer")
+
+
 def test_an_rtx_has_room_for_the_products_of_one_row_of_an_8b(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_89"])
     of_rows = [choose(dataclasses.replace(KQ_STEP, platform="sm_89", rows=rows)) for rows in (1, 2)]
