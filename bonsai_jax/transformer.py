@@ -256,6 +256,7 @@ def _by_experts_layers(x, cache: KVCache, params: Params, positions, rotation, c
     workspace = jnp.zeros(words + of_attention.size, jnp.int32)
     qkv, x = joined(x, w.wqkv, 0, w.attn_norm, config.rms_norm_eps)[:, 0], x[:, 0]
     for layer in range(config.num_layers):
+        assert qkv is not None
         qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
         x, qkv, k_pages, v_pages, workspace = experts_layer.run(
             qkv, x, stacks, w.router, (w.experts_norm, w.attn_norm), (w.q_norm, w.k_norm),

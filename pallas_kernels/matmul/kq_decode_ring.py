@@ -80,14 +80,14 @@ class Field(NamedTuple):
 
 
 class Ring:
-    """phases   of each product its parts, of which a block has one at most
+    """phases   of each product its parts (Stream, or what is like one), of which a block has one at most
     smem     of the block: depth slots of so many bytes for each warp
 
     What changes from item to item is a list `state`: of the item to copy next the product's number, tile and
     step in it, of how many tiles and steps, and the slot of the item to multiply.
     """
 
-    def __init__(self, phases: Sequence[Sequence[Stream]], smem, depth: int, slot_bytes: int):
+    def __init__(self, phases: Sequence[Sequence[Any]], smem, depth: int, slot_bytes: int):
         self.phases, self.depth, self.slot_bytes = phases, depth, slot_bytes
         thread = integer(lanes.thread())
         self.lane = thread % 32

@@ -1,17 +1,16 @@
-"""A layer of a decode step of one row whose channels are mixed by experts, and the next layer's q, k and v, in
-one launch, a block on each multiprocessor, for weights of 2 to 8 bits.
+"""A layer with experts in a decode step of one row, and the next layer's q, k and v, in one launch, a block
+on each multiprocessor, for weights of 2 to 8 bits.
 
     q, k, v -> [attention] -> [o, + x] -> x -> [norm, router, top-k] -> [norm, gate, up, SwiGLU of the chosen]
             -> [down of the chosen, their sum, + x] -> x -> [norm, next q, k, v]
 
-Attention is decode.py's, a product kq_decode.py's, and activations go from block to block as words with a tag,
-as in layer_products.py. What experts add:
+Attention is decode.py's, a product kq_decode.py's, and activations go from block to block as words with a
+tag, as in layer_products.py. What experts add:
 
-    router  a block has a matrix row, so a logit, of one expert; every block reads all logits and takes the
-            largest itself
+    router    a block makes the logit of one expert; every block reads all logits and takes the largest itself
     gate, up  a chosen expert has blocks of its own
-    down    the chosen experts' matrices side by side are one matrix, of as many columns as they have together;
-            what it is multiplied by are their hidden vectors times the router's weights
+    down      the chosen experts' matrices side by side are one matrix, of as many columns as they have in
+              all; what it is multiplied by are their hidden vectors times the router's weights
 
 Two rings bring weights: one those that are known ahead (o, next q, k, v), one those of experts, from the
 moment that they are chosen. All blocks must run at once.
@@ -23,7 +22,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
@@ -36,39 +34,26 @@ from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import (
     as_real,
-    as_word,
-    exp,
-    fma,
     index,
     integer,
-    maximum,
     minimum,
-    of,
     real,
     select,
     sum_of_squares,
     total,
 )
 from pallas_kernels.matmul import kq_decode_plan
-from pallas_kernels.matmul.epilogue import inverse_rms
+from pallas_kernels.matmul.activations_shared import eights
+from pallas_kernels.matmul.epilogue import inverse_rms, over_warps
 from pallas_kernels.matmul.kq_decode_block import Block, IntegerProduct, scratch
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor
+from pallas_kernels.step import router
 from pallas_kernels.step.layer_products import Phase, phase_of, pieces_of
+from pallas_kernels.step.router import Experts
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(5)  # what goes from block to block
-
-
-class Experts(NamedTuple):
-    """count   of a layer
-    used       of a token
-    normalized  whether the weights of the used add up to 1
-    """
-
-    count: int
-    used: int
-    normalized: bool
 
 
 class Planned(NamedTuple):
@@ -129,8 +114,8 @@ def _scratch_words(products, experts: Experts, attention_words: int) -> dict[str
 
 
 def _widths(hidden: int, q: int, ffn: int, experts: Experts) -> list[int]:
-    """Of what goes from block to block; whole vectors of words."""
-    return [q, hidden, experts.count + -experts.count % 4, experts.used * ffn, hidden]
+    """Of what goes from block to block."""
+    return [q, hidden, experts.logits, experts.used * ffn, hidden]
 
 
 def workspace_words(hidden: int, q: int, ffn: int, experts: Experts) -> int:
@@ -167,8 +152,8 @@ def refuses(
 
 
 def run(
-    qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], router: LayerStack, norms, head_norms, cache,
-    positions: jax.Array, rotation: tuple[jax.Array, jax.Array], layer: int, workspace: jax.Array, *,
+    qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], of_router: LayerStack, norms, head_norms,
+    cache, positions: jax.Array, rotation: tuple[jax.Array, jax.Array], layer: int, workspace: jax.Array, *,
     experts: Experts, eps: float, interleaved: bool,
 ):  # fmt: skip
     """`experts_layer` of a model's stacks: of q, k and v, of o, gate, up and down.
@@ -187,9 +172,9 @@ def run(
         list(zip(*(pieces_of(stack, at) for stack in of), strict=True))
         for of, at in zip(of_phases, layers, strict=True)
     ]
-    part, index = router.where[layer]
-    of_router = router.parts[part]
-    assert isinstance(of_router, QTensor)
+    part, at = of_router.where[layer]
+    w_router = of_router.parts[part]
+    assert isinstance(w_router, QTensor)
     kernel = functools.partial(
         experts_layer,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
@@ -203,7 +188,7 @@ def run(
         for number, parts in enumerate(pieces)
     )
     x, following, *rest = jax.custom_batching.sequential_vmap(kernel)(
-        qkv, x, weights, of_router.fields["w"][index].reshape(of_router.shape), tuple(gammas),
+        qkv, x, weights, w_router.fields["w"][at].reshape(w_router.shape), tuple(gammas),
         None if head_norms[0] is None else head_norms, *cache, positions, rotation,
         jnp.asarray(layer, jnp.int32).reshape(1), workspace,
     )  # fmt: skip
@@ -296,12 +281,12 @@ def experts_layer(
         threads=32 * WARPS,
         scratch={**rings, **smem},
     )  # fmt: skip
-    x, qkv = out if len(phases) == 4 else (out, None)
-    return x, qkv, *jax.tree.map(jax.freeze, pages), jax.freeze(ref)
+    y, following = out if len(phases) == 4 else (out, None)
+    return y, following, *jax.tree.map(jax.freeze, pages), jax.freeze(ref)
 
 
-class _Streamed(NamedTuple):
-    """As Stream, of matrices side by side: of each item's expert, one of the chosen."""
+class _ChosenStream(NamedTuple):
+    """A Stream of matrices side by side, those of the chosen experts."""
 
     share: Share
     weight_gmem: Sequence[dict[str, Any]]
@@ -349,14 +334,15 @@ class _Layer:
         inside = select(number < self.experts.used, integer(lanes.block()) - number * of_expert, 2**30)
         share = Share.of(gate_up.plan.parts[0], gate_up.steps, WARPS, inside)
         block = self._block(1, share, number)
+        row = self._router_row(block, 0)  # on its way before x is there
         loaded = block.load()
-        self._route(block, loaded)
+        self._route(block, loaded, row)
 
         expert = memory.load(self.chosen_smem, minimum(number, self.experts.used - 1))
         (of_down,) = self._shares(down)
         streams = (
             Stream(share, self.weights[1][0], expert),
-            _Streamed(
+            _ChosenStream(
                 of_down, self.weights[2][0], functools.partial(memory.load, self.chosen_smem),
                 down.steps // self.experts.used,
             ),
@@ -446,76 +432,47 @@ class _Layer:
             )  # fmt: skip
             lanes.block_barrier()
 
-    def _route(self, block: Block, loaded):
+    def _router_row(self, block: Block, first: int) -> list[list]:
+        """Of this block's expert among those from `first` on, in the columns of this lane's activations."""
+        expert = minimum(lanes.block() + first, self.experts.count - 1)
+        steps, at_once = block.sizes.steps, block.activations.at_once
+        step = [minimum(block.first_step + u, steps - 1) for u in range(at_once)]
+        return eights(self.router, [(expert, index(s * COLUMNS + block.lane * 8)) for s in step])
+
+    def _route(self, block: Block, loaded, row: list[list]):
         """The chosen experts and the bits of their weights into shared memory."""
-        steps, x, gammas = loaded
-        hidden, warp, lane = self.widths[MIDDLE], block.warp, block.lane
-        blocks = device.multiprocessors()
-        for first in range(0, self.experts.count, blocks):
-            mine = minimum(lanes.block() + first, self.experts.count - 1)
-            dot, squares = real(0), real(0)
-            for u, step in enumerate(steps):
-                counts = integer(u) < block.share.mine
-                column = index(step * COLUMNS + lane * 8)
-                row = [v for half in (0, 4) for v in memory.load_reals(4, self.router, [mine, column + half])]
-                v = [select(counts, value, 0.0) for value in x[u, 0]]
-                squares = sum_of_squares(v, squares)
-                for value, g, w in zip(v, gammas[u], row, strict=True):
-                    dot = fma(value * g, w, dot)
-            dot, squares = lanes.warp_sum_real(dot), lanes.warp_sum_real(squares)
+        _, x, gammas = loaded
+        blocks, count = device.multiprocessors(), self.experts.count
+        for first in range(0, count, blocks):
             if first:
                 lanes.block_barrier()  # the sums before were read
-            with lanes.when(lane == 0):
-                memory.store(dot, self.dots_smem, warp)
-                memory.store(squares, self.dots_smem, warp + WARPS)
+                row = self._router_row(block, first)
+            dot, squares = real(0), real(0)
+            for u, (w, gamma) in enumerate(zip(row, gammas, strict=True)):
+                counts = integer(u) < block.share.mine
+                v = [select(counts, value, 0.0) for value in x[u, 0]]
+                squares = sum_of_squares(v, squares)
+                dot = total([dot, *(a * g * b for a, g, b in zip(v, gamma, w, strict=True))])
+            for at, value in enumerate((dot, squares)):
+                value = lanes.warp_sum_real(value)
+                with lanes.when(block.lane == 0):
+                    memory.store(value, self.dots_smem, block.warp + at * WARPS)
             lanes.block_barrier()
-            with lanes.when((index(lanes.thread()) == 0) & (lanes.block() + first < self.experts.count)):
-                dots, squares = (
-                    total([memory.load(self.dots_smem, w + at) for w in range(WARPS)]) for at in (0, WARPS)
+            with lanes.when((integer(lanes.thread()) == 0) & (lanes.block() + first < count)):
+                dot, squares = (
+                    over_warps(lambda w, at=at: memory.load(self.dots_smem, w + at), WARPS)
+                    for at in (0, WARPS)
                 )
-                self._send(LOGITS, mine, dots * inverse_rms(squares, hidden, block.sizes.eps))
-        with lanes.when(warp == 0):
-            self._choose(lane)
-        lanes.block_barrier()
-
-    def _choose(self, lane):
-        """By a warp: the largest logits, one after the other; a lane has experts lane, 32 + lane, .."""
-        experts, places = self.experts, []
-        numbers = [lane + first for first in range(0, experts.count, 32)]
-        places = [index(minimum(n, experts.count - 1)) + self._at(LOGITS) for n in numbers]
-        logits = memory.load_tagged(self.workspace, [((at, 0), 1) for at in places], self.tag)
-        present = [n < experts.count for n in numbers]
-        keys = [select(there, _ordered(v), 0) for there, v in zip(present, logits, strict=True)]
-        chosen, logit, largest = integer(0), real(0), None
-        for j in range(experts.used):
-            top = lanes.warp_max(functools.reduce(maximum, keys))
-            holds = [key == top for key in keys]
-            # The lowest number that has it: of 2^31 less that, the largest.
-            first = functools.reduce(
-                maximum, [select(h, 2**31 - n, 0) for h, n in zip(holds, numbers, strict=True)]
+                logit = dot * inverse_rms(squares, block.sizes.columns, block.sizes.eps)
+                self._send(LOGITS, lanes.block() + first, logit)
+        missing = lanes.thread() + count
+        with lanes.when((lanes.block() == 0) & (missing < self.experts.logits)):
+            self._send(LOGITS, missing, real(router.NONE))
+        with lanes.when(block.warp == 0):
+            each = self.experts.logits // router.LANES
+            at = index(block.lane * each) + self._at(LOGITS)
+            logits = memory.load_tagged(
+                self.workspace, [((at, more), 4) for more in range(0, each, 4)], self.tag
             )
-            number = 2**31 - lanes.warp_max(first)
-            keys = [select(n == number, 0, key) for n, key in zip(numbers, keys, strict=True)]
-            value = _of_ordered(top)
-            largest = value if largest is None else largest
-            chosen, logit = select(lane == j, number, chosen), select(lane == j, value, logit)
-        used = lane < experts.used
-        weight = select(used, exp(logit - largest), 0.0)
-        parts = [weight]
-        if not experts.normalized:
-            parts = [select(there, exp(v - largest), 0.0) for there, v in zip(present, logits, strict=True)]
-        weight = weight / lanes.warp_sum_real(total(parts))
-        with lanes.when(used):
-            memory.store(minimum(chosen, experts.count - 1), self.chosen_smem, lane)
-            memory.store(as_word(weight), self.chosen_smem, lane + experts.used)
-
-
-def _ordered(x):
-    """A float32 as a word, so that larger ones are larger; of what is no number too."""
-    word = as_word(x)
-    return word ^ (of(arith.shrsi(word, integer(31))) | 0x80000000)
-
-
-def _of_ordered(word):
-    """The float32 of `_ordered`."""
-    return as_real(word ^ (~of(arith.shrsi(word, integer(31))) | 0x80000000))
+            router.choose(logits, block.lane, self.experts, self.chosen_smem)
+        lanes.block_barrier()

@@ -159,8 +159,8 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
 
 
 def test_experts_are_read_in_place(monkeypatch):
-    """Of a step, in a launch a layer, of one of two rows and of 512 tokens: no stack is copied, and no layer's
-    experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
+    """Of a step, in a launch a layer, of one of two rows and of 512 tokens: no stack is copied, and no
+    layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
     few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=4, vocab=2048, specials=2000)
     monkeypatch.setitem(synth._MODELS, "few-a3b", few)
     with as_on_a_gpu((9, 0)):
@@ -176,7 +176,7 @@ def test_experts_are_read_in_place(monkeypatch):
         )
     one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
-    assert step.as_text().count('kernel_name="experts_layer"') == 4 or "experts_layer" in step.as_text()
+    assert step.as_text().count("experts_layer") >= 4 and "kq_experts" not in step.as_text()
     assert of_two.as_text().count("kq_experts") >= 2 * 4
     assert step.memory_analysis().temp_size_in_bytes < 1e6
     assert of_two.memory_analysis().temp_size_in_bytes < 4e6
@@ -645,7 +645,7 @@ HOT_ON_HOPPER = {
     "experts between, mixed": lambda: experts_between(
         "q4_k", "q4_k", "q6_k", [("q4_k", 4608), ("q6_k", 512)]
     ),
-    "experts between, the last": lambda: experts_between("q4_k", "q4_k", "q6_k", None),
+    "experts between, the last": lambda: experts_between(*MIXED[:3], None),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
