@@ -303,7 +303,7 @@ def _one_launch(problem: Step) -> str | None:
     if _older_than(problem.platform, 90):
         return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
     if problem.experts is not None:
-        return "is for layers without experts"
+        return _experts_layers(problem)
     if reason := _several_phases(problem):
         return reason
     if problem.layers is None:
@@ -365,6 +365,21 @@ def _experts_layer(problem: Step) -> str | None:
     )  # fmt: skip
     each = dict.fromkeys(zip(problem.layers or (), following, strict=True))
     return next(filter(None, (refuses(layer, behind) for layer, behind in each)), None)
+
+
+def _experts_layers(problem: Step) -> str | None:
+    if reason := _several_phases(problem) or _in_tiles(problem) or _attention(problem.attention):
+        return reason
+    if problem.rows > 1:
+        return f"with experts it is for one row: {problem.rows} have experts of their own"
+    from pallas_kernels.step import experts_layers  # only GPUs need it
+
+    assert problem.layers is not None and problem.experts is not None
+    a, (count, used) = problem.attention, problem.experts
+    return experts_layers.refuses(
+        problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
+        experts_layers.Experts(count, used, True), problem.bits, problem.layers,
+    )  # fmt: skip
 
 
 def _several_phases(problem: Step) -> str | None:

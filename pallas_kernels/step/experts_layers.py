@@ -323,15 +323,18 @@ class _Layer:
         self.planned, self.experts, self.widths = of.planned, of.experts, of.widths
 
     def run(self):
-        following = self.layer + 1
-        o, qkv = self._streams(OUT, self.layer), self._streams(NEXT_QKV, following)
-        known = Ring([o, qkv], self.of.known_smem, self.planned.depths[0], self.planned.slot_bytes[0])
-        state = known.filled()
+        state = self._known().filled()
         self._attend()
-        state = self._product(OUT, o, known, state, 0)
+        state = self._product(OUT, self._known(), state, 0)
         self._mix()
-        self._product(NEXT_QKV, qkv, known, state, 1)
+        self._product(NEXT_QKV, self._known(), state, 1)
         memory.wait_copies(0)
+
+    def _known(self) -> Ring:
+        """The ring of what is known ahead; made anew where it is used, so that what it is made of is not kept
+        in registers."""
+        phases = self._streams(OUT, self.layer), self._streams(NEXT_QKV, self.layer + 1)
+        return Ring(phases, self.of.known_smem, self.planned.depths[0], self.planned.slot_bytes[0])
 
     def _mix(self):
         """Router and experts."""
@@ -351,14 +354,11 @@ class _Layer:
             self._send_logits(block, loaded, row)
             self._choose(block)
             streams = [s._replace(layer=s.layer * self.experts.count + expert()) for s in gate_up]
-            down = self._chosen_streams()
-            ring = Ring(
-                [streams, down], self.of.experts_smem, self.planned.depths[1], self.planned.slot_bytes[1]
-            )
+            phases = [streams, self._chosen_streams()]
+            ring = Ring(phases, self.of.experts_smem, self.planned.depths[1], self.planned.slot_bytes[1])
             state = ring.filled()
             run = lambda: block.run(loaded, ring, state, 0)  # noqa: E731
-            after = lanes.choose(gate_up[0].share.here, run, state)
-            self._product(DOWN, down, ring, after, 1)
+            self._product(DOWN, ring, lanes.choose(gate_up[0].share.here, run, state), 1)
 
         if owners > choosing:
             # Blocks that have a logit and nothing else: who waits for others' words must make some later.
@@ -392,8 +392,9 @@ class _Layer:
             for s in self._streams(DOWN, self.layer)
         ]
 
-    def _product(self, number: int, streams, ring: Ring, state: list, in_ring: int) -> list:
+    def _product(self, number: int, ring: Ring, state: list, in_ring: int) -> list:
         """The parts of a product that this block has: the state of the ring behind them."""
+        streams = ring.phases[in_ring]
         parts = [p for product in self.planned.products[number] for p in [product] * len(product.plan.parts)]
         for product, stream in zip(parts, streams, strict=True):
             block = self._block(number, product, stream.share)
