@@ -267,8 +267,7 @@ def kernel_names(weights, rows: int) -> str:
 
 
 def step_names(params: Params, rows: int = 1) -> str:
-    """The same of a decode step for so many rows: "one_launch", "layer_products" or "experts_layer" where it
-    is those."""
+    """The same of a decode step for so many rows: "one_launch" or "layer_products" where it is those."""
     schedule = params.step.schedule(rows)
     if schedule == "launches":
         return kernel_names(params, rows)

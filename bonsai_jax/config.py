@@ -248,9 +248,8 @@ class RunConfig:
                  device; "pallas": Pallas kernels, and an error where a decode step has none
     schedule     how the kernels of a decode step are launched: "one_launch" for all layers, or
                  "layer_products", one for attention and one for all products between two layers' attention,
-                 where a step's rows have room in it, or "experts_layer", one for each layer with experts, or
-                 "launches", some for each layer; "auto": the first that can run. Naming one that cannot run
-                 is an error
+                 where a step's rows have room in it, or "launches", some for each layer; "auto": the first
+                 that can run. Naming one that cannot run is an error
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
                  each matrix decoded, where free memory has room for it (card.explain_weights)
@@ -269,7 +268,7 @@ class RunConfig:
     """
 
     impl: Literal["auto", "reference", "pallas"] = "auto"
-    schedule: Literal["auto", "one_launch", "layer_products", "experts_layer", "launches"] = "auto"
+    schedule: Literal["auto", "one_launch", "layer_products", "launches"] = "auto"
     weights: Literal["auto", "packed", "decoded"] = "auto"
     activation_bits: Literal[8, 16] = 8
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto"
@@ -281,7 +280,7 @@ class RunConfig:
 
     def __post_init__(self):
         _one_of(self, "impl", ("auto", "reference", "pallas"))
-        _one_of(self, "schedule", ("auto", "one_launch", "layer_products", "experts_layer", "launches"))
+        _one_of(self, "schedule", ("auto", "one_launch", "layer_products", "launches"))
         _one_of(self, "weights", ("auto", "packed", "decoded"))
         _one_of(self, "activation_bits", (8, 16))
         _one_of(self, "all_reduce", ("auto", "psum", "mailbox"))

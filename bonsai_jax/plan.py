@@ -28,7 +28,7 @@ JOINED = {
 }
 SWIGLU = ("w_gate", "w_up", "expert_gate", "expert_up")
 # Of a step: the columns of a tensor core; more rows of layer_products are not measured (LOG.md).
-MOST_ROWS = {"one_launch": 8, "layer_products": 2, "experts_layer": 1}
+MOST_ROWS = {"one_launch": 8, "layer_products": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,8 +105,8 @@ class Stack:
 class StepPlan:
     """How a decode step is launched.
 
-    kernel    what has several products of a layer, or all layers, in a launch: "one_launch",
-              "layer_products" or "experts_layer"; "launches": nothing
+    kernel    what has several products of a layer, or all layers, in a launch: "one_launch" or
+              "layer_products"; "launches": nothing
     rows      most rows of a step that it is used for
     unrolled  whether layers are straight code, which a GPU captures as one graph, but a loop not; else they
               are scanned

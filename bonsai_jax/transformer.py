@@ -67,8 +67,8 @@ def decoder(
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
     their kinds repeat; weights stay stacked and are indexed by layer. A decode step on kernels is one launch,
-    or one or two a layer, where that is its schedule, else unrolled: a GPU captures straight code as one
-    graph, but a loop not.
+    or two a layer, where that is its schedule, else unrolled: a GPU captures straight code as one graph, but
+    a loop not.
     """
     taps = Taps() if taps is None else taps
 
@@ -114,8 +114,6 @@ def decoder(
         x, cache = _one_launch(x, cache, params, positions, rotation, config)
     elif schedule == "layer_products":
         x, cache = _by_layer_products(x, cache, params, positions, rotation, config, num_keys)
-    elif schedule == "experts_layer":
-        x, cache = _by_experts_layers(x, cache, params, positions, rotation, config)
     elif one_token and params.step.unrolled:
         carry = x, cache, empty_workspace(rows, config.num_heads, cache.k)
         each = []
@@ -264,32 +262,6 @@ def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, c
             out[:, 0], x, stacks, norms, layer, of_products, config.rms_norm_eps
         )
         qkv = None if qkv is None else qkv[:, None]
-    return x[:, None], cache
-
-
-def _by_experts_layers(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
-    """All layers of a decode step of one row, by a kernel each."""
-    from pallas_kernels.step import experts_layer  # only GPUs need it
-
-    w, sizes = params.layers, config.experts
-    assert sizes is not None and w.experts_norm is not None and w.router is not None
-    assert w.expert_gate is not None and w.expert_up is not None and w.expert_down is not None
-    stacks = (*w.wqkv, w.wo, w.expert_gate, w.expert_up, w.expert_down)  # five: see selection.Step
-    experts = experts_layer.Experts(sizes.count, sizes.used, sizes.normalized)
-    width = config.num_heads * config.head_dim
-    words = experts_layer.workspace_words(config.hidden, width, sizes.ffn, experts)
-    of_attention = empty_workspace(1, config.num_heads, cache.k)
-    workspace = jnp.zeros(words + of_attention.size, jnp.int32)
-    qkv, x = joined(x, w.wqkv, 0, w.attn_norm, config.rms_norm_eps)[:, 0], x[:, 0]
-    for layer in range(config.num_layers):
-        assert qkv is not None
-        qkv = qkv if w.bqkv is None else qkv + w.bqkv[layer]
-        x, qkv, k_pages, v_pages, workspace = experts_layer.run(
-            qkv, x, stacks, w.router, (w.experts_norm, w.attn_norm), (w.q_norm, w.k_norm),
-            (cache.k, cache.v, cache.block_table), positions[:, 0], (rotation[0][:, 0], rotation[1][:, 0]),
-            layer, workspace, experts=experts, eps=config.rms_norm_eps, interleaved=config.rope.interleaved,
-        )  # fmt: skip
-        cache = cache.replace(k=k_pages, v=v_pages)
     return x[:, None], cache
 
 

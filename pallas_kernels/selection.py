@@ -15,8 +15,8 @@
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  1 to 8, if they have room   from 9.0   one_launch
+               kq, with experts    1, if it has room           from 8.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
-               kq, with experts    1, if it has room           from 8.0   experts_layer
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
                float32             more                        from 8.0   delta_chunks
@@ -29,7 +29,6 @@ order of the table; each says why it cannot, or takes the problem.
 """
 
 import dataclasses
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Literal
@@ -300,10 +299,10 @@ def _prefill_sm90(problem: Attention) -> str | None:
 
 
 def _one_launch(problem: Step) -> str | None:
-    if _older_than(problem.platform, 90):
-        return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
     if problem.experts is not None:
         return _experts_layers(problem)
+    if _older_than(problem.platform, 90):
+        return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
     if reason := _several_phases(problem):
         return reason
     if problem.layers is None:
@@ -346,28 +345,9 @@ def _layer_products(problem: Step) -> str | None:
     )
 
 
-def _experts_layer(problem: Step) -> str | None:
-    if problem.experts is None:
-        return "is for layers with experts"
+def _experts_layers(problem: Step) -> str | None:
     if _older_than(problem.platform, 80):
         return NEEDS_AMPERE
-    if reason := _several_phases(problem) or _in_tiles(problem) or _attention(problem.attention):
-        return reason
-    if problem.rows > 1:
-        return f"is for one row: {problem.rows} have experts of their own"
-    from pallas_kernels.step import experts_layer  # only GPUs need it
-
-    following = (*problem.layers[1:], None) if problem.layers else ()
-    a, (count, used) = problem.attention, problem.experts
-    refuses = functools.partial(
-        experts_layer.refuses, problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
-        experts_layer.Experts(count, used, True), problem.bits,
-    )  # fmt: skip
-    each = dict.fromkeys(zip(problem.layers or (), following, strict=True))
-    return next(filter(None, (refuses(layer, behind) for layer, behind in each)), None)
-
-
-def _experts_layers(problem: Step) -> str | None:
     if reason := _several_phases(problem) or _in_tiles(problem) or _attention(problem.attention):
         return reason
     if problem.rows > 1:
@@ -458,7 +438,6 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
     Step: {
         "one_launch": Candidate(_one_launch),
         "layer_products": Candidate(_layer_products),
-        "experts_layer": Candidate(_experts_layer),
         "launches": Candidate(_never),
     },
     DeltaNet: {

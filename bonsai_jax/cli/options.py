@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from bonsai_jax import Model, RunConfig, SamplingParams
 
 Impls = Literal["auto", "reference", "pallas"]
-Schedules = Literal["auto", "one_launch", "layer_products", "experts_layer", "launches"]
+Schedules = Literal["auto", "one_launch", "layer_products", "launches"]
 Holdings = Literal["auto", "packed", "decoded"]
 CacheTypes = Literal["float32", "bfloat16", "float16", "int8"] | None
 Bits = Literal["8", "16"]  # typer has choices of text only

@@ -56,12 +56,12 @@ def log_p_of_steps(model, ids) -> np.ndarray:
 
 
 @pytest.mark.parametrize("format", ["q4_k_m", "q8_0"])
-def test_a_launch_a_layer_is_the_step_by_launches(format):
+def test_the_one_launch_is_the_step_by_launches(format):
     """But for 22 bits of mantissa between blocks; 300 tokens, so that attention has several splits. A router
     with two experts that are nearly as likely may take the other one: the median is of all tokens."""
     ids = jnp.asarray(np.random.default_rng(7).integers(0, 256, (1, 300)), jnp.int32)
     scores = {}
-    for schedule in ("launches", "experts_layer"):
+    for schedule in ("launches", "one_launch"):
         run = bj.RunConfig(cache_dtype="float32", activation_bits=16, schedule=schedule)
         model = bj.load(f"synth:tiny-qwen3moe:{format}", run)
         assert model.params.step.schedule(1) == schedule

@@ -292,24 +292,27 @@ MOE_STEP = dataclasses.replace(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"rows": 2}, "is for one row: 2 have experts of their own"),
+        ({"rows": 2}, "it is for one row: 2 have experts of their own"),
         ({"layers": None}, "q, k and v of a layer are not joined"),
-        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"], 2048, 768),)}, "gate and up have different"),
+        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"], 2048, 768),)}, "gate and up, or those of"),
         ({"split": True}, "devices that share weights must add their parts"),
         ({"ffn": 704}, "feed-forward is 704 wide, no multiple of 256"),
         ({"experts": (256, 133)}, "133 experts of 768 activations leave no room"),
         ({"hidden": 16384}, "hidden is 16384 wide; the router has room for 8192"),
         ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
-        ({"experts": None}, "is for layers with experts"),
     ],
 )
-def test_a_layer_with_experts_that_does_not_fit_one_launch_is_refused(change, reason, monkeypatch):
+def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
-    assert choose(MOE_STEP) == "experts_layer"
+    assert choose(MOE_STEP) == "one_launch"
     problem = dataclasses.replace(MOE_STEP, **change)
-    assert choose(problem) == ("launches" if problem.experts else "layer_products")
-    with pytest.raises(NotImplementedError, match=f"schedule='experts_layer' cannot run .*{reason}"):
-        choose(problem, impl="experts_layer")
+    assert choose(problem) == "launches"
+    with pytest.raises(NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}"):
+        choose(problem, impl="one_launch")
+    without = dataclasses.replace(MOE_STEP, experts=None)
+    assert choose(without) == "layer_products"
+    with pytest.raises(NotImplementedError, match="is for layers without experts"):
+        choose(MOE_STEP, impl="layer_products")
 
 
 def test_an_rtx_has_room_for_the_products_of_one_row_of_an_8b(monkeypatch):
