@@ -505,6 +505,6 @@ class _Layer:
             each = self.experts.logits // router.LANES
             at = index(block.lane * each) + self._at(LOGITS)
             wanted = [((at, more), 4) for more in range(0, each, 4)]
-            logits = memory.load_tagged(self.of.workspace, wanted, self.tag)
+            logits = memory.load_tagged(self.of.workspace, wanted, self.tag, at_once=True)
             router.choose(logits, block.lane, self.experts, self.of.chosen_smem)
         lanes.block_barrier()
