@@ -352,13 +352,13 @@ def _experts_layers(problem: Step) -> str | None:
         return reason
     if problem.rows > 1:
         return f"with experts it is for one row: {problem.rows} have experts of their own"
-    from pallas_kernels.step import experts_layers  # only GPUs need it
+    from pallas_kernels.step import experts_plan  # only GPUs need it
 
     assert problem.layers is not None and problem.experts is not None
     a, (count, used) = problem.attention, problem.experts
-    return experts_layers.refuses(
+    return experts_plan.refuses(
         problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
-        experts_layers.Experts(count, used, True), problem.bits, problem.layers,
+        experts_plan.Experts(count, used, True), problem.bits, problem.layers,
     )  # fmt: skip
 
 

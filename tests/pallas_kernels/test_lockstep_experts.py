@@ -73,7 +73,8 @@ def test_layers_with_experts_in_one_launch_are_float64_s(case):
     hidden, H, Hkv, E, used, ffn, normalized, formats, qkv_parts, blocks, keys, bits, rows = case
     L, rng = len(formats), np.random.default_rng(hidden + blocks)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
-    layers, weights, where, formats_of = [[None] * 5 for _ in range(L)], [], [], []
+    weights, where, formats_of = [], [], []
+    layers: list[list] = [[None] * 5 for _ in range(L)]
     products = (
         ([[(f[0], hidden)] for f in formats], H * D, 1, 0, (0,)),
         ([[(f[1], ffn)] for f in formats], hidden, 2, E, (1, 2)),
