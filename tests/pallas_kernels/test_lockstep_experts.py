@@ -20,8 +20,8 @@ CASES = [
     # parts of q, k, v; blocks, keys before, bits; rows of the router: all random, each twice, or all zeros
     (
         512, 8, 2, 8, 2, 256, True,
-        [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k", "q6_k", "q6_k")],
-        [[("q4_k", 640), ("q6_k", 128)], [("q4_k", 768)], [("q4_k", 640), ("q6_k", 128)], [("q4_k", 768)]],
+        [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k", "q6_k")],
+        [[("q4_k", 640), ("q6_k", 128)], [("q4_k", 768)], [("q4_k", 640), ("q6_k", 128)]],
         6, 5, 16, "random",
     ),
     (
@@ -29,7 +29,7 @@ CASES = [
         40, 300, 16, "random",
     ),
     (512, 4, 4, 40, 3, 256, True, [("q6_k", "q5_0", "q8_0")], [[("q6_k", 768)]], 7, 17, 16, "twins"),
-    (512, 8, 2, 16, 4, 768, True, [("q4_k", "q4_k", "q6_k")] * 2, [[("q4_k", 768)]] * 2, 33, 40, 8, "zeros"),
+    (512, 8, 2, 16, 4, 768, True, [("q4_k", "q4_k", "q6_k")], [[("q4_k", 768)]], 33, 40, 8, "zeros"),
 ]  # fmt: skip
 
 
