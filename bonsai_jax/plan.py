@@ -365,16 +365,18 @@ def _step_problem(
         "attention": [JOINED["wqkv"], ("wo",)],
         "delta": [JOINED["delta_in"], ("delta_out",)],
         "mlp": [("w_gate",), ("w_up",), ("w_down",)],
+        "experts": [("expert_gate",), ("expert_up",), ("expert_down",)],
     }
     used = [fields for kind, of in products.items() if config.layers_of(kind) for fields in of]
-    joined = all(channels == "mlp" for _, channels in config.kinds) and all(
-        fields in whole for fields in used
-    )
+    joined = len({channels for _, channels in config.kinds}) == 1 and all(fields in whole for fields in used)
     members = [m for fields in used if joined for of in whole[fields].members for m in of]
     matrices = [m for fields in used if joined for part in whole[fields].parts for m in part]
     folded = any(member.folded for member in members)
     joined = joined and all(matrix.products.tiled for matrix in matrices)
     joined = joined and all(member.folded == folded for member in members)
+    if router := whole.get(("router",)):
+        of_router = {matrix.problem.format for part in router.parts for matrix in part}
+        joined = joined and of_router in ({"f32"}, {"f16"}, {"bf16"})
 
     def of_layer(layer: int):
         for kind, index in zip(config.kinds[layer], config.places(layer), strict=True):
@@ -392,9 +394,10 @@ def _step_problem(
         device.platform(),
         1,
         config.hidden,
-        config.ffn,
+        config.ffn if config.experts is None else config.experts.ffn,
         layers if joined else None,
         decode,
+        experts=(config.experts.count, config.experts.used) if config.experts else None,
         bits=run.activation_bits,
         activation=config.activation,
         split=split,

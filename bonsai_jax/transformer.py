@@ -185,6 +185,8 @@ def replay(
 
 def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
     """All layers of a decode step, by one kernel."""
+    if config.experts is not None:
+        return _one_launch_of_experts(x, cache, params, positions, rotation, config)
     from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
 
     w = params.layers
@@ -213,6 +215,30 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
         cache.block_table,
         positions[:, 0],
         (rotation[0][:, 0], rotation[1][:, 0]),
+    )
+    return y[:, None], cache.replace(k=k_pages, v=v_pages)
+
+
+def _one_launch_of_experts(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
+    from pallas_kernels.step import experts_layers  # only GPUs need it
+
+    w, sizes = params.layers, config.experts
+    assert sizes is not None and w.experts_norm is not None and w.router is not None
+    assert w.expert_gate is not None and w.expert_up is not None and w.expert_down is not None
+    y, k_pages, v_pages = experts_layers.run(
+        joined(x, w.wqkv, 0, w.attn_norm, config.rms_norm_eps)[:, 0],
+        x[:, 0],
+        (*w.wqkv, w.wo, w.expert_gate, w.expert_up, w.expert_down),  # five: see selection.Step
+        w.router,
+        (w.experts_norm, w.attn_norm),
+        (w.q_norm, w.k_norm),
+        w.bqkv,
+        (cache.k, cache.v, cache.block_table),
+        positions[:, 0],
+        (rotation[0][:, 0], rotation[1][:, 0]),
+        experts=experts_layers.Experts(sizes.count, sizes.used, sizes.normalized),
+        eps=config.rms_norm_eps,
+        interleaved=config.rope.interleaved,
     )
     return y[:, None], cache.replace(k=k_pages, v=v_pages)
 

@@ -124,9 +124,9 @@ def refuses(
                       the next, or None
     rotated           whether weights are folded
     """
-    phases = [_phase(layer[1], width), _phase(layer[2], hidden, 2), _phase(layer[4], ffn)]
+    phases = [phase_of(layer[1], width), phase_of(layer[2], hidden, 2), phase_of(layer[4], ffn)]
     if following is not None:
-        phases.append(_phase(following[0], hidden))
+        phases.append(phase_of(following[0], hidden))
     if layer[2] != layer[3]:
         return "gate and up have different formats"
     for phase in phases if rotated else ():
@@ -138,7 +138,8 @@ def refuses(
     return None
 
 
-def _phase(parts, columns: int, matrices: int = 1) -> Phase:
+def phase_of(parts, columns: int, matrices: int = 1) -> Phase:
+    """Shapes of weights: (format, rows) of their parts."""
     return Phase(
         tuple((tiles_of(format, n, columns),) * matrices for format, n in parts),
         tuple(format for format, _ in parts),

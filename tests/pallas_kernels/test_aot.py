@@ -37,7 +37,7 @@ from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import Matmul, choose
-from pallas_kernels.step import layer_products
+from pallas_kernels.step import experts_layers, layer_products
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from tests.pallas_kernels.aot import OTHERS, TARGETS, Compilers, compile_for_gpu, for_target
 
@@ -176,21 +176,27 @@ def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
 
 
 def test_experts_are_read_in_place(monkeypatch):
-    """Of a step and of 512 tokens: gate and up of the chosen experts in one launch, down in another; no stack
-    is copied, and no layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
+    """Of a step in one launch, of one of two rows and of 512 tokens: no stack is copied, and no
+    layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
     few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=4, vocab=2048, specials=2000)
     monkeypatch.setitem(synth._MODELS, "few-a3b", few)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:few-a3b:q4_k_m")
         tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+        two, _ = shapes("synth:few-a3b:q4_k_m", rows=2)[1:]
+        step, of_two = (
+            compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+            for state in (state, two)
+        )
         prefill = compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
     one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
-    assert step.as_text().count("kq_experts") >= 2 * 4
-    assert step.memory_analysis().temp_size_in_bytes < 4e6
+    assert step.as_text().count("experts_layers") and "kq_experts" not in step.as_text()
+    assert of_two.as_text().count("kq_experts") >= 2 * 4
+    assert step.memory_analysis().temp_size_in_bytes < 1e6
+    assert of_two.memory_analysis().temp_size_in_bytes < 4e6
     assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
 
 
@@ -532,6 +538,38 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4
     return f, (vector(rows, width), vector(rows, hidden), weights, norms, number, workspace, rotations)
 
 
+def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
+    """All layers of a step of Qwen3-30B-A3B: for each combination of formats that layers have, that of down,
+    and the parts of q, k and v."""
+    hidden, q, ffn, pages, experts = 2048, 4096, 768, 34, experts_layers.Experts(128, 8, True)
+
+    def product(combinations, k, matrices=1, of=1):
+        def stack(format, n):
+            fields = layer_products.tiles_of(format, n, k).items()
+            lead = layers // len(combinations) * of
+            return {name: jax.ShapeDtypeStruct((lead, *f.shape[1:]), f.dtype) for name, f in fields}
+
+        return tuple(tuple((stack(*part),) * matrices for part in parts) for parts in combinations)
+
+    combinations = [[[("q4_k", hidden)]], [[("q4_k", ffn)]], [[(format, hidden)] for format in down], qkv]
+    weights = tuple(
+        product(of, *sizes)
+        for of, sizes in zip(combinations, [(q,), (hidden, 2, 128), (ffn, 1, 128), (hidden,)], strict=True)
+    )
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    integers = functools.partial(vector, dtype=jnp.int32)
+    cache = _pages(layout, layers, pages, 64, 4, 128)
+    f = functools.partial(
+        experts_layers.experts_layers, experts=experts, eps=1e-6, interleaved=False,
+        formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
+    )  # fmt: skip
+    return f, (
+        vector(1, q + 1024), vector(1, hidden), weights, integers(4, layers, 2),
+        vector(layers, 128, hidden), (vector(layers, hidden),) * 2, (vector(layers, 128),) * 2, None,
+        cache, cache, integers(1, pages), integers(1), (vector(1, 64),) * 2,
+    )  # fmt: skip
+
+
 def _experts(format, n, k, matrices, tiles, rows):
     """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
     fields = {
@@ -650,6 +688,12 @@ HOT_ON_HOPPER = {
         f"products between, {format}": functools.partial(products_between, *[format] * 3, [(format, 6144)])
         for format in ("q2_k", "q3_k", "iq4_xs", "q5_0")
     },
+    "one launch, A3B": lambda: one_launch_of_experts(
+        48, ["q6_k", "q4_k"], [[("q4_k", 4608), ("q6_k", 512)], [("q4_k", 5120)]]
+    ),
+    "one launch, A3B, float16": lambda: one_launch_of_experts(
+        48, ["q4_k"], [[("q4_k", 5120)]], layout="float16"
+    ),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
@@ -683,6 +727,7 @@ SPILLED = {
     ("attention, float32", (8, 9)): 252,
     ("attention, float32", (9, 0)): 476,
     ("one launch, 1.7B, float32", (9, 0)): 248,
+    ("one launch, A3B", (9, 0)): 8,
     # Where values lie beside queries and sums, and a new value comes between.
     **{("attention, 256 wide", target): 548 for target in TARGETS},
 }

@@ -297,6 +297,44 @@ def test_layers_with_a_delta_net_are_two_launches_too(source, schedules, monkeyp
     assert plan.problem.widths == (6144,) * 64 and not plan.problem.plain
 
 
+MOE_STEP = dataclasses.replace(
+    STEP,
+    hidden=2048,
+    ffn=768,
+    experts=(128, 8),
+    attention=dataclasses.replace(STEP.attention, kv_heads=4),
+    layers=((((("q4_k", 4608), ("q6_k", 512)), *layer_of(["q4_k"] * 4 + ["q6_k"], 2048, 768)[1:]),) * 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rows": 2}, "it is for one row: 2 have experts of their own"),
+        ({"layers": None}, "q, k and v of a layer are not joined"),
+        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"], 2048, 768),)}, "gate and up, or those of"),
+        ({"split": True}, "devices that share weights must add their parts"),
+        ({"ffn": 704}, "feed-forward is 704 wide, no multiple of 256"),
+        ({"experts": (256, 133)}, "133 experts of 768 activations leave no room"),
+        ({"hidden": 16384}, "hidden is 16384 wide; the router has room for 8192"),
+        ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
+        ({"folded": True}, "attention without gates, and weights that are not folded"),
+        ({"plain": False}, "attention without gates, and weights that are not folded"),
+    ],
+)
+def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    assert choose(MOE_STEP) == "one_launch"
+    problem = dataclasses.replace(MOE_STEP, **change)
+    assert choose(problem) == "launches"
+    with pytest.raises(NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}"):
+        choose(problem, impl="one_launch")
+    without = dataclasses.replace(MOE_STEP, experts=None)
+    assert choose(without) == "layer_products"
+    with pytest.raises(NotImplementedError, match="is for layers without experts"):
+        choose(MOE_STEP, impl="layer_products")
+
+
 def test_an_rtx_has_room_for_the_products_of_one_row_of_an_8b(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_89"])
     of_rows = [choose(dataclasses.replace(KQ_STEP, platform="sm_89", rows=rows)) for rows in (1, 2)]

@@ -41,7 +41,7 @@ from pallas_kernels.matmul import (
     q1_decode_s8,
 )
 from pallas_kernels.sampling import kernel as sampling
-from pallas_kernels.step import decode_layers, layer_products
+from pallas_kernels.step import decode_layers, experts_layers, layer_products
 from tests.pallas_kernels.lockstep import ptx, values
 from tests.pallas_kernels.lockstep.machine import Machine
 
@@ -146,7 +146,7 @@ def lockstep(at_a_time: int | None = None):
         (activations_rotated, "activations_rotated"),
         *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
-        *((delta_chunks, "delta_chunks"), (kq_experts, "kq_experts")),
+        *((delta_chunks, "delta_chunks"), (kq_experts, "kq_experts"), (experts_layers, "experts_layers")),
     ]
     for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
         importlib.import_module(found.name)  # formats and layouts import what they need when it is needed
