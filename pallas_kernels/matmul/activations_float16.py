@@ -118,10 +118,7 @@ def _round_row(
         ]
     largest = greatest([abs(v) for v in prologue.flat(n)])
     largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
-    # As prefill.scaled_to_half.
-    exponent = as_word(largest.combined(maximum)) & 0x7F800000
-    exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)
-    inverse = as_real((254 << 23) - exponent)
+    scale, inverse = power_of_two(largest.combined(maximum))
     packed = []
     for values in n:
         a = [v * inverse for v in values]
@@ -132,10 +129,17 @@ def _round_row(
     for copy in copies:
         here = true() if places_gmem is None else copy < 2**31  # below 0 is large: numbers have no sign
         with lanes.when(here & (thread == 0)):
-            memory.store(as_real(exponent), scale_gmem, copy)
+            memory.store(scale, scale_gmem, copy)
         for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
             with lanes.when(here if inside is None else here & inside):
                 memory.store_halves(pairs, a_gmem, [copy, piece * WIDTH])
+
+
+def power_of_two(largest) -> tuple:
+    """(s, 1 / s) of a row's largest, as prefill.scaled_to_half."""
+    exponent = as_word(largest) & 0x7F800000
+    exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)
+    return as_real(exponent), as_real((254 << 23) - exponent)
 
 
 def _load(ref, row, piece) -> list:

@@ -42,6 +42,7 @@ from pallas_kernels import device, formats
 from pallas_kernels.gpu.wgmma import REGISTERS, STEP, stage_results, swizzled
 from pallas_kernels.matmul import kq_float16, stacks
 from pallas_kernels.matmul.activations_float16 import activations_float16
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.kq_prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Plan, Tiles, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import COLUMNS, ROWS
@@ -379,6 +380,8 @@ def prologue(x, weights, layer, gamma, eps: float) -> tuple[jax.Array, jax.Array
     """Activations as float16 in the order of columns above (prefill.py)."""
     group = formats.get(weights[0].format).LANES.group
     gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+    if (rotation := weights[0].rotation) is not None:
+        return activations_rotated(x, rotation, gamma, index, eps, rounded=True, group=group)
     return activations_float16(x, gamma, index, eps, group=group)
 
 
