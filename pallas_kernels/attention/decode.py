@@ -25,9 +25,10 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
+from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
+from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import Cache, attend, stored_key, team_warp
+from pallas_kernels.attention.decode_warp import at_once, attend
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, of, select
 
@@ -118,13 +119,13 @@ class Kept:
 
     position     of the new token, or -1
     start, stop  of the split's keys, the new one among them
-    page         of this warp's first keys, where pages have whole 16 keys
+    pages        of this warp's first visits' keys, where pages have whole 16 keys
     """
 
     position: Any
     start: Any
     stop: Any
-    page: Any
+    pages: list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,11 +141,11 @@ class Attention(Plan):
         chunk = of(arith.ceildivui(arith.ceildivui(keys, splits), index(KEYS))) * KEYS
         start = minimum(keys, split * chunk)
         stop = minimum(keys, start + chunk)
-        warp = team_warp(self)
-        length = index(arith.maxsi(position, integer(0)))
-        base = stored_key(length, start + warp * KEYS)
-        page = memory.load(cache.table, row, base // self.page_size)
-        return Kept(position, integer(start), integer(stop), page)
+        length, pages = index(arith.maxsi(position, integer(0))), []
+        for visit in range(max(1, at_once(self, cache.layout))):
+            base = stored_key(length, start + (team_warp(self) + visit * self.team) * KEYS)
+            pages.append(memory.load(cache.table, row, base // self.page_size))
+        return Kept(position, integer(start), integer(stop), pages)
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
@@ -161,7 +162,7 @@ class Attention(Plan):
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
-            state = attend(self, cache, share, layer, load_qkv, next_layer)
+            state = attend(self, cache, share, layer, smem, load_qkv, next_layer)
             combine(self, share, smem, *state, store_out, exchange, pass_on)
 
     def has_one_split(self, position):
@@ -185,12 +186,13 @@ class Attention(Plan):
         length = index(arith.maxsi(position, integer(0)))
         keys = length + select(active, index(1), index(0))
         splits = minimum(of(arith.ceildivui(keys, index(KEYS_PER_SPLIT))), self.splits)
-        return keys, length, active, maximum(splits, 1)
+        splits = select(keys <= KEYS_ALONE, index(1), maximum(splits, 1))
+        return keys, length, active, splits
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()
-        words = (kept.position, kept.start, kept.stop, kept.page)
-        position, start, stop, page = (lanes.anew(word) for word in words)
+        words = (kept.position, kept.start, kept.stop, *kept.pages)
+        position, start, stop, *pages = (lanes.anew(word) for word in words)
         _, length, active, splits = self._splits(position)
         start, stop = index(start), index(stop)
-        return Share(owner, row, heads, split, splits, length, active, start, stop, page)
+        return Share(owner, row, heads, split, splits, length, active, start, stop, pages)

@@ -14,7 +14,8 @@ import dataclasses
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
-KEYS_PER_SPLIT = KEYS * WARPS  # that much is on its way before q is there
+KEYS_PER_SPLIT = KEYS * WARPS  # at least, where a row has several
+KEYS_ALONE = 2 * KEYS_PER_SPLIT  # at most, of a row's only split: that much is on its way before q is there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +80,15 @@ class Plan:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory, for each team: sums [warps, heads, head_dim], maxima and totals
-        [heads, warps]."""
-        return self.warps * self.heads * (self.head_dim + 2)
+        """float32 of shared memory: `sums` for each team, then maxima and totals [heads, warps] of each."""
+        return self.teams * self.sums + self.warps * self.heads * 2
+
+    @property
+    def sums(self) -> int:
+        """float32 of a team: sums [warps, heads, head_dim], and before them what a new token brings: queries
+        [heads, head_dim], key and value [head_dim] each, units [heads], two scales (decode_token.py)."""
+        new_token = (self.heads + 2) * self.head_dim + self.heads + 2
+        return max(self.team * self.heads * self.head_dim, -(-new_token // 4) * 4)
 
     @property
     def partial(self) -> int:

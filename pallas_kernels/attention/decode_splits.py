@@ -10,6 +10,7 @@ barrier: so all blocks of a launch must run at once.
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.attention.decode_plan import Plan
@@ -20,6 +21,20 @@ from pallas_kernels.gpu.values import maximum as largest_of
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
 
 
+def team_thread(plan: Plan):
+    """The thread's number in its team."""
+    return lanes.thread() if plan.teams == 1 else lanes.thread() % 32
+
+
+def team_begin(plan: Plan):
+    """Where the team's shared memory begins."""
+    return 0 if plan.teams == 1 else lanes.thread() // 32 * (plan.scratch // plan.teams)
+
+
+def team_barrier(plan: Plan) -> Callable[[], None]:
+    return lanes.block_barrier if plan.teams == 1 else lanes.warp_barrier
+
+
 @dataclasses.dataclass(frozen=True)
 class Share:
     """What a team has of a layer's attention.
@@ -28,7 +43,7 @@ class Share:
     row, heads   the two
     split, splits
     length       keys before the new one; active: whether the row has a new one
-    start, stop, page  as decode_attention.Kept has them
+    start, stop, pages  as decode.Kept has them
     """
 
     owner: Any
@@ -40,7 +55,7 @@ class Share:
     active: Any
     start: Any
     stop: Any
-    page: Any
+    pages: list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +70,9 @@ class Exchange:
     def send(self, at, value):
         memory.store_tagged(value, self.workspace, at + self.begin, self.tag)
 
-    def makes(self, share: Share, i):
-        """Whether this block makes the i-th 32 outputs."""
-        return i % share.splits == share.split
+    def makes(self, share: Share, i, count: int):
+        """Whether this block makes the i-th 32 outputs of `count`: neighbours, which different warps have."""
+        return i * share.splits // count == share.split
 
     def receive(self, places) -> list:
         """What was sent to (element, constant) places."""
@@ -88,10 +103,7 @@ class Block:
     def of(cls, plan: Plan, smem, maximum, total, o) -> "Block":
         """The warps' (m, l, o) into shared memory, l and o with the m of the team."""
         heads, head_dim, team = plan.heads, plan.head_dim, plan.team
-        thread, begin, barrier = lanes.thread(), 0, lanes.block_barrier
-        if plan.teams > 1:
-            begin, barrier = thread // 32 * (plan.scratch // plan.teams), lanes.warp_barrier
-            thread = thread % 32
+        thread, begin, barrier = team_thread(plan), team_begin(plan), team_barrier(plan)
         warp, lane = thread // 32, thread % 32
         g, t = lane // 4, lane % 4
         present = g < heads
@@ -121,8 +133,7 @@ class Block:
     @staticmethod
     def _places(plan: Plan) -> tuple[int, int]:
         """Where maxima and totals begin, behind the sums."""
-        maxima = plan.team * plan.heads * plan.head_dim
-        return maxima, maxima + plan.heads * plan.team
+        return plan.sums, plan.sums + plan.heads * plan.team
 
     def sum_of(self, element):
         """o of an element of [heads, head_dim]."""
@@ -186,7 +197,7 @@ def combine(plan: Plan, share: Share, smem, maximum, total, o, store_out, exchan
             exchange.send(two + 1, block.total_of(block.g))
         block.outputs(
             lambda element, g: store(element, *_of_all(plan, share, exchange, element, g)),
-            lambda i: exchange.makes(share, i),
+            lambda i: exchange.makes(share, i, -(-size // 32)),
         )
 
 

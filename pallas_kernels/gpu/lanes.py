@@ -156,13 +156,6 @@ def of_quad(word, i: int):
     return ptx(i32(), [word], f"shfl.sync.idx.b32 $0, $1, {i}, 0x1c1f, 0xffffffff;", "=r,r", effects=True)
 
 
-def vector_from_lane(x, lane):
-    """The vector of another lane; `lane` is an index."""
-    kind = ir.VectorType(x.type)
-    there = [from_lane(word, integer(lane)) for word in words(x)]
-    return vector.bitcast(kind, vector.from_elements(ir.VectorType.get((len(there),), i32()), there))
-
-
 def swapped(x, distance: int):
     """The value of the lane whose number differs in the bit `distance`."""
     return of(mosaic.shfl_bfly(x, distance))
@@ -399,6 +392,16 @@ def words(x) -> list:
     count = kind.shape[0] * mosaic.bitwidth(kind.element_type) // 32
     as_words = vector.bitcast(ir.VectorType.get((count,), i32()), x)
     return [element(as_words, i) for i in range(count)]
+
+
+def vector_like(x, words):
+    """Words as a vector of the type of another."""
+    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
+    return vector.bitcast(ir.VectorType(x.type), packed)
+
+
+def bits_of(element_type) -> int:
+    return mosaic.bitwidth(element_type)
 
 
 def real_vector(numbers):
