@@ -194,5 +194,4 @@ class Attention(Plan):
         words = (kept.position, kept.start, kept.stop, *kept.pages)
         position, start, stop, *pages = (lanes.anew(word) for word in words)
         _, length, active, splits = self._splits(position)
-        start, stop = index(start), index(stop)
-        return Share(owner, row, heads, split, splits, length, active, start, stop, pages)
+        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, pages)

@@ -42,7 +42,7 @@ class Share:
     owner        row and block of query heads, as one number
     row, heads   the two
     split, splits
-    length       keys before the new one; active: whether the row has a new one
+    length       keys before the new one, i32; active: whether the row has a new one
     start, stop, pages  as decode.Kept has them
     """
 

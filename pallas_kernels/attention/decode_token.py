@@ -178,14 +178,19 @@ class NewToken:
     # What warps take of it
 
     def queries(self, g, t):
-        """(operands of tensor cores, of 16 dimensions each; what scores are to be multiplied by, or None) of
-        query head g; of the last, for lanes behind it."""
+        """(operands, unit) of query head g, of the last for lanes behind it: operands() are those of tensor
+        cores, of 16 dimensions each, which take fewer registers if each visit asks for them; the unit is what
+        scores are to be multiplied by, or None."""
         head = minimum(g, self.plan.heads - 1)
-        operands = [
-            lanes.words(memory.load_stored(4, self.smem, [self._of_query(head, t + part, half)]))
-            for part in range(0, self.parts, 4)
-            for half in (0, 1)
-        ]
+        address = memory.shared_address(self.smem) + integer(self._of_query(head, t, 0)) * 4
+
+        def operands():
+            return [
+                memory.load_shared(4, address, 16 * (part + half * self.plan.heads * self.parts))
+                for part in range(0, self.parts, 4)
+                for half in (0, 1)
+            ]
+
         has_unit = self.cache.layout.in_range([[real(0)]], 1)[1] is not None
         return operands, memory.load(self.smem, self._units + head) if has_unit else None
 

@@ -26,7 +26,7 @@ from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share, team_barrier, team_begin
 from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, tensor_cores
-from pallas_kernels.gpu.values import greatest, integer, maximum, real, select
+from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 MOST_WORDS = 128  # registers of a lane for keys and values on their way
@@ -65,15 +65,16 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
     token.make(load_qkv)
     team_barrier(plan)()
 
-    queries = token.queries(warp.g, warp.t)
+    queries = token.queries(index(warp.g), index(warp.t))
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
 
     def some_visits(base, carry):
         state, ahead = jax.tree.unflatten(structure, carry)
         for u, (fetched, page) in enumerate(ahead):
-            here = base + u * step
+            here = integer(base) + u * step
 
             def one(here=here, state=state, fetched=fetched, page=page):
+                warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
                 return visit(warp, token, queries, here, state, fetched, page, len(ahead) * step)
 
             old = [state, (fetched, page)]
@@ -106,7 +107,7 @@ class Warp:
 
     @classmethod
     def of(cls, plan: Plan, cache: Cache, share: Share, layer) -> "Warp":
-        warp, lane = team_warp(plan), lanes.thread() % 32
+        warp, lane = integer(team_warp(plan)), integer(lanes.thread() % 32)
         g, t = lane // 4, lane % 4
         key_part = [t * 8 + c for c in range(0, plan.head_dim, 32)]
         value_part = [g * 8 + c for c in range(0, plan.head_dim, 64)]
@@ -167,7 +168,7 @@ class Warp:
 
     def placed(self, token, which: int, js, parts, stored):
         """The new key, or value, in its place among those of js."""
-        new = [token.stored(which, part // 8, old) for part, old in zip(parts, stored[0], strict=True)]
+        new = [token.stored(which, index(part // 8), old) for part, old in zip(parts, stored[0], strict=True)]
         return [
             jax.tree.map(lambda v, old, j=j: select(j == self.share.length, v, old), new, of_key)
             for j, of_key in zip(js, stored, strict=True)
@@ -185,13 +186,14 @@ class Warp:
 def ask_for(plan: Plan, cache: Cache, share: Share, layer):
     """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
     cache cannot hold beside the weights is read twice."""
-    lane, warp = lanes.thread() % 32, lanes.thread() // 32
+    lane, warp = integer(lanes.thread() % 32), integer(lanes.thread() // 32)
     key, half = lane // 2, lane % 2
     part = half * (plan.head_dim // 2)
 
     j = share.start + warp * KEYS + key
+    page = share.pages[0] if plan.page_size % KEYS == 0 else None
     with lanes.when(j < share.stop):
-        at = place(plan, cache, share, layer, j, part)
+        at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
         for ref in jax.tree.leaves((cache.keys, cache.values)):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
@@ -217,7 +219,7 @@ def visit(warp: Warp, token: NewToken, queries, base, state, fetched, page, step
         has_new, lambda: warp.with_new(token, key_js, keys, value_js, scales), [keys, scales]
     )
     operands, unit = queries
-    scores = scaled(multiplied(layout, operands, unit, keys_now), key_scales)
+    scores = scaled(multiplied(layout, operands(), unit, keys_now), key_scales)
     if not wide:
         keys, scales = chosen(
             more, lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)], [keys, scales]
