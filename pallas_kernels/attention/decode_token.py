@@ -81,6 +81,7 @@ class NewToken:
             at = self.layer * plan.head_dim + part * PART
             gamma = memory.load_either(PART, is_query, self.cache.q_gamma, self.cache.k_gamma, at)
         turned = self._angles(part) if plan.turned else None
+        page = memory.load(self.cache.table, share.row, share.length // plan.page_size)
         column = head * plan.head_dim + part * PART
         raw = load_qkv(share.row, [(column, 0), (column, 4)])
         x = raw
@@ -115,9 +116,9 @@ class NewToken:
                 with lanes.when(part == 0):
                     at = select(is_value, index(1), index(0)) + self._scales
                     memory.store(scale, self.smem, at)
+            at = place(plan, self.cache, share, self.layer, share.length, part * PART, page)
             for refs, condition in ((self.cache.keys, ~is_value), (self.cache.values, is_value)):
                 with lanes.when(condition):
-                    at = place(plan, self.cache, share, self.layer, share.length, part * PART)
                     layout.store(stored, refs, at)
                     if scale is not None:
                         with lanes.when(part == 0):

@@ -215,11 +215,12 @@ def visit(warp: Warp, token: NewToken, queries, base, state, fetched, page, step
     if wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     keys, scales, values = fetched
-    keys_now, (key_scales, value_scales) = chosen(
+    keys, scales = chosen(
         has_new, lambda: warp.with_new(token, key_js, keys, value_js, scales), [keys, scales]
     )
+    key_scales, value_scales = scales
     operands, unit = queries
-    scores = scaled(multiplied(layout, operands(), unit, keys_now), key_scales)
+    scores = scaled(multiplied(layout, operands(), unit, keys), key_scales)
     if not wide:
         keys, scales = chosen(
             more, lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)], [keys, scales]
@@ -237,11 +238,9 @@ def visit(warp: Warp, token: NewToken, queries, base, state, fetched, page, step
     total = functools.reduce(operator.add, weights, total)
     weights = scaled(weights, value_scales)
     (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
-    values_now = warp.fetch_values(base, page) if wide else values
-    values_now = chosen(
-        has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values_now), values_now
-    )
-    state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values_now, o)]
+    values = warp.fetch_values(base, page) if wide else values
+    values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
+    state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
     if wide:
         return [state, (None, warp.page_of(behind))]
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
@@ -270,12 +269,12 @@ def multiplied(layout, operands, unit, keys) -> list:
     """Scores of head g with the keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9."""
     scores = []
     for of_key in keys:
-        c = [real(0)] * 4
+        c = [[real(0)] * 4 for _ in range(2)]  # a chain each for half of the dimensions
         words = [pair for part in of_key for pair in layout.pairs(part)]
         for step, operand in enumerate(operands):
             for b in zip(words[2 * step], words[2 * step + 1], strict=True):
-                c = tensor_cores.add_product(c, operand, b, layout.OPERAND)
-        scores += [c[i] + c[i + 2] for i in (0, 1)]
+                c[step % 2] = tensor_cores.add_product(c[step % 2], operand, b, layout.OPERAND)
+        scores += [(c[0][i] + c[1][i]) + (c[0][i + 2] + c[1][i + 2]) for i in (0, 1)]
     return scores if unit is None else [s * unit for s in scores]
 
 
