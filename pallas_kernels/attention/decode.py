@@ -26,11 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, KEYS_PER_SPLIT, Plan
+from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import at_once, attend
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, of, select
+from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated"))
@@ -185,9 +185,7 @@ class Attention(Plan):
         active = of(arith.cmpi(arith.CmpIPredicate.sge, position, integer(0)))  # signed
         length = index(arith.maxsi(position, integer(0)))
         keys = length + select(active, index(1), index(0))
-        splits = minimum(of(arith.ceildivui(keys, index(KEYS_PER_SPLIT))), self.splits)
-        splits = select(keys <= KEYS_ALONE, index(1), maximum(splits, 1))
-        return keys, length, active, splits
+        return keys, length, active, select(keys <= KEYS_ALONE, index(1), index(self.splits))
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()

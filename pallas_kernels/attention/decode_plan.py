@@ -14,8 +14,8 @@ import dataclasses
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
-KEYS_PER_SPLIT = KEYS * WARPS  # at least, where a row has several
-KEYS_ALONE = 2 * KEYS_PER_SPLIT  # at most, of a row's only split: that much is on its way before q is there
+KEYS_PER_SPLIT = KEYS * WARPS
+KEYS_ALONE = 2 * KEYS_PER_SPLIT  # of a row with one split: that much is on its way before q is there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Plan:
 
     @property
     def splits(self) -> int:
-        """Most splits of a row's keys; a shorter row has fewer."""
+        """Splits of a row's keys, if it has more than one block's."""
         wanted = -(-self.pages * self.page_size // KEYS_PER_SPLIT)
         return max(1, min(wanted, self.most_blocks // self.owners))
 
@@ -92,8 +92,9 @@ class Plan:
 
     @property
     def partial(self) -> int:
-        """float32 of a split: weighted values [heads, head_dim], then (maximum, sum of weights) by head."""
-        return self.heads * (self.head_dim + 2)
+        """Words of a split: its outputs [heads, head_dim], then by head the log2 of its sum of weights; a
+        multiple of 4."""
+        return -(-self.heads * (self.head_dim + 1) // 4) * 4
 
     @property
     def partials(self) -> int:

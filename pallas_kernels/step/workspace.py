@@ -34,8 +34,9 @@ def tag(write):
 
 
 def workspace_words(shapes: Shapes) -> int:
-    """Of a step's vectors, and of what is passed on of them."""
-    return shapes.rows * sum(map(shapes.width, Vector)) + sum(_passed_on(shapes).values())
+    """Of a step's vectors, and of what is passed on of them; a multiple of 4."""
+    words = shapes.rows * sum(map(shapes.width, Vector)) + sum(_passed_on(shapes).values())
+    return -(-words // 4) * 4
 
 
 def _passed_on(shapes: Shapes) -> dict[Vector, int]:
