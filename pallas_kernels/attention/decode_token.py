@@ -179,19 +179,15 @@ class NewToken:
     # What warps take of it
 
     def queries(self, g, t):
-        """(operands, unit) of query head g, of the last for lanes behind it: operands() are those of tensor
-        cores, of 16 dimensions each, which take fewer registers if each visit asks for them; the unit is what
-        scores are to be multiplied by, or None."""
+        """(operands of tensor cores, of 16 dimensions each; what scores are to be multiplied by, or None) of
+        query head g; of the last, for lanes behind it. Each visit asks for them anew."""
         head = minimum(g, self.plan.heads - 1)
         address = memory.shared_address(self.smem) + integer(self._of_query(head, t, 0)) * 4
-
-        def operands():
-            return [
-                memory.load_shared(4, address, 16 * (part + half * self.plan.heads * self.parts))
-                for part in range(0, self.parts, 4)
-                for half in (0, 1)
-            ]
-
+        operands = [
+            memory.load_shared(4, address, 16 * (part + half * self.plan.heads * self.parts))
+            for part in range(0, self.parts, 4)
+            for half in (0, 1)
+        ]
         has_unit = self.cache.layout.in_range([[real(0)]], 1)[1] is not None
         return operands, memory.load(self.smem, self._units + head) if has_unit else None
 

@@ -65,17 +65,16 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
     token.make(load_qkv)
     team_barrier(plan)()
 
-    queries = token.queries(index(warp.g), index(warp.t))
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
 
     def some_visits(base, carry):
         state, ahead = jax.tree.unflatten(structure, carry)
         for u, (fetched, page) in enumerate(ahead):
-            here = integer(base) + u * step
+            here = lanes.anew(integer(base)) + u * step
 
             def one(here=here, state=state, fetched=fetched, page=page):
                 warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
-                return visit(warp, token, queries, here, state, fetched, page, len(ahead) * step)
+                return visit(warp, token, here, state, fetched, page, len(ahead) * step)
 
             old = [state, (fetched, page)]
             state, ahead[u] = one() if u == 0 else chosen(here < share.stop, one, old)
@@ -198,10 +197,9 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, queries, base, state, fetched, page, step):
+def visit(warp: Warp, token: NewToken, base, state, fetched, page, step):
     """16 keys and values from `base` on, and instead of what is fetched those `step` behind them.
 
-    queries  (operands, unit) of the token (NewToken.queries)
     state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
              for each (c, i) those at 64 c + 16 t + i and + 8
     fetched  (keys, scales, values), and the page of those behind; or None, and the page of these
@@ -219,8 +217,8 @@ def visit(warp: Warp, token: NewToken, queries, base, state, fetched, page, step
         has_new, lambda: warp.with_new(token, key_js, keys, value_js, scales), [keys, scales]
     )
     key_scales, value_scales = scales
-    operands, unit = queries
-    scores = scaled(multiplied(layout, operands(), unit, keys), key_scales)
+    operands, unit = token.queries(index(warp.g), index(warp.t))
+    scores = scaled(multiplied(layout, operands, unit, keys), key_scales)
     if not wide:
         keys, scales = chosen(
             more, lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)], [keys, scales]
