@@ -149,7 +149,7 @@ class Attention(Plan):
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        pass_on=None,
+        pass_on=None, behind_q=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -159,11 +159,16 @@ class Attention(Plan):
         next_layer  its first keys and values are asked for, into the L2 cache
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
+        behind_q    called by all threads when q is there
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
-            state = attend(self, cache, share, layer, smem, load_qkv, next_layer)
+            state = attend(self, cache, share, layer, smem, load_qkv, next_layer, behind_q)
             combine(self, share, smem, *state, store_out, exchange, pass_on)
+
+    def has_share(self, kept: Kept):
+        """Whether this block has a share of a layer's work."""
+        return (lanes.block() < self.blocks) & (self._owner()[-1] < self._splits(kept.position)[-1])
 
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""

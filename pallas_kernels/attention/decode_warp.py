@@ -40,11 +40,12 @@ def at_once(plan: Plan, layout: ModuleType) -> int:
     return min(2, max(1, MOST_WORDS * 4 // (plan.head_dim * widest)))
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_layer=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_layer=None, behind_q=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
     next_layer  its first keys and values are asked for, into the L2 cache
+    behind_q    called when q is there
     """
     warp, visits = Warp.of(plan, cache, share, layer), at_once(plan, cache.layout)
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
@@ -64,6 +65,8 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
+    if behind_q is not None:
+        behind_q()
 
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
 

@@ -138,14 +138,27 @@ class _Step:
             with lanes.when(takes_part):
                 self._attend(layer) if phase == Phase.ATTENTION else product(phase, layer)
             if phase != Phase.ATTENTION:
-                with lanes.when(~self._takes_part(phase) & (lanes.thread() == 0)):
-                    self.weights.request_during(phase, layer)
+                with lanes.when(~self._takes_part(phase)):
+                    self._request_during(phase, layer)
         return carry
 
     def _takes_part(self, phase: Phase):
         if phase == Phase.ATTENTION:
             return lanes.block() < self.attention.blocks
         return self.weights.takes_part(phase)
+
+    def _request_during(self, phase: Phase, layer):
+        """What can be asked for when the activations of a phase are there; in blocks of attention not before
+        q is, which else comes behind 60 KB of weights, which are wanted later."""
+        mine = lanes.thread() == THREADS - 32
+        if phase == Phase.QKV:
+            mine = mine & ~self.attention.has_share(self.kept)
+        with lanes.when(mine):
+            self.weights.request_during(phase, layer)
+
+    def _request_behind_q(self, layer):
+        with lanes.when(lanes.thread() == THREADS - 32):
+            self.weights.request_during(Phase.QKV, layer)
 
     def _attend(self, layer):
         workspace = self.workspace
@@ -160,6 +173,7 @@ class _Step:
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
+            behind_q=functools.partial(self._request_behind_q, layer),
         )  # fmt: skip
         lanes.block_barrier()
 
@@ -175,8 +189,7 @@ class _Step:
         mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
         added = self._added(phase, layer, mine)
         received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
-        with lanes.when(me.thread == THREADS - 32):
-            self.weights.request_during(phase, layer)
+        self._request_during(phase, layer)
         x = p.quantize(me, received, gamma)
         p.store_squares(me, x, self.scratch, 0)
         self.weights.wait(phase, layer)
@@ -222,8 +235,7 @@ class _Step:
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
         x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p))
-        with lanes.when(me.thread == THREADS - 32):
-            self.weights.request_during(phase, layer)
+        self._request_during(phase, layer)
         p.store_squares(me, x, self.scratch)
         self.weights.wait(phase, layer)
 
