@@ -62,6 +62,9 @@ SHAPES = [
     (8, 1, 128, [256], 24, False, False, 4),
     (6, 1, 256, [129, -1], 64, False, True, 3),  # values behind the scores
     (6, 1, 256, [257], 24, False, False, 4),
+    # Splits of which warps visit more keys than are on their way at once.
+    (4, 1, 128, [1100, 330], 16, False, True, 4),
+    (2, 1, 64, [1100], 24, True, False, 2),
     # More rows than blocks at once: teams of a warp, of which the last block lacks some, and of four.
     (4, 1, 128, [129, 0, -1, 33, 16, 300, 7], 16, False, True, 1),
     (2, 1, 64, [129, 0, -1, 33, 16, 300, 7], 24, True, False, 1),
