@@ -37,7 +37,7 @@ def at_once(plan: Plan, layout: ModuleType) -> int:
     if plan.head_dim > WIDEST_AT_ONCE:
         return 0
     widest = max(dtype.itemsize for dtype in jax.tree.leaves(layout.DTYPE)[:1])
-    return min(2, max(1, MOST_WORDS * 4 // (plan.head_dim * widest)))
+    return min(1, max(1, MOST_WORDS * 4 // (plan.head_dim * widest)))
 
 
 def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_layer=None, behind_q=None):
@@ -54,12 +54,8 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
     for u in range(max(1, visits)):
         here = first + u * step
         page = share.pages[u] if plan.page_size % KEYS == 0 else None
-        if visits:
-            fetch = functools.partial(warp.fetch, here, page)
-            fetched = chosen(here < share.stop, fetch, warp.nothing())
-            ahead.append((fetched, warp.page_of(here + visits * step)))
-        else:
-            ahead.append((None, page))
+        fetch = functools.partial(warp.fetch, here, page)
+        ahead.append(chosen(here < share.stop, fetch, warp.nothing()) if visits else None)
     if next_layer is not None:
         ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
@@ -72,14 +68,14 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
 
     def some_visits(base, carry):
         state, ahead = jax.tree.unflatten(structure, carry)
-        for u, (fetched, page) in enumerate(ahead):
-            here = lanes.anew(integer(base)) + u * step
+        for u, fetched in enumerate(ahead):
+            here = lanes.anew(base) + u * step
 
-            def one(here=here, state=state, fetched=fetched, page=page):
+            def one(here=here, state=state, fetched=fetched):
                 warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
-                return visit(warp, token, here, state, fetched, page, len(ahead) * step)
+                return visit(warp, token, here, state, fetched, len(ahead) * step)
 
-            old = [state, (fetched, page)]
+            old = [state, fetched]
             state, ahead[u] = one() if u == 0 else chosen(here < share.stop, one, old)
         return jax.tree.leaves([state, ahead])
 
@@ -200,19 +196,20 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, state, fetched, page, step):
+def visit(warp: Warp, token: NewToken, base, state, fetched, step):
     """16 keys and values from `base` on, and instead of what is fetched those `step` behind them.
 
     state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
              for each (c, i) those at 64 c + 16 t + i and + 8
-    fetched  (keys, scales, values), and the page of those behind; or None, and the page of these
-    Returns state, and the last two for those behind.
+    fetched  (keys, scales, values), or None
+    Returns state, and what is fetched of those behind.
     """
     share, layout, zero = warp.share, warp.cache.layout, real(0)
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
     wide, behind = fetched is None, base + step
     more = behind < share.stop
+    page = warp.page_of(base if wide else behind)  # its keys are asked for later
     if wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     keys, scales, values = fetched
@@ -243,9 +240,9 @@ def visit(warp: Warp, token: NewToken, base, state, fetched, page, step):
     values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
     state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
     if wide:
-        return [state, (None, warp.page_of(behind))]
+        return [state, None]
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return [state, ((keys, scales, values), warp.page_of(behind + step))]
+    return [state, (keys, scales, values)]
 
 
 def chosen(condition, values, otherwise):
