@@ -28,7 +28,7 @@ from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import at_once, attend
+from pallas_kernels.attention.decode_warp import at_once, attend, visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select
 
@@ -66,15 +66,19 @@ def decode_attention(
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     workspace = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if workspace is None else workspace)
     refs, structure = jax.tree.flatten(pages)
+    layout = cache_layouts.of(k_pages)
     kernel = plgpu.kernel(
-        functools.partial(_body, phase=phase, layout=cache_layouts.of(k_pages), structure=structure),
+        functools.partial(_body, phase=phase, layout=layout, structure=structure),
         out_type=jax.ShapeDtypeStruct((batch, width), jnp.float32),
         grid=(phase.blocks,),
         grid_names=("block",),
         num_threads=phase.warps // 4,
         thread_name="warpgroup",
         kernel_name="decode_attention",  # as profilers show it
-        scratch_types=[plgpu.SMEM((phase.scratch,), jnp.float32)],
+        scratch_types=[
+            plgpu.SMEM((phase.scratch,), jnp.float32),
+            plgpu.SMEM((max(4, phase.warps * visit_bytes(phase, layout) // 4),), jnp.int32),
+        ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     angles = (cos, sin) if phase.turned else ()
@@ -90,7 +94,7 @@ def _body(*refs, phase: "Attention", layout, structure):
         cos, sin, *refs = refs if phase.turned else (None, None, *refs)
         positions, table, layer_gmem, *refs = refs
         q_gamma, k_gamma, *refs = refs if phase.normed else (None, None, *refs)
-        *pages, workspace, out, scratch_smem = refs
+        *pages, workspace, out, scratch_smem, slots_smem = refs
         keys, values = jax.tree.unflatten(structure, pages)
 
         def load_qkv(row, columns):
@@ -108,7 +112,10 @@ def _body(*refs, phase: "Attention", layout, structure):
         # The layer before had another tag, and before the first there are zeros.
         tag = integer(layer % 3 + 1)
         exchange = Exchange(workspace, 0, tag)
-        phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange)
+        size, slots = visit_bytes(phase, layout), None
+        if size:
+            slots = lambda warp: memory.shared_address(slots_smem) + warp * size  # noqa: E731
+        phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange, slots=slots)
 
     kernel(*refs)
 
@@ -149,7 +156,7 @@ class Attention(Plan):
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        pass_on=None, behind_q=None,
+        pass_on=None, behind_keys=None, slots=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -159,12 +166,15 @@ class Attention(Plan):
         next_layer  its first keys and values are asked for, into the L2 cache
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
-        behind_q    called by all threads when q is there
+        behind_keys  called by all threads when all keys have been read
+        slots       address of a warp's `visit_bytes` of shared memory, by its number; None: keys and values
+                    go to registers
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
-            state = attend(self, cache, share, layer, smem, load_qkv, next_layer, behind_q)
-            combine(self, share, smem, *state, store_out, exchange, pass_on)
+            slot = None if slots is None else slots(integer(lanes.thread() // 32))
+            state = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer)
+            combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
 
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""

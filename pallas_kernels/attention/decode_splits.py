@@ -167,11 +167,17 @@ def quotient(x, total):
     return select(total > 0.0, x * lanes.reciprocal(total), 0.0)
 
 
-def combine(plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange, pass_on=None):
+def combine(
+    plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange, pass_on=None,
+    behind_keys=None,
+):  # fmt: skip
     """The warps' (m, l, o) -> the split's -> with those of the other splits, the output. A row's only split
-    gives it to `pass_on` by warps, where that is not None (decode.Attention.run)."""
+    gives it to `pass_on` by warps, where that is not None; `behind_keys` is called when all warps have read
+    their keys (decode.Attention.run)."""
     size = plan.heads * plan.head_dim
     block = Block.of(plan, smem, maximum, total, o)
+    if behind_keys is not None:
+        behind_keys()
 
     def store(element, output):
         store_out(output, share.row, element + share.heads * size)

@@ -40,12 +40,19 @@ def at_once(plan: Plan, layout: ModuleType) -> int:
     return min(1, max(1, MOST_WORDS * 4 // (plan.head_dim * widest)))
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_layer=None, behind_q=None):
+def visit_bytes(plan: Plan, layout: ModuleType) -> int:
+    """Of shared memory, for 16 keys and values; 0 if they go to registers."""
+    if plan.head_dim > WIDEST_AT_ONCE or jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) != 2:
+        return 0
+    return 2 * KEYS * plan.head_dim * 2
+
+
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
     next_layer  its first keys and values are asked for, into the L2 cache
-    behind_q    called when q is there
+    slot        address of this warp's shared memory for keys and values; None: they go to registers
     """
     warp, visits = Warp.of(plan, cache, share, layer), at_once(plan, cache.layout)
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
@@ -54,6 +61,13 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
     for u in range(max(1, visits)):
         here = first + u * step
         page = share.pages[u] if plan.page_size % KEYS == 0 else None
+        if slot is not None:
+            with lanes.when(here < share.stop):
+                for which in (0, 1):
+                    warp.copy(which, here, page, slot)
+                    memory.commit_copies()
+            ahead.append(None)
+            continue
         fetch = functools.partial(warp.fetch, here, page)
         ahead.append(chosen(here < share.stop, fetch, warp.nothing()) if visits else None)
     if next_layer is not None:
@@ -61,8 +75,6 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
-    if behind_q is not None:
-        behind_q()
 
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
 
@@ -73,7 +85,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, load_qkv, next_l
 
             def one(here=here, state=state, fetched=fetched):
                 warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
-                return visit(warp, token, here, state, fetched, len(ahead) * step)
+                return visit(warp, token, here, state, fetched, len(ahead) * step, slot)
 
             old = [state, fetched]
             state, ahead[u] = one() if u == 0 else chosen(here < share.stop, one, old)
@@ -136,6 +148,39 @@ class Warp:
         heads = [self.place(stored_key(length, j), 0, page)[:-1] for j in self.keys_of(base)[1]]
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
+    def copy(self, which: int, base, page, slot):
+        """16 keys (0) or values (1) into the warp's slot, in rows; pieces of 16 bytes are where no two of 8
+        lanes that read at once meet."""
+        refs = (self.cache.keys, self.cache.values)[which]
+        lane, pieces = integer(lanes.thread() % 32), self.plan.head_dim // 8
+        for first in range(0, KEYS, 32 // pieces):
+            row, piece = lane // pieces + first, lane % pieces
+            at = self.place(stored_key(self.share.length, base + row), piece * 8, page)
+            memory.copy_element(self.piece(which, slot, row, piece), refs, at)
+
+    def copy_behind(self, which: int, base, page, slot):
+        """When all lanes have read what is there."""
+        lanes.warp_barrier()
+        with lanes.when(base < self.share.stop):
+            self.copy(which, base, page, slot)
+        memory.commit_copies()
+
+    def piece(self, which: int, slot, row, piece):
+        """Address of a piece of a row."""
+        place = row * (self.plan.head_dim // 8) + (piece ^ (row & 6) ^ (row & 1) * 4)
+        return slot + place * 16 + which * (KEYS * self.plan.head_dim * 2)
+
+    def copied_keys(self, slot):
+        return self._copied(0, slot, [self.g, self.g + 8], self.key_part)
+
+    def copied_values(self, slot):
+        return self._copied(1, slot, [self.t * 2 + i for i in (0, 1, 8, 9)], self.value_part)
+
+    def _copied(self, which: int, slot, rows, parts):
+        element = self.cache.keys.type.element_type
+        load = lambda row, part: memory.load_shared(4, self.piece(which, slot, row, part // 8))  # noqa: E731
+        return [[[lanes.vector_of(load(row, part), element, 2)] for part in parts] for row in rows]
+
     def nothing(self):
         """In place of what is fetched."""
         leaves = jax.tree.leaves(self.cache.keys)
@@ -196,7 +241,7 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, state, fetched, step):
+def visit(warp: Warp, token: NewToken, base, state, fetched, step, slot):
     """16 keys and values from `base` on, and instead of what is fetched those `step` behind them.
 
     state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
@@ -208,9 +253,15 @@ def visit(warp: Warp, token: NewToken, base, state, fetched, step):
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
     wide, behind = fetched is None, base + step
+    copied = slot is not None
     more = behind < share.stop
-    page = warp.page_of(base if wide else behind)  # its keys are asked for later
-    if wide:
+    page = None if copied else warp.page_of(base if wide else behind)  # its keys are asked for later
+    if copied:
+        page = warp.page_of(behind)
+        memory.wait_copies(1)
+        lanes.warp_barrier()
+        fetched = warp.copied_keys(slot), [[None] * 4] * 2, None
+    elif wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     keys, scales, values = fetched
     keys, scales = chosen(
@@ -219,7 +270,9 @@ def visit(warp: Warp, token: NewToken, base, state, fetched, step):
     key_scales, value_scales = scales
     operands, unit = token.queries(index(warp.g), index(warp.t))
     scores = scaled(multiplied(layout, operands, unit, keys), key_scales)
-    if not wide:
+    if copied:
+        warp.copy_behind(0, behind, page, slot)
+    elif not wide:
         keys, scales = chosen(
             more, lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)], [keys, scales]
         )
@@ -236,9 +289,16 @@ def visit(warp: Warp, token: NewToken, base, state, fetched, step):
     total = functools.reduce(operator.add, weights, total)
     weights = scaled(weights, value_scales)
     (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
-    values = warp.fetch_values(base, page) if wide else values
+    if copied:
+        memory.wait_copies(1)
+        lanes.warp_barrier()
+        values = warp.copied_values(slot)
+    else:
+        values = warp.fetch_values(base, page) if wide else values
     values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
     state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
+    if copied:
+        warp.copy_behind(1, behind, page, slot)
     if wide:
         return [state, None]
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)

@@ -124,11 +124,18 @@ def wait_copies(pending: int):
 
 def prefetch(ref, indices):
     """Ask for the cache line of an element of a ref, into the L2 cache."""
-    at = index(0)
-    for i, size in zip(indices, ref.type.shape, strict=True):
-        at = at * size + index(i)
-    pointer = _pointer(ref, at, ref.type.element_type)
-    lanes.ptx(None, [pointer], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
+    lanes.ptx(None, [_element(ref, indices)], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
+
+
+def copy_element(shared, ref, indices):
+    """Begin to copy 16 bytes, from an element of a ref on, to shared memory, past the multiprocessor's own
+    cache: that has room for few lines on their way."""
+    copy_async(shared, _element(ref, indices), 16)
+
+
+def fence_of_copies():
+    """Bulk copies that follow come behind what was read and written before."""
+    lanes.ptx(None, [], "fence.proxy.async.shared::cta;", "~{memory}", effects=True)
 
 
 def mbarrier_init(address):
@@ -225,6 +232,13 @@ def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
     if not at_once:
         until_written(wanted[-1:], pointers[-1:])
     return until_written(wanted, pointers)
+
+
+def _element(ref, indices):
+    at = index(0)
+    for i, size in zip(indices, ref.type.shape, strict=True):
+        at = at * size + index(i)
+    return _pointer(ref, at, ref.type.element_type)
 
 
 def _pointer(ref, at, element_type=None):

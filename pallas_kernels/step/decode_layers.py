@@ -23,12 +23,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_plan import THREADS
+from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_splits import Exchange
-from pallas_kernels.attention.decode_warp import Cache
+from pallas_kernels.attention.decode_warp import Cache, visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum
+from pallas_kernels.gpu.values import index, minimum, select, true
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
 from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
@@ -148,17 +148,34 @@ class _Step:
         return self.weights.takes_part(phase)
 
     def _request_during(self, phase: Phase, layer):
-        """What can be asked for when the activations of a phase are there; in blocks of attention not before
-        q is, which else comes behind 60 KB of weights, which are wanted later."""
-        mine = lanes.thread() == THREADS - 32
-        if phase == Phase.QKV:
-            mine = mine & ~self.attention.has_share(self.kept)
-        with lanes.when(mine):
-            self.weights.request_during(phase, layer)
-
-    def _request_behind_q(self, layer):
+        """What can be asked for when the activations of a phase are there; where keys lie, when these have
+        been read."""
         with lanes.when(lanes.thread() == THREADS - 32):
-            self.weights.request_during(Phase.QKV, layer)
+            self.weights.request_during(phase, layer)
+            if phase == Phase.QKV:
+                without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
+                with lanes.when(without_keys):
+                    self.weights.request_during(Phase.ATTENTION, layer)
+
+    def _request_behind_keys(self, layer):
+        with lanes.when(lanes.thread() == THREADS - 32):
+            memory.fence_of_copies()
+            self.weights.request_during(Phase.ATTENTION, layer)
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether keys and values go to shared memory."""
+        fits = visit_bytes(self.attention, self.cache.layout) == self.shapes.slot_bytes
+        return fits and self.shapes.slots != []
+
+    def _slot(self, warp):
+        """Address of a warp's slot."""
+        size, slots = self.shapes.slot_bytes, self.shapes.slots
+        at = warp * size + slots[0]
+        for w in range(1, WARPS):
+            if slots[w] != slots[w - 1] + size:
+                at = select(warp < w, at, (warp - w) * size + slots[w])
+        return self.weights.address + at
 
     def _attend(self, layer):
         workspace = self.workspace
@@ -173,7 +190,8 @@ class _Step:
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_q=functools.partial(self._request_behind_q, layer),
+            behind_keys=functools.partial(self._request_behind_keys, layer) if self.has_slots else None,
+            slots=self._slot if self.has_slots else None,
         )  # fmt: skip
         lanes.block_barrier()
 

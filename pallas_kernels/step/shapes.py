@@ -7,7 +7,7 @@ import functools
 
 from pallas_kernels import device
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_plan import WARPS
+from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct
 from pallas_kernels.step import rows_of_planes
@@ -101,9 +101,40 @@ class Shapes:
         )  # fmt: skip
 
     @property
+    def begins(self) -> dict[tuple[Phase, int], int]:
+        """Of a phase's matrices in the shared memory for weights, in bytes."""
+        out, at = {}, 0
+        for phase, p in self.products().items():
+            for m in range(p.matrices):
+                out[phase, m] = at
+                at += share_bytes(p)
+        return out
+
+    @property
     def weight_bytes(self) -> int:
         """Of shared memory, for a block's share of a layer."""
         return sum(share_bytes(p) * p.matrices for p in self.products().values())
+
+    @property
+    def slots(self) -> list[int]:
+        """Where keys and values of attention's warps are in the shared memory for weights, in bytes: in place
+        of those of down and of q, k and v, which are asked for later, and behind all; none if there is no
+        room."""
+        size, products = self.slot_bytes, self.products()
+        places = [
+            self.begins[phase, 0] + at
+            for phase in (Phase.DOWN, Phase.QKV)
+            for at in range(0, share_bytes(products[phase]) - size + 1, size)
+        ]
+        places += [self.weight_bytes + i * size for i in range(WARPS - len(places))]
+        end = max(self.weight_bytes, max(places[:WARPS]) + size)
+        fits = shared_memory.bytes_taken(end, *self._others) <= device.shared_bytes()
+        return places[:WARPS] if fits else []
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of 16 keys and values of 16 bits each."""
+        return 2 * KEYS * self.head_dim * 2
 
     @property
     def scratch(self) -> int:
@@ -113,7 +144,12 @@ class Shapes:
     @property
     def buffers(self) -> tuple[int, int, int]:
         """Bytes of shared memory for a layer's weights, the phases' scratch and their mbarriers."""
-        return self.weight_bytes, 4 * self.scratch, 8 * len(Phase)
+        ends = [place + self.slot_bytes for place in self.slots]
+        return max(self.weight_bytes, *ends, 0), *self._others
+
+    @property
+    def _others(self) -> tuple[int, int]:
+        return 4 * self.scratch, 8 * len(Phase)
 
     def width(self, vector: Vector) -> int:
         """Of a row of it, in the workspace."""

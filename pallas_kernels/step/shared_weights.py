@@ -6,7 +6,7 @@ copies, while phases before are at work.
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes, share_bytes
+from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes
 
 
 class SharedWeights:
@@ -16,11 +16,7 @@ class SharedWeights:
         self.gmem = {Phase.QKV: [qkv], Phase.O: [o], Phase.GATE_UP: [gate, up], Phase.DOWN: [down]}
         self.products, self.layers, self.smem = shapes.products(), layers, weights_smem
         self.address, self.mbarriers = map(memory.shared_address, (weights_smem, mbarriers_smem))
-        self.begin, at = {}, 0  # byte of a matrix's words
-        for phase, p in self.products.items():
-            for m in range(p.matrices):
-                self.begin[phase, m] = at
-                at += share_bytes(p)
+        self.begin = shapes.begins
 
     def first_tile(self, phase: Phase):
         return lanes.block() * self.products[phase].tiles
@@ -31,32 +27,38 @@ class SharedWeights:
         return lanes.block() < -(-p.n_tiles // p.tiles)
 
     def prepare(self):
-        """Before the first layer: ask for all of it."""
+        """Before the first layer: ask for all of it but down, where keys may be."""
         with lanes.when(lanes.thread() == 0):
             for phase in self.products:
                 memory.mbarrier_init(self._mbarrier(phase))
-            for phase in self.products:
+            for phase in (Phase.QKV, Phase.O, Phase.GATE_UP):
                 with lanes.when(self.takes_part(phase)):
                     self._request(phase, index(0))
         lanes.block_barrier()
 
     def request_during(self, phase: Phase, layer):
         """By one thread, when the activations of a phase are there: what can be asked for, in parts that are
-        there before the next phase waits for activations. A wait during a copy takes three times as long."""
+        there before the next phase waits for activations. A wait during a copy takes three times as long. In
+        place of attention: by blocks without keys with those of QKV."""
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
         parts = {
-            Phase.QKV: [(Phase.GATE_UP, most, None), (Phase.DOWN, 0, half)],
+            Phase.QKV: [(Phase.GATE_UP, most, None)],
+            Phase.ATTENTION: [(Phase.DOWN, 0, half)],
             Phase.O: [(Phase.DOWN, half, None)],
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
             Phase.DOWN: [(Phase.GATE_UP, 0, most)],
         }[phase]
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
-        with lanes.when(layer < self.layers - 1 if following else ~(layer == 0)):
-            for wanted, first, end in parts:
-                with lanes.when(self.takes_part(wanted)):
-                    self._request(wanted, layer + int(following), first, end)
+        for wanted, first, end in parts:
+            wants = self.takes_part(wanted)
+            if following:
+                wants = wants & (layer < self.layers - 1)
+            elif wanted != Phase.DOWN:
+                wants = wants & ~(layer == 0)
+            with lanes.when(wants):
+                self._request(wanted, layer + int(following), first, end)
 
     def wait(self, phase: Phase, layer):
         memory.mbarrier_wait(self._mbarrier(phase), integer(layer % 2))
