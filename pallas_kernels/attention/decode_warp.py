@@ -81,7 +81,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     def some_visits(base, carry):
         state, ahead = jax.tree.unflatten(structure, carry)
         for u, fetched in enumerate(ahead):
-            here = lanes.anew(base) + u * step
+            here = lanes.anew(integer(base)) + u * step
 
             def one(here=here, state=state, fetched=fetched):
                 warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers

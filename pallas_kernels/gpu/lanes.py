@@ -80,10 +80,9 @@ def choose(condition, chosen, otherwise) -> list:
 
 
 def loop(start, stop, step, carry, body):
-    """for i in range(start, stop, step): carry = body(i, carry). Indices or numbers, or i32, which take half
-    the registers; a list of values in, a list out."""
-    kind = integer if getattr(start, "type", None) == i32() else index
-    for_op = scf.ForOp(kind(start), kind(stop), kind(step), carry)
+    """for i in range(start, stop, step): carry = body(i, carry). Indices or numbers; a list of values in, a
+    list out."""
+    for_op = scf.ForOp(index(start), index(stop), index(step), carry)
     with ir.InsertionPoint(for_op.body):
         inner = map(of, for_op.inner_iter_args)
         scf.yield_(body(of(for_op.induction_variable), list(inner)))

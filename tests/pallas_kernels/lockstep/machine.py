@@ -9,7 +9,7 @@ import contextlib
 
 import numpy as np
 
-from pallas_kernels.gpu.values import index, integer
+from pallas_kernels.gpu.values import index
 from tests.pallas_kernels.lockstep.races import Clocks, Words
 from tests.pallas_kernels.lockstep.values import NUMPY, Type, Value
 
@@ -90,8 +90,7 @@ class Machine:
         return Value(np.where(mask[:, None] if new.type.shape else mask, new.a, old.a), new.type)
 
     def loop(self, start, stop, step, carry, body):
-        kind = integer if getattr(start, "type", None) == Type("i32") else index
-        start, stop, step = map(kind, (start, stop, step))
+        start, stop, step = map(index, (start, stop, step))
         i, stop, step = (v.of_threads(len(self.all)) for v in (start, stop, step))
         while (going := self.active & (i < stop)).any():
             with self.masked(going):
