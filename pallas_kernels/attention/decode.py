@@ -28,7 +28,7 @@ from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import at_once, attend, visit_bytes
+from pallas_kernels.attention.decode_warp import at_once, attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select
 
@@ -156,7 +156,7 @@ class Attention(Plan):
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        pass_on=None, behind_keys=None, slots=None,
+        pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -169,12 +169,19 @@ class Attention(Plan):
         behind_keys  called by all threads when all keys have been read
         slots       address of a warp's `visit_bytes` of shared memory, by its number; None: keys and values
                     go to registers
+        asked       whether this warp's first keys and values have been asked for (`ask`)
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            state = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer)
+            state = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
             combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
+
+    def ask(self, cache: Cache, kept: Kept, layer, slots, late):
+        """Ask for the first keys and values of a layer, before `run`; not by warps that are late."""
+        share = self._share(kept)
+        with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
+            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32)), late)
 
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""

@@ -47,12 +47,13 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
     return 2 * KEYS * plan.head_dim * 2
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
     next_layer  its first keys and values are asked for, into the L2 cache
     slot        address of this warp's shared memory for keys and values; None: they go to registers
+    asked       whether this warp's first have been asked for (`copy_first`); None: not
     """
     warp, visits = Warp.of(plan, cache, share, layer), at_once(plan, cache.layout)
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
@@ -62,10 +63,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         here = first + u * step
         page = share.pages[u] if plan.page_size % KEYS == 0 else None
         if slot is not None:
-            with lanes.when(here < share.stop):
-                for which in (0, 1):
-                    warp.copy(which, here, page, slot)
-                    memory.commit_copies()
+            copy_first(plan, cache, share, layer, slot, asked)
             ahead.append(None)
             continue
         fetch = functools.partial(warp.fetch, here, page)
@@ -96,6 +94,19 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
     return maximum, lanes.warp_sum_real(total, 4), o
+
+
+def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
+    """Ask for a warp's first keys and values, if it has not been done."""
+    warp = Warp.of(plan, cache, share, layer)
+    first = share.start + warp.number * KEYS
+    wanted = first < share.stop
+    if asked is not None:
+        wanted = wanted & ~asked
+    with lanes.when(wanted):
+        for which in (0, 1):
+            warp.copy(which, first, share.pages[0] if plan.page_size % KEYS == 0 else None, slot)
+            memory.commit_copies()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
 
+EARLY = True
 AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -150,12 +151,18 @@ class _Step:
     def _request_during(self, phase: Phase, layer):
         """What can be asked for when the activations of a phase are there; where keys lie, when these have
         been read."""
+        if phase == Phase.QKV and self.has_slots and EARLY:
+            self.attention.ask(self.cache, self.kept, layer, self._slot, ~self._asked())
         with lanes.when(lanes.thread() == THREADS - 32):
             self.weights.request_during(phase, layer)
             if phase == Phase.QKV:
                 without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
                 with lanes.when(without_keys):
                     self.weights.request_during(Phase.ATTENTION, layer)
+
+    def _asked(self):
+        """Whether this warp's first keys are asked for while q is made."""
+        return lanes.thread() // 32 < self.shapes.early_slots
 
     def _request_behind_keys(self, layer):
         with lanes.when(lanes.thread() == THREADS - 32):
@@ -192,6 +199,7 @@ class _Step:
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
             behind_keys=functools.partial(self._request_behind_keys, layer) if self.has_slots else None,
             slots=self._slot if self.has_slots else None,
+            asked=self._asked() if EARLY else None,
         )  # fmt: skip
         lanes.block_barrier()
 

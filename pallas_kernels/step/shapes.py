@@ -121,15 +121,21 @@ class Shapes:
         of those of down and of q, k and v, which are asked for later, and behind all; none if there is no
         room."""
         size, products = self.slot_bytes, self.products()
-        places = [
+        within = lambda phase: [  # noqa: E731
             self.begins[phase, 0] + at
-            for phase in (Phase.DOWN, Phase.QKV)
             for at in range(0, share_bytes(products[phase]) - size + 1, size)
         ]
-        places += [self.weight_bytes + i * size for i in range(WARPS - len(places))]
-        end = max(self.weight_bytes, max(places[:WARPS]) + size)
+        down, qkv = within(Phase.DOWN), within(Phase.QKV)
+        behind = [self.weight_bytes + i * size for i in range(WARPS - len(down) - len(qkv))]
+        places = [*down, *behind, *qkv][:WARPS]
+        end = max(self.weight_bytes, max(places) + size)
         fits = shared_memory.bytes_taken(end, *self._others) <= device.shared_bytes()
-        return places[:WARPS] if fits else []
+        return places if fits else []
+
+    @property
+    def early_slots(self) -> int:
+        """Of so many warps they do not lie in place of weights of q, k and v."""
+        return sum(place >= self.begins[Phase.O, 0] for place in self.slots)
 
     @property
     def slot_bytes(self) -> int:
