@@ -166,7 +166,6 @@ class _Step:
 
     def _request_behind_keys(self, layer):
         with lanes.when(lanes.thread() == THREADS - 32):
-            memory.fence_of_copies()
             self.weights.request_during(Phase.ATTENTION, layer)
 
     @property

@@ -49,6 +49,8 @@ class SharedWeights:
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
             Phase.DOWN: [(Phase.GATE_UP, 0, most)],
         }[phase]
+        if phase in (Phase.ATTENTION, Phase.GATE_UP):  # these may go to where keys and values were
+            memory.fence_of_copies()
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
         for wanted, first, end in parts:
