@@ -119,8 +119,8 @@ class Block:
             for c, values in enumerate(o):
                 for i in range(0, 16, 4):
                     scaled = [v * weight for v in values[i : i + 4]]
-                    place = warp * (heads * head_dim) + (64 * c + i) + g * head_dim + t * 16 + begin
-                    memory.store_reals(scaled, smem, [place])
+                    element = cls._spread(g * head_dim + t * 16 + (64 * c + i), head_dim)
+                    memory.store_reals(scaled, smem, [element + warp * (heads * head_dim) + begin])
             with lanes.when(t == 0):
                 memory.store(total * weight, smem, g * team + totals + warp)
         barrier()
@@ -131,8 +131,14 @@ class Block:
         """Where maxima and totals begin, behind the sums."""
         return plan.sums, plan.sums + plan.heads * plan.team
 
+    @staticmethod
+    def _spread(element, head_dim: int):
+        """Where an element of [heads, head_dim] lies: 8 lanes that store 4 each at once do not meet."""
+        return element ^ ((element >> 4) & 3 ^ (element // head_dim) & 1) * 4
+
     def sum_of(self, element):
         """o of an element of [heads, head_dim]."""
+        element = self._spread(element, self.plan.head_dim)
         return self._over_warps(element, self.plan.heads * self.plan.head_dim)
 
     def total_of(self, g):
