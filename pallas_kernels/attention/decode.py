@@ -26,9 +26,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_ALONE, Plan
+from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import at_once, attend, copy_first, visit_bytes
+from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select
 
@@ -126,13 +126,13 @@ class Kept:
 
     position     of the new token, or -1
     start, stop  of the split's keys, the new one among them
-    pages        of this warp's first visits' keys, where pages have whole 16 keys
+    page         of this warp's first keys, where pages have whole 16 keys
     """
 
     position: Any
     start: Any
     stop: Any
-    pages: list
+    page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,11 +148,10 @@ class Attention(Plan):
         chunk = of(arith.ceildivui(arith.ceildivui(keys, splits), index(KEYS))) * KEYS
         start = minimum(keys, split * chunk)
         stop = minimum(keys, start + chunk)
-        length, pages = index(arith.maxsi(position, integer(0))), []
-        for visit in range(max(1, at_once(self, cache.layout))):
-            base = stored_key(length, start + (team_warp(self) + visit * self.team) * KEYS)
-            pages.append(memory.load(cache.table, row, base // self.page_size))
-        return Kept(position, integer(start), integer(stop), pages)
+        length = index(arith.maxsi(position, integer(0)))
+        base = stored_key(length, start + team_warp(self) * KEYS)
+        page = memory.load(cache.table, row, base // self.page_size)
+        return Kept(position, integer(start), integer(stop), page)
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
@@ -207,11 +206,11 @@ class Attention(Plan):
         active = of(arith.cmpi(arith.CmpIPredicate.sge, position, integer(0)))  # signed
         length = index(arith.maxsi(position, integer(0)))
         keys = length + select(active, index(1), index(0))
-        return keys, length, active, select(keys <= KEYS_ALONE, index(1), index(self.splits))
+        return keys, length, active, select(keys <= KEYS_PER_SPLIT, index(1), index(self.splits))
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()
-        words = (kept.position, kept.start, kept.stop, *kept.pages)
-        position, start, stop, *pages = (lanes.anew(word) for word in words)
+        words = (kept.position, kept.start, kept.stop, kept.page)
+        position, start, stop, page = (lanes.anew(word) for word in words)
         _, length, active, splits = self._splits(position)
-        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, pages)
+        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, page)

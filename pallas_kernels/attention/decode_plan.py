@@ -14,8 +14,7 @@ import dataclasses
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
-KEYS_PER_SPLIT = KEYS * WARPS
-KEYS_ALONE = KEYS_PER_SPLIT  # of a row with one split: that much is on its way before q is there
+KEYS_PER_SPLIT = KEYS * WARPS  # at most of a row's only one: that much is on its way before q is there
 
 
 @dataclasses.dataclass(frozen=True)

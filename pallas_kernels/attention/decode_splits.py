@@ -43,7 +43,7 @@ class Share:
     row, heads   the two
     split, splits
     length       keys before the new one, i32; active: whether the row has a new one
-    start, stop, pages  as decode.Kept has them
+    start, stop, page  as decode.Kept has them
     """
 
     owner: Any
@@ -55,7 +55,7 @@ class Share:
     active: Any
     start: Any
     stop: Any
-    pages: list
+    page: Any
 
 
 @dataclasses.dataclass(frozen=True)

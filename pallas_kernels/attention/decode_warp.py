@@ -29,19 +29,10 @@ from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
-MOST_WORDS = 128  # registers of a lane for keys and values on their way
-
-
-def at_once(plan: Plan, layout: ModuleType) -> int:
-    """Visits whose keys and values are on their way at once; 0 for heads too wide for a lane's registers."""
-    if plan.head_dim > WIDEST_AT_ONCE:
-        return 0
-    widest = max(dtype.itemsize for dtype in jax.tree.leaves(layout.DTYPE)[:1])
-    return min(1, max(1, MOST_WORDS * 4 // (plan.head_dim * widest)))
 
 
 def visit_bytes(plan: Plan, layout: ModuleType) -> int:
-    """Of shared memory, for 16 keys and values; 0 if they go to registers."""
+    """Of shared memory, for 16 keys and values on their way; 0 if these go to registers."""
     if plan.head_dim > WIDEST_AT_ONCE or jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) != 2:
         return 0
     return 2 * KEYS * plan.head_dim * 2
@@ -50,54 +41,40 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
 def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
+    slot        address of this warp's `visit_bytes` of shared memory; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
     next_layer  its first keys and values are asked for, into the L2 cache
-    slot        address of this warp's shared memory for keys and values; None: they go to registers
-    asked       whether this warp's first have been asked for (`copy_first`); None: not
+    asked       whether this warp's first are on their way to the slot (`copy_first`); None: they are not
     """
-    warp, visits = Warp.of(plan, cache, share, layer), at_once(plan, cache.layout)
+    warp, fetched = Warp.of(plan, cache, share, layer), None
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
     # Before q is asked for, which other blocks may still be making.
-    ahead = []
-    for u in range(max(1, visits)):
-        here = first + u * step
-        page = share.pages[u] if plan.page_size % KEYS == 0 else None
-        if slot is not None:
-            copy_first(plan, cache, share, layer, slot, asked)
-            ahead.append(None)
-            continue
-        fetch = functools.partial(warp.fetch, here, page)
-        ahead.append(chosen(here < share.stop, fetch, warp.nothing()) if visits else None)
+    if slot is not None:
+        copy_first(plan, cache, share, layer, slot, asked)
+    elif plan.head_dim <= WIDEST_AT_ONCE:
+        fetch = functools.partial(warp.fetch, first, warp.first_page)
+        fetched = chosen(first < share.stop, fetch, warp.nothing())
     if next_layer is not None:
         ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
 
+    def next_visit(base, carry):
+        warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
+        base = lanes.anew(integer(base))
+        return jax.tree.leaves(visit(warp, token, base, step, slot, *jax.tree.unflatten(structure, carry)))
+
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
-
-    def some_visits(base, carry):
-        state, ahead = jax.tree.unflatten(structure, carry)
-        for u, fetched in enumerate(ahead):
-            here = lanes.anew(integer(base)) + u * step
-
-            def one(here=here, state=state, fetched=fetched):
-                warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
-                return visit(warp, token, here, state, fetched, len(ahead) * step, slot)
-
-            old = [state, fetched]
-            state, ahead[u] = one() if u == 0 else chosen(here < share.stop, one, old)
-        return jax.tree.leaves([state, ahead])
-
-    carry, structure = jax.tree.flatten([state, ahead])
-    carry = lanes.loop(first, share.stop, step * len(ahead), carry, some_visits)
+    carry, structure = jax.tree.flatten((state, fetched))
+    carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
     return maximum, lanes.warp_sum_real(total, 4), o
 
 
 def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
-    """Ask for a warp's first keys and values, if it has not been done."""
+    """Ask for a warp's first keys and values, if that has not been done."""
     warp = Warp.of(plan, cache, share, layer)
     first = share.start + warp.number * KEYS
     wanted = first < share.stop
@@ -105,7 +82,7 @@ def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
         wanted = wanted & ~asked
     with lanes.when(wanted):
         for which in (0, 1):
-            warp.copy(which, first, share.pages[0] if plan.page_size % KEYS == 0 else None, slot)
+            warp.copy(which, first, warp.first_page, slot)
             memory.commit_copies()
 
 
@@ -201,6 +178,11 @@ class Warp:
         scales = [real(0) if len(leaves) > 1 else None] * 4
         return [[[zero]] * len(self.key_part)] * 2, [scales] * 2, [[[zero]] * len(self.value_part)] * 4
 
+    @property
+    def first_page(self):
+        """Of this warp's first 16 keys, as `page_of`."""
+        return self.share.page if self.plan.page_size % KEYS == 0 else None
+
     def page_of(self, base):
         """Of 16 keys from `base` on; None where pages have no whole 16."""
         if self.plan.page_size % KEYS:
@@ -245,30 +227,30 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
     part = half * (plan.head_dim // 2)
 
     j = share.start + warp * KEYS + key
-    page = share.pages[0] if plan.page_size % KEYS == 0 else None
+    page = share.page if plan.page_size % KEYS == 0 else None
     with lanes.when(j < share.stop):
         at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
         for ref in jax.tree.leaves((cache.keys, cache.values)):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, state, fetched, step, slot):
-    """16 keys and values from `base` on, and instead of what is fetched those `step` behind them.
+def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched):
+    """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
+    are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
+    none, and they are asked for when they are wanted.
 
     state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
              for each (c, i) those at 64 c + 16 t + i and + 8
     fetched  (keys, scales, values), or None
-    Returns state, and what is fetched of those behind.
+    Returns state and fetched of the next visit.
     """
     share, layout, zero = warp.share, warp.cache.layout, real(0)
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
-    wide, behind = fetched is None, base + step
-    copied = slot is not None
+    copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
     more = behind < share.stop
-    page = None if copied else warp.page_of(base if wide else behind)  # its keys are asked for later
+    page = warp.page_of(base if wide else behind)
     if copied:
-        page = warp.page_of(behind)
         memory.wait_copies(1)
         lanes.warp_barrier()
         fetched = warp.copied_keys(slot), [[None] * 4] * 2, None
@@ -304,16 +286,16 @@ def visit(warp: Warp, token: NewToken, base, state, fetched, step, slot):
         memory.wait_copies(1)
         lanes.warp_barrier()
         values = warp.copied_values(slot)
-    else:
-        values = warp.fetch_values(base, page) if wide else values
+    elif wide:
+        values = warp.fetch_values(base, page)
     values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
     state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
     if copied:
         warp.copy_behind(1, behind, page, slot)
-    if wide:
-        return [state, None]
+    if copied or wide:
+        return state, None
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return [state, (keys, scales, values)]
+    return state, (keys, scales, values)
 
 
 def chosen(condition, values, otherwise):

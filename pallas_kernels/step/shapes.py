@@ -122,8 +122,7 @@ class Shapes:
         room."""
         size, products = self.slot_bytes, self.products()
         within = lambda phase: [  # noqa: E731
-            self.begins[phase, 0] + at
-            for at in range(0, share_bytes(products[phase]) - size + 1, size)
+            self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
         behind = [self.weight_bytes + i * size for i in range(WARPS - len(down) - len(qkv))]
