@@ -4,9 +4,9 @@ launch.
 A team of warps has a share of the work (decode_plan.py): one row, the query heads of one KV head, and one
 split of the row's keys. Its warps take 16 keys at a time (decode_warp.py):
 
-    first keys and values of its split -> registers         (on their way while q is made)
-    q and k of the new token -> norm, rope -> registers     (k is one more head of the same lanes)
-    warp:   the new key in its place -> cache; scores, online softmax, weighted values   (tensor cores)
+    first keys and values of its split -> shared memory, or registers         (on their way while q is made)
+    team:   q, k and v of the new token -> norm, rope -> shared memory, cache   (decode_token.py)
+    warp:   the new key in its place; scores, online softmax, weighted values   (tensor cores)
     team:   its warps -> shared memory -> (m, l, o) of the split
     splits -> out
 

@@ -9,8 +9,10 @@ long as q and k agree.) Tensor cores multiply pairs of 16-bit numbers, the cache
 weights are split into two of them, whose sum has 16 bits of mantissa in bfloat16 and 22 in float16. Of the 16
 rows of a tensor core the first 8 have the high parts of the heads, the others the low parts.
 
-Keys and values of a warp's first visits are on their way while q is made; those of a later one are asked for
-as soon as the registers that they go to have been read.
+Keys and values of a warp's first visit are on their way while q is made; those of a later one are asked for
+as soon as the place that they go to has been read. Those of 16 bits go to shared memory: what a lane loads
+goes through the multiprocessor's own cache, of which weights in shared memory leave 28 KB, and no more can be
+on its way (benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -234,7 +236,7 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched):
+def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any):
     """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
     are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
     none, and they are asked for when they are wanted.

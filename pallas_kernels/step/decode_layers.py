@@ -10,7 +10,8 @@ Each [phase] is the one of q1_decode_b1.py or decode.py. A block has the same ti
 layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
 for them.
 
-Weights lie in shared memory (shared_weights.py). Activations go from block to block through a workspace in
+Weights lie in shared memory (shared_weights.py); so do keys and values, in place of weights that are asked
+for when they have been read. Activations go from block to block through a workspace in
 global memory (workspace.py). The residual stream itself stays exact with the block that adds to it; the
 workspace has what the others see of it.
 """
