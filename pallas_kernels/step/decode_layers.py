@@ -178,11 +178,16 @@ class _Step:
     def _slot(self, warp):
         """Address of a warp's slot."""
         size, slots = self.shapes.slot_bytes, self.shapes.slots
-        at = warp * size + slots[0]
-        for w in range(1, WARPS):
-            if slots[w] != slots[w - 1] + size:
-                at = select(warp < w, at, (warp - w) * size + slots[w])
-        return self.weights.address + at
+
+        def at(warp, slots):
+            out = warp * size + slots[0]
+            for w in range(1, len(slots)):
+                if slots[w] != slots[w - 1] + size:
+                    out = select(warp < w, out, (warp - w) * size + slots[w])
+            return self.weights.address + out
+
+        first, more = at(warp, slots[:WARPS]), slots[WARPS:]
+        return first, select(warp < len(more), first ^ at(warp, more), 0) if more else None
 
     def _attend(self, layer):
         workspace = self.workspace
