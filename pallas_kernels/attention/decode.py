@@ -114,7 +114,7 @@ def _body(*refs, phase: "Attention", layout, structure):
         exchange = Exchange(workspace, 0, tag)
         size, slots = visit_bytes(phase, layout), None
         if size:
-            slots = lambda warp: (memory.shared_address(slots_smem) + warp * size, None)  # noqa: E731
+            slots = lambda warp: memory.shared_address(slots_smem) + warp * size  # noqa: E731
         phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange, slots=slots)
 
     kernel(*refs)
@@ -180,7 +180,7 @@ class Attention(Plan):
         """Ask for the first keys and values of a layer, before `run`; not by warps that are late."""
         share = self._share(kept)
         with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
-            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32))[0], late)
+            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32)), late)
 
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""

@@ -43,8 +43,7 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
 def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
-    slot        (address of this warp's `visit_bytes` of shared memory, that of a second one xor the first, or
-                0 for none); None: keys and values go to registers
+    slot        address of this warp's `visit_bytes` of shared memory; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
     next_layer  its first keys and values are asked for, into the L2 cache
     asked       whether this warp's first are on their way to the slot (`copy_first`); None: they are not
@@ -52,16 +51,8 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     warp, fetched = Warp.of(plan, cache, share, layer), None
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
     # Before q is asked for, which other blocks may still be making.
-    flip = None
     if slot is not None:
-        fetched, flip = slot
-        copy_first(plan, cache, share, layer, fetched, asked)
-        if flip is not None:
-            with lanes.when((flip != 0) & (first < share.stop)):
-                for which in (0, 1):
-                    with lanes.when(first + step < share.stop):
-                        warp.copy(which, first + step, warp.page_of(first + step), fetched ^ flip)
-                    memory.commit_copies()
+        copy_first(plan, cache, share, layer, slot, asked)
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
@@ -74,8 +65,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     def next_visit(base, carry):
         warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
         base = lanes.anew(integer(base))
-        state, fetched = jax.tree.unflatten(structure, carry)
-        return jax.tree.leaves(visit(warp, token, base, step, slot is not None, flip, state, fetched))
+        return jax.tree.leaves(visit(warp, token, base, step, slot, *jax.tree.unflatten(structure, carry)))
 
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
     carry, structure = jax.tree.flatten((state, fetched))
@@ -246,7 +236,7 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, step, copied: bool, flip, state, fetched: Any):
+def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any):
     """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
     are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
     none, and they are asked for when they are wanted.
@@ -259,13 +249,12 @@ def visit(warp: Warp, token: NewToken, base, step, copied: bool, flip, state, fe
     share, layout, zero = warp.share, warp.cache.layout, real(0)
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
-    wide, slot, behind = fetched is None, fetched, base + step
-    if flip is not None:
-        behind = base + select(flip != 0, 2 * step, step)
+    copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
     more = behind < share.stop
     page = warp.page_of(base if wide else behind)
     if copied:
-        wait_oldest(flip)
+        memory.wait_copies(1)
+        lanes.warp_barrier()
         fetched = warp.copied_keys(slot), [[None] * 4] * 2, None
     elif wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
@@ -296,7 +285,8 @@ def visit(warp: Warp, token: NewToken, base, step, copied: bool, flip, state, fe
     weights = scaled(weights, value_scales)
     (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
     if copied:
-        wait_oldest(flip)
+        memory.wait_copies(1)
+        lanes.warp_barrier()
         values = warp.copied_values(slot)
     elif wide:
         values = warp.fetch_values(base, page)
@@ -304,22 +294,10 @@ def visit(warp: Warp, token: NewToken, base, step, copied: bool, flip, state, fe
     state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
     if copied:
         warp.copy_behind(1, behind, page, slot)
-        return state, slot if flip is None else slot ^ flip
-    if wide:
+    if copied or wide:
         return state, None
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
     return state, (keys, scales, values)
-
-
-def wait_oldest(flip):
-    """Until the oldest keys or values that are on their way to one or two slots are there."""
-    if flip is None:
-        memory.wait_copies(1)
-    else:
-        for condition, pending in ((flip == 0, 1), (flip != 0, 3)):
-            with lanes.when(condition):
-                memory.wait_copies(pending)
-    lanes.warp_barrier()
 
 
 def chosen(condition, values, otherwise):

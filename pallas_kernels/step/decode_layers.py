@@ -36,7 +36,6 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
 
-EARLY = True
 AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -152,7 +151,7 @@ class _Step:
     def _request_during(self, phase: Phase, layer):
         """What can be asked for when the activations of a phase are there; where keys lie, when these have
         been read."""
-        if phase == Phase.QKV and self.has_slots and EARLY:
+        if phase == Phase.QKV and self.has_slots:
             self.attention.ask(self.cache, self.kept, layer, self._slot, ~self._asked())
         with lanes.when(lanes.thread() == THREADS - 32):
             self.weights.request_during(phase, layer)
@@ -178,16 +177,11 @@ class _Step:
     def _slot(self, warp):
         """Address of a warp's slot."""
         size, slots = self.shapes.slot_bytes, self.shapes.slots
-
-        def at(warp, slots):
-            out = warp * size + slots[0]
-            for w in range(1, len(slots)):
-                if slots[w] != slots[w - 1] + size:
-                    out = select(warp < w, out, (warp - w) * size + slots[w])
-            return self.weights.address + out
-
-        first, more = at(warp, slots[:WARPS]), slots[WARPS:]
-        return first, select(warp < len(more), first ^ at(warp, more), 0) if more else None
+        at = warp * size + slots[0]
+        for w in range(1, WARPS):
+            if slots[w] != slots[w - 1] + size:
+                at = select(warp < w, at, (warp - w) * size + slots[w])
+        return self.weights.address + at
 
     def _attend(self, layer):
         workspace = self.workspace
@@ -204,7 +198,7 @@ class _Step:
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
             behind_keys=functools.partial(self._request_behind_keys, layer) if self.has_slots else None,
             slots=self._slot if self.has_slots else None,
-            asked=self._asked() if EARLY else None,
+            asked=self._asked(),
         )  # fmt: skip
         lanes.block_barrier()
 
