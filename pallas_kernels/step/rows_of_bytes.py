@@ -50,7 +50,8 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    words, side_by_side, at_once = 48, 4, False
+    words = 48
+    at_once, most_tiles, apart = False, 8, 4
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
@@ -89,7 +90,7 @@ class RowsOfBytes(RowsProduct):
         of_lane = row * 16 + me.t * 4
         of_group = self.rows * self.words
         wanted = [
-            (base * of_group + of_lane, more * of_group + v * (16 * self.rows))
+            (base * of_group + of_lane, more * of_group + v * (16 * self.rows), 4)
             for base, more in me.x_group.values()
             for v in range(3)
         ]

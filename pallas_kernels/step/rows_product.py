@@ -22,7 +22,6 @@ from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 
 MOST_ROWS = 8  # columns of the tensor core
 MOST_SUMS = 4224  # words of shared memory: tiles of a round have no more sums
-MOST_TILES = 8  # of a round, of both matrices: so few have their sums in registers
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +29,15 @@ class RowsProduct(abc.ABC):
     """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
     Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
 
-    words     that are passed on of a row of a group
-    side_by_side   of them that a lane has
-    at_once   whether waiting for them asks for all again (memory.load_tagged): of few rows they are few
+    at_once     whether waiting for what is passed on asks for all again (memory.load_tagged): of few rows it
+                is little
+    most_tiles  of a round, of both matrices: so few have their sums in registers
+    apart       words between rows' sums, so that rows that are stored together lie in other banks
     """
 
-    words: ClassVar[int]
-    side_by_side: ClassVar[int]
     at_once: ClassVar[bool]
+    most_tiles: ClassVar[int]
+    apart: ClassVar[int]
 
     rows: int
     columns: int
@@ -48,6 +48,11 @@ class RowsProduct(abc.ABC):
     matrices: int = 1
     normed: bool = False
     eps: float = 0.0
+
+    @property
+    @abc.abstractmethod
+    def words(self) -> int:
+        """That are passed on of a row of a group."""
 
     @property
     def per_warp(self) -> int:
@@ -61,12 +66,12 @@ class RowsProduct(abc.ABC):
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory."""
         room = MOST_SUMS // (self.matrices * self.rows * self.sums_of_row)
-        most = min(self.tiles, room, MOST_TILES // self.matrices)
+        most = min(self.tiles, room, self.most_tiles // self.matrices)
         return -(-self.tiles // -(-self.tiles // most))
 
     @property
     def sums_of_row(self) -> int:
-        return self.warps * 16 + 4  # 4: rows that are stored together lie in other banks
+        return self.warps * 16 + self.apart
 
     @property
     def sums(self) -> int:
@@ -117,8 +122,8 @@ class RowsProduct(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, me: LaneColumns, load: Callable) -> Any:
-        """This warp's groups of all rows, when they are there; load: places (an index and a constant) of
-        side_by_side words each -> words."""
+        """This warp's groups of all rows, when they are there; load: places (an index, a constant and how
+        many words from there) -> words."""
 
     @abc.abstractmethod
     def store_squares(self, me: LaneColumns, x: Any, scratch_smem):

@@ -68,9 +68,10 @@ class Workspace:
         memory.store_tagged(y, self.ref, at, self.tag(phase, layer, WRITES))
 
     def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct) -> list:
-        """Wait for words from each place on (an index and a constant) of what is passed on to a phase."""
+        """Wait for words from each place on (an index, a constant and how many) of what is passed on to a
+        phase."""
         begin = self.passed_on[READS[phase]]
-        wanted = [((of(place) + begin, constant), p.side_by_side) for place, constant in places]
+        wanted = [((of(place) + begin, constant), count) for place, constant, count in places]
         return memory.load_tagged_words(self.ref, wanted, self.tag(phase, layer, READS), p.at_once)
 
     def pass_on(self, phase: Phase, words):
