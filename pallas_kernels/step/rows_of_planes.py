@@ -152,16 +152,17 @@ class RowsOfPlanes(RowsProduct):
         return y
 
     def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
-        row, inside = self._row(me), me.warp * 16 + me.g
+        # Lanes of a row that is not there have the last one's sums, and store them once more: a condition here
+        # would keep all of the products back until it is known.
+        row, inside = minimum(self._row(me), self.rows - 1), me.warp * 16 + me.g
         for (u, m), sums in y.items():
             at = row * self.sums_of_row + self.place(u, m, 0) + inside
             parts, distance = sums, 1
             while distance < self.of_row // 2:
                 parts = [v + lanes.swapped(v, distance) for v in parts]
                 distance *= 2
-            with lanes.when((self._part(me) == 0) & (row < self.rows)):
-                for r in (0, 1):
-                    memory.store(parts[r], scratch_smem, at + 8 * r)
+            for r in (0, 1):
+                memory.store(parts[r], scratch_smem, at + 8 * r)
 
 
 def in_powers_of_two(terms: list):

@@ -59,7 +59,9 @@ CASES = [
     (2, 384, 1024, 6, 2, 7, [300, -1, 20], 8, True, False, True),  # a block passes on two groups
     (3, 256, 640, 4, 2, 8, [300], 16, True, True, False),
     (2, 384, 384, 4, 4, 40, [257], 16, False, True, False),  # some blocks without a tile
-    (2, 384, 512, 6, 2, 8, [300, 20], 8, True, True, False),  # 2 rows, by planes
+    (2, 384, 512, 6, 2, 8, [300, 20], 8, True, True, False),  # 2 to 4 rows, by planes
+    (2, 384, 640, 4, 2, 9, [20, -1, 130], 8, False, True, True),
+    (2, 640, 512, 4, 2, 12, [5, 300, 17, 2], 8, True, False, False),
     # 8 rows: rounds of tiles, warps without a group
     (2, 640, 896, 4, 2, 16, [5, 9, 130, 20, -1, 2, 3, 4], 8, True, True, False),
 ]
