@@ -153,15 +153,14 @@ def _multiply_rows(
     for row in range(phase.rows):
         x = phase.quantize(me, first_row if row == 0 else row_of(x_gmem, row), gamma)
         phase.store_squares(me, x, scratch_smem, row)
-        for m in range(phase.matrices):
-            for j in range(phase.tiles):
-                sums = phase.tile_product(
-                    me,
-                    x,
-                    lambda p, m=m, j=j: words[m, j, p],
-                    lambda p, h, m=m, j=j: scales[m, j, p, h],
-                )
-                phase.store_sums(me, sums, scratch_smem, m, j, row)
+        sums = {
+            (m, j): phase.tile_product(
+                me, x, lambda p, at=(m, j): words[*at, p], lambda p, h, at=(m, j): scales[*at, p, h]
+            )
+            for m in range(phase.matrices)
+            for j in range(phase.tiles)
+        }
+        phase.store_sums(me, sums, scratch_smem, row)
     lanes.block_barrier()
 
     def store(i, row, n, y):
@@ -289,7 +288,7 @@ class BitProduct:
         return RowPlanes(planes, scale, correction, squares)
 
     def tile_product(self, me: LaneColumns, x: RowPlanes, words: Callable, scales: Callable) -> list:
-        """This warp's share of rows g and g + 8 of a tile: words(p) is the vector of a pair, scales(p, h) the
+        """This lane's share of rows g and g + 8 of a tile: words(p) is the vector of a pair, scales(p, h) the
         scales of a group."""
         y = [real(0)] * 2
         for p in range(self.per_warp):
@@ -300,17 +299,22 @@ class BitProduct:
                 d = lanes.halves(scales(p, h))
                 for r in (0, 1):
                     y[r] = fma(d[r], fma(counted[r], x.scale[p, h], x.correction[p, h]), y[r])
-        return [lanes.warp_sum_real(v, lanes=4) for v in y]
+        return y
 
     def _slot(self, m, j, row, warp):
         """Where the 16 sums of matrix m, tile j, a row and a warp begin."""
         return (((j + m * self.tiles) * self.rows + row) * self.warps + warp) * 16
 
-    def store_sums(self, me: LaneColumns, sums: list, scratch_smem, m: int, j, row: int):
-        at = self._slot(m, index(j), row, me.warp)
-        with lanes.when(me.t == 0):
-            for r in (0, 1):
-                memory.store(sums[r], scratch_smem, at + (me.g + 8 * r))
+    def store_sums(self, me: LaneColumns, sums: dict, scratch_smem, row: int):
+        """Of tiles {(matrix, tile): shares}. All products come before the first exchange between lanes, which
+        no compiler moves: the latency of one is hidden behind the others."""
+        odd = me.t % 2 == 1
+        # Of two neighbours one sums rows g, the other rows g + 8: half as many exchanges.
+        mine, theirs = ([select(odd, y[r], y[1 - r]) for y in sums.values()] for r in (1, 0))
+        total = [v + lanes.swapped(other, 1) for v, other in zip(mine, theirs, strict=True)]
+        total = [v + lanes.swapped(v, 2) for v in total]
+        for (m, j), v in zip(sums, total, strict=True):
+            memory.store(v, scratch_smem, self._slot(m, index(j), row, me.warp) + me.t % 2 * 8 + me.g)
 
     def store_squares(self, me: LaneColumns, x: RowPlanes, scratch_smem, row: int):
         if self.normed:

@@ -279,17 +279,16 @@ class _Step:
         def some_tiles(first, carry):
             # The last tiles are done twice where `together` does not divide: the same bits.
             first = minimum(first, last)
-            for u in range(min(together, p.tiles)):
-                j = first + u
-                for m in range(p.matrices):
-                    sums = p.tile_product(
-                        me, x,
-                        lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
-                        lambda pair, h, m=m, j=j: self.weights.scales(
-                            phase, m, j, me.scale_group[pair, h], me.g
-                        ),
-                    )  # fmt: skip
-                    p.store_sums(me, sums, self.scratch, m, j, 0)
+            sums = {
+                (m, j): p.tile_product(
+                    me, x,
+                    lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
+                    lambda pair, h, m=m, j=j: self.weights.scales(phase, m, j, me.scale_group[pair, h], me.g),
+                )
+                for m in range(p.matrices)
+                for j in (first + u for u in range(min(together, p.tiles)))
+            }  # fmt: skip
+            p.store_sums(me, sums, self.scratch, 0)
             return carry
 
         lanes.loop(0, p.tiles, together, [], some_tiles)
