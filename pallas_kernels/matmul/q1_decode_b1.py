@@ -153,13 +153,13 @@ def _multiply_rows(
     for row in range(phase.rows):
         x = phase.quantize(me, first_row if row == 0 else row_of(x_gmem, row), gamma)
         phase.store_squares(me, x, scratch_smem, row)
-        sums = {
-            (m, j): phase.tile_product(
+        sums = [
+            (m, j, phase.tile_product(
                 me, x, lambda p, at=(m, j): words[*at, p], lambda p, h, at=(m, j): scales[*at, p, h]
-            )
+            ))
             for m in range(phase.matrices)
             for j in range(phase.tiles)
-        }
+        ]  # fmt: skip
         phase.store_sums(me, sums, scratch_smem, row)
     lanes.block_barrier()
 
@@ -305,15 +305,9 @@ class BitProduct:
         """Where the 16 sums of matrix m, tile j, a row and a warp begin."""
         return (((j + m * self.tiles) * self.rows + row) * self.warps + warp) * 16
 
-    def store_sums(self, me: LaneColumns, sums: dict, scratch_smem, row: int):
-        """Of tiles {(matrix, tile): shares}. All products come before the first exchange between lanes, which
-        no compiler moves: the latency of one is hidden behind the others."""
-        odd = me.t % 2 == 1
-        # Of two neighbours one sums rows g, the other rows g + 8: half as many exchanges.
-        mine, theirs = ([select(odd, y[r], y[1 - r]) for y in sums.values()] for r in (1, 0))
-        total = [v + lanes.swapped(other, 1) for v, other in zip(mine, theirs, strict=True)]
-        total = [v + lanes.swapped(v, 2) for v in total]
-        for (m, j), v in zip(sums, total, strict=True):
+    def store_sums(self, me: LaneColumns, sums: list, scratch_smem, row: int):
+        """Shares of tiles: (matrix, tile, share) each."""
+        for (m, j, _), v in zip(sums, over_lanes(me.t, [y for *_, y in sums], 4), strict=True):
             memory.store(v, scratch_smem, self._slot(m, index(j), row, me.warp) + me.t % 2 * 8 + me.g)
 
     def store_squares(self, me: LaneColumns, x: RowPlanes, scratch_smem, row: int):
@@ -346,6 +340,19 @@ class BitProduct:
                     squares = over_warps(row * self.warps + (self.scratch - self.rows * self.warps), 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
                 store(i, row, n, epilogue.finished(y, norm))
+
+
+def over_lanes(t, shares: list, count: int) -> list:
+    """Sums over 2 or 4 neighbouring lanes of their shares of rows g and g + 8: of rows g in lanes of even t,
+    of rows g + 8 in the others, so that half as many numbers are exchanged.
+
+    All shares come before the first exchange, past which no compiler moves a product: so the latency of one
+    is hidden behind the others.
+    """
+    odd = t % 2 == 1
+    mine, others = ([select(odd, y[r], y[1 - r]) for y in shares] for r in (1, 0))
+    sums = [v + lanes.swapped(other, 1) for v, other in zip(mine, others, strict=True)]
+    return sums if count == 2 else [v + lanes.swapped(v, 2) for v in sums]
 
 
 def weighted_counts(t, a0, a1, planes: list) -> list:

@@ -279,15 +279,15 @@ class _Step:
         def some_tiles(first, carry):
             # The last tiles are done twice where `together` does not divide: the same bits.
             first = minimum(first, last)
-            sums = {
-                (m, j): p.tile_product(
+            sums = [
+                (m, j, p.tile_product(
                     me, x,
                     lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
                     lambda pair, h, m=m, j=j: self.weights.scales(phase, m, j, me.scale_group[pair, h], me.g),
-                )
+                ))
                 for m in range(p.matrices)
                 for j in (first + u for u in range(min(together, p.tiles)))
-            }  # fmt: skip
+            ]  # fmt: skip
             p.store_sums(me, sums, self.scratch, 0)
             return carry
 

@@ -1,18 +1,18 @@
 """Products of 2 to 4 rows in one launch, on the binary tensor cores: bits of weights and bits of activations,
 as in q1_decode_b1.py, but that the 8 columns of the tensor core are shared by the rows.
 
-Each row has C = 8, 4 or 2 of them, for 1, 2, and 3 or 4 rows; M = 8 / C products one behind the other have all 8
-planes of all rows. Plane M c + i is column c of a row in product i:
+Each row has C of them, 4 of two rows and 2 of more; M = 8 / C products one behind the other have all 8 planes
+of all rows. Plane M c + i is column c of a row in product i:
 
     4 rows, column    0   1   2   3   4   5   6   7
     row               0   0   1   1   2   2   3   3
     planes            i  4+i  i  4+i  i  4+i  i  4+i        in product i = 0 .. 3
 
-So a lane's counts, of columns 2 t and 2 t + 1, are of one row, and what a sum of 128 products takes behind the
-tensor cores is done for all rows at once, not for one after another.
+So a lane's counts, of columns 2 t and 2 t + 1, are of one row, and what follows the tensor cores is done for
+all rows at once, not for one after another.
 
-What is passed on (rows_product.py) of a row of a group, each word with a tag in bits 0 and 1, which the plane's
-words have in place of their own:
+What is passed on (rows_product.py) of a row of a group, each word with a tag in bits 0 and 1, which the words
+of planes have in place of their own:
 
     [row][c][word t of a plane][i]   words of planes
     [row][c][t]                      bits 0 and 1 of the M words of planes of that lane, from bit 2 on
@@ -26,7 +26,7 @@ from typing import Any
 
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import fma, integer, minimum, real, select, sum_of_squares
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, bit_planes
+from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, bit_planes, over_lanes
 from pallas_kernels.step.rows_product import RowsProduct
 
 PLANES = 8
@@ -109,9 +109,7 @@ class RowsOfPlanes(RowsProduct):
         planes, scale, correction, squares = {}, {}, {}, real(0)
         for at in me.x_group:
             words, lost = [next(loaded) for _ in range(count)], next(loaded)
-            planes[at] = [
-                word & 0xFFFFFFFC | lost >> 2 + 2 * i & 3 for i, word in enumerate(words)
-            ]
+            planes[at] = [word & 0xFFFFFFFC | lost >> 2 + 2 * i & 3 for i, word in enumerate(words)]
             double, minus, of_group_squares, _ = (memory.untagged(next(loaded)) for _ in range(4))
             scale[at] = double * me.count[at] * weight
             correction[at] = select(self._part(me) == 0, minus * me.count[at], 0.0)
@@ -152,17 +150,17 @@ class RowsOfPlanes(RowsProduct):
         return y
 
     def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
-        # Lanes of a row that is not there have the last one's sums, and store them once more: a condition here
-        # would keep all of the products back until it is known.
+        # Lanes of a row that is not there have the last one's sums, and store them once more: behind a
+        # condition the compiler would put the products too, and have no registers for what they wait with.
         row, inside = minimum(self._row(me), self.rows - 1), me.warp * 16 + me.g
+        if self.of_row > 2:
+            summed = over_lanes(me.t, list(y.values()), self.of_row // 2)
+            y = {at: [v] for at, v in zip(y, summed, strict=True)}
+            inside = inside + me.t % 2 * 8
         for (u, m), sums in y.items():
             at = row * self.sums_of_row + self.place(u, m, 0) + inside
-            parts, distance = sums, 1
-            while distance < self.of_row // 2:
-                parts = [v + lanes.swapped(v, distance) for v in parts]
-                distance *= 2
-            for r in (0, 1):
-                memory.store(parts[r], scratch_smem, at + 8 * r)
+            for r, v in enumerate(sums):
+                memory.store(v, scratch_smem, at + 8 * r)
 
 
 def in_powers_of_two(terms: list):
