@@ -24,7 +24,7 @@ g + 8. Rows are padded to 16 and columns to 256, by weights whose scale is 0.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -249,6 +249,7 @@ class BitProduct:
     normed: bool = False
     eps: float = 0.0
     bits: int = 8
+    splits: ClassVar[int] = 1  # of the columns: each block has all of them
 
     @property
     def per_warp(self) -> int:

@@ -16,6 +16,7 @@ workspace has what the others see of it.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +29,12 @@ from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.attention.decode_warp import Cache
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum
+from pallas_kernels.gpu.values import index, minimum, total
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
 from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
-from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
+from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
 AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
 
@@ -71,9 +72,7 @@ def decode_layers(
     attention = shapes.attention(page_size, block_table.shape[1], head_norms is not None, interleaved)
     pad = lambda a, n: jnp.pad(a, ((0, 0), (0, n - a.shape[1])))  # noqa: E731
     x = pad(x, shapes.width(Vector.X))
-    first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | tag(0)
-    empty = jnp.zeros(workspace_words(shapes) - x.size + attention.partials, jnp.int32)
-    x_ref, workspace = jax.new_ref(x), jax.new_ref(jnp.concatenate([first.reshape(-1), empty]))
+    x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32, jnp.int32)
     launch(
@@ -128,6 +127,12 @@ class _Step:
         self.kept = self.attention.keep(self.cache)
         self.weights.prepare()
         lanes.loop(0, self.layers, 1, [], self._layer)
+        if self.shapes.passes_on:  # what the last layer adds
+            columns = self.products[Phase.QKV].columns_of_lane
+            self._with_groups(
+                Phase.QKV,
+                lambda group, row: self._residual(Phase.QKV, index(self.layers), row, columns(group)),
+            )
 
     def _layer(self, layer, carry):
         for phase in Phase:
@@ -156,7 +161,7 @@ class _Step:
             ),
             store_out=lambda y, row, n: workspace.send(Phase.ATTENTION, layer, y, row, n),
             exchange=Exchange(
-                workspace.ref, workspace_words(self.shapes), workspace.tag(Phase.ATTENTION, layer, WRITES)
+                workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
@@ -187,6 +192,17 @@ class _Step:
 
     def _pass_on(self, phase: Phase, layer):
         """What a phase reads, by a warp of some block for each row of a group."""
+
+        def pass_on(group, row):
+            load = lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True)  # noqa: E731
+            if phase in (Phase.QKV, Phase.GATE_UP):
+                load = lambda columns: self._residual(phase, layer, row, columns)  # noqa: E731
+            self._pass_on_group(phase, layer, group, row, load)
+
+        self._with_groups(phase, pass_on)
+
+    def _with_groups(self, phase: Phase, use: Callable):
+        """use(group, row), by a warp of some block for each row of the groups that a phase reads."""
         p, row = self.products[phase], lanes.thread() // 32
         assert isinstance(p, RowsProduct)
         for first in range(0, p.groups, self.shapes.blocks):
@@ -196,10 +212,17 @@ class _Step:
                 position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
                 wanted = wanted & ~self.attention.has_one_split(position)
             with lanes.when(wanted):
-                self._pass_on_group(
-                    phase, layer, group, row,
-                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True),
-                )  # fmt: skip
+                use(group, row)
+
+    def _residual(self, phase: Phase, layer, row, columns) -> list:
+        """Of columns that this lane alone has, when what was made to be added is there, and is added."""
+        places, width = [column + more for column, more in columns], self.shapes.width(Vector.X)
+        x = [memory.load_written_by_others(self.x, row * width + at) for at in places]
+        added = self.workspace.receive(phase, layer, row, columns, 1, at_once=True)
+        x = [total([v, *added[k :: len(columns)]]) for k, v in enumerate(x)]
+        for v, at in zip(x, places, strict=True):
+            memory.store(v, self.x, row, at)
+        return x
 
     def _pass_on_attended(self, layer, row, heads, load):
         """What a block of attention has made, by a warp for each group."""
@@ -213,7 +236,7 @@ class _Step:
         words = p.quantize(
             group, row, load,
             gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
-            self.workspace.tag(phase, layer, READS),
+            self.workspace.tag_read(phase, layer),
         )  # fmt: skip
         self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words])
 
@@ -221,7 +244,8 @@ class _Step:
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
-        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p))
+        split = self.weights.split(phase)
+        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split))
         with lanes.when(me.thread == THREADS - 32):
             self.weights.request_during(phase, layer)
         p.store_squares(me, x, self.scratch)
@@ -250,16 +274,17 @@ class _Step:
     def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):
             y = y + added[k] if added else y
-            if phase in (Phase.O, Phase.DOWN):
+            if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
                 memory.store(y, self.x, row, n)
-            self.workspace.send(phase, layer, y, row, n)
+            split = self.weights.split(phase) if self.products[phase].splits > 1 else 0
+            self.workspace.send(phase, layer, y, row, n, split)
 
         return store
 
     def _added(self, phase: Phase, layer, mine: list) -> list:
-        """To each of this thread's outputs: the residual, which is this block's own, or the bias."""
+        """To each of this thread's outputs: of one row the residual, which is this block's own; the bias."""
         last = 16 * self.products[phase].n_tiles - 1
-        if phase in (Phase.O, Phase.DOWN):
+        if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
             width = self.shapes.width(Vector.X)
             return [
                 memory.load_written_by_others(self.x, row * width + minimum(n, last))

@@ -53,10 +53,14 @@ class RowsOfBytes(RowsProduct):
     words = 48
     at_once, most_tiles, apart = False, 8, 4
 
+    @staticmethod
+    def columns_of_lane(group) -> list[tuple]:
+        lane = integer(lanes.thread() % 32)
+        return [(group * GROUP + index(lane // 8 * 32 + lane % 8), 8 * b) for b in range(4)]
+
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
-        t, i = lane // 8, lane % 8
-        columns = [(group * GROUP + index(t * 32 + i), 8 * b) for b in range(4)]
+        t, i, columns = lane // 8, lane % 8, self.columns_of_lane(group)
         weights = gamma(columns) if gamma else None
         x = load(columns)
         squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)

@@ -66,9 +66,12 @@ class RowsOfPlanes(RowsProduct):
         """M."""
         return PLANES // self.of_row
 
+    @staticmethod
+    def columns_of_lane(group) -> list[tuple]:
+        return [(group * GROUP + lanes.thread() % 32, 32 * i) for i in range(4)]
+
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
-        lane, count = lanes.thread() % 32, self.products
-        columns = [(group * GROUP + lane, 32 * i) for i in range(4)]
+        lane, count, columns = lanes.thread() % 32, self.products, self.columns_of_lane(group)
         weights = gamma(columns) if gamma else None
         x = load(columns)
         squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)

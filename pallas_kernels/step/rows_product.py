@@ -29,6 +29,8 @@ class RowsProduct(abc.ABC):
     """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
     Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
 
+    splits      parts of the columns: a block has one, and `columns` and `pairs` are of it. So all blocks read
+                as much less of what is passed on; their sums go to who adds them to the residual stream
     at_once     whether waiting for what is passed on asks for all again (memory.load_tagged): of few rows it
                 is little
     most_tiles  of a round, of both matrices: so few have their sums in registers
@@ -45,6 +47,7 @@ class RowsProduct(abc.ABC):
     pairs: int
     warps: int
     tiles: int
+    splits: int = 1
     matrices: int = 1
     normed: bool = False
     eps: float = 0.0
@@ -60,7 +63,8 @@ class RowsProduct(abc.ABC):
 
     @property
     def groups(self) -> int:
-        return self.columns // GROUP
+        """Of all splits."""
+        return self.splits * self.columns // GROUP
 
     @property
     def together(self) -> int:
@@ -112,6 +116,11 @@ class RowsProduct(abc.ABC):
                     squares = over_warps(row * self.warps + self.sums, 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
                 store(i, row, n, epilogue.finished(y, norm))
+
+    @staticmethod
+    @abc.abstractmethod
+    def columns_of_lane(group) -> list[tuple]:
+        """Which of a group's a lane has that quantizes it: an index and a constant each."""
 
     @abc.abstractmethod
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:

@@ -17,6 +17,7 @@ from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct
 
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
+MOST_SPLITS = 4
 Product = BitProduct | RowsProduct
 
 
@@ -33,10 +34,12 @@ class Phase(enum.IntEnum):
 class Vector(enum.IntEnum):
     """What phases read and write, a row of x each."""
 
-    X = 0  # the residual stream
+    X = 0  # the residual stream, of one row
     QKV = 1
     ATTENDED = 2
     HIDDEN = 3
+    OF_O = 4  # what is to be added to the residual stream, of more rows: sums of each split
+    OF_DOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,11 +89,12 @@ class Shapes:
                 tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,
             )  # fmt: skip
 
+        added = _split if self.passes_on else lambda p, blocks: p
         return {
             Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
-            Phase.O: product(self.hidden, width),
+            Phase.O: added(product(self.hidden, width), self.blocks),
             Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2),
-            Phase.DOWN: product(self.hidden, self.ffn),
+            Phase.DOWN: added(product(self.hidden, self.ffn), self.blocks),
         }
 
     def attention(self, page_size: int, pages: int, normed: bool, interleaved: bool) -> Attention:
@@ -118,12 +122,36 @@ class Shapes:
     def width(self, vector: Vector) -> int:
         """Of a row of it, in the workspace."""
         p = self.products()
+        x = p[Phase.DOWN].n_tiles * 16
         return {
-            Vector.X: p[Phase.DOWN].n_tiles * 16,
+            Vector.X: x,
             Vector.QKV: p[Phase.QKV].n_tiles * 16,
-            Vector.ATTENDED: p[Phase.O].columns,
+            Vector.ATTENDED: self.heads * self.head_dim,
             Vector.HIDDEN: p[Phase.GATE_UP].n_tiles * 16,
+            Vector.OF_O: x,
+            Vector.OF_DOWN: x,
         }[vector]
+
+    def copies(self, vector: Vector) -> int:
+        """Of it in the workspace."""
+        if vector in (Vector.OF_O, Vector.OF_DOWN):
+            phase = Phase.O if vector == Vector.OF_O else Phase.DOWN
+            return self.products()[phase].splits if self.passes_on else 0
+        return int(vector != Vector.X or not self.passes_on)
+
+
+def _split(p: RowsProduct, blocks: int) -> RowsProduct:
+    """The same with the most splits of the columns that give no warp more to do and no block rounds."""
+    for splits in range(MOST_SPLITS, 1, -1):
+        if p.columns % (2 * GROUP * splits) or blocks < splits:
+            continue
+        q = dataclasses.replace(
+            p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
+            tiles=-(-p.n_tiles // (blocks // splits)),
+        )  # fmt: skip
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and q.together == q.tiles:
+            return q
+    return p
 
 
 def share_bytes(p: Product) -> int:

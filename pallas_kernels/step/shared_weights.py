@@ -23,12 +23,17 @@ class SharedWeights:
                 at += share_bytes(p)
 
     def first_tile(self, phase: Phase):
-        return lanes.block() * self.products[phase].tiles
+        p = self.products[phase]
+        return lanes.block() // p.splits * p.tiles
+
+    def split(self, phase: Phase):
+        """Of the columns, this block's."""
+        return lanes.block() % self.products[phase].splits
 
     def takes_part(self, phase: Phase):
         """Whether this block has tiles of a phase."""
         p = self.products[phase]
-        return lanes.block() < -(-p.n_tiles // p.tiles)
+        return lanes.block() < -(-p.n_tiles // p.tiles) * p.splits
 
     def prepare(self):
         """Before the first layer: ask for all of it."""
@@ -87,15 +92,19 @@ class SharedWeights:
         if first == 0:
             announced = size(there, p.matrices * (PAIR_BYTES + SCALE_BYTES))
             memory.mbarrier_expect(self._mbarrier(phase), announced)
-        tiles = minimum(there, end) - first
-        tile = self.first_tile(phase) + layer * p.n_tiles + first
-        with lanes.when(index(first) < there):
-            for m, (words, scales) in enumerate(self.gmem[phase]):
-                begin = self.begin[phase, m]
-                for ref, each, at in (
-                    (words, PAIR_BYTES, begin),
-                    (scales, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
-                ):
-                    source = tile * (p.pairs * each // 4)
-                    to = self.address + (at + first * p.pairs * each)
-                    memory.copy_to_shared(to, ref, source, size(tiles, each), self._mbarrier(phase))
+        if p.splits == 1:
+            parts = [(first, minimum(there, end) - first)]
+        else:  # a tile's pairs of this split are neighbours, another's begin elsewhere
+            parts = [(tile, 1) for tile in range(first, end)]
+        for begin, tiles in parts:
+            tile = (self.first_tile(phase) + layer * p.n_tiles + begin) * p.splits + self.split(phase)
+            with lanes.when(index(begin) < there):
+                for m, (words, scales) in enumerate(self.gmem[phase]):
+                    place = self.begin[phase, m]
+                    for ref, each, at in (
+                        (words, PAIR_BYTES, place),
+                        (scales, SCALE_BYTES, place + p.tiles * p.pairs * PAIR_BYTES),
+                    ):
+                        source = tile * (p.pairs * each // 4)
+                        to = self.address + (at + begin * p.pairs * each)
+                        memory.copy_to_shared(to, ref, source, size(tiles, each), self._mbarrier(phase))
