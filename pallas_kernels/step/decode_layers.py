@@ -143,7 +143,7 @@ class _Step:
             with lanes.when(takes_part):
                 self._attend(layer) if phase == Phase.ATTENTION else product(phase, layer)
             if phase != Phase.ATTENTION:
-                with lanes.when(~self._takes_part(phase) & (lanes.thread() == 0)):
+                with lanes.when(~self._takes_part(phase)):
                     self.weights.request_during(phase, layer)
         return carry
 
@@ -180,8 +180,7 @@ class _Step:
         mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
         added = self._added(phase, layer, mine)
         received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
-        with lanes.when(me.thread == THREADS - 32):
-            self.weights.request_during(phase, layer)
+        self.weights.request_during(phase, layer)
         x = p.quantize(me, received, gamma)
         p.store_squares(me, x, self.scratch, 0)
         self.weights.wait(phase, layer)
@@ -246,8 +245,7 @@ class _Step:
         me = LaneColumns.of(p)
         split = self.weights.split(phase)
         x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split))
-        with lanes.when(me.thread == THREADS - 32):
-            self.weights.request_during(phase, layer)
+        self.weights.request_during(phase, layer)
         p.store_squares(me, x, self.scratch)
         self.weights.wait(phase, layer)
 

@@ -1,9 +1,10 @@
-"""A block's share of a layer's weights in shared memory, as a lane sees it: one thread asks for it, by bulk
-copies, while phases before are at work.
+"""A block's share of a layer's weights in shared memory, as a lane sees it: asked for by bulk copies, while
+phases before are at work.
 
     [phase][matrix][words of the block's tiles, then their scales]        an mbarrier for each phase
 """
 
+from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes, share_bytes
@@ -40,13 +41,13 @@ class SharedWeights:
         with lanes.when(lanes.thread() == 0):
             for phase in self.products:
                 memory.mbarrier_init(self._mbarrier(phase))
-            for phase in self.products:
-                with lanes.when(self.takes_part(phase)):
-                    self._request(phase, index(0))
         lanes.block_barrier()
+        for phase in self.products:
+            with lanes.when(self.takes_part(phase)):
+                self._request(phase, index(0))
 
     def request_during(self, phase: Phase, layer):
-        """By one thread, when the activations of a phase are there: what can be asked for, in parts that are
+        """By all threads, when the activations of a phase are there: what can be asked for, in parts that are
         there before the next phase waits for activations. A wait during a copy takes three times as long."""
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
@@ -81,30 +82,43 @@ class SharedWeights:
         return self.mbarriers + 8 * phase
 
     def _request(self, phase: Phase, layer, first: int = 0, end: int | None = None):
-        """By one thread: a layer's weights of a phase, or some of the block's tiles; with the first tile, the
-        bytes of all are announced."""
+        """By all threads: a layer's weights of a phase, or some of the block's tiles; with the first tile
+        the bytes of all are announced. One thread asks for all tiles; of a split, where another's pairs lie
+        between those of two tiles, each warp for a tile."""
         p = self.products[phase]
         end = p.tiles if end is None else end
         if first == end:
             return
         there = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
-        size = lambda tiles, each: integer(tiles * (p.pairs * each))  # noqa: E731
-        if first == 0:
-            announced = size(there, p.matrices * (PAIR_BYTES + SCALE_BYTES))
-            memory.mbarrier_expect(self._mbarrier(phase), announced)
+        asks = lanes.thread() == THREADS - 32
         if p.splits == 1:
-            parts = [(first, minimum(there, end) - first)]
-        else:  # a tile's pairs of this split are neighbours, another's begin elsewhere
-            parts = [(tile, 1) for tile in range(first, end)]
-        for begin, tiles in parts:
-            tile = (self.first_tile(phase) + layer * p.n_tiles + begin) * p.splits + self.split(phase)
-            with lanes.when(index(begin) < there):
-                for m, (words, scales) in enumerate(self.gmem[phase]):
-                    place = self.begin[phase, m]
-                    for ref, each, at in (
-                        (words, PAIR_BYTES, place),
-                        (scales, SCALE_BYTES, place + p.tiles * p.pairs * PAIR_BYTES),
-                    ):
-                        source = tile * (p.pairs * each // 4)
-                        to = self.address + (at + begin * p.pairs * each)
-                        memory.copy_to_shared(to, ref, source, size(tiles, each), self._mbarrier(phase))
+            with lanes.when(asks & (index(first) < there)):
+                self._announce(phase, there, first)
+                self._copy(phase, layer, first, minimum(there, end) - first)
+            return
+        with lanes.when(asks):
+            self._announce(phase, there, first)
+        for begin in range(first, end, WARPS):
+            tile = lanes.thread() // 32 + begin
+            with lanes.when((lanes.thread() % 32 == 0) & (tile < minimum(there, end))):
+                self._copy(phase, layer, tile, 1)
+
+    def _announce(self, phase: Phase, tiles, first: int):
+        p = self.products[phase]
+        if first == 0:
+            size = integer(tiles * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
+            memory.mbarrier_expect(self._mbarrier(phase), size)
+
+    def _copy(self, phase: Phase, layer, first, tiles):
+        """So many of the block's tiles, from one on."""
+        p = self.products[phase]
+        tile = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
+        for m, (words, scales) in enumerate(self.gmem[phase]):
+            begin = self.begin[phase, m]
+            for ref, each, at in (
+                (words, PAIR_BYTES, begin),
+                (scales, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
+            ):
+                to = integer(first * (p.pairs * each)) + self.address + at
+                size, source = integer(tiles * (p.pairs * each)), tile * (p.pairs * each // 4)
+                memory.copy_to_shared(to, ref, source, size, self._mbarrier(phase))
