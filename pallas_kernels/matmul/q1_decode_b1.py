@@ -173,7 +173,7 @@ def _multiply_rows(
 class LaneColumns:
     """Where a lane stands in its block, and which columns its warp has.
 
-    pair         of this warp, clipped to the last
+    pair         of this warp; another's where there are no more
     scale_group  {(p, h): group of pair p}, as the weights' scales count them, with padding
     x_group      the same, clipped to the last that activations have: (index, constant to be added)
     count        {(p, h): 1.0, or 0.0 for a group that is another's or padding}
@@ -202,7 +202,8 @@ class LaneColumns:
         pair, scale_group, x_group, count = [], {}, {}, {}
         for p in range(phase.per_warp):
             wanted = first + p
-            pair.append(wanted if even else minimum(wanted, phase.pairs - 1))
+            # Of a pair that is not there another's words are read, not all the last one's: 132 blocks do.
+            pair.append(wanted if even else index(integer(wanted) % phase.pairs))
             for h in (0, 1):
                 scale_group[p, h] = pair[p] * 2 + h
                 if even:

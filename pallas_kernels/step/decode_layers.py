@@ -36,7 +36,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
+AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "interleaved"))
@@ -128,10 +128,13 @@ class _Step:
         self.weights.prepare()
         lanes.loop(0, self.layers, 1, [], self._layer)
         if self.shapes.passes_on:  # what the last layer adds
-            columns = self.products[Phase.QKV].columns_of_lane
+            p = self.products[Phase.QKV]
+            assert isinstance(p, RowsProduct)
             self._with_groups(
                 Phase.QKV,
-                lambda group, row: self._residual(Phase.QKV, index(self.layers), row, columns(group)),
+                lambda group, row: self._residual(
+                    Phase.QKV, index(self.layers), row, p.columns_of_lane(group)
+                ),
             )
 
     def _layer(self, layer, carry):
@@ -246,19 +249,23 @@ class _Step:
         split = self.weights.split(phase)
         x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split))
         self.weights.request_during(phase, layer)
-        p.store_squares(me, x, self.scratch)
+        with p.busy_warps(me):
+            p.store_squares(me, x, self.scratch)
         self.weights.wait(phase, layer)
 
         def one_round(first, carry):
             mine = p.my_outputs(me, first, self.weights.first_tile(phase))
             added = self._added(phase, layer, mine)
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
-            sums = p.multiply(
-                me, x,
-                lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
-            )  # fmt: skip
-            p.store_sums(me, sums, self.scratch)
+            with p.busy_warps(me):
+                sums = p.multiply(
+                    me, x,
+                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                    lambda m, u, pair, h: self.weights.scales(
+                        phase, m, tile[u], me.scale_group[pair, h], me.g
+                    ),
+                )  # fmt: skip
+                p.store_sums(me, sums, self.scratch)
             lanes.block_barrier()
             p.outputs(self.scratch, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory

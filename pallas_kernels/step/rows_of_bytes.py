@@ -50,8 +50,11 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    words = 48
-    at_once, most_tiles, apart = False, 8, 4
+    most_tiles, apart = 8, 4
+
+    @property
+    def words(self) -> int:
+        return 48
 
     @staticmethod
     def columns_of_lane(group) -> list[tuple]:
@@ -112,7 +115,7 @@ class RowsOfBytes(RowsProduct):
             for at, words in x.words.items():
                 squares = fma(memory.untagged(words[11]), me.count[at], squares)
             with lanes.when((me.t == 2) & (me.g < self.rows)):
-                memory.store(squares, scratch_smem, me.g * self.warps + me.warp + self.sums)
+                memory.store(squares, scratch_smem, me.g * self.busy + me.warp + self.sums)
 
     def multiply(self, me: LaneColumns, x: Rows, words: Callable, scales: Callable) -> dict:
         """{(u, m): [row g, g + 8][row of x 2 t, 2 t + 1]}"""

@@ -50,7 +50,7 @@ class Rows:
 
 
 class RowsOfPlanes(RowsProduct):
-    at_once, most_tiles, apart = True, 12, 8
+    most_tiles, apart = 12, 8
 
     @property
     def of_row(self) -> int:
@@ -131,7 +131,7 @@ class RowsOfPlanes(RowsProduct):
         if self.normed:
             row = self._row(me)
             with lanes.when((me.g == 0) & (self._part(me) == 0) & (row < self.rows)):
-                memory.store(x.squares, scratch_smem, row * self.warps + me.warp + self.sums)
+                memory.store(x.squares, scratch_smem, row * self.busy + me.warp + self.sums)
 
     def multiply(self, me: LaneColumns, x: Rows, words: Callable, scales: Callable) -> dict:
         """{(u, m): [rows g, g + 8]} of the lane's row of x."""
@@ -142,8 +142,8 @@ class RowsOfPlanes(RowsProduct):
         for p in range(self.per_warp):
             loaded = {(u, m): words(m, u, p) for u, m in items}
             for h, (u, m) in itertools.product((0, 1), items):
-                a = [lanes.element(loaded[u, m], 2 * h + r) for r in (0, 1)]
-                counts = [tensor_cores.count_common_bits(*a, plane) for plane in x.planes[p, h]]
+                a0, a1 = (lanes.element(loaded[u, m], 2 * h + r) for r in (0, 1))
+                counts = [tensor_cores.count_common_bits(a0, a1, plane) for plane in x.planes[p, h]]
                 d = lanes.halves(scales(m, u, p, h))
                 for r in (0, 1):
                     low, high = ([c[2 * r + i] for c in counts] for i in (0, 1))

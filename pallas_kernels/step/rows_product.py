@@ -12,6 +12,7 @@ a round, whose sums meet in shared memory.
 """
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -31,13 +32,10 @@ class RowsProduct(abc.ABC):
 
     splits      parts of the columns: a block has one, and `columns` and `pairs` are of it. So all blocks read
                 as much less of what is passed on; their sums go to who adds them to the residual stream
-    at_once     whether waiting for what is passed on asks for all again (memory.load_tagged): of few rows it
-                is little
     most_tiles  of a round, of both matrices: so few have their sums in registers
     apart       words between rows' sums, so that rows that are stored together lie in other banks
     """
 
-    at_once: ClassVar[bool]
     most_tiles: ClassVar[int]
     apart: ClassVar[int]
 
@@ -75,7 +73,16 @@ class RowsProduct(abc.ABC):
 
     @property
     def sums_of_row(self) -> int:
-        return self.warps * 16 + self.apart
+        return self.busy * 16 + self.apart
+
+    @property
+    def busy(self) -> int:
+        """Warps that have columns."""
+        return -(-self.pairs // self.per_warp)
+
+    def busy_warps(self, me: LaneColumns):
+        """For `with`: what they alone do."""
+        return contextlib.nullcontext() if self.busy == self.warps else lanes.when(me.warp < self.busy)
 
     @property
     def sums(self) -> int:
@@ -84,7 +91,7 @@ class RowsProduct(abc.ABC):
     @property
     def scratch(self) -> int:
         """float32 of shared memory: sums of a round, then squares [rows, warps]."""
-        return self.sums + self.rows * self.warps
+        return self.sums + self.rows * self.busy
 
     def place(self, u, m, row):
         """Where the sums of a tile of a round, a matrix and a row of x begin."""
@@ -106,14 +113,14 @@ class RowsProduct(abc.ABC):
         """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
 
         def over_warps(at, stride):
-            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.warps)
+            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
 
         for i, (valid, u, row, inside, n) in enumerate(mine):
             with lanes.when(valid):
                 y = [over_warps(self.place(u, m, row) + inside, 16) for m in range(self.matrices)]
                 norm = None
                 if self.normed:
-                    squares = over_warps(row * self.warps + self.sums, 1)
+                    squares = over_warps(row * self.busy + self.sums, 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
                 store(i, row, n, epilogue.finished(y, norm))
 

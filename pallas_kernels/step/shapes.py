@@ -79,22 +79,22 @@ class Shapes:
         """The products by phase."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
-        def product(n, k, **rest):
+        def product(n, k, added=False, **rest):
             n_tiles = -(-n // 16)
             kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
             if not self.passes_on:
                 kind = functools.partial(BitProduct, bits=self.bits)
-            return kind(
+            p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
                 tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,
             )  # fmt: skip
+            return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
 
-        added = _split if self.passes_on else lambda p, blocks: p
         return {
             Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
-            Phase.O: added(product(self.hidden, width), self.blocks),
+            Phase.O: product(self.hidden, width, added=True),
             Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2),
-            Phase.DOWN: added(product(self.hidden, self.ffn), self.blocks),
+            Phase.DOWN: product(self.hidden, self.ffn, added=True),
         }
 
     def attention(self, page_size: int, pages: int, normed: bool, interleaved: bool) -> Attention:

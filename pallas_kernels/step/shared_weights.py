@@ -84,41 +84,35 @@ class SharedWeights:
     def _request(self, phase: Phase, layer, first: int = 0, end: int | None = None):
         """By all threads: a layer's weights of a phase, or some of the block's tiles; with the first tile
         the bytes of all are announced. One thread asks for all tiles; of a split, where another's pairs lie
-        between those of two tiles, each warp for a tile."""
+        between those of two tiles, each warp for a tile. (One copy takes a thread 150 clocks.)"""
         p = self.products[phase]
         end = p.tiles if end is None else end
         if first == end:
             return
         there = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
-        asks = lanes.thread() == THREADS - 32
-        if p.splits == 1:
-            with lanes.when(asks & (index(first) < there)):
-                self._announce(phase, there, first)
-                self._copy(phase, layer, first, minimum(there, end) - first)
-            return
-        with lanes.when(asks):
-            self._announce(phase, there, first)
-        for begin in range(first, end, WARPS):
-            tile = lanes.thread() // 32 + begin
-            with lanes.when((lanes.thread() % 32 == 0) & (tile < minimum(there, end))):
-                self._copy(phase, layer, tile, 1)
-
-    def _announce(self, phase: Phase, tiles, first: int):
-        p = self.products[phase]
+        thread, tiles = lanes.thread(), minimum(there, end)
         if first == 0:
-            size = integer(tiles * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
-            memory.mbarrier_expect(self._mbarrier(phase), size)
+            with lanes.when(thread == THREADS - 32):
+                size = integer(there * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
+                memory.mbarrier_expect(self._mbarrier(phase), size)
+        if p.splits == 1:
+            for m in range(p.matrices):
+                with lanes.when((thread == THREADS - 32 * (m + 1)) & (index(first) < there)):
+                    self._copy(phase, m, layer, first, tiles - first)
+            return
+        for begin in range(first, end, WARPS):
+            tile = thread // 32 + begin
+            with lanes.when((thread % 32 == 0) & (tile < tiles)):
+                self._copy(phase, 0, layer, tile, 1)
 
-    def _copy(self, phase: Phase, layer, first, tiles):
-        """So many of the block's tiles, from one on."""
-        p = self.products[phase]
+    def _copy(self, phase: Phase, m: int, layer, first, tiles):
+        """So many of the block's tiles of a matrix, from one on."""
+        p, (words, scales), begin = self.products[phase], self.gmem[phase][m], self.begin[phase, m]
         tile = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
-        for m, (words, scales) in enumerate(self.gmem[phase]):
-            begin = self.begin[phase, m]
-            for ref, each, at in (
-                (words, PAIR_BYTES, begin),
-                (scales, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
-            ):
-                to = integer(first * (p.pairs * each)) + self.address + at
-                size, source = integer(tiles * (p.pairs * each)), tile * (p.pairs * each // 4)
-                memory.copy_to_shared(to, ref, source, size, self._mbarrier(phase))
+        for ref, each, at in (
+            (words, PAIR_BYTES, begin),
+            (scales, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
+        ):
+            to = integer(first * (p.pairs * each)) + self.address + at
+            size, source = integer(tiles * (p.pairs * each)), tile * (p.pairs * each // 4)
+            memory.copy_to_shared(to, ref, source, size, self._mbarrier(phase))

@@ -113,7 +113,11 @@ class Workspace:
         if p.splits > 1:
             begin = split * (p.groups // p.splits * p.rows * p.words) + begin
         wanted = [((of(place) + begin, constant), count) for place, constant, count in places]
-        return memory.load_tagged_words(self.ref, wanted, self.tag_read(phase, layer), p.at_once)
+        load = lambda: memory.load_tagged_words(self.ref, wanted, self.tag_read(phase, layer))  # noqa: E731
+        if p.busy == p.warps:
+            return load()
+        words = sum(count for *_, count in places)
+        return lanes.choose(lanes.thread() // 32 < p.busy, load, [integer(0)] * words)
 
     def pass_on(self, phase: Phase, words):
         """(place, word, condition or None) of what is passed on to a phase."""
