@@ -12,6 +12,7 @@ later one, of which each part was made by somebody who had read all of that vect
     what is behind them is attention's (decode_splits.py)
 """
 
+import contextlib
 import itertools
 
 import jax
@@ -39,6 +40,9 @@ OF_ROWS = (
 )
 
 
+COPIES = 1  # of what is passed on, each for as many blocks: lines that all want at once
+
+
 def tag(write):
     """Of the write-th contents of a place, which begins as zeros."""
     return write % 3 + 1
@@ -46,7 +50,7 @@ def tag(write):
 
 def workspace_words(shapes: Shapes) -> int:
     """Of a step's vectors, and of what is passed on of them."""
-    return sum(_words(shapes).values()) + sum(_passed_on(shapes).values())
+    return sum(_words(shapes).values()) + COPIES * sum(_passed_on(shapes).values())
 
 
 def begun(shapes: Shapes, x, more: int):
@@ -89,6 +93,7 @@ class Workspace:
         begins = list(itertools.accumulate(sizes, initial=0))
         self.begin = dict(zip(Vector, begins, strict=False))
         self.passed_on = dict(zip(_passed_on(shapes), begins[len(Vector) :], strict=False))
+        self.copy = sum(_passed_on(shapes).values())
 
     def receive(self, phase: Phase, layer, row, columns, count: int, at_once: bool = False) -> list:
         """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads; of
@@ -109,7 +114,7 @@ class Workspace:
     def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct, split) -> list:
         """Wait for words from each place on (an index, a constant and how many) of what is passed on to a
         phase, of a split of the columns."""
-        begin = self.passed_on[phase]
+        begin = lanes.block() % COPIES * self.copy + self.passed_on[phase]
         if p.splits > 1:
             begin = split * (p.groups // p.splits * p.rows * p.words) + begin
         wanted = [((of(place) + begin, constant), count) for place, constant, count in places]
@@ -121,13 +126,11 @@ class Workspace:
 
     def pass_on(self, phase: Phase, words):
         """(place, word, condition or None) of what is passed on to a phase."""
-        begin = self.passed_on[phase]
+        begins = [self.passed_on[phase] + copy * self.copy for copy in range(COPIES)]
         for place, word, condition in words:
-            if condition is None:
-                memory.store_for_others(word, self.ref, place + begin)
-                continue
-            with lanes.when(condition):
-                memory.store_for_others(word, self.ref, place + begin)
+            with contextlib.nullcontext() if condition is None else lanes.when(condition):
+                for begin in begins:
+                    memory.store_for_others(word, self.ref, place + begin)
 
     def tag_read(self, phase: Phase, layer):
         """Of what a phase of a layer reads, and of what is passed on of it."""
