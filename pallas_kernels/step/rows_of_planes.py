@@ -112,7 +112,7 @@ class RowsOfPlanes(RowsProduct):
         planes, scale, correction, squares = {}, {}, {}, real(0)
         for at in me.x_group:
             words, lost = [next(loaded) for _ in range(count)], next(loaded)
-            planes[at] = [word & 0xFFFFFFFC | lost >> 2 + 2 * i & 3 for i, word in enumerate(words)]
+            planes[at] = [lanes.chosen_bits(word, lost >> 2 + 2 * i, 3) for i, word in enumerate(words)]
             double, minus, of_group_squares, _ = (memory.untagged(next(loaded)) for _ in range(4))
             scale[at] = double * me.count[at] * weight
             correction[at] = select(self._part(me) == 0, minus * me.count[at], 0.0)

@@ -89,7 +89,9 @@ class SharedWeights:
         end = p.tiles if end is None else end
         if first == end:
             return
-        there = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
+        there = index(p.tiles)
+        if p.n_tiles % p.tiles:
+            there = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
         thread, tiles = lanes.thread(), minimum(there, end)
         if first == 0:
             with lanes.when(thread == THREADS - 32):
