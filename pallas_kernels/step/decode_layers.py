@@ -269,6 +269,7 @@ class _Step:
             lanes.block_barrier()
             p.outputs(self.scratch, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
+            self.weights.request_behind_round(phase, layer, first)
             return carry
 
         if p.together == p.tiles:
