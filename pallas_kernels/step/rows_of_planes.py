@@ -30,7 +30,7 @@ from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, bit_planes, o
 from pallas_kernels.step.rows_product import RowsProduct
 
 PLANES = 8
-MOST_ROWS = 4  # of 5 on a column would have one plane of a row, and bytes take as many instructions
+MOST_ROWS = 4  # of 5 on a row would have one column: more instructions than bytes take
 WORDS = 32  # of planes of a row of a group
 
 

@@ -6,9 +6,12 @@ a row of a group, waits for its 128 numbers, quantizes them, and passes them on.
 
     makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
 
-Two rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights but
-a product for each row, more rows by the integer ones (rows_of_bytes.py). Here is what both have: tiles of
-a round, whose sums meet in shared memory.
+So o and down, which add to the residual stream, leave that to whoever quantizes it next, and their columns
+may be shared out to blocks too: who adds has the sums of several.
+
+2 to 4 rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights
+but products for the planes of all rows, more rows by the integer ones (rows_of_bytes.py). Here is what both
+have: tiles of a round, whose sums meet in shared memory.
 """
 
 import abc

@@ -5,7 +5,8 @@ reader asks for its words again until all have the tag that it wants, so that an
 its reader as soon as it is written, where a barrier would wait for the slowest write, count, and then read.
 
 No word is written while somebody may still read it: a block writes a vector only when it has read all of a
-later one, of which each part was made by somebody who had read all of that vector before.
+later one, of which each part was made by somebody who had read all of that vector before. (Where columns are
+shared out a block reads a part; the next phase, which reads all, has the sums of all parts.)
 
     [vector][split][row][width of the vector], i32
     [phase]    of more than one row, what is passed on (rows_product.py)
