@@ -240,7 +240,7 @@ class _Step:
             gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
             self.workspace.tag_read(phase, layer),
         )  # fmt: skip
-        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words])
+        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words], p)
 
     def _product_of_rows(self, phase: Phase, layer):
         p = self.products[phase]
@@ -269,7 +269,6 @@ class _Step:
             lanes.block_barrier()
             p.outputs(self.scratch, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
-            self.weights.request_behind_round(phase, layer, first)
             return carry
 
         if p.together == p.tiles:

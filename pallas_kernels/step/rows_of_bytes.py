@@ -50,7 +50,7 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    most_tiles, apart = 8, 4
+    copies, most_tiles, apart = 1, 8, 4
 
     @property
     def words(self) -> int:

@@ -35,10 +35,12 @@ class RowsProduct(abc.ABC):
 
     splits      parts of the columns: a block has one, and `columns` and `pairs` are of it. So all blocks read
                 as much less of what is passed on; their sums go to who adds them to the residual stream
+    copies      of what is passed on, each for as many blocks: all want the same lines at once
     most_tiles  of a round, of both matrices: so few have their sums in registers
     apart       words between rows' sums, so that rows that are stored together lie in other banks
     """
 
+    copies: ClassVar[int]
     most_tiles: ClassVar[int]
     apart: ClassVar[int]
 

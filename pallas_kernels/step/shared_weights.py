@@ -7,10 +7,7 @@ phases before are at work.
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes, share_bytes
-
-EARLY = True
 
 
 class SharedWeights:
@@ -55,10 +52,10 @@ class SharedWeights:
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
         parts = {
-            Phase.QKV: [(Phase.GATE_UP, max(self.early, most), None), (Phase.DOWN, 0, half)],
+            Phase.QKV: [(Phase.GATE_UP, most, None), (Phase.DOWN, 0, half)],
             Phase.O: [(Phase.DOWN, half, None)],
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
-            Phase.DOWN: [(Phase.GATE_UP, self.early, max(self.early, most))],
+            Phase.DOWN: [(Phase.GATE_UP, 0, most)],
         }[phase]
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
@@ -66,19 +63,6 @@ class SharedWeights:
             for wanted, first, end in parts:
                 with lanes.when(self.takes_part(wanted)):
                     self._request(wanted, layer + int(following), first, end)
-
-    def request_behind_round(self, phase: Phase, layer, first):
-        """By all threads, behind a round of tiles from `first` on, whose memory is free."""
-        if phase == Phase.GATE_UP and self.early:
-            with lanes.when((first == 0) & (layer < self.layers - 1)):
-                self._request(phase, layer + 1, 0, self.early)
-
-    @property
-    def early(self) -> int:
-        """Tiles of gate and up that are asked for behind their first round: then most of the phase is left,
-        in which nobody waits for another block."""
-        p = self.products[Phase.GATE_UP]
-        return p.together if isinstance(p, RowsProduct) and EARLY and p.together < p.tiles else 0
 
     def wait(self, phase: Phase, layer):
         memory.mbarrier_wait(self._mbarrier(phase), integer(layer % 2))

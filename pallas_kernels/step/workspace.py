@@ -41,9 +41,6 @@ OF_ROWS = (
 )
 
 
-COPIES = 1  # of what is passed on, each for as many blocks: lines that all want at once
-
-
 def tag(write):
     """Of the write-th contents of a place, which begins as zeros."""
     return write % 3 + 1
@@ -51,7 +48,7 @@ def tag(write):
 
 def workspace_words(shapes: Shapes) -> int:
     """Of a step's vectors, and of what is passed on of them."""
-    return sum(_words(shapes).values()) + COPIES * sum(_passed_on(shapes).values())
+    return sum(_words(shapes).values()) + sum(_passed_on(shapes).values())
 
 
 def begun(shapes: Shapes, x, more: int):
@@ -77,9 +74,13 @@ def _words(shapes: Shapes) -> dict[Vector, int]:
 
 
 def _passed_on(shapes: Shapes) -> dict[Phase, int]:
-    """Words of what each product reads, where it is passed on as integers."""
+    """Words of what each product reads, where it is passed on as integers, of all copies."""
     products = shapes.products().items()
-    return {phase: p.groups * p.rows * p.words for phase, p in products if isinstance(p, RowsProduct)}
+    return {phase: p.copies * _of_copy(p) for phase, p in products if isinstance(p, RowsProduct)}
+
+
+def _of_copy(p: RowsProduct) -> int:
+    return p.groups * p.rows * p.words
 
 
 class Workspace:
@@ -94,7 +95,6 @@ class Workspace:
         begins = list(itertools.accumulate(sizes, initial=0))
         self.begin = dict(zip(Vector, begins, strict=False))
         self.passed_on = dict(zip(_passed_on(shapes), begins[len(Vector) :], strict=False))
-        self.copy = sum(_passed_on(shapes).values())
 
     def receive(self, phase: Phase, layer, row, columns, count: int, at_once: bool = False) -> list:
         """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads; of
@@ -115,9 +115,11 @@ class Workspace:
     def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct, split) -> list:
         """Wait for words from each place on (an index, a constant and how many) of what is passed on to a
         phase, of a split of the columns."""
-        begin = lanes.block() % COPIES * self.copy + self.passed_on[phase]
+        begin = self.passed_on[phase]
+        if p.copies > 1:
+            begin = lanes.block() // p.splits % p.copies * _of_copy(p) + begin
         if p.splits > 1:
-            begin = split * (p.groups // p.splits * p.rows * p.words) + begin
+            begin = split * (_of_copy(p) // p.splits) + begin
         wanted = [((of(place) + begin, constant), count) for place, constant, count in places]
         load = lambda: memory.load_tagged_words(self.ref, wanted, self.tag_read(phase, layer))  # noqa: E731
         if p.busy == p.warps:
@@ -125,9 +127,9 @@ class Workspace:
         words = sum(count for *_, count in places)
         return lanes.choose(lanes.thread() // 32 < p.busy, load, [integer(0)] * words)
 
-    def pass_on(self, phase: Phase, words):
+    def pass_on(self, phase: Phase, words, p: RowsProduct):
         """(place, word, condition or None) of what is passed on to a phase."""
-        begins = [self.passed_on[phase] + copy * self.copy for copy in range(COPIES)]
+        begins = [self.passed_on[phase] + copy * _of_copy(p) for copy in range(p.copies)]
         for place, word, condition in words:
             with contextlib.nullcontext() if condition is None else lanes.when(condition):
                 for begin in begins:
