@@ -74,7 +74,7 @@ def decode_layers(
     x = pad(x, shapes.width(Vector.X))
     x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
-    layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32, jnp.int32)
+    layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32)
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
@@ -96,7 +96,7 @@ def decode_layers(
         scratch={
             name: plgpu.SMEM((size // 4,), dtype)
             for name, size, dtype in zip(
-                ("weights_smem", "scratch_smem", "mbarriers_smem"), shapes.buffers, dtypes, strict=True
+                ("weights_smem", "scratch_smem"), shapes.buffers, dtypes, strict=True
             )
         },
     )
@@ -108,14 +108,15 @@ class _Step:
 
     def __init__(
         self, shapes: Shapes, attention: Attention, layers: int, layout, *, weights, norms, head_norms, bias,
-        rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem, mbarriers_smem,
+        rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem,
     ):  # fmt: skip
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
         (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, head_norms or (None, None)
         self.cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
-        self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers_smem)
+        mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
+        self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
 
     @property

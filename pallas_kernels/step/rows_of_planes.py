@@ -50,7 +50,7 @@ class Rows:
 
 
 class RowsOfPlanes(RowsProduct):
-    copies, most_tiles, apart = 2, 12, 8
+    copies, most_tiles, apart = 2, 12, 4
 
     @property
     def of_row(self) -> int:

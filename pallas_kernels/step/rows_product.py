@@ -25,7 +25,7 @@ from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 
 MOST_ROWS = 8  # columns of the tensor core
-MOST_SUMS = 4224  # words of shared memory: tiles of a round have no more sums
+MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
 
 
 @dataclasses.dataclass(frozen=True)

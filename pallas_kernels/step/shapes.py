@@ -111,13 +111,15 @@ class Shapes:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory for the phases, in turn."""
-        return max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+        """float32 of shared memory for the phases, in turn; an even number."""
+        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+        return most + most % 2
 
     @property
-    def buffers(self) -> tuple[int, int, int]:
-        """Bytes of shared memory for a layer's weights, the phases' scratch and their mbarriers."""
-        return self.weight_bytes, 4 * self.scratch, 8 * len(Phase)
+    def buffers(self) -> tuple[int, int]:
+        """Bytes of shared memory for a layer's weights, and for the phases' scratch with their mbarriers
+        behind it: a buffer of their own would take 1,024 bytes."""
+        return self.weight_bytes, 4 * self.scratch + 8 * len(Phase)
 
     def width(self, vector: Vector) -> int:
         """Of a row of it, in the workspace."""

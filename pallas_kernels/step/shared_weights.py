@@ -11,12 +11,12 @@ from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes, s
 
 
 class SharedWeights:
-    def __init__(self, shapes: Shapes, layers: int, weights, weights_smem, mbarriers_smem):
+    def __init__(self, shapes: Shapes, layers: int, weights, weights_smem, mbarriers):
         """weights: refs of (words, scales) of qkv, o, gate, up and down, stacked by layer."""
         qkv, o, gate, up, down = weights
         self.gmem = {Phase.QKV: [qkv], Phase.O: [o], Phase.GATE_UP: [gate, up], Phase.DOWN: [down]}
         self.products, self.layers, self.smem = shapes.products(), layers, weights_smem
-        self.address, self.mbarriers = map(memory.shared_address, (weights_smem, mbarriers_smem))
+        self.address, self.mbarriers = memory.shared_address(weights_smem), mbarriers
         self.begin, at = {}, 0  # byte of a matrix's words
         for phase, p in self.products.items():
             for m in range(p.matrices):
