@@ -207,8 +207,7 @@ def transposed_bits(word, lane):
         else:  # a lower lane's halves move up, an upper one's down: a rotation, of which half is taken
             keep = select(upper, keep_lower << distance, keep_lower)
             other = ptx(i32(), [other, take], "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
-            text = "lop3.b32 $0, $1, $2, $3, 0xe4;"  # (word & keep) | (other & ~keep)
-            word = ptx(i32(), [word, other, keep], text, "=r,r,r,r")
+            word = chosen_bits(other, word, keep)
     return word
 
 
@@ -295,6 +294,13 @@ def bytes_of(low, high, selector: int):
 def chosen_bytes(low, high, selector):
     """As `bytes_of`, with a selector that is known when it runs."""
     return ptx(i32(), [low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+
+
+def chosen_bits(word, other, mask):
+    """The bits of `other` where the mask has ones, else those of `word`."""
+    if isinstance(mask, int):
+        mask = integer(mask)
+    return ptx(i32(), [other, word, mask], "lop3.b32 $0, $1, $2, $3, 0xe4;", "=r,r,r,r")
 
 
 def kept(number: int):

@@ -2,6 +2,9 @@
 of the same launch. Called while a kernel is traced, as lanes.py is. An index of a ref is a number, an index
 or an i32."""
 
+import functools
+import operator
+
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
@@ -220,10 +223,10 @@ def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
             text = f"ld.relaxed.gpu.global{width}.u32 {places}, [${count}+{4 * constant}];"
             constraints = ",".join(["=r"] * count) + ",l,~{memory}"
             words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
-        wrong = integer(0)
-        for word in words:
-            wrong = wrong | word ^ tag
-        return lanes.any_lane(wrong & 3), words  # all lanes alike, or each shuffle would be guarded
+        wrong = [word ^ tag for word in words]
+        while len(wrong) > 1:  # neighbours first: the fewest that wait for each other
+            wrong = [functools.reduce(operator.or_, wrong[i : i + 2]) for i in range(0, len(wrong), 2)]
+        return lanes.any_lane(wrong[0] & 3), words  # all lanes alike, or each shuffle would be guarded
 
     def until_written(wanted, pointers):
         count = sum(n for _, n in wanted)

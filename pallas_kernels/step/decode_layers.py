@@ -17,6 +17,7 @@ workspace has what the others see of it.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -24,19 +25,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
+from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_splits import Exchange
-from pallas_kernels.attention.decode_warp import Cache, visit_bytes
+from pallas_kernels.attention.decode_warp import visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum, select, true
+from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
 from pallas_kernels.step.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
-from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
+from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
+AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "interleaved"))
@@ -72,11 +74,9 @@ def decode_layers(
     attention = shapes.attention(page_size, block_table.shape[1], head_norms is not None, interleaved)
     pad = lambda a, n: jnp.pad(a, ((0, 0), (0, n - a.shape[1])))  # noqa: E731
     x = pad(x, shapes.width(Vector.X))
-    first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | tag(0)
-    empty = jnp.zeros(workspace_words(shapes) - x.size + attention.partials, jnp.int32)
-    x_ref, workspace = jax.new_ref(x), jax.new_ref(jnp.concatenate([first.reshape(-1), empty]))
+    x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
-    layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32, jnp.int32)
+    layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32)
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
@@ -98,7 +98,7 @@ def decode_layers(
         scratch={
             name: plgpu.SMEM((size // 4,), dtype)
             for name, size, dtype in zip(
-                ("weights_smem", "scratch_smem", "mbarriers_smem"), shapes.buffers, dtypes, strict=True
+                ("weights_smem", "scratch_smem"), shapes.buffers, dtypes, strict=True
             )
         },
     )
@@ -110,14 +110,15 @@ class _Step:
 
     def __init__(
         self, shapes: Shapes, attention: Attention, layers: int, layout, *, weights, norms, head_norms, bias,
-        rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem, mbarriers_smem,
+        rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem,
     ):  # fmt: skip
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
         (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, head_norms or (None, None)
         self.cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
-        self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers_smem)
+        mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
+        self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
 
     @property
@@ -129,6 +130,15 @@ class _Step:
         self.kept = self.attention.keep(self.cache)
         self.weights.prepare()
         lanes.loop(0, self.layers, 1, [], self._layer)
+        if self.shapes.passes_on:  # what the last layer adds
+            p = self.products[Phase.QKV]
+            assert isinstance(p, RowsProduct)
+            self._with_groups(
+                Phase.QKV,
+                lambda group, row: self._residual(
+                    Phase.QKV, index(self.layers), row, p.columns_of_lane(group)
+                ),
+            )
 
     def _layer(self, layer, carry):
         for phase in Phase:
@@ -153,20 +163,15 @@ class _Step:
         been read."""
         if phase == Phase.QKV and self.has_slots:
             self.attention.ask(self.cache, self.kept, layer, self._slot, ~self._asked())
-        with lanes.when(lanes.thread() == THREADS - 32):
-            self.weights.request_during(phase, layer)
-            if phase == Phase.QKV:
-                without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
-                with lanes.when(without_keys):
-                    self.weights.request_during(Phase.ATTENTION, layer)
+        self.weights.request_during(phase, layer)
+        if phase == Phase.QKV:
+            without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
+            with lanes.when(without_keys):
+                self.weights.request_during(Phase.ATTENTION, layer)
 
     def _asked(self):
         """Whether this warp's first keys are asked for while q is made."""
         return lanes.thread() // 32 < self.shapes.early_slots
-
-    def _request_behind_keys(self, layer):
-        with lanes.when(lanes.thread() == THREADS - 32):
-            self.weights.request_during(Phase.ATTENTION, layer)
 
     @property
     def has_slots(self) -> bool:
@@ -184,7 +189,9 @@ class _Step:
         return self.weights.address + at
 
     def _attend(self, layer):
-        workspace = self.workspace
+        workspace, behind_keys = self.workspace, None
+        if self.has_slots:
+            behind_keys = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -192,11 +199,11 @@ class _Step:
             ),
             store_out=lambda y, row, n: workspace.send(Phase.ATTENTION, layer, y, row, n),
             exchange=Exchange(
-                workspace.ref, workspace_words(self.shapes), workspace.tag(Phase.ATTENTION, layer, WRITES)
+                workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_keys=functools.partial(self._request_behind_keys, layer) if self.has_slots else None,
+            behind_keys=behind_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
         )  # fmt: skip
@@ -225,6 +232,17 @@ class _Step:
 
     def _pass_on(self, phase: Phase, layer):
         """What a phase reads, by a warp of some block for each row of a group."""
+
+        def pass_on(group, row):
+            load = lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True)  # noqa: E731
+            if phase in (Phase.QKV, Phase.GATE_UP):
+                load = lambda columns: self._residual(phase, layer, row, columns)  # noqa: E731
+            self._pass_on_group(phase, layer, group, row, load)
+
+        self._with_groups(phase, pass_on)
+
+    def _with_groups(self, phase: Phase, use: Callable):
+        """use(group, row), by a warp of some block for each row of the groups that a phase reads."""
         p, row = self.products[phase], lanes.thread() // 32
         assert isinstance(p, RowsProduct)
         for first in range(0, p.groups, self.shapes.blocks):
@@ -234,10 +252,17 @@ class _Step:
                 position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
                 wanted = wanted & ~self.attention.has_one_split(position)
             with lanes.when(wanted):
-                self._pass_on_group(
-                    phase, layer, group, row,
-                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True),
-                )  # fmt: skip
+                use(group, row)
+
+    def _residual(self, phase: Phase, layer, row, columns) -> list:
+        """Of columns that this lane alone has, when what was made to be added is there, and is added."""
+        places, width = [column + more for column, more in columns], self.shapes.width(Vector.X)
+        x = [memory.load_written_by_others(self.x, row * width + at) for at in places]
+        added = self.workspace.receive(phase, layer, row, columns, 1, at_once=True)
+        x = [total([v, *added[k :: len(columns)]]) for k, v in enumerate(x)]
+        for v, at in zip(x, places, strict=True):
+            memory.store(v, self.x, row, at)
+        return x
 
     def _pass_on_attended(self, layer, row, heads, load):
         """What a block of attention has made, by a warp for each group."""
@@ -251,29 +276,34 @@ class _Step:
         words = p.quantize(
             group, row, load,
             gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
-            self.workspace.tag(phase, layer, READS),
+            self.workspace.tag_read(phase, layer),
         )  # fmt: skip
-        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words])
+        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words], p)
 
     def _product_of_rows(self, phase: Phase, layer):
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
-        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p))
+        split = self.weights.split(phase)
+        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split))
         self._request_during(phase, layer)
-        p.store_squares(me, x, self.scratch)
+        with p.busy_warps(me):
+            p.store_squares(me, x, self.scratch)
         self.weights.wait(phase, layer)
 
         def one_round(first, carry):
             mine = p.my_outputs(me, first, self.weights.first_tile(phase))
             added = self._added(phase, layer, mine)
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
-            sums = p.multiply(
-                me, x,
-                lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
-            )  # fmt: skip
-            p.store_sums(me, sums, self.scratch)
+            with p.busy_warps(me):
+                sums = p.multiply(
+                    me, x,
+                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                    lambda m, u, pair, h: self.weights.scales(
+                        phase, m, tile[u], me.scale_group[pair, h], me.g
+                    ),
+                )  # fmt: skip
+                p.store_sums(me, sums, self.scratch)
             lanes.block_barrier()
             p.outputs(self.scratch, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
@@ -287,16 +317,17 @@ class _Step:
     def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):
             y = y + added[k] if added else y
-            if phase in (Phase.O, Phase.DOWN):
+            if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
                 memory.store(y, self.x, row, n)
-            self.workspace.send(phase, layer, y, row, n)
+            split = self.weights.split(phase) if self.products[phase].splits > 1 else 0
+            self.workspace.send(phase, layer, y, row, n, split)
 
         return store
 
     def _added(self, phase: Phase, layer, mine: list) -> list:
-        """To each of this thread's outputs: the residual, which is this block's own, or the bias."""
+        """To each of this thread's outputs: of one row the residual, which is this block's own; the bias."""
         last = 16 * self.products[phase].n_tiles - 1
-        if phase in (Phase.O, Phase.DOWN):
+        if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
             width = self.shapes.width(Vector.X)
             return [
                 memory.load_written_by_others(self.x, row * width + minimum(n, last))
@@ -316,17 +347,16 @@ class _Step:
         def some_tiles(first, carry):
             # The last tiles are done twice where `together` does not divide: the same bits.
             first = minimum(first, last)
-            for u in range(min(together, p.tiles)):
-                j = first + u
-                for m in range(p.matrices):
-                    sums = p.tile_product(
-                        me, x,
-                        lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
-                        lambda pair, h, m=m, j=j: self.weights.scales(
-                            phase, m, j, me.scale_group[pair, h], me.g
-                        ),
-                    )  # fmt: skip
-                    p.store_sums(me, sums, self.scratch, m, j, 0)
+            sums = [
+                (m, j, p.tile_product(
+                    me, x,
+                    lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
+                    lambda pair, h, m=m, j=j: self.weights.scales(phase, m, j, me.scale_group[pair, h], me.g),
+                ))
+                for m in range(p.matrices)
+                for j in (first + u for u in range(min(together, p.tiles)))
+            ]  # fmt: skip
+            p.store_sums(me, sums, self.scratch, 0)
             return carry
 
         lanes.loop(0, p.tiles, together, [], some_tiles)

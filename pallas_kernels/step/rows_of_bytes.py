@@ -50,12 +50,20 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    words, side_by_side, at_once = 48, 4, False
+    copies, most_tiles, apart = 1, 8, 4
+
+    @property
+    def words(self) -> int:
+        return 48
+
+    @staticmethod
+    def columns_of_lane(group) -> list[tuple]:
+        lane = integer(lanes.thread() % 32)
+        return [(group * GROUP + index(lane // 8 * 32 + lane % 8), 8 * b) for b in range(4)]
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
-        t, i = lane // 8, lane % 8
-        columns = [(group * GROUP + index(t * 32 + i), 8 * b) for b in range(4)]
+        t, i, columns = lane // 8, lane % 8, self.columns_of_lane(group)
         weights = gamma(columns) if gamma else None
         x = load(columns)
         squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
@@ -89,7 +97,7 @@ class RowsOfBytes(RowsProduct):
         of_lane = row * 16 + me.t * 4
         of_group = self.rows * self.words
         wanted = [
-            (base * of_group + of_lane, more * of_group + v * (16 * self.rows))
+            (base * of_group + of_lane, more * of_group + v * (16 * self.rows), 4)
             for base, more in me.x_group.values()
             for v in range(3)
         ]
@@ -107,7 +115,7 @@ class RowsOfBytes(RowsProduct):
             for at, words in x.words.items():
                 squares = fma(memory.untagged(words[11]), me.count[at], squares)
             with lanes.when((me.t == 2) & (me.g < self.rows)):
-                memory.store(squares, scratch_smem, me.g * self.warps + me.warp + self.sums)
+                memory.store(squares, scratch_smem, me.g * self.busy + me.warp + self.sums)
 
     def multiply(self, me: LaneColumns, x: Rows, words: Callable, scales: Callable) -> dict:
         """{(u, m): [row g, g + 8][row of x 2 t, 2 t + 1]}"""

@@ -6,12 +6,16 @@ a row of a group, waits for its 128 numbers, quantizes them, and passes them on.
 
     makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
 
-Two rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights but
-a product for each row, more rows by the integer ones (rows_of_bytes.py). Here is what both have: tiles of
-a round, whose sums meet in shared memory.
+So o and down, which add to the residual stream, leave that to whoever quantizes it next, and their columns
+may be shared out to blocks too: who adds has the sums of several.
+
+2 to 4 rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights
+but products for the planes of all rows, more rows by the integer ones (rows_of_bytes.py). Here is what both
+have: tiles of a round, whose sums meet in shared memory.
 """
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -21,8 +25,7 @@ from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 
 MOST_ROWS = 8  # columns of the tensor core
-MOST_SUMS = 4224  # words of shared memory: tiles of a round have no more sums
-MOST_TILES = 8  # of a round, of both matrices: so few have their sums in registers
+MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +33,16 @@ class RowsProduct(abc.ABC):
     """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
     Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
 
-    words     that are passed on of a row of a group
-    side_by_side   of them that a lane has
-    at_once   whether waiting for them asks for all again (memory.load_tagged): of few rows they are few
+    splits      parts of the columns: a block has one, and `columns` and `pairs` are of it. So all blocks read
+                as much less of what is passed on; their sums go to who adds them to the residual stream
+    copies      of what is passed on, each for as many blocks: all want the same lines at once
+    most_tiles  of a round, of both matrices: so few have their sums in registers
+    apart       words between rows' sums, so that rows that are stored together lie in other banks
     """
 
-    words: ClassVar[int]
-    side_by_side: ClassVar[int]
-    at_once: ClassVar[bool]
+    copies: ClassVar[int]
+    most_tiles: ClassVar[int]
+    apart: ClassVar[int]
 
     rows: int
     columns: int
@@ -45,9 +50,15 @@ class RowsProduct(abc.ABC):
     pairs: int
     warps: int
     tiles: int
+    splits: int = 1
     matrices: int = 1
     normed: bool = False
     eps: float = 0.0
+
+    @property
+    @abc.abstractmethod
+    def words(self) -> int:
+        """That are passed on of a row of a group."""
 
     @property
     def per_warp(self) -> int:
@@ -55,18 +66,28 @@ class RowsProduct(abc.ABC):
 
     @property
     def groups(self) -> int:
-        return self.columns // GROUP
+        """Of all splits."""
+        return self.splits * self.columns // GROUP
 
     @property
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory."""
         room = MOST_SUMS // (self.matrices * self.rows * self.sums_of_row)
-        most = min(self.tiles, room, MOST_TILES // self.matrices)
+        most = min(self.tiles, room, self.most_tiles // self.matrices)
         return -(-self.tiles // -(-self.tiles // most))
 
     @property
     def sums_of_row(self) -> int:
-        return self.warps * 16 + 4  # 4: rows that are stored together lie in other banks
+        return self.busy * 16 + self.apart
+
+    @property
+    def busy(self) -> int:
+        """Warps that have columns."""
+        return -(-self.pairs // self.per_warp)
+
+    def busy_warps(self, me: LaneColumns):
+        """For `with`: what they alone do."""
+        return contextlib.nullcontext() if self.busy == self.warps else lanes.when(me.warp < self.busy)
 
     @property
     def sums(self) -> int:
@@ -75,7 +96,7 @@ class RowsProduct(abc.ABC):
     @property
     def scratch(self) -> int:
         """float32 of shared memory: sums of a round, then squares [rows, warps]."""
-        return self.sums + self.rows * self.warps
+        return self.sums + self.rows * self.busy
 
     def place(self, u, m, row):
         """Where the sums of a tile of a round, a matrix and a row of x begin."""
@@ -97,16 +118,21 @@ class RowsProduct(abc.ABC):
         """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
 
         def over_warps(at, stride):
-            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.warps)
+            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
 
         for i, (valid, u, row, inside, n) in enumerate(mine):
             with lanes.when(valid):
                 y = [over_warps(self.place(u, m, row) + inside, 16) for m in range(self.matrices)]
                 norm = None
                 if self.normed:
-                    squares = over_warps(row * self.warps + self.sums, 1)
+                    squares = over_warps(row * self.busy + self.sums, 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
                 store(i, row, n, epilogue.finished(y, norm))
+
+    @staticmethod
+    @abc.abstractmethod
+    def columns_of_lane(group) -> list[tuple]:
+        """Which of a group's a lane has that quantizes it: an index and a constant each."""
 
     @abc.abstractmethod
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
@@ -117,8 +143,8 @@ class RowsProduct(abc.ABC):
 
     @abc.abstractmethod
     def receive(self, me: LaneColumns, load: Callable) -> Any:
-        """This warp's groups of all rows, when they are there; load: places (an index and a constant) of
-        side_by_side words each -> words."""
+        """This warp's groups of all rows, when they are there; load: places (an index, a constant and how
+        many words from there) -> words."""
 
     @abc.abstractmethod
     def store_squares(self, me: LaneColumns, x: Any, scratch_smem):

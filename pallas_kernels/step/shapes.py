@@ -17,6 +17,7 @@ from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct
 
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
+MOST_SPLITS = 4
 Product = BitProduct | RowsProduct
 
 
@@ -33,10 +34,12 @@ class Phase(enum.IntEnum):
 class Vector(enum.IntEnum):
     """What phases read and write, a row of x each."""
 
-    X = 0  # the residual stream
+    X = 0  # the residual stream, of one row
     QKV = 1
     ATTENDED = 2
     HIDDEN = 3
+    OF_O = 4  # what is to be added to the residual stream, of more rows: sums of each split
+    OF_DOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,21 +79,22 @@ class Shapes:
         """The products by phase."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
-        def product(n, k, **rest):
+        def product(n, k, added=False, **rest):
             n_tiles = -(-n // 16)
             kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
             if not self.passes_on:
                 kind = functools.partial(BitProduct, bits=self.bits)
-            return kind(
+            p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
                 tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,
             )  # fmt: skip
+            return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
 
         return {
             Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
-            Phase.O: product(self.hidden, width),
+            Phase.O: product(self.hidden, width, added=True),
             Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2),
-            Phase.DOWN: product(self.hidden, self.ffn),
+            Phase.DOWN: product(self.hidden, self.ffn, added=True),
         }
 
     def attention(self, page_size: int, pages: int, normed: bool, interleaved: bool) -> Attention:
@@ -128,7 +132,7 @@ class Shapes:
         behind = [self.weight_bytes + i * size for i in range(WARPS - len(down) - len(qkv))]
         places = [*down, *behind, *qkv][:WARPS]
         end = max(self.weight_bytes, max(places) + size)
-        fits = shared_memory.bytes_taken(end, *self._others) <= device.shared_bytes()
+        fits = shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes()
         return places if fits else []
 
     @property
@@ -143,28 +147,54 @@ class Shapes:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory for the phases, in turn."""
-        return max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+        """float32 of shared memory for the phases, in turn; an even number."""
+        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+        return most + most % 2
 
     @property
-    def buffers(self) -> tuple[int, int, int]:
-        """Bytes of shared memory for a layer's weights, the phases' scratch and their mbarriers."""
+    def buffers(self) -> tuple[int, int]:
+        """Bytes of shared memory for a layer's weights and keys among them, and for the phases' scratch with
+        their mbarriers behind it: a buffer of their own would take 1,024 bytes."""
         ends = [place + self.slot_bytes for place in self.slots]
-        return max(self.weight_bytes, *ends, 0), *self._others
+        return max(self.weight_bytes, *ends, 0), self._scratch_bytes
 
     @property
-    def _others(self) -> tuple[int, int]:
-        return 4 * self.scratch, 8 * len(Phase)
+    def _scratch_bytes(self) -> int:
+        return 4 * self.scratch + 8 * len(Phase)
 
     def width(self, vector: Vector) -> int:
         """Of a row of it, in the workspace."""
         p = self.products()
+        x = p[Phase.DOWN].n_tiles * 16
         return {
-            Vector.X: p[Phase.DOWN].n_tiles * 16,
+            Vector.X: x,
             Vector.QKV: p[Phase.QKV].n_tiles * 16,
-            Vector.ATTENDED: p[Phase.O].columns,
+            Vector.ATTENDED: self.heads * self.head_dim,
             Vector.HIDDEN: p[Phase.GATE_UP].n_tiles * 16,
+            Vector.OF_O: x,
+            Vector.OF_DOWN: x,
         }[vector]
+
+    def copies(self, vector: Vector) -> int:
+        """Of it in the workspace."""
+        if vector in (Vector.OF_O, Vector.OF_DOWN):
+            phase = Phase.O if vector == Vector.OF_O else Phase.DOWN
+            return self.products()[phase].splits if self.passes_on else 0
+        return int(vector != Vector.X or not self.passes_on)
+
+
+def _split(p: RowsProduct, blocks: int) -> RowsProduct:
+    """The same with the most splits of the columns that give no warp more to do and no block rounds."""
+    for splits in range(MOST_SPLITS, 1, -1):
+        if p.columns % (2 * GROUP * splits) or blocks < splits:
+            continue
+        q = dataclasses.replace(
+            p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
+            tiles=-(-p.n_tiles // (blocks // splits)),
+        )  # fmt: skip
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and q.together == q.tiles:
+            return q
+    return p
 
 
 def share_bytes(p: Product) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import attend, cache_layouts
 from pallas_kernels.gpu import lanes
-from pallas_kernels.step import decode_layers
+from pallas_kernels.step import decode_layers, workspace
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
 
@@ -59,7 +59,9 @@ CASES = [
     (2, 384, 1024, 6, 2, 7, [300, -1, 20], 8, True, False, True),  # a block passes on two groups
     (3, 256, 640, 4, 2, 8, [300], 16, True, True, False),
     (2, 384, 384, 4, 4, 40, [257], 16, False, True, False),  # some blocks without a tile
-    (2, 384, 512, 6, 2, 8, [600, 20], 8, True, True, False),  # 2 rows, by planes; warps visit 3 times
+    (2, 384, 512, 6, 2, 8, [600, 20], 8, True, True, False),  # 2 to 4 rows, by planes; warps visit 3 times
+    (2, 384, 640, 4, 2, 9, [20, -1, 130], 8, False, True, True),
+    (2, 384, 2560, 4, 2, 9, [5, 300, 17, 2], 8, True, False, False),  # down in two splits
     # 8 rows: rounds of tiles, warps without a group
     (2, 640, 896, 4, 2, 16, [5, 9, 130, 20, -1, 2, 3, 4], 8, True, True, False),
 ]
@@ -135,7 +137,7 @@ def test_what_is_left_to_chance_is_an_error():
 
 def test_waiting_for_ever_is_an_error():
     with (
-        mock.patch.object(decode_layers, "tag", lambda write: (write + 1) % 3 + 1),
+        mock.patch.object(decode_layers, "begun", lambda *sizes: workspace.begun(*sizes) & ~3),
         pytest.raises(AssertionError, match="waits for ever"),
     ):
         both(CASES[0])
