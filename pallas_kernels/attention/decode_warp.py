@@ -258,6 +258,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any):
         fetched = warp.copied_keys(slot), [[None] * 4] * 2, None
     elif wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
+    assert fetched is not None
     keys, scales, values = fetched
     keys, scales = chosen(
         has_new, lambda: warp.with_new(token, key_js, keys, value_js, scales), [keys, scales]
