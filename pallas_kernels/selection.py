@@ -14,7 +14,7 @@
                8 or 16, to 128     more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
-    Step       q1                  1 to 8, if they have room   from 9.0   one_launch
+    Step       q1                  1 to 16, if they have room  from 9.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step

@@ -30,7 +30,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
-from pallas_kernels.step.rows_product import RowsProduct
+from pallas_kernels.step.rows_product import RowsProduct, Section
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
@@ -187,18 +187,24 @@ class _Step:
 
     def _pass_on(self, phase: Phase, layer):
         """What a phase reads, by a warp of some block for each row of a group."""
-        p, row = self.products[phase], lanes.thread() // 32
+        p, warp = self.products[phase], lanes.thread() // 32
         assert isinstance(p, RowsProduct)
-        for first in range(0, p.groups, self.shapes.blocks):
-            group = lanes.block() + first
-            wanted = (group < p.groups) & (row < p.rows)
+        items = p.groups * -(-p.rows // p.warps)  # of as many rows as a block has warps
+        for first in range(0, items, self.shapes.blocks):
+            item = lanes.block() + first
+            group, row = (
+                (item, warp) if items == p.groups else (item % p.groups, item // p.groups * p.warps + warp)
+            )
+            wanted = (item < items) & (row < p.rows)
             if phase == Phase.O and self.attends_groups:
                 position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
                 wanted = wanted & ~self.attention.has_one_split(position)
             with lanes.when(wanted):
                 self._pass_on_group(
                     phase, layer, group, row,
-                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True),
+                    lambda columns, row=row: self.workspace.receive(
+                        phase, layer, row, columns, 1, at_once=True
+                    ),
                 )  # fmt: skip
 
     def _pass_on_attended(self, layer, row, heads, load):
@@ -221,24 +227,35 @@ class _Step:
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
-        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p))
-        with lanes.when(me.thread == THREADS - 32):
-            self.weights.request_during(phase, layer)
-        p.store_squares(me, x, self.scratch)
-        self.weights.wait(phase, layer)
+        for section in p.sections:
+            x = p.receive(
+                me, section, lambda places: self.workspace.receive_passed_on(phase, layer, places, p)
+            )
+            if section.first == 0:
+                with lanes.when(me.thread == THREADS - 32):
+                    self.weights.request_during(phase, layer)
+            p.store_squares(me, section, x, self.scratch)
+            if section.first == 0:
+                self.weights.wait(phase, layer)
+            self._rounds(phase, layer, me, section, x)
+
+    def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
+        """A section's product with all of the block's tiles."""
+        p = self.products[phase]
+        assert isinstance(p, RowsProduct)
 
         def one_round(first, carry):
-            mine = p.my_outputs(me, first, self.weights.first_tile(phase))
-            added = self._added(phase, layer, mine)
+            mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
+            added = self._added(phase, layer, mine, section.first)
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             sums = p.multiply(
                 me, x,
                 lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
                 lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
             )  # fmt: skip
-            p.store_sums(me, sums, self.scratch)
+            p.store_sums(me, section, sums, self.scratch)
             lanes.block_barrier()
-            p.outputs(self.scratch, mine, self._store(phase, layer, added))
+            p.outputs(section, self.scratch, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
             return carry
 
@@ -256,13 +273,13 @@ class _Step:
 
         return store
 
-    def _added(self, phase: Phase, layer, mine: list) -> list:
+    def _added(self, phase: Phase, layer, mine: list, first_row: int = 0) -> list:
         """To each of this thread's outputs: the residual, which is this block's own, or the bias."""
         last = 16 * self.products[phase].n_tiles - 1
         if phase in (Phase.O, Phase.DOWN):
             width = self.shapes.width(Vector.X)
             return [
-                memory.load_written_by_others(self.x, row * width + minimum(n, last))
+                memory.load_written_by_others(self.x, (row + first_row) * width + minimum(n, last))
                 for *_, row, _, n in mine
             ]
         if phase == Phase.QKV and self.bias is not None:

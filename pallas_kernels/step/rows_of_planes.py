@@ -23,7 +23,7 @@ from pallas_kernels.matmul.q1_decode_b1 import (
     bit_planes,
     weighted_counts,
 )
-from pallas_kernels.step.rows_product import RowsProduct
+from pallas_kernels.step.rows_product import RowsProduct, Section
 
 MOST_ROWS = 2  # each takes as many instructions; of 3 rows on, bytes are faster (LOG.md)
 
@@ -49,7 +49,7 @@ class RowsOfPlanes(RowsProduct):
             (place + 1, rounded | plane >> 24 << 2 | tag, None),
         ]
 
-    def receive(self, me: LaneColumns, load: Callable) -> list[RowPlanes]:
+    def receive(self, me: LaneColumns, section: Section, load: Callable) -> list[RowPlanes]:
         of_group = self.rows * self.words
         wanted = [
             (base * of_group + me.lane * 2, more * of_group + row * 64)
@@ -75,7 +75,7 @@ class RowsOfPlanes(RowsProduct):
             x.correction[at] = -(share * weighted_counts(me.t, every, every, [plane])[0])
         return out
 
-    def store_squares(self, me: LaneColumns, x: list[RowPlanes], scratch_smem):
+    def store_squares(self, me: LaneColumns, section: Section, x: list[RowPlanes], scratch_smem):
         if self.normed:
             with lanes.when(me.lane == 0):
                 for row, of_row in enumerate(x):
@@ -98,11 +98,11 @@ class RowsOfPlanes(RowsProduct):
                         sums[r] = fma(d[r], product, sums[r])
         return y
 
-    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
         for (u, m), of_tile in y.items():
             for row, sums in enumerate(of_tile):
                 sums = [lanes.warp_sum_real(v, lanes=4) for v in sums]
                 with lanes.when(me.t == 0):
                     for r in (0, 1):
-                        at = me.warp * 16 + (self.place(u, m, row) + 8 * r) + me.g
+                        at = me.warp * 16 + (self.place(section, u, m, row) + 8 * r) + me.g
                         memory.store(sums[r], scratch_smem, at)

@@ -1,4 +1,4 @@
-"""Products of 2 to 8 rows as phases of a decode step in one launch (decode_layers.py).
+"""Products of 2 to 16 rows as phases of a decode step in one launch (decode_layers.py).
 
 A group of 128 activations is not made by one block, so nobody who makes a part of it knows its largest; and
 all blocks would quantize all rows if each did it for itself. So it is done between: a warp of some block has
@@ -14,15 +14,23 @@ a round, whose sums meet in shared memory.
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 
-MOST_ROWS = 8  # columns of the tensor core
+WIDTH = 8  # columns of the tensor core
+MOST_ROWS = 2 * WIDTH
 MOST_SUMS = 4224  # words of shared memory: tiles of a round have no more sums
 MOST_TILES = 8  # of a round, of both matrices: so few have their sums in registers
+
+
+class Section(NamedTuple):
+    """Rows that are multiplied with each weight at once: `rows` from `first` on."""
+
+    first: int
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,9 +66,14 @@ class RowsProduct(abc.ABC):
         return self.columns // GROUP
 
     @property
+    def sections(self) -> list[Section]:
+        """Of the rows, one after the other."""
+        return [Section(0, self.rows)]
+
+    @property
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory."""
-        room = MOST_SUMS // (self.matrices * self.rows * self.sums_of_row)
+        room = MOST_SUMS // (self.matrices * self.sections[0].rows * self.sums_of_row)
         most = min(self.tiles, room, MOST_TILES // self.matrices)
         return -(-self.tiles // -(-self.tiles // most))
 
@@ -70,38 +83,39 @@ class RowsProduct(abc.ABC):
 
     @property
     def sums(self) -> int:
-        return self.together * self.matrices * self.rows * self.sums_of_row
+        return self.together * self.matrices * self.sections[0].rows * self.sums_of_row
 
     @property
     def scratch(self) -> int:
         """float32 of shared memory: sums of a round, then squares [rows, warps]."""
         return self.sums + self.rows * self.warps
 
-    def place(self, u, m, row):
-        """Where the sums of a tile of a round, a matrix and a row of x begin."""
-        return ((u * self.matrices + m) * self.rows + row) * self.sums_of_row
+    def place(self, section: Section, u, m, row):
+        """Where the sums of a tile of a round, a matrix and a row of a section begin."""
+        return ((u * self.matrices + m) * section.rows + row) * self.sums_of_row
 
-    def my_outputs(self, me: LaneColumns, first, first_tile) -> list:
-        """This thread's outputs of the round from tile `first` on: (whether it is there, u, row, index within
-        the tile, n)."""
+    def my_outputs(self, me: LaneColumns, section: Section, first, first_tile) -> list:
+        """This thread's outputs of the round from tile `first` on: (whether it is there, u, row of the
+        section, index within the tile, n)."""
         out, threads = [], self.warps * 32
-        for begin in range(0, self.together * self.rows * 16, threads):
+        for begin in range(0, self.together * section.rows * 16, threads):
             at = me.thread + begin
-            inside, row, u = at % 16, at // 16 % self.rows, at // (16 * self.rows)
+            inside, row, u = at % 16, at // 16 % section.rows, at // (16 * section.rows)
             tile = first + u
             valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
             out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside))
         return out
 
-    def outputs(self, scratch_smem, mine: list, store: Callable):
-        """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
+    def outputs(self, section: Section, scratch_smem, mine: list, store: Callable):
+        """Behind a block barrier: store(i, row, n, y) for each of my_outputs, of all rows."""
 
         def over_warps(at, stride):
             return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.warps)
 
         for i, (valid, u, row, inside, n) in enumerate(mine):
             with lanes.when(valid):
-                y = [over_warps(self.place(u, m, row) + inside, 16) for m in range(self.matrices)]
+                y = [over_warps(self.place(section, u, m, row) + inside, 16) for m in range(self.matrices)]
+                row = row + section.first
                 norm = None
                 if self.normed:
                     squares = over_warps(row * self.warps + self.sums, 1)
@@ -116,12 +130,12 @@ class RowsProduct(abc.ABC):
         """
 
     @abc.abstractmethod
-    def receive(self, me: LaneColumns, load: Callable) -> Any:
-        """This warp's groups of all rows, when they are there; load: places (an index and a constant) of
-        side_by_side words each -> words."""
+    def receive(self, me: LaneColumns, section: Section, load: Callable) -> Any:
+        """This warp's groups of a section's rows, when they are there; load: places (an index and a constant)
+        of side_by_side words each -> words."""
 
     @abc.abstractmethod
-    def store_squares(self, me: LaneColumns, x: Any, scratch_smem):
+    def store_squares(self, me: LaneColumns, section: Section, x: Any, scratch_smem):
         """Behind a norm, each row's sum of squares over this warp's groups."""
 
     @abc.abstractmethod
@@ -130,5 +144,5 @@ class RowsProduct(abc.ABC):
         scales(m, u, p, h) its scales of a group."""
 
     @abc.abstractmethod
-    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
         """Where `outputs` finds them."""

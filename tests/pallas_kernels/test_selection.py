@@ -236,7 +236,7 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ),
         ({"layers": None}, "not all layers' weights are Q1_0, joined by layer"),
         ({"split": True}, "devices that share weights must add their parts"),
-        ({"rows": 9}, "9 rows are more than the 8 columns of a tensor core"),
+        ({"rows": 17}, "17 rows are more than the 16 that two products of a tensor core have"),
         ({"rows": 2, "bits": 16}, "activations of 2 rows are passed on as 8 bits; 16 were asked for"),
         ({"hidden": 8192, "ffn": 28672}, "bytes of shared memory"),
         ({"platform": "sm_89"}, "needs bulk copies to shared memory"),
@@ -331,7 +331,7 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
 @pytest.mark.parametrize("name", ["bonsai-8b", "bonsai-4b", "bonsai-1.7b"])
 def test_steps_of_more_rows_than_one_launch_takes_are_launches(name, monkeypatch):
     *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
-    assert [plan.step.schedule(rows) for rows in (1, 8, 9)] == ["one_launch"] * 2 + ["launches"]
+    assert [plan.step.schedule(rows) for rows in (1, 16, 17)] == ["one_launch"] * 2 + ["launches"]
     *_, plan = planned(f"synth:{name}:q1_0", monkeypatch, activation_bits=16)
     assert [plan.step.schedule(rows) for rows in (1, 2)] == ["one_launch", "launches"]
 
