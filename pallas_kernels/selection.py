@@ -16,6 +16,7 @@
                any                 other                       or none    reference
     Step       q1                  1 to 16, if they have room  from 9.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
+               q1                  9 to 256                    9.0        layer_gemms
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
                float32             more                        from 8.0   delta_chunks
@@ -184,6 +185,7 @@ class Candidate:
 FIRST = "the first that can run it"
 STEP_ROWS = 256  # of a decode step, at most
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
+NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 
@@ -211,7 +213,7 @@ def _q1_decode_s8(problem: Matmul) -> str | None:
 
 def _on_hopper(family: str, problem: Matmul) -> str | None:
     if problem.platform != "sm_90":
-        return "needs Hopper's tensor core instructions (compute capability 9.0)"
+        return NEEDS_HOPPER
     if reason := _of_family(family, problem):
         return reason
     if family == "q1" and -(-problem.n // 16) % 4:
@@ -288,7 +290,7 @@ def _many_queries(problem: Attention) -> str | None:
 
 def _prefill_sm90(problem: Attention) -> str | None:
     if problem.phase == "prefill" and problem.platform != "sm_90":
-        return "needs Hopper's tensor core instructions (compute capability 9.0)"
+        return NEEDS_HOPPER
     if reason := _many_queries(problem):
         return reason
     return f"pages of {problem.page_size} are no multiple of 64" if problem.page_size % 64 else None
@@ -341,6 +343,28 @@ def _layer_products(problem: Step) -> str | None:
         ),
         None,
     )
+
+
+def _layer_gemms(problem: Step) -> str | None:
+    if problem.platform != "sm_90":
+        return NEEDS_HOPPER
+    if reason := _several_phases(problem):
+        return reason
+    if not 9 <= problem.rows <= STEP_ROWS:
+        return f"is for 9 to {STEP_ROWS} rows"
+    if problem.layers is None or (others := _not_of_family("q1", problem.layers)):
+        return "not all layers' weights are Q1_0, joined by layer" + (
+            "" if problem.layers is None else f": {others}"
+        )
+    if problem.bits != 8:
+        return f"activations are passed on as 8 bits; {problem.bits} were asked for"
+    if any(n % 64 for layer in problem.layers for parts in layer for _, n in parts):
+        return "its tiles are 64 outputs"
+    if reason := _attention(problem.attention):
+        return reason
+    if problem.attention.rotated is not None:
+        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns all"
+    return None
 
 
 def _several_phases(problem: Step) -> str | None:
@@ -406,6 +430,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
     Step: {
         "one_launch": Candidate(_one_launch),
         "layer_products": Candidate(_layer_products),
+        "layer_gemms": Candidate(_layer_gemms),
         "launches": Candidate(_never),
     },
     DeltaNet: {

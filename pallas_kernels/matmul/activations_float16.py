@@ -63,6 +63,7 @@ def activations_float16(
     return prologue.launch_rows(
         functools.partial(_round_row, columns=columns, places=places, warps=warps, eps=eps, group=group),
         x,
+        rows,
         gamma,
         layer,
         {

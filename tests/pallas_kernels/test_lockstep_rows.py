@@ -90,6 +90,25 @@ def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, 
     np.testing.assert_allclose(scale, largest.astype(np.float64) / top * norm, rtol=1e-6)
 
 
+@pytest.mark.parametrize(("columns", "residual"), [(4096, True), (896, True), (896, False)])
+def test_parts_are_added_in_order_and_rounded_as_their_sum(columns, residual):
+    rng = np.random.default_rng(columns)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    parts, gamma, rows = draw(3, 16, columns), draw(1, columns), 5
+    before = draw(rows, columns) if residual else None
+    x = parts[0, :rows] if before is None else before + parts[0, :rows]
+    for part in parts[1:]:
+        x = x + part[:rows]
+    with lockstep():
+        q, scale = activations_int8.activations_int8(x, gamma, None, 1e-6)
+        *got, total = activations_int8.activations_int8(
+            prologue.Parts(parts, before), gamma, None, 1e-6, rows=rows
+        )
+    np.testing.assert_array_equal(total, x)
+    for a, b in zip(got, (q, scale), strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[:, :, :rows], np.asarray(b)[:, :, :rows])
+
+
 def test_rows_are_the_same_among_more_than_a_step_has():
     """Whose blocks have fewer warps."""
     x = np.random.default_rng(0).standard_normal((prologue.FEW_ROWS + 1, 2560)).astype(np.float32)
