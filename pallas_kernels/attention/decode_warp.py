@@ -38,6 +38,7 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
 )
 
+MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 
 
@@ -73,10 +74,21 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=N
         if next_layer is not None:
             ask_for(plan, cache, share, next_layer)
         token = NewToken.of(warp, load_qkv)
-        return lanes.loop(
-            share.start + step, share.stop, step, visit(warp, token, share.start, fetched, None),
-            lambda first, state: visit(warp, token, first, warp.fetch(first), state),
-        )  # fmt: skip
+        second = share.start + step
+        if not warp.fetches_ahead:
+            return lanes.loop(
+                second, share.stop, step, visit(warp, token, share.start, fetched, None),
+                lambda first, state: visit(warp, token, first, warp.fetch(first), state),
+            )  # fmt: skip
+        ahead, structure = jax.tree.flatten(warp.fetch(second))
+        state = visit(warp, token, share.start, fetched, None)
+
+        def following(first, carry):
+            state, fetched = carry[: -len(ahead)], jax.tree.unflatten(structure, carry[-len(ahead) :])
+            behind = jax.tree.leaves(warp.fetch(first + step))
+            return visit(warp, token, first, fetched, state) + behind
+
+        return lanes.loop(second, share.stop, step, state + ahead, following)[: len(state)]
 
     nothing = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
     maximum, total, *o = lanes.choose(warp.has_keys, attended, nothing)
@@ -131,6 +143,13 @@ class Warp:
             return None
         page = self.page_of(first) if page is None else page
         return self.fetch_keys(first, page), self.fetch_scales(first, page), self.fetch_values(first, page)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether keys are fetched while those before them are visited, else a warp waits for memory at each
+        16: where registers have room for both."""
+        numbers = jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
+        return self.plan.head_dim * numbers <= MOST_AHEAD
 
     def fetch_keys(self, first, page):
         return self.load(self.cache.keys, self.keys_of(first)[0], self.key_part, page)
