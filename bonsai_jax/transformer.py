@@ -242,13 +242,12 @@ def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, c
 
 
 def _by_layer_gemms(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
-    """All layers of a decode step of many rows, by eight kernels each."""
+    """All layers of a decode step of many rows, by eight kernels each, or a few more."""
     from pallas_kernels.step import layer_gemms  # only GPUs need it
 
     w = params.layers
     assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
-    parts = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
-    matrices = [part for part in parts if isinstance(part, QTensor)]  # all: see selection.Step
+    stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see selection.Step
     head_norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
     workspace = empty_workspace(x.shape[0], config.num_heads, cache.k)
     of_step = (cache.block_table, positions[:, 0], (rotation[0][:, 0], rotation[1][:, 0]))
@@ -259,7 +258,7 @@ def _by_layer_gemms(x, cache: KVCache, params: Params, positions, rotation, conf
         )
         total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(kernels)(
             total,
-            matrices,
+            stacks,
             (w.attn_norm, w.ffn_norm),
             head_norms,
             w.bqkv,

@@ -16,7 +16,7 @@
                any                 other                       or none    reference
     Step       q1                  1 to 16, if they have room  from 9.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
-               q1                  9 to 256                    9.0        layer_gemms
+               q1, kq              9 to 256                    9.0        layer_gemms
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
                float32             more                        from 8.0   delta_chunks
@@ -352,13 +352,17 @@ def _layer_gemms(problem: Step) -> str | None:
         return reason
     if not 9 <= problem.rows <= STEP_ROWS:
         return f"is for 9 to {STEP_ROWS} rows"
-    if problem.layers is None or (others := _not_of_family("q1", problem.layers)):
-        return "not all layers' weights are Q1_0, joined by layer" + (
-            "" if problem.layers is None else f": {others}"
-        )
+    if problem.layers is None:
+        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
     if problem.bits != 8:
-        return f"activations are passed on as 8 bits; {problem.bits} were asked for"
-    if any(n % 64 for layer in problem.layers for parts in layer for _, n in parts):
+        return f"activations are rounded to 8 bits, or to float16; {problem.bits} bits were asked for"
+    for _, o, gate, up, down in problem.layers:
+        if gate != up:
+            return "gate and up have different formats"
+        if max(map(len, (o, gate, down))) > 1:
+            return "a matrix is of several formats"
+    pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
+    if any(formats.family(format) == "q1" and n % 64 for format, n in pieces):
         return "its tiles are 64 outputs"
     if reason := _attention(problem.attention):
         return reason

@@ -173,7 +173,7 @@ def planned(
         tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
         step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
         clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
-        clocks += clocks_of_sums(m * n, splits) if summed else m * n * splits / 800
+        clocks += clocks_of_sums(m * n, splits, summed)
         fits = (s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s, matrices, planes) <= shared)
         best.append((clocks, Plan(warpgroups, tokens, splits, next(fits))))
     return min(best)[1]
@@ -474,10 +474,10 @@ def _store(sums, out_smem, matrices: int, added: bool):
     store(*(sums, out_smem))
 
 
-def prologue(x, weights, layer, gamma, eps: float) -> tuple[jax.Array, jax.Array]:
+def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as integers (prefill.py)."""
     gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
-    return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits)
+    return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits, rows=rows)
 
 
 def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:

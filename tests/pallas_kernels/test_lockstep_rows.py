@@ -90,8 +90,12 @@ def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, 
     np.testing.assert_allclose(scale, largest.astype(np.float64) / top * norm, rtol=1e-6)
 
 
+ROUNDINGS = [(activations_int8, {}), *((activations_float16, {"group": n}) for n in (None, 16, 32))]
+
+
 @pytest.mark.parametrize(("columns", "residual"), [(4096, True), (896, True), (896, False)])
-def test_parts_are_added_in_order_and_rounded_as_their_sum(columns, residual):
+@pytest.mark.parametrize(("module", "options"), ROUNDINGS, ids=["int8", "float16", "by 16", "by 32"])
+def test_parts_are_added_in_order_and_rounded_as_their_sum(module, options, columns, residual):
     rng = np.random.default_rng(columns)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     parts, gamma, rows = draw(3, 16, columns), draw(1, columns), 5
@@ -100,13 +104,13 @@ def test_parts_are_added_in_order_and_rounded_as_their_sum(columns, residual):
     for part in parts[1:]:
         x = x + part[:rows]
     with lockstep():
-        q, scale = activations_int8.activations_int8(x, gamma, None, 1e-6)
-        *got, total = activations_int8.activations_int8(
-            prologue.Parts(parts, before), gamma, None, 1e-6, rows=rows
-        )
+        run = getattr(module, module.__name__.split(".")[-1])
+        want = run(x, gamma, None, 1e-6, **options)
+        *got, total = run(prologue.Parts(parts, before), gamma, None, 1e-6, rows=rows, **options)
     np.testing.assert_array_equal(total, x)
-    for a, b in zip(got, (q, scale), strict=True):
-        np.testing.assert_array_equal(np.asarray(a)[:, :, :rows], np.asarray(b)[:, :, :rows])
+    of_rows = (slice(None),) * 2 * (not options)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[*of_rows, :rows], np.asarray(b)[*of_rows, :rows])
 
 
 def test_rows_are_the_same_among_more_than_a_step_has():
