@@ -67,8 +67,8 @@ def decoder(
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
     their kinds repeat; weights stay stacked and are indexed by layer. A decode step on kernels is one launch,
-    or two a layer, where that is its schedule, else unrolled: a GPU captures straight code as one graph, but
-    a loop not.
+    or two a layer, or eight, where that is its schedule, else unrolled: a GPU captures straight code as one
+    graph, but a loop not.
     """
     taps = Taps() if taps is None else taps
 
