@@ -59,21 +59,21 @@ def activations_float16(
 
     K is a multiple of 8, or of the group.
     """
-    *_, most, columns = (x.parts if isinstance(x, prologue.Parts) else x).shape
-    rows, places = rows or most, columns
+    m, columns = prologue.sizes(x, rows)
+    places = columns
     if group is not None:
         places += -columns % COLUMNS
-    warps = prologue.warps_of_block(rows, places)
+    warps = prologue.warps_of_block(m, places)
     results = {
-        "a_gmem": jax.ShapeDtypeStruct((rows, places), jnp.float16),
-        "scale_gmem": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        "a_gmem": jax.ShapeDtypeStruct((m, places), jnp.float16),
+        "scale_gmem": jax.ShapeDtypeStruct((m,), jnp.float32),
     }
     if isinstance(x, prologue.Parts):
-        results["sum_gmem"] = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
+        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
         functools.partial(_round_row, columns=columns, places=places, warps=warps, eps=eps, group=group),
         x,
-        rows,
+        m,
         gamma,
         layer,
         results,

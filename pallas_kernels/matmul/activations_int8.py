@@ -58,17 +58,16 @@ def activations_int8(
     what is behind M means nothing. q has the highest 8 bits first, signed; where there are others, they are
     unsigned. s has the factor 256 of the highest.
     """
-    *_, most, columns = (x.parts if isinstance(x, prologue.Parts) else x).shape
-    rows = rows or most
+    m, columns = prologue.sizes(x, rows)
     places = columns + -columns % (4 * GROUP)
-    warps = prologue.warps_of_block(rows, places)
-    results = results_of(rows, columns, bits)
+    warps = prologue.warps_of_block(m, places)
+    results = results_of(m, columns, bits)
     if isinstance(x, prologue.Parts):
-        results["sum_gmem"] = jax.ShapeDtypeStruct((rows, columns), jnp.float32)
+        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
         functools.partial(_quantize_row, columns=columns, places=places, warps=warps, eps=eps, bits=bits),
         x,
-        rows,
+        m,
         gamma,
         layer,
         results,

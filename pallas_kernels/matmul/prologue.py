@@ -38,6 +38,12 @@ class Parts(NamedTuple):
     residual: Any = None
 
 
+def sizes(x: jax.Array | Parts, rows: int | None) -> tuple[int, int]:
+    """(M, K) of x, or of its first rows."""
+    *_, most, columns = (x.parts if isinstance(x, Parts) else x).shape
+    return most if rows is None else rows, columns
+
+
 def launch_rows(
     body: Callable,
     x: jax.Array | Parts,

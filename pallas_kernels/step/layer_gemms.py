@@ -37,7 +37,7 @@ def run(
     block_table: jax.Array,
     positions: jax.Array,
     rotation: tuple[jax.Array, jax.Array],
-    workspace: jax.Array | None,
+    workspace: jax.Array,
     *,
     layer: int,
     eps: float,
