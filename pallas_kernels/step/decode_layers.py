@@ -173,7 +173,7 @@ class _Step:
                 me, lambda columns: [memory.load(self.gamma[phase], layer, at + more) for at, more in columns]
             )
         mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
-        added = self._added(phase, layer, mine)
+        added = self._added(phase, layer, [(row, n) for *_, row, _, n in mine])
         received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
         with lanes.when(me.thread == THREADS - 32):
             self.weights.request_during(phase, layer)
@@ -187,6 +187,8 @@ class _Step:
 
     def _pass_on(self, phase: Phase, layer):
         """What a phase reads, by a warp of some block for each row of a group."""
+        if phase == Phase.O and self.attends_groups and self.attention.splits == 1:
+            return  # attention has done it
         p, warp = self.products[phase], lanes.thread() // 32
         assert isinstance(p, RowsProduct)
         items = p.groups * -(-p.rows // p.warps)  # of as many rows as a block has warps
@@ -227,17 +229,23 @@ class _Step:
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
-        for section in p.sections:
+
+        def one_section(first, carry):
+            section = Section(first, p.section_rows)
             x = p.receive(
                 me, section, lambda places: self.workspace.receive_passed_on(phase, layer, places, p)
             )
-            if section.first == 0:
-                with lanes.when(me.thread == THREADS - 32):
-                    self.weights.request_during(phase, layer)
+            with lanes.when((me.thread == THREADS - 32) & (first == 0)):
+                self.weights.request_during(phase, layer)
             p.store_squares(me, section, x, self.scratch)
-            if section.first == 0:
-                self.weights.wait(phase, layer)
+            self.weights.wait(phase, layer)
             self._rounds(phase, layer, me, section, x)
+            return carry
+
+        if p.section_rows == p.rows:
+            one_section(index(0), [])
+        else:  # a loop: straight code of both would be more than the instruction cache has room for
+            lanes.loop(0, p.rows, p.section_rows, [], one_section)
 
     def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
         """A section's product with all of the block's tiles."""
@@ -246,7 +254,7 @@ class _Step:
 
         def one_round(first, carry):
             mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
-            added = self._added(phase, layer, mine, section.first)
+            added = self._added(phase, layer, [(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine])
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             sums = p.multiply(
                 me, x,
@@ -273,17 +281,15 @@ class _Step:
 
         return store
 
-    def _added(self, phase: Phase, layer, mine: list, first_row: int = 0) -> list:
-        """To each of this thread's outputs: the residual, which is this block's own, or the bias."""
+    def _added(self, phase: Phase, layer, mine: list) -> list:
+        """To each of this thread's outputs, (row, n): the residual, which is this block's own, or the
+        bias."""
         last = 16 * self.products[phase].n_tiles - 1
         if phase in (Phase.O, Phase.DOWN):
             width = self.shapes.width(Vector.X)
-            return [
-                memory.load_written_by_others(self.x, (row + first_row) * width + minimum(n, last))
-                for *_, row, _, n in mine
-            ]
+            return [memory.load_written_by_others(self.x, row * width + minimum(n, last)) for row, n in mine]
         if phase == Phase.QKV and self.bias is not None:
-            return [memory.load(self.bias, layer, minimum(n, last)) for *_, n in mine]
+            return [memory.load(self.bias, layer, minimum(n, last)) for _, n in mine]
         return []
 
     def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes):

@@ -55,10 +55,9 @@ class RowsOfBytes(RowsProduct):
     words, side_by_side, at_once = 48, 4, False
 
     @property
-    def sections(self) -> list[Section]:
+    def section_rows(self) -> int:
         kept = KEPT_WORDS * 2 * self.per_warp * -(-self.rows // WIDTH)
-        most = self.rows if kept <= MOST_KEPT else WIDTH
-        return [Section(first, min(most, self.rows - first)) for first in range(0, self.rows, most)]
+        return self.rows if kept <= MOST_KEPT else min(self.rows, WIDTH)
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
@@ -96,7 +95,7 @@ class RowsOfBytes(RowsProduct):
         of_group = self.rows * self.words
         wanted = []
         for first in _eights(section):
-            row = minimum(me.g, section.rows - first - 1) + (section.first + first)
+            row = minimum(me.g + (section.first + first), self.rows - 1)
             of_lane = row * 16 + me.t * 4
             wanted += [
                 (base * of_group + of_lane, more * of_group + v * (16 * self.rows))
@@ -120,9 +119,9 @@ class RowsOfBytes(RowsProduct):
             squares = real(0)
             for at, words in rows.words.items():
                 squares = fma(memory.untagged(words[11]), me.count[at], squares)
-            begin = (section.first + first) * self.warps + self.sums
-            with lanes.when((me.t == 2) & (me.g < section.rows - first)):
-                memory.store(squares, scratch_smem, me.g * self.warps + me.warp + begin)
+            row = me.g + (section.first + first)
+            with lanes.when((me.t == 2) & (row < self.rows)):
+                memory.store(squares, scratch_smem, row * self.warps + me.warp + self.sums)
 
     def multiply(self, me: LaneColumns, x: list[Rows], words: Callable, scales: Callable) -> dict:
         """{(u, m): [eight of the rows][row g, g + 8][row of x 2 t, 2 t + 1]}"""

@@ -27,9 +27,10 @@ MOST_TILES = 8  # of a round, of both matrices: so few have their sums in regist
 
 
 class Section(NamedTuple):
-    """Rows that are multiplied with each weight at once: `rows` from `first` on."""
+    """Rows that are multiplied with each weight at once: `rows` from `first` on, of which the last may not be
+    there."""
 
-    first: int
+    first: Any
     rows: int
 
 
@@ -66,14 +67,14 @@ class RowsProduct(abc.ABC):
         return self.columns // GROUP
 
     @property
-    def sections(self) -> list[Section]:
-        """Of the rows, one after the other."""
-        return [Section(0, self.rows)]
+    def section_rows(self) -> int:
+        """Of each section."""
+        return self.rows
 
     @property
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory."""
-        room = MOST_SUMS // (self.matrices * self.sections[0].rows * self.sums_of_row)
+        room = MOST_SUMS // (self.matrices * self.section_rows * self.sums_of_row)
         most = min(self.tiles, room, MOST_TILES // self.matrices)
         return -(-self.tiles // -(-self.tiles // most))
 
@@ -83,7 +84,7 @@ class RowsProduct(abc.ABC):
 
     @property
     def sums(self) -> int:
-        return self.together * self.matrices * self.sections[0].rows * self.sums_of_row
+        return self.together * self.matrices * self.section_rows * self.sums_of_row
 
     @property
     def scratch(self) -> int:
@@ -96,31 +97,33 @@ class RowsProduct(abc.ABC):
 
     def my_outputs(self, me: LaneColumns, section: Section, first, first_tile) -> list:
         """This thread's outputs of the round from tile `first` on: (whether it is there, u, row of the
-        section, index within the tile, n)."""
+        section, index within the tile, n, row of all)."""
         out, threads = [], self.warps * 32
         for begin in range(0, self.together * section.rows * 16, threads):
             at = me.thread + begin
             inside, row, u = at % 16, at // 16 % section.rows, at // (16 * section.rows)
             tile = first + u
             valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
-            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside))
+            of_all = row + section.first
+            if section.rows < self.rows:
+                valid = valid & (of_all < self.rows)
+            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, of_all))
         return out
 
     def outputs(self, section: Section, scratch_smem, mine: list, store: Callable):
-        """Behind a block barrier: store(i, row, n, y) for each of my_outputs, of all rows."""
+        """Behind a block barrier: store(i, row of all, n, y) for each of my_outputs."""
 
         def over_warps(at, stride):
             return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.warps)
 
-        for i, (valid, u, row, inside, n) in enumerate(mine):
+        for i, (valid, u, row, inside, n, of_all) in enumerate(mine):
             with lanes.when(valid):
                 y = [over_warps(self.place(section, u, m, row) + inside, 16) for m in range(self.matrices)]
-                row = row + section.first
                 norm = None
                 if self.normed:
-                    squares = over_warps(row * self.warps + self.sums, 1)
+                    squares = over_warps(of_all * self.warps + self.sums, 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
-                store(i, row, n, epilogue.finished(y, norm))
+                store(i, of_all, n, epilogue.finished(y, norm))
 
     @abc.abstractmethod
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
