@@ -60,6 +60,9 @@ class Cache:
     k_gamma: Any
 
 
+MOST_ROWS_TWICE = 8
+
+
 def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
@@ -67,28 +70,40 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=N
     next_layer  its first keys and values are asked for, into the L2 cache
     """
     warp, step = Warp.of(plan, cache, share, layer), KEYS * plan.team
+    one_body = next_layer is not None and plan.rows > MOST_ROWS_TWICE
 
     def attended():
         # Before q is asked for, which other blocks may still be making.
-        fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
+        fetched = (
+            None if one_body else warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
+        )
         if next_layer is not None:
             ask_for(plan, cache, share, next_layer)
         token = NewToken.of(warp, load_qkv)
-        second = share.start + step
-        if not warp.fetches_ahead:
+        if one_body:
             return lanes.loop(
-                second, share.stop, step, visit(warp, token, share.start, fetched, None),
+                share.start, share.stop, step, nothing,
                 lambda first, state: visit(warp, token, first, warp.fetch(first), state),
             )  # fmt: skip
-        ahead, structure = jax.tree.flatten(warp.fetch(second))
+        second = share.start + step
+        # Where the next keys are, and themselves where there is room: known before they are wanted.
+        held = (warp.fetch(second), warp.page_of(second + step)) if warp.fetches_ahead else None
+        if held is None and fetched is not None and next_layer is None:  # alone, with a register to spare
+            held = warp.page_of(second)
+        held, structure = jax.tree.flatten(held)
         state = visit(warp, token, share.start, fetched, None)
 
         def following(first, carry):
-            state, fetched = carry[: -len(ahead)], jax.tree.unflatten(structure, carry[-len(ahead) :])
-            behind = jax.tree.leaves(warp.fetch(first + step))
-            return visit(warp, token, first, fetched, state) + behind
+            state, behind = carry[: len(nothing)], jax.tree.unflatten(structure, carry[len(nothing) :])
+            if warp.fetches_ahead:
+                of_step, page = behind
+                behind = warp.fetch(first + step, page), warp.page_of(first + 2 * step)
+            else:
+                of_step = warp.fetch(first, behind)
+                behind = None if behind is None else warp.page_of(first + step)
+            return visit(warp, token, first, of_step, state) + jax.tree.leaves(behind)
 
-        return lanes.loop(second, share.stop, step, state + ahead, following)[: len(state)]
+        return lanes.loop(second, share.stop, step, state + held, following)[: len(nothing)]
 
     nothing = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
     maximum, total, *o = lanes.choose(warp.has_keys, attended, nothing)
