@@ -25,10 +25,11 @@ def rotate(x):
 
 @jax.custom_jvp
 def quantize(x):
-    scales = (jnp.abs(x).max(-1) / LARGEST).astype(jnp.bfloat16)
-    scale = scales.astype(jnp.float32)[..., None]
+    # XLA leaves out a rounding to bfloat16 and back on GPUs: numbers would be divided by what is not stored.
+    scales = jax.lax.reduce_precision(jnp.abs(x).max(-1) / LARGEST, exponent_bits=8, mantissa_bits=7)
+    scale = scales[..., None]
     numbers = jnp.where(scale > 0, jnp.round(x / scale), 0).astype(jnp.int8)
-    return {"numbers": numbers, "scales": scales}
+    return {"numbers": numbers, "scales": scales.astype(jnp.bfloat16)}
 
 
 @quantize.defjvp
