@@ -60,9 +60,6 @@ class Cache:
     k_gamma: Any
 
 
-MOST_ROWS_TWICE = 8
-
-
 def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
@@ -70,21 +67,13 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=N
     next_layer  its first keys and values are asked for, into the L2 cache
     """
     warp, step = Warp.of(plan, cache, share, layer), KEYS * plan.team
-    one_body = next_layer is not None and plan.rows > MOST_ROWS_TWICE
 
     def attended():
         # Before q is asked for, which other blocks may still be making.
-        fetched = (
-            None if one_body else warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
-        )
+        fetched = warp.fetch(share.start, share.page if plan.page_size % KEYS == 0 else None)
         if next_layer is not None:
             ask_for(plan, cache, share, next_layer)
         token = NewToken.of(warp, load_qkv)
-        if one_body:
-            return lanes.loop(
-                share.start, share.stop, step, nothing,
-                lambda first, state: visit(warp, token, first, warp.fetch(first), state),
-            )  # fmt: skip
         second = share.start + step
         # Where the next keys are, and themselves where there is room: known before they are wanted.
         held = (warp.fetch(second), warp.page_of(second + step)) if warp.fetches_ahead else None
