@@ -77,8 +77,8 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, load_qkv, next_layer=N
         second = share.start + step
         # Where the next keys are, and themselves where there is room: known before they are wanted.
         held = (warp.fetch(second), warp.page_of(second + step)) if warp.fetches_ahead else None
-        if held is None and fetched is not None and next_layer is None:  # alone, with a register to spare
-            held = warp.page_of(second)
+        if held is None and fetched is not None and next_layer is None and warp.number_bytes <= 2:
+            held = warp.page_of(second)  # there is a register to spare
         held, structure = jax.tree.flatten(held)
         state = visit(warp, token, share.start, fetched, None)
 
@@ -152,8 +152,12 @@ class Warp:
     def fetches_ahead(self) -> bool:
         """Whether keys are fetched while those before them are visited, else a warp waits for memory at each
         16: where registers have room for both."""
-        numbers = jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
-        return self.plan.head_dim * numbers <= MOST_AHEAD
+        return self.plan.head_dim * self.number_bytes <= MOST_AHEAD
+
+    @property
+    def number_bytes(self) -> int:
+        """Of a key's numbers."""
+        return jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
 
     def fetch_keys(self, first, page):
         return self.load(self.cache.keys, self.keys_of(first)[0], self.key_part, page)
