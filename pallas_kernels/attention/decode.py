@@ -30,10 +30,12 @@ from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select
+from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
+from pallas_kernels.matmul import activations_int8
+from pallas_kernels.matmul.activations_int8 import GROUP, columns_of_lane, store_group
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated"))
+@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "integers"))
 def decode_attention(
     qkv,
     k_pages,
@@ -48,10 +50,15 @@ def decode_attention(
     eps,
     interleaved,
     gated=False,
-) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
-    """The kernel behind pallas_kernels.attention.attend; arguments and results are described there."""
+    integers=False,
+) -> tuple[Any, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
+    """The kernel behind pallas_kernels.attention.attend; arguments and results are described there.
+
+    qkv may be [splits, rows or more, width], parts that nobody has added yet. With integers the output is
+    (q, scale), as `activations_int8` makes them of it: by the same launch, where its blocks make whole
+    groups."""
     page_size, kv_heads, head_dim = cache_layouts.shape(k_pages)[2:]
-    batch, width = qkv.shape[0], (qkv.shape[1] - 2 * kv_heads * head_dim) // (1 + gated)
+    batch, width = len(positions), (qkv.shape[-1] - 2 * kv_heads * head_dim) // (1 + gated)
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
@@ -66,10 +73,12 @@ def decode_attention(
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     workspace = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if workspace is None else workspace)
     refs, structure = jax.tree.flatten(pages)
-    layout = cache_layouts.of(k_pages)
+    layout, out_type = cache_layouts.of(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    if integers and phase.makes_groups:
+        out_type = tuple(activations_int8.results_of(batch, width).values())
     kernel = plgpu.kernel(
         functools.partial(_body, phase=phase, layout=layout, structure=structure),
-        out_type=jax.ShapeDtypeStruct((batch, width), jnp.float32),
+        out_type=out_type,
         grid=(phase.blocks,),
         grid_names=("block",),
         num_threads=phase.warps // 4,
@@ -84,6 +93,8 @@ def decode_attention(
     angles = (cos, sin) if phase.turned else ()
     operands = [qkv, *angles, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
     out = kernel(*operands, *(norms or ()), *refs, workspace)
+    if integers and not phase.makes_groups:
+        out = activations_int8.activations_int8(out)
     return out, *jax.tree.map(jax.freeze, pages), jax.freeze(workspace)
 
 
@@ -94,18 +105,32 @@ def _body(*refs, phase: "Attention", layout, structure):
         cos, sin, *refs = refs if phase.turned else (None, None, *refs)
         positions, table, layer_gmem, *refs = refs
         q_gamma, k_gamma, *refs = refs if phase.normed else (None, None, *refs)
-        *pages, workspace, out, scratch_smem, slots_smem = refs
+        of_pages = structure.num_leaves
+        pages, workspace, *out, scratch_smem, slots_smem = refs[:of_pages], *refs[of_pages:]
         keys, values = jax.tree.unflatten(structure, pages)
 
         def load_qkv(row, columns):
-            return [v for first, i in columns for v in memory.load_reals(4, qkv, [row, first + i])]
+            if len(qkv.type.shape) == 2:
+                return [v for first, i in columns for v in memory.load_reals(4, qkv, [row, first + i])]
+            splits = range(qkv.type.shape[0])
+            parts = ([memory.load_reals(4, qkv, [s, row, first + i]) for s in splits] for first, i in columns)
+            return [total(of) for of_column in parts for of in zip(*of_column, strict=True)]
 
         def store_out(value, row, n):
             if phase.gated:
                 head, at = n // phase.head_dim, n % phase.head_dim
                 gate = memory.load(qkv, row, head * (2 * phase.head_dim) + at + phase.head_dim)
                 value = value * lanes.reciprocal(exp(-gate) + 1)
-            memory.store(value, out, row, n)
+            memory.store(value, out[0], row, n)
+
+        def pass_on(row, heads, load):
+            """Of the block's heads whole groups, a warp's each."""
+            groups = phase.heads * phase.head_dim // GROUP
+            for first in range(0, groups, phase.team):
+                group = team_warp(phase) + first
+                with lanes.when(group < groups):
+                    group = heads * groups + group
+                    store_group(load(columns_of_lane(group)), row, group, *out)
 
         cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
         layer = index(memory.load(layer_gmem, 0))
@@ -115,7 +140,10 @@ def _body(*refs, phase: "Attention", layout, structure):
         size, slots = visit_bytes(phase, layout), None
         if size:
             slots = lambda warp: memory.shared_address(slots_smem) + warp * size  # noqa: E731
-        phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange, slots=slots)
+        phase.run(
+            cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
+            pass_on=pass_on if len(out) > 1 else None, slots=slots,
+        )  # fmt: skip
 
     kernel(*refs)
 
@@ -185,6 +213,12 @@ class Attention(Plan):
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""
         return (lanes.block() < self.blocks) & (self._owner()[-1] < self._splits(kept.position)[-1])
+
+    @property
+    def makes_groups(self) -> bool:
+        """Whether each block makes whole groups of 128 outputs, and all of them, in whole fours."""
+        of_block, width = self.heads * self.head_dim, self.kv_heads * self.group * self.head_dim
+        return self.splits == 1 and not self.gated and of_block % GROUP == 0 and width % (4 * GROUP) == 0
 
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""

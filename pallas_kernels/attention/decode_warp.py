@@ -30,6 +30,7 @@ from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
+MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 
 
@@ -56,6 +57,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
+    behind = warp.page_of(first + step) if fetched is not None and warp.fetches_ahead else None
     if next_layer is not None:
         ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
@@ -68,7 +70,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         return jax.tree.leaves(visit(warp, token, base, step, slot, *jax.tree.unflatten(structure, carry)))
 
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
-    carry, structure = jax.tree.flatten((state, fetched))
+    carry, structure = jax.tree.flatten((state, fetched, behind))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
@@ -125,6 +127,13 @@ class Warp:
         """16 keys and values as they are stored, [key][part], and between them their scales; the last in
         place of those that are not there yet."""
         return self.fetch_keys(base, page), self.fetch_scales(base, page), self.fetch_values(base, page)
+
+    @property
+    def fetches_ahead(self) -> bool:
+        """Whether what is fetched next is asked for before this has been read, else a warp waits for memory
+        at each 16 keys: where registers have room for both."""
+        numbers = jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
+        return self.plan.head_dim * numbers <= MOST_AHEAD
 
     def fetch_keys(self, base, page):
         return self.load(self.cache.keys, self.keys_of(base)[0], self.key_part, page)
@@ -236,22 +245,24 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any):
+def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, page_behind: Any):
     """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
     are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
-    none, and they are asked for when they are wanted.
+    none, and they are asked for when they are wanted. Where registers have room for both, they are asked for
+    at once.
 
     state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
              for each (c, i) those at 64 c + 16 t + i and + 8
     fetched  (keys, scales, values), or None
-    Returns state and fetched of the next visit.
+    page_behind  `page_of` the keys `step` behind, if it must be known at once
+    Returns state, fetched and page_behind of the next visit.
     """
     share, layout, zero = warp.share, warp.cache.layout, real(0)
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
     copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
-    more = behind < share.stop
-    page = warp.page_of(base if wide else behind)
+    more, ahead = behind < share.stop, fetched is not None and warp.fetches_ahead
+    page = page_behind if ahead else warp.page_of(base if wide else behind)
     if copied:
         memory.wait_copies(1)
         lanes.warp_barrier()
@@ -260,6 +271,9 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any):
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     assert fetched is not None
     keys, scales, values = fetched
+    if ahead:
+        next_fetched = chosen(more, lambda: warp.fetch(behind, page), fetched)
+        page_behind = warp.page_of(behind + step)
     keys, scales = chosen(
         has_new, lambda: warp.with_new(token, key_js, keys, value_js, scales), [keys, scales]
     )
@@ -268,7 +282,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any):
     scores = scaled(multiplied(layout, operands, unit, keys), key_scales)
     if copied:
         warp.copy_behind(0, behind, page, slot)
-    elif not wide:
+    elif not wide and not ahead:
         keys, scales = chosen(
             more, lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)], [keys, scales]
         )
@@ -296,9 +310,11 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any):
     if copied:
         warp.copy_behind(1, behind, page, slot)
     if copied or wide:
-        return state, None
+        return state, None, None
+    if ahead:
+        return state, next_fetched, page_behind
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return state, (keys, scales, values)
+    return state, (keys, scales, values), None
 
 
 def chosen(condition, values, otherwise):

@@ -72,7 +72,7 @@ class Plan(NamedTuple):
     splits: int = 1
 
 
-@functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan"))
+@functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan", "summed"))
 def kq_prefill_sm90(
     a: jax.Array,
     scale: jax.Array,
@@ -85,6 +85,7 @@ def kq_prefill_sm90(
     multiprocessors: int,
     shared: int,
     plan: Plan | None = None,
+    summed: bool = True,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
 
@@ -98,6 +99,7 @@ def kq_prefill_sm90(
     format    of the weights, of the family "kq"
     multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
     plan      instead of the one chosen for these sizes
+    summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n].
     """
     m = a.shape[0]
@@ -107,7 +109,7 @@ def kq_prefill_sm90(
     scale_bytes = kq_float16.bytes_of_scales(formats.get(format).LANES)
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
-    plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
+    plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared, summed)
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
@@ -157,7 +159,8 @@ def kq_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return in_order(kernel(*operands)[:, :m, :n], after)
+    parts = kernel(*operands)[:, :m, :n]
+    return in_order(parts, after) if summed else parts
 
 
 def planned(
@@ -169,6 +172,7 @@ def planned(
     scale_bytes: int,
     multiprocessors: int,
     shared: int,
+    summed: bool = True,
 ) -> Plan:
     """What is done soonest, of what shared memory has room for. The sums of a product whose columns are split
     are added by XLA; of SwiGLU they would have to be added before it.
@@ -192,7 +196,7 @@ def planned(
                 continue  # the block that brings activations waits in the end until each slot is free again
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
                 clocks *= 1 if slots >= STEPS else 1.2
-                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * ROWS, splits)
+                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * ROWS, splits, summed)
                 best.append((clocks, plan))
                 break
     return min(best)[1]
@@ -418,21 +422,21 @@ def _body(
                 pl.when(warp == number)(functools.partial(work, number))
 
 
-def prologue(x, weights, layer, gamma, eps: float) -> tuple[jax.Array, jax.Array]:
+def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as float16 in the order of columns above (prefill.py)."""
     group = formats.get(weights[0].format).LANES.group
     gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
-    return activations_float16(x, gamma, index, eps, group=group)
+    return activations_float16(x, gamma, index, eps, group=group, rows=rows)
 
 
-def gemm(a, scale, weights, part_layer, residual) -> jax.Array:
+def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     fields, layer = stacks.whole(tuple(w.fields for w in weights), part_layer)
     (n, _), format = weights[0].shape, weights[0].format
     gpu = device.default()
     return kq_prefill_sm90(
         a, scale, fields, layer, n, residual,
-        format=format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
+        format=format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes, summed=summed,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ global memory (workspace.py). The residual stream itself stays exact with the bl
 workspace has what the others see of it.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -33,7 +34,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
-from pallas_kernels.step.rows_product import RowsProduct
+from pallas_kernels.step.rows_product import RowsProduct, Section
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
@@ -219,7 +220,7 @@ class _Step:
                 me, lambda columns: [memory.load(self.gamma[phase], layer, at + more) for at, more in columns]
             )
         mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
-        added = self._added(phase, layer, mine)
+        added = self._added(phase, layer, [(row, n) for *_, row, _, n in mine])
         received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
         self._request_during(phase, layer)
         x = p.quantize(me, received, gamma)
@@ -239,15 +240,21 @@ class _Step:
                 load = lambda columns: self._residual(phase, layer, row, columns)  # noqa: E731
             self._pass_on_group(phase, layer, group, row, load)
 
+        if phase == Phase.O and self.attends_groups and self.attention.splits == 1:
+            return  # attention has done it
         self._with_groups(phase, pass_on)
 
     def _with_groups(self, phase: Phase, use: Callable):
         """use(group, row), by a warp of some block for each row of the groups that a phase reads."""
-        p, row = self.products[phase], lanes.thread() // 32
+        p, warp = self.products[phase], lanes.thread() // 32
         assert isinstance(p, RowsProduct)
-        for first in range(0, p.groups, self.shapes.blocks):
-            group = lanes.block() + first
-            wanted = (group < p.groups) & (row < p.rows)
+        items = p.groups * -(-p.rows // p.warps)  # of as many rows as a block has warps
+        for first in range(0, items, self.shapes.blocks):
+            item = lanes.block() + first
+            group, row = (
+                (item, warp) if items == p.groups else (item % p.groups, item // p.groups * p.warps + warp)
+            )
+            wanted = (item < items) & (row < p.rows)
             if phase == Phase.O and self.attends_groups:
                 position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
                 wanted = wanted & ~self.attention.has_one_split(position)
@@ -285,15 +292,34 @@ class _Step:
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
         split = self.weights.split(phase)
-        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split))
-        self._request_during(phase, layer)
-        with p.busy_warps(me):
-            p.store_squares(me, x, self.scratch)
-        self.weights.wait(phase, layer)
+
+        def one_section(first, carry):
+            section = Section(first, p.section_rows)
+            x = p.receive(
+                me, section,
+                lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split),
+            )  # fmt: skip
+            with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first == 0):
+                self._request_during(phase, layer)
+            with p.busy_warps(me):
+                p.store_squares(me, section, x, self.scratch)
+            self.weights.wait(phase, layer)
+            self._rounds(phase, layer, me, section, x)
+            return carry
+
+        if p.section_rows == p.rows:
+            one_section(index(0), [])
+        else:  # a loop: straight code of both would be more than the instruction cache has room for
+            lanes.loop(0, p.rows, p.section_rows, [], one_section)
+
+    def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
+        """A section's product with all of the block's tiles."""
+        p = self.products[phase]
+        assert isinstance(p, RowsProduct)
 
         def one_round(first, carry):
-            mine = p.my_outputs(me, first, self.weights.first_tile(phase))
-            added = self._added(phase, layer, mine)
+            mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
+            added = self._added(phase, layer, [(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine])
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             with p.busy_warps(me):
                 sums = p.multiply(
@@ -303,9 +329,9 @@ class _Step:
                         phase, m, tile[u], me.scale_group[pair, h], me.g
                     ),
                 )  # fmt: skip
-                p.store_sums(me, sums, self.scratch)
+                p.store_sums(me, section, sums, self.scratch)
             lanes.block_barrier()
-            p.outputs(self.scratch, mine, self._store(phase, layer, added))
+            p.outputs(section, self.scratch, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
             return carry
 
@@ -325,16 +351,14 @@ class _Step:
         return store
 
     def _added(self, phase: Phase, layer, mine: list) -> list:
-        """To each of this thread's outputs: of one row the residual, which is this block's own; the bias."""
+        """To each of this thread's outputs, (row, n): of one row the residual, which is this block's own; the
+        bias."""
         last = 16 * self.products[phase].n_tiles - 1
         if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
             width = self.shapes.width(Vector.X)
-            return [
-                memory.load_written_by_others(self.x, row * width + minimum(n, last))
-                for *_, row, _, n in mine
-            ]
+            return [memory.load_written_by_others(self.x, row * width + minimum(n, last)) for row, n in mine]
         if phase == Phase.QKV and self.bias is not None:
-            return [memory.load(self.bias, layer, minimum(n, last)) for *_, n in mine]
+            return [memory.load(self.bias, layer, minimum(n, last)) for _, n in mine]
         return []
 
     def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes):

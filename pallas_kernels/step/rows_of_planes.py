@@ -27,7 +27,7 @@ from typing import Any
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import fma, integer, minimum, real, select, sum_of_squares
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, bit_planes, over_lanes
-from pallas_kernels.step.rows_product import RowsProduct
+from pallas_kernels.step.rows_product import RowsProduct, Section
 
 PLANES = 8
 MOST_ROWS = 4  # of 5 on a row would have one column: more instructions than bytes take
@@ -94,7 +94,7 @@ class RowsOfPlanes(RowsProduct):
             (row * 4 + (begin + 4 * self.of_row * self.rows) + lane, memory.tagged(of_row, tag), lane < 4),
         ]
 
-    def receive(self, me: LaneColumns, load: Callable) -> Rows:
+    def receive(self, me: LaneColumns, section: Section, load: Callable) -> Rows:
         of_row, count, last = 4 * self.of_row, self.products, self.rows - 1
         place, row, mine = me.lane % of_row, minimum(me.lane // of_row, last), self._row(me)
         of_group, begin = self.rows * self.words, self.rows * WORDS
@@ -127,7 +127,7 @@ class RowsOfPlanes(RowsProduct):
         """Which of a row's columns, two each."""
         return me.t % (self.of_row // 2)
 
-    def store_squares(self, me: LaneColumns, x: Rows, scratch_smem):
+    def store_squares(self, me: LaneColumns, section: Section, x: Rows, scratch_smem):
         if self.normed:
             row = self._row(me)
             with lanes.when((me.g == 0) & (self._part(me) == 0) & (row < self.rows)):
@@ -152,7 +152,7 @@ class RowsOfPlanes(RowsProduct):
                     y[u, m][r] = fma(d[r], product, y[u, m][r])
         return y
 
-    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
         # Lanes of a row that is not there have the last one's sums, and store them once more: behind a
         # condition the compiler would put the products too, and have no registers for what they wait with.
         row, inside = minimum(self._row(me), self.rows - 1), me.warp * 16 + me.g
@@ -161,7 +161,7 @@ class RowsOfPlanes(RowsProduct):
             y = {at: [v] for at, v in zip(y, summed, strict=True)}
             inside = inside + me.t % 2 * 8
         for (u, m), sums in y.items():
-            at = row * self.sums_of_row + self.place(u, m, 0) + inside
+            at = row * self.sums_of_row + self.place(section, u, m, 0) + inside
             for r, v in enumerate(sums):
                 memory.store(v, scratch_smem, at + 8 * r)
 

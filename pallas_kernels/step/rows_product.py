@@ -1,4 +1,4 @@
-"""Products of 2 to 8 rows as phases of a decode step in one launch (decode_layers.py).
+"""Products of 2 to 16 rows as phases of a decode step in one launch (decode_layers.py).
 
 A group of 128 activations is not made by one block, so nobody who makes a part of it knows its largest; and
 all blocks would quantize all rows if each did it for itself. So it is done between: a warp of some block has
@@ -18,14 +18,23 @@ import abc
 import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 
-MOST_ROWS = 8  # columns of the tensor core
+WIDTH = 8  # columns of the tensor core
+MOST_ROWS = 2 * WIDTH
 MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
+
+
+class Section(NamedTuple):
+    """Rows that are multiplied with each weight at once: `rows` from `first` on, of which the last may not be
+    there."""
+
+    first: Any
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,9 +79,14 @@ class RowsProduct(abc.ABC):
         return self.splits * self.columns // GROUP
 
     @property
+    def section_rows(self) -> int:
+        """Of each section."""
+        return self.rows
+
+    @property
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory."""
-        room = MOST_SUMS // (self.matrices * self.rows * self.sums_of_row)
+        room = MOST_SUMS // (self.matrices * self.section_rows * self.sums_of_row)
         most = min(self.tiles, room, self.most_tiles // self.matrices)
         return -(-self.tiles // -(-self.tiles // most))
 
@@ -91,43 +105,46 @@ class RowsProduct(abc.ABC):
 
     @property
     def sums(self) -> int:
-        return self.together * self.matrices * self.rows * self.sums_of_row
+        return self.together * self.matrices * self.section_rows * self.sums_of_row
 
     @property
     def scratch(self) -> int:
         """float32 of shared memory: sums of a round, then squares [rows, warps]."""
         return self.sums + self.rows * self.busy
 
-    def place(self, u, m, row):
-        """Where the sums of a tile of a round, a matrix and a row of x begin."""
-        return ((u * self.matrices + m) * self.rows + row) * self.sums_of_row
+    def place(self, section: Section, u, m, row):
+        """Where the sums of a tile of a round, a matrix and a row of a section begin."""
+        return ((u * self.matrices + m) * section.rows + row) * self.sums_of_row
 
-    def my_outputs(self, me: LaneColumns, first, first_tile) -> list:
-        """This thread's outputs of the round from tile `first` on: (whether it is there, u, row, index within
-        the tile, n)."""
+    def my_outputs(self, me: LaneColumns, section: Section, first, first_tile) -> list:
+        """This thread's outputs of the round from tile `first` on: (whether it is there, u, row of the
+        section, index within the tile, n, row of all)."""
         out, threads = [], self.warps * 32
-        for begin in range(0, self.together * self.rows * 16, threads):
+        for begin in range(0, self.together * section.rows * 16, threads):
             at = me.thread + begin
-            inside, row, u = at % 16, at // 16 % self.rows, at // (16 * self.rows)
+            inside, row, u = at % 16, at // 16 % section.rows, at // (16 * section.rows)
             tile = first + u
             valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
-            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside))
+            of_all = row + section.first
+            if section.rows < self.rows:
+                valid = valid & (of_all < self.rows)
+            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, of_all))
         return out
 
-    def outputs(self, scratch_smem, mine: list, store: Callable):
-        """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
+    def outputs(self, section: Section, scratch_smem, mine: list, store: Callable):
+        """Behind a block barrier: store(i, row of all, n, y) for each of my_outputs."""
 
         def over_warps(at, stride):
             return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
 
-        for i, (valid, u, row, inside, n) in enumerate(mine):
+        for i, (valid, u, row, inside, n, of_all) in enumerate(mine):
             with lanes.when(valid):
-                y = [over_warps(self.place(u, m, row) + inside, 16) for m in range(self.matrices)]
+                y = [over_warps(self.place(section, u, m, row) + inside, 16) for m in range(self.matrices)]
                 norm = None
                 if self.normed:
-                    squares = over_warps(row * self.busy + self.sums, 1)
+                    squares = over_warps(of_all * self.busy + self.sums, 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
-                store(i, row, n, epilogue.finished(y, norm))
+                store(i, of_all, n, epilogue.finished(y, norm))
 
     @staticmethod
     @abc.abstractmethod
@@ -142,12 +159,12 @@ class RowsProduct(abc.ABC):
         """
 
     @abc.abstractmethod
-    def receive(self, me: LaneColumns, load: Callable) -> Any:
-        """This warp's groups of all rows, when they are there; load: places (an index, a constant and how
-        many words from there) -> words."""
+    def receive(self, me: LaneColumns, section: Section, load: Callable) -> Any:
+        """This warp's groups of a section's rows, when they are there; load: places (an index, a constant and
+        how many words from there) -> words."""
 
     @abc.abstractmethod
-    def store_squares(self, me: LaneColumns, x: Any, scratch_smem):
+    def store_squares(self, me: LaneColumns, section: Section, x: Any, scratch_smem):
         """Behind a norm, each row's sum of squares over this warp's groups."""
 
     @abc.abstractmethod
@@ -156,5 +173,5 @@ class RowsProduct(abc.ABC):
         scales(m, u, p, h) its scales of a group."""
 
     @abc.abstractmethod
-    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
         """Where `outputs` finds them."""

@@ -59,7 +59,7 @@ class Shapes:
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
         if self.rows > MOST_ROWS:
-            return f"{self.rows} rows are more than the {MOST_ROWS} columns of a tensor core"
+            return f"{self.rows} rows are more than the {MOST_ROWS} that two products of a tensor core have"
         if self.rows > 1 and self.bits != 8:
             return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
