@@ -283,7 +283,7 @@ def kernel_names(weights, rows: int) -> str:
 
 
 def step_names(params: Params, rows: int = 1) -> str:
-    """The same of a decode step for so many rows: "one_launch" or "layer_products" where it is those."""
+    """The same of a decode step for so many rows: its schedule where that is not "launches"."""
     schedule = params.step.schedule(rows)
     if schedule == "launches":
         return kernel_names(params, rows)

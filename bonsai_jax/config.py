@@ -249,7 +249,8 @@ class RunConfig:
     schedule     how the kernels of a decode step are launched: "one_launch" for all layers, or
                  "layer_products", one for attention and one for all products between two layers' attention,
                  where a step's rows have room in it, or "launches", some for each layer; "auto": the first
-                 that can run. Naming one that cannot run is an error
+                 that can run, and for many rows fewer than "launches" has. Naming one that cannot run is an
+                 error
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
                  each matrix decoded, where free memory has room for it (card.explain_weights)

@@ -7,6 +7,7 @@ prints it, and nothing decides later: what a jitted function runs is in the stat
 KVCache.
 """
 
+import bisect
 import dataclasses
 import itertools
 import math
@@ -27,8 +28,9 @@ JOINED = {
     "delta_gates": ("delta_alpha", "delta_beta"),
 }
 SWIGLU = ("w_gate", "w_up", "expert_gate", "expert_up")
-# Of a step: the columns of a tensor core; more rows of layer_products are not measured (LOG.md).
-MOST_ROWS = {"one_launch": 8, "layer_products": 2}
+# Rows of a step, first and most: of one launch twice the columns of a tensor core; more of layer_products are
+# not measured (LOG.md); fewer than 9 have products of their own.
+ROWS_OF_STEP = {"one_launch": (1, 16), "layer_products": (1, 2), "layer_gemms": (9, selection.STEP_ROWS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,19 +107,16 @@ class Stack:
 class StepPlan:
     """How a decode step is launched.
 
-    kernel    what has several products of a layer, or all layers, in a launch: "one_launch" or
-              "layer_products"; "launches": nothing
-    rows      most rows of a step that it is used for
-    unrolled  whether layers are straight code, which a GPU captures as one graph, but a loop not; else they
-              are scanned
+    schedules  (most rows, schedule) in order, each a key of ROWS_OF_STEP or "launches", as are more rows
+    unrolled   whether layers are straight code, which a GPU captures as one graph, but a loop not; else
+               they are scanned
     """
 
-    kernel: str = "launches"
-    rows: int = 0
+    schedules: tuple[tuple[int, str], ...] = ()
     unrolled: bool = False
 
     def schedule(self, rows: int) -> str:
-        return self.kernel if rows <= self.rows else "launches"
+        return next((schedule for most, schedule in self.schedules if rows <= most), "launches")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -409,9 +408,17 @@ def _step_problem(
 
 def _step_plan(problem: selection.Step, stacks: Sequence[Stack], run: RunConfig) -> StepPlan:
     tiled = any(matrix.products.tiled for stack in stacks for part in stack.parts for matrix in part)
-    kernel = selection.choose(problem, impl=run.schedule)
-    chosen = [
-        selection.choose(dataclasses.replace(problem, rows=n + 1)) for n in range(MOST_ROWS.get(kernel, 0))
-    ]
-    rows = next((n for n, name in enumerate(chosen) if name != kernel), len(chosen))
-    return StepPlan(kernel, rows, unrolled=tiled)
+    selection.choose(problem, impl=run.schedule)  # raises where what was asked for cannot run
+    schedules, rows = [], 0
+    for schedule, (first, most) in ROWS_OF_STEP.items():
+
+        def ends(n: int, schedule=schedule) -> bool:
+            verdicts = selection.explain(dataclasses.replace(problem, rows=n), impl=run.schedule)
+            return not any(verdict.taken and verdict.kernel == schedule for verdict in verdicts)
+
+        first = max(first, rows + 1)
+        end = bisect.bisect_left(range(most + 1), True, lo=first, key=ends)
+        if end > first:
+            schedules += [(first - 1, "launches")] * (first > rows + 1) + [(end - 1, schedule)]
+            rows = end - 1
+    return StepPlan(tuple(schedules), unrolled=tiled)

@@ -68,8 +68,8 @@ def decoder(
     positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
     scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
     their kinds repeat; weights stay stacked and are indexed by layer. A decode step on kernels is one launch,
-    or two a layer, where that is its schedule, else unrolled: a GPU captures straight code as one graph, but
-    a loop not.
+    or two a layer, or eight, where that is its schedule, else unrolled: a GPU captures straight code as one
+    graph, but a loop not.
     """
     taps = Taps() if taps is None else taps
 
@@ -116,6 +116,8 @@ def decoder(
         x, cache = _one_launch(x, cache, params, positions, rotation, config)
     elif schedule == "layer_products":
         x, cache = _by_layer_products(x, cache, params, positions, rotation, config, num_keys)
+    elif schedule == "layer_gemms":
+        x, cache = _by_layer_gemms(x, cache, params, positions, rotation, config)
     elif one_token and params.step.unrolled:
         carry = x, cache, empty_workspace(rows, config.num_heads, cache.k)
         each = []
@@ -284,6 +286,35 @@ def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, c
         )  # fmt: skip
         x, made = y[:, None], None if made is None else made[:, None]
     return x, cache
+
+
+def _by_layer_gemms(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
+    """All layers of a decode step of many rows, by eight kernels each, or a few more."""
+    from pallas_kernels.step import layer_gemms  # only GPUs need it
+
+    w = params.layers
+    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
+    stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see selection.Step
+    head_norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+    workspace = empty_workspace(x.shape[0], config.num_heads, cache.k)
+    of_step = (cache.block_table, positions[:, 0], (rotation[0][:, 0], rotation[1][:, 0]))
+    k_pages, v_pages, total = cache.k, cache.v, layer_gemms.Parts(x[None, :, 0])
+    for layer in range(config.num_layers):
+        kernels = functools.partial(
+            layer_gemms.run, layer=layer, eps=config.rms_norm_eps, interleaved=config.rope.interleaved
+        )
+        total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(kernels)(
+            total,
+            stacks,
+            (w.attn_norm, w.ffn_norm),
+            head_norms,
+            w.bqkv,
+            k_pages,
+            v_pages,
+            *of_step,
+            workspace,
+        )
+    return layer_gemms.summed(total)[:, None], cache.replace(k=k_pages, v=v_pages)
 
 
 def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:

@@ -14,9 +14,10 @@
                8 or 16, to 128     more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
-    Step       q1                  1 to 8, if they have room   from 9.0   one_launch
+    Step       q1                  1 to 16, if they have room  from 9.0   one_launch
                kq, with experts    1, if it has room           from 8.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
+               q1, kq              9 to 256                    9.0        layer_gemms
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
                float32             more                        from 8.0   delta_chunks
@@ -200,6 +201,7 @@ class Candidate:
 FIRST = "the first that can run it"
 STEP_ROWS = 256  # of a decode step, at most
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
+NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 
@@ -227,7 +229,7 @@ def _q1_decode_s8(problem: Matmul) -> str | None:
 
 def _on_hopper(family: str, problem: Matmul) -> str | None:
     if problem.platform != "sm_90":
-        return "needs Hopper's tensor core instructions (compute capability 9.0)"
+        return NEEDS_HOPPER
     if reason := _of_family(family, problem):
         return reason
     if family == "q1" and -(-problem.n // 16) % 4:
@@ -304,7 +306,7 @@ def _many_queries(problem: Attention) -> str | None:
 
 def _prefill_sm90(problem: Attention) -> str | None:
     if problem.phase == "prefill" and problem.platform != "sm_90":
-        return "needs Hopper's tensor core instructions (compute capability 9.0)"
+        return NEEDS_HOPPER
     if reason := _many_queries(problem):
         return reason
     return f"pages of {problem.page_size} are no multiple of 64" if problem.page_size % 64 else None
@@ -370,6 +372,34 @@ def _experts_layers(problem: Step) -> str | None:
         problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
         experts_plan.Experts(count, used, True), problem.bits, problem.layers,
     )  # fmt: skip
+
+
+def _layer_gemms(problem: Step) -> str | None:
+    if problem.platform != "sm_90":
+        return NEEDS_HOPPER
+    if problem.experts is not None:
+        return "is for layers without experts"
+    if reason := _several_phases(problem) or _plain(problem):
+        return reason
+    if not 9 <= problem.rows <= STEP_ROWS:
+        return f"is for 9 to {STEP_ROWS} rows"
+    if problem.layers is None:
+        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
+    if problem.bits != 8:
+        return f"activations are rounded to 8 bits, or to float16; {problem.bits} bits were asked for"
+    for _, o, gate, up, down in problem.layers:
+        if gate != up:
+            return "gate and up have different formats"
+        if max(map(len, (o, gate, down))) > 1:
+            return "a matrix is of several formats"
+    pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
+    if any(formats.family(format) == "q1" and n % 64 for format, n in pieces):
+        return "its tiles are 64 outputs"
+    if reason := _attention(problem.attention):
+        return reason
+    if problem.attention.rotated is not None:
+        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns all"
+    return None
 
 
 def _several_phases(problem: Step) -> str | None:
@@ -455,6 +485,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
     Step: {
         "one_launch": Candidate(_one_launch),
         "layer_products": Candidate(_layer_products),
+        "layer_gemms": Candidate(_layer_gemms),
         "launches": Candidate(_never),
     },
     DeltaNet: {

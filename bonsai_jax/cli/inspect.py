@@ -202,8 +202,9 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
         for problem in delta_problems(config.delta):
             found.append(entry("delta net", problem, layers, {problem.phase: (1, of_many)}))
     step = entry("decode step", plan.problem, 1, {"1 row": (1, run.schedule)})
-    if plan.step.rows:
-        step["kernels"] = {f"to {plan.step.rows} rows": plan.step.kernel, "more": "launches"}
+    if plan.step.schedules:
+        step["kernels"] = {f"to {rows} rows": schedule for rows, schedule in plan.step.schedules}
+        step["kernels"]["more"] = "launches"
     draw = selection.Sampling(decode.platform, config.vocab_size)
     return [*found, step, entry("sampling", draw, 1, {"any": (1, run.impl)})]
 

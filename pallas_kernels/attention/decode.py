@@ -4,9 +4,9 @@ launch.
 A team of warps has a share of the work (decode_plan.py): one row, the query heads of one KV head, and one
 split of the row's keys. Its warps take 16 keys at a time (decode_warp.py):
 
-    first keys and values of its split -> registers         (on their way while q is made)
-    q and k of the new token -> norm, rope -> registers     (k is one more head of the same lanes)
-    warp:   the new key in its place -> cache; scores, online softmax, weighted values   (tensor cores)
+    first keys and values of its split -> shared memory, or registers         (on their way while q is made)
+    team:   q, k and v of the new token -> norm, rope -> shared memory, cache   (decode_token.py)
+    warp:   the new key in its place; scores, online softmax, weighted values   (tensor cores)
     team:   its warps -> shared memory -> (m, l, o) of the split
     splits -> out
 
@@ -25,14 +25,17 @@ from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
+from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import Cache, attend, stored_key, team_warp
+from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, of, select
+from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
+from pallas_kernels.matmul import activations_int8
+from pallas_kernels.matmul.activations_int8 import GROUP, columns_of_lane, store_group
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated"))
+@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "integers"))
 def decode_attention(
     qkv,
     k_pages,
@@ -47,10 +50,15 @@ def decode_attention(
     eps,
     interleaved,
     gated=False,
-) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
-    """The kernel behind pallas_kernels.attention.attend; arguments and results are described there."""
+    integers=False,
+) -> tuple[Any, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
+    """The kernel behind pallas_kernels.attention.attend; arguments and results are described there.
+
+    qkv may be [splits, rows or more, width], parts that nobody has added yet. With integers the output is
+    (q, scale), as `activations_int8` makes them of it: by the same launch, where its blocks make whole
+    groups."""
     page_size, kv_heads, head_dim = cache_layouts.shape(k_pages)[2:]
-    batch, width = qkv.shape[0], (qkv.shape[1] - 2 * kv_heads * head_dim) // (1 + gated)
+    batch, width = len(positions), (qkv.shape[-1] - 2 * kv_heads * head_dim) // (1 + gated)
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
@@ -65,20 +73,28 @@ def decode_attention(
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     workspace = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if workspace is None else workspace)
     refs, structure = jax.tree.flatten(pages)
+    layout, out_type = cache_layouts.of(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    if integers and phase.makes_groups:
+        out_type = tuple(activations_int8.results_of(batch, width).values())
     kernel = plgpu.kernel(
-        functools.partial(_body, phase=phase, layout=cache_layouts.of(k_pages), structure=structure),
-        out_type=jax.ShapeDtypeStruct((batch, width), jnp.float32),
+        functools.partial(_body, phase=phase, layout=layout, structure=structure),
+        out_type=out_type,
         grid=(phase.blocks,),
         grid_names=("block",),
         num_threads=phase.warps // 4,
         thread_name="warpgroup",
         kernel_name="decode_attention",  # as profilers show it
-        scratch_types=[plgpu.SMEM((phase.scratch,), jnp.float32)],
+        scratch_types=[
+            plgpu.SMEM((phase.scratch,), jnp.float32),
+            plgpu.SMEM((max(4, phase.warps * visit_bytes(phase, layout) // 4),), jnp.int32),
+        ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     angles = (cos, sin) if phase.turned else ()
     operands = [qkv, *angles, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
     out = kernel(*operands, *(norms or ()), *refs, workspace)
+    if integers and not phase.makes_groups:
+        out = activations_int8.activations_int8(out)
     return out, *jax.tree.map(jax.freeze, pages), jax.freeze(workspace)
 
 
@@ -89,25 +105,45 @@ def _body(*refs, phase: "Attention", layout, structure):
         cos, sin, *refs = refs if phase.turned else (None, None, *refs)
         positions, table, layer_gmem, *refs = refs
         q_gamma, k_gamma, *refs = refs if phase.normed else (None, None, *refs)
-        *pages, workspace, out, scratch_smem = refs
+        of_pages = structure.num_leaves
+        pages, workspace, *out, scratch_smem, slots_smem = refs[:of_pages], *refs[of_pages:]
         keys, values = jax.tree.unflatten(structure, pages)
 
         def load_qkv(row, columns):
-            return [v for first, i in columns for v in memory.load_reals(4, qkv, [row, first + i])]
+            if len(qkv.type.shape) == 2:
+                return [v for first, i in columns for v in memory.load_reals(4, qkv, [row, first + i])]
+            splits = range(qkv.type.shape[0])
+            parts = ([memory.load_reals(4, qkv, [s, row, first + i]) for s in splits] for first, i in columns)
+            return [total(of) for of_column in parts for of in zip(*of_column, strict=True)]
 
         def store_out(value, row, n):
             if phase.gated:
                 head, at = n // phase.head_dim, n % phase.head_dim
                 gate = memory.load(qkv, row, head * (2 * phase.head_dim) + at + phase.head_dim)
                 value = value * lanes.reciprocal(exp(-gate) + 1)
-            memory.store(value, out, row, n)
+            memory.store(value, out[0], row, n)
+
+        def pass_on(row, heads, load):
+            """Of the block's heads whole groups, a warp's each."""
+            groups = phase.heads * phase.head_dim // GROUP
+            for first in range(0, groups, phase.team):
+                group = team_warp(phase) + first
+                with lanes.when(group < groups):
+                    group = heads * groups + group
+                    store_group(load(columns_of_lane(group)), row, group, *out)
 
         cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
         layer = index(memory.load(layer_gmem, 0))
         # The layer before had another tag, and before the first there are zeros.
         tag = integer(layer % 3 + 1)
         exchange = Exchange(workspace, 0, tag)
-        phase.run(cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange)
+        size, slots = visit_bytes(phase, layout), None
+        if size:
+            slots = lambda warp: memory.shared_address(slots_smem) + warp * size  # noqa: E731
+        phase.run(
+            cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
+            pass_on=pass_on if len(out) > 1 else None, slots=slots,
+        )  # fmt: skip
 
     kernel(*refs)
 
@@ -140,15 +176,14 @@ class Attention(Plan):
         chunk = of(arith.ceildivui(arith.ceildivui(keys, splits), index(KEYS))) * KEYS
         start = minimum(keys, split * chunk)
         stop = minimum(keys, start + chunk)
-        warp = team_warp(self)
         length = index(arith.maxsi(position, integer(0)))
-        base = stored_key(length, start + warp * KEYS)
+        base = stored_key(length, start + team_warp(self) * KEYS)
         page = memory.load(cache.table, row, base // self.page_size)
         return Kept(position, integer(start), integer(stop), page)
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        pass_on=None,
+        pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -158,11 +193,32 @@ class Attention(Plan):
         next_layer  its first keys and values are asked for, into the L2 cache
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
+        behind_keys  called by all threads when all keys have been read
+        slots       address of a warp's `visit_bytes` of shared memory, by its number; None: keys and values
+                    go to registers
+        asked       whether this warp's first keys and values have been asked for (`ask`)
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
-            state = attend(self, cache, share, layer, load_qkv, next_layer)
-            combine(self, share, smem, *state, store_out, exchange, pass_on)
+            slot = None if slots is None else slots(integer(lanes.thread() // 32))
+            state = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
+            combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
+
+    def ask(self, cache: Cache, kept: Kept, layer, slots, late):
+        """Ask for the first keys and values of a layer, before `run`; not by warps that are late."""
+        share = self._share(kept)
+        with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
+            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32)), late)
+
+    def has_share(self, kept: Kept):
+        """Whether this block has a share of a layer's work."""
+        return (lanes.block() < self.blocks) & (self._owner()[-1] < self._splits(kept.position)[-1])
+
+    @property
+    def makes_groups(self) -> bool:
+        """Whether each block makes whole groups of 128 outputs, and all of them, in whole fours."""
+        of_block, width = self.heads * self.head_dim, self.kv_heads * self.group * self.head_dim
+        return self.splits == 1 and not self.gated and of_block % GROUP == 0 and width % (4 * GROUP) == 0
 
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""
@@ -184,13 +240,11 @@ class Attention(Plan):
         active = of(arith.cmpi(arith.CmpIPredicate.sge, position, integer(0)))  # signed
         length = index(arith.maxsi(position, integer(0)))
         keys = length + select(active, index(1), index(0))
-        splits = minimum(of(arith.ceildivui(keys, index(KEYS_PER_SPLIT))), self.splits)
-        return keys, length, active, maximum(splits, 1)
+        return keys, length, active, select(keys <= KEYS_PER_SPLIT, index(1), index(self.splits))
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()
         words = (kept.position, kept.start, kept.stop, kept.page)
         position, start, stop, page = (lanes.anew(word) for word in words)
         _, length, active, splits = self._splits(position)
-        start, stop = index(start), index(stop)
-        return Share(owner, row, heads, split, splits, length, active, start, stop, page)
+        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, page)

@@ -14,7 +14,7 @@ import dataclasses
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
-KEYS_PER_SPLIT = KEYS * WARPS  # that much is on its way before q is there
+KEYS_PER_SPLIT = KEYS * WARPS  # at most of a row's only one: that much is on its way before q is there
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def splits(self) -> int:
-        """Most splits of a row's keys; a shorter row has fewer."""
+        """Splits of a row's keys, if it has more than one block's."""
         wanted = -(-self.pages * self.page_size // KEYS_PER_SPLIT)
         return max(1, min(wanted, self.most_blocks // self.owners))
 
@@ -79,14 +79,21 @@ class Plan:
 
     @property
     def scratch(self) -> int:
-        """float32 of shared memory, for each team: sums [warps, heads, head_dim], maxima and totals
-        [heads, warps]."""
-        return self.warps * self.heads * (self.head_dim + 2)
+        """float32 of shared memory: `sums` for each team, then maxima and totals [heads, warps] of each."""
+        return self.teams * self.sums + self.warps * self.heads * 2
+
+    @property
+    def sums(self) -> int:
+        """float32 of a team: sums [warps, heads, head_dim], and before them what a new token brings: queries
+        [heads, head_dim], key and value [head_dim] each, units [heads], two scales (decode_token.py)."""
+        new_token = (self.heads + 2) * self.head_dim + self.heads + 2
+        return max(self.team * self.heads * self.head_dim, -(-new_token // 4) * 4)
 
     @property
     def partial(self) -> int:
-        """float32 of a split: weighted values [heads, head_dim], then (maximum, sum of weights) by head."""
-        return self.heads * (self.head_dim + 2)
+        """Words of a split: its outputs [heads, head_dim], then by head the log2 of its sum of weights; a
+        multiple of 4."""
+        return -(-self.heads * (self.head_dim + 1) // 4) * 4
 
     @property
     def partials(self) -> int:

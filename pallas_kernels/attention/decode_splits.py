@@ -1,7 +1,7 @@
 """How a row's attention is put together, of what warps and blocks have of its keys (decode.py).
 
     warps' (m, l, o)    -> shared memory -> the split's
-    splits' (m, l, o)   -> tagged words in global memory -> outputs, of which each split makes its part
+    splits' (o / l, m + log2 l)  -> tagged words in global memory -> outputs, of which each makes its part
 
 m is the largest score, l the sum of weights 2^(score - m), o the weighted values. Splits meet without a
 barrier: so all blocks of a launch must run at once.
@@ -10,14 +10,29 @@ barrier: so all blocks of a launch must run at once.
 import dataclasses
 import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.attention.decode_plan import Plan
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import fma, minimum, real, select
 from pallas_kernels.gpu.values import maximum as largest_of
+from pallas_kernels.gpu.values import minimum, select
 
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
+
+
+def team_thread(plan: Plan):
+    """The thread's number in its team."""
+    return lanes.thread() if plan.teams == 1 else lanes.thread() % 32
+
+
+def team_begin(plan: Plan):
+    """Where the team's shared memory begins."""
+    return 0 if plan.teams == 1 else lanes.thread() // 32 * (plan.scratch // plan.teams)
+
+
+def team_barrier(plan: Plan) -> Callable[[], None]:
+    return lanes.block_barrier if plan.teams == 1 else lanes.warp_barrier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,8 +42,8 @@ class Share:
     owner        row and block of query heads, as one number
     row, heads   the two
     split, splits
-    length       keys before the new one; active: whether the row has a new one
-    start, stop, page  as decode_attention.Kept has them
+    length       keys before the new one, i32; active: whether the row has a new one
+    start, stop, page  as decode.Kept has them
     """
 
     owner: Any
@@ -45,8 +60,8 @@ class Share:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """Where the splits of a row's attention meet: words of the workspace from `begin` on, with this layer's
-    tag. Each split makes its part of the outputs."""
+    """Where the splits of a row's attention meet: words of the workspace from `begin` on, a multiple of 4,
+    with this layer's tag."""
 
     workspace: Any
     begin: int
@@ -55,13 +70,9 @@ class Exchange:
     def send(self, at, value):
         memory.store_tagged(value, self.workspace, at + self.begin, self.tag)
 
-    def makes(self, share: Share, i):
-        """Whether this block makes the i-th 32 outputs."""
-        return i % share.splits == share.split
-
     def receive(self, places) -> list:
-        """What was sent to (element, constant) places."""
-        wanted = [((at, constant + self.begin), 1) for at, constant in places]
+        """What was sent to ((element, constant), count) places."""
+        wanted = [((at, constant + self.begin), count) for (at, constant), count in places]
         return memory.load_tagged(self.workspace, wanted, self.tag, at_once=True)
 
 
@@ -88,10 +99,7 @@ class Block:
     def of(cls, plan: Plan, smem, maximum, total, o) -> "Block":
         """The warps' (m, l, o) into shared memory, l and o with the m of the team."""
         heads, head_dim, team = plan.heads, plan.head_dim, plan.team
-        thread, begin, barrier = lanes.thread(), 0, lanes.block_barrier
-        if plan.teams > 1:
-            begin, barrier = thread // 32 * (plan.scratch // plan.teams), lanes.warp_barrier
-            thread = thread % 32
+        thread, begin, barrier = team_thread(plan), team_begin(plan), team_barrier(plan)
         warp, lane = thread // 32, thread % 32
         g, t = lane // 4, lane % 4
         present = g < heads
@@ -111,8 +119,8 @@ class Block:
             for c, values in enumerate(o):
                 for i in range(0, 16, 4):
                     scaled = [v * weight for v in values[i : i + 4]]
-                    place = warp * (heads * head_dim) + (64 * c + i) + g * head_dim + t * 16 + begin
-                    memory.store_reals(scaled, smem, [place])
+                    element = cls._spread(g * head_dim + t * 16 + (64 * c + i), head_dim)
+                    memory.store_reals(scaled, smem, [element + warp * (heads * head_dim) + begin])
             with lanes.when(t == 0):
                 memory.store(total * weight, smem, g * team + totals + warp)
         barrier()
@@ -121,11 +129,16 @@ class Block:
     @staticmethod
     def _places(plan: Plan) -> tuple[int, int]:
         """Where maxima and totals begin, behind the sums."""
-        maxima = plan.team * plan.heads * plan.head_dim
-        return maxima, maxima + plan.heads * plan.team
+        return plan.sums, plan.sums + plan.heads * plan.team
+
+    @staticmethod
+    def _spread(element, head_dim: int):
+        """Where an element of [heads, head_dim] lies: 8 lanes that store 4 each at once do not meet."""
+        return element ^ ((element >> 4) & 3 ^ (element // head_dim) & 1) * 4
 
     def sum_of(self, element):
         """o of an element of [heads, head_dim]."""
+        element = self._spread(element, self.plan.head_dim)
         return self._over_warps(element, self.plan.heads * self.plan.head_dim)
 
     def total_of(self, g):
@@ -138,81 +151,90 @@ class Block:
         parts = [memory.load(self.smem, base + w * stride) for w in range(self.plan.team)]
         return functools.reduce(operator.add, parts)
 
-    def outputs(self, use, mine=None):
-        """use(element, query head) for this thread's elements of the heads' outputs, of those 32 that are
-        mine."""
-        size = self.plan.heads * self.plan.head_dim
-        for first in range(0, size, 32 * self.plan.team):
+    def outputs(self, use):
+        """use(element, output) for this thread's elements of [heads, head_dim]; 0 without keys."""
+        size, threads = self.plan.heads * self.plan.head_dim, 32 * self.plan.team
+
+        def one(element):
+            total = self.total_of(element // self.plan.head_dim)
+            use(element, quotient(self.sum_of(element), total))
+
+        for first in range(0, size, threads):
             element = self.thread + first
-            valid = element < size
-            if mine is not None:
-                valid = valid & mine(self.warp + first // 32)
-            with lanes.when(valid):
-                use(element, element // self.plan.head_dim)
+            if first + threads <= size:
+                one(element)
+                continue
+            with lanes.when(element < size):
+                one(element)
 
 
-def combine(plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange, pass_on=None):
+def quotient(x, total):
+    """x / total, or 0 for a total of 0."""
+    return select(total > 0.0, x * lanes.reciprocal(total), 0.0)
+
+
+def combine(
+    plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange, pass_on=None,
+    behind_keys=None,
+):  # fmt: skip
     """The warps' (m, l, o) -> the split's -> with those of the other splits, the output. A row's only split
-    gives it to `pass_on` by warps, where that is not None (decode.Attention.run)."""
+    gives it to `pass_on` by warps, where that is not None; `behind_keys` is called when all warps have read
+    their keys (decode.Attention.run)."""
     size = plan.heads * plan.head_dim
     block = Block.of(plan, smem, maximum, total, o)
+    if behind_keys is not None:
+        behind_keys()
 
-    def ratio(numerator, denominator):
-        denominator = select(share.active, denominator, 1.0)
-        return select(share.active, numerator / denominator, 0.0)
-
-    def store(element, numerator, denominator):
-        store_out(ratio(numerator, denominator), share.row, element + share.heads * size)
+    def store(element, output):
+        store_out(output, share.row, element + share.heads * size)
 
     def load(columns):
         """Outputs of columns of all heads, an index and a constant each."""
         elements = [first - share.heads * size + more for first, more in columns]
-        return [ratio(block.sum_of(e), block.total_of(e // plan.head_dim)) for e in elements]
+        return [quotient(block.sum_of(e), block.total_of(e // plan.head_dim)) for e in elements]
 
     alone = share.splits == 1
     with lanes.when(alone):
-        if pass_on is None:
-            block.outputs(lambda element, g: store(element, block.sum_of(element), block.total_of(g)))
-        else:
-            pass_on(share.row, share.heads, load)
+        block.outputs(store) if pass_on is None else pass_on(share.row, share.heads, load)
     if plan.splits == 1:
         return
     with lanes.when(~alone):
-        begin = _begin(plan, share, share.split)
-        block.outputs(lambda element, g: exchange.send(begin + element, block.sum_of(element)))
+        begin = (share.split + share.owner * plan.splits) * plan.partial
+        block.outputs(lambda element, output: exchange.send(begin + element, output))
         with lanes.when(block.first_lane & (block.warp == 0)):
-            two = begin + size + block.g * 2
-            exchange.send(two, block.largest)
-            exchange.send(two + 1, block.total_of(block.g))
-        block.outputs(
-            lambda element, g: store(element, *_of_all(plan, share, exchange, element, g)),
-            lambda i: exchange.makes(share, i),
-        )
+            total = block.total_of(block.g)
+            of_head = select(total > 0.0, block.largest + lanes.log2(total), LOWEST)
+            exchange.send(begin + size + block.g, of_head)
+        _make(plan, share, exchange, block.thread, store)
 
 
-def _begin(plan: Plan, share: Share, split):
-    """Where a split's partial results begin in the workspace."""
-    block = split + share.owner * plan.splits
-    return block * plan.partial
-
-
-def _of_all(plan: Plan, share: Share, exchange: Exchange, element, g):
-    """o and l of an element of query head g, over all splits of the row."""
-    there = [s < share.splits for s in range(plan.splits)]
-    mine = share.split  # in place of a split that the row does not have
-    begins = [_begin(plan, share, select(ok, s, mine)) for s, ok in enumerate(there)]
-    two, behind = g * 2, plan.heads * plan.head_dim
-    places = []
-    for begin in begins:
-        places.append((begin + element, 0))
-        places += [(begin + two, behind + i) for i in (0, 1)]
-    loaded = exchange.receive(places)
-    values, maxima, totals = (loaded[i::3] for i in range(3))
-    maxima = [select(ok, m, LOWEST) for ok, m in zip(there, maxima, strict=True)]
-    largest = functools.reduce(largest_of, maxima)
-    numerator, denominator = real(0), real(0)
-    for maximum, total, o in zip(maxima, totals, values, strict=True):
-        weight = lanes.exp2(maximum - largest)
-        numerator = fma(weight, o, numerator)
-        denominator = fma(weight, total, denominator)
-    return numerator, denominator
+def _make(plan: Plan, share: Share, exchange: Exchange, thread, store):
+    """This split's part of the outputs, of all splits' results: as many lanes as there are splits have 4
+    neighbouring outputs together."""
+    size, splits = plan.heads * plan.head_dim, plan.splits
+    together = min(32, 1 << (splits - 1).bit_length())
+    per_lane, fours = -(-splits // together), -(-size // (4 * splits))
+    lane = thread % together
+    for first in range(0, fours, 32 * plan.team // together):
+        number = thread // together + first
+        four = share.split * fours + number
+        mine = (number < fours) & (four < size // 4)
+        element = minimum(four, size // 4 - 1) * 4
+        head, places = element // plan.head_dim, []
+        for s in range(0, splits, together):
+            begin = (minimum(lane + s, splits - 1) + share.owner * splits) * plan.partial
+            places += [((begin + element, 0), 4), ((begin + head, size), 1)]
+        loaded = exchange.receive(places)
+        of_heads = [select(lane + s * together < splits, loaded[5 * s + 4], LOWEST) for s in range(per_lane)]
+        largest = lanes.largest_of_warp(functools.reduce(largest_of, of_heads), together)
+        weights = [lanes.exp2(m - largest) for m in of_heads]
+        sums = [functools.reduce(operator.add, weights)]
+        for i in range(4):
+            sums.append(
+                functools.reduce(operator.add, [w * loaded[5 * s + i] for s, w in enumerate(weights)])
+            )
+        total, *outputs = (lanes.warp_sum_real(v, together) for v in sums)
+        inverse = lanes.reciprocal(total)
+        with lanes.when(mine & (lane == 0)):
+            for i, output in enumerate(outputs):
+                store(element + i, output * inverse)

@@ -18,8 +18,8 @@ stored of 8 neighbouring numbers of a head, as a list of MLIR values; a pair is 
 OPERAND, the first in its low half:
 
     WEIGHT_EXPONENT  softmax weights are multiplied as numbers of at most 2^this
-    in_range    query -> (query times a power of two, what scores are to be multiplied by for it, or None);
-                a query is a lane's numbers of it, lists of 8 float32; four neighbouring lanes have it all
+    in_range    query, lanes -> (query times a power of two, what scores are to be multiplied by for it, or
+                None); a query is a lane's numbers of it, lists of 8 float32; so many lanes have it all
     split       two float32 -> [high, low]: pairs whose sum they are
     load        refs of pages, indices of the first number -> stored
     load_scale  refs of pages, indices of a head -> what its stored numbers are to be multiplied by, float32;
@@ -27,8 +27,7 @@ OPERAND, the first in its low half:
     store, store_scale  the inverse: (stored, or the scale), refs of pages, indices
     rotate_lanes  head, distances -> head, as `rotate` has it. A head is a lane's numbers of it, lists of 8
                 float32; the lanes at these distances (xor) have the rest
-    narrow      head, distances, high -> (a list of stored, scale), as `quantize` has it; high: the high pairs
-                of its split, where the kernel has them, or None
+    narrow      head, distances -> (a list of stored, scale), as `quantize` has it
     pairs       stored -> its neighbours, without their scale: 4 times the pairs whose sum they are
     pairs_across  two of stored -> what stands in the same place of both: 8 times such pairs
 

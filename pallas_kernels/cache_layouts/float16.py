@@ -31,12 +31,12 @@ WEIGHT_EXPONENT = 15
 EXPONENT_BITS = 0xFF << 23  # of a float32
 
 
-def in_range(query):
+def in_range(query, count):
     from pallas_kernels.gpu import lanes
     from pallas_kernels.gpu.values import as_real, as_word, greatest, integer, of
 
     largest = greatest([abs(of(v)) for part in query for v in part])
-    exponent = as_word(lanes.largest_of_warp(largest, 4)) & EXPONENT_BITS
+    exponent = as_word(lanes.largest_of_warp(largest, count)) & EXPONENT_BITS
     inverse = as_real(integer(2 * 127 << 23) - exponent)
     return [[of(v) * inverse for v in part] for part in query], as_real(exponent)
 
@@ -50,7 +50,7 @@ def split(x, y):
     return [high, lanes.half_pair(of(x) - first, of(y) - second)]
 
 
-def narrow(head, distances, high):
+def narrow(head, distances):
     from pallas_kernels.gpu import lanes
 
     def words(part):

@@ -87,7 +87,7 @@ def store_scale(scale, pages, at):
     memory.store_stored(pairs.rounded_to_bfloat16([scale]), pages["scales"], at)
 
 
-def narrow(head, distances, high):
+def narrow(head, distances):
     from pallas_kernels.gpu import lanes, pairs
     from pallas_kernels.gpu.values import as_real, greatest, maximum, of, real, select
 

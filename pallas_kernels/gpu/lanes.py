@@ -156,13 +156,6 @@ def of_quad(word, i: int):
     return ptx(i32(), [word], f"shfl.sync.idx.b32 $0, $1, {i}, 0x1c1f, 0xffffffff;", "=r,r", effects=True)
 
 
-def vector_from_lane(x, lane):
-    """The vector of another lane; `lane` is an index."""
-    kind = ir.VectorType(x.type)
-    there = [from_lane(word, integer(lane)) for word in words(x)]
-    return vector.bitcast(kind, vector.from_elements(ir.VectorType.get((len(there),), i32()), there))
-
-
 def swapped(x, distance: int):
     """The value of the lane whose number differs in the bit `distance`."""
     return of(mosaic.shfl_bfly(x, distance))
@@ -214,8 +207,7 @@ def transposed_bits(word, lane):
         else:  # a lower lane's halves move up, an upper one's down: a rotation, of which half is taken
             keep = select(upper, keep_lower << distance, keep_lower)
             other = ptx(i32(), [other, take], "shf.l.wrap.b32 $0, $1, $1, $2;", "=r,r,r")
-            text = "lop3.b32 $0, $1, $2, $3, 0xe4;"  # (word & keep) | (other & ~keep)
-            word = ptx(i32(), [word, other, keep], text, "=r,r,r,r")
+            word = chosen_bits(other, word, keep)
     return word
 
 
@@ -302,6 +294,13 @@ def bytes_of(low, high, selector: int):
 def chosen_bytes(low, high, selector):
     """As `bytes_of`, with a selector that is known when it runs."""
     return ptx(i32(), [low, high, selector], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r")
+
+
+def chosen_bits(word, other, mask):
+    """The bits of `other` where the mask has ones, else those of `word`."""
+    if isinstance(mask, int):
+        mask = integer(mask)
+    return ptx(i32(), [other, word, mask], "lop3.b32 $0, $1, $2, $3, 0xe4;", "=r,r,r,r")
 
 
 def kept(number: int):
@@ -399,6 +398,16 @@ def words(x) -> list:
     count = kind.shape[0] * mosaic.bitwidth(kind.element_type) // 32
     as_words = vector.bitcast(ir.VectorType.get((count,), i32()), x)
     return [element(as_words, i) for i in range(count)]
+
+
+def vector_like(x, words):
+    """Words as a vector of the type of another."""
+    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
+    return vector.bitcast(ir.VectorType(x.type), packed)
+
+
+def bits_of(element_type) -> int:
+    return mosaic.bitwidth(element_type)
 
 
 def real_vector(numbers):

@@ -2,6 +2,9 @@
 of the same launch. Called while a kernel is traced, as lanes.py is. An index of a ref is a number, an index
 or an i32."""
 
+import functools
+import operator
+
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
@@ -129,11 +132,18 @@ def wait_copies(pending: int):
 
 def prefetch(ref, indices):
     """Ask for the cache line of an element of a ref, into the L2 cache."""
-    at = index(0)
-    for i, size in zip(indices, ref.type.shape, strict=True):
-        at = at * size + index(i)
-    pointer = _pointer(ref, at, ref.type.element_type)
-    lanes.ptx(None, [pointer], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
+    lanes.ptx(None, [_element(ref, indices)], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
+
+
+def copy_element(shared, ref, indices):
+    """Begin to copy 16 bytes, from an element of a ref on, to shared memory, past the multiprocessor's own
+    cache: that has room for few lines on their way."""
+    copy_async(shared, _element(ref, indices), 16)
+
+
+def fence_of_copies():
+    """Bulk copies that follow come behind what was read and written before."""
+    lanes.ptx(None, [], "fence.proxy.async.shared::cta;", "~{memory}", effects=True)
 
 
 def mbarrier_init(address):
@@ -259,10 +269,10 @@ def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
             text = f"ld.relaxed.gpu.global{width}.u32 {places}, [${count}+{4 * constant}];"
             constraints = ",".join(["=r"] * count) + ",l,~{memory}"
             words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
-        wrong = integer(0)
-        for word in words:
-            wrong = wrong | word ^ tag
-        return lanes.any_lane(wrong & 3), words  # all lanes alike, or each shuffle would be guarded
+        wrong = [word ^ tag for word in words]
+        while len(wrong) > 1:  # neighbours first: the fewest that wait for each other
+            wrong = [functools.reduce(operator.or_, wrong[i : i + 2]) for i in range(0, len(wrong), 2)]
+        return lanes.any_lane(wrong[0] & 3), words  # all lanes alike, or each shuffle would be guarded
 
     def until_written(wanted, pointers):
         count = sum(n for _, n in wanted)
@@ -271,6 +281,13 @@ def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
     if not at_once:
         until_written(wanted[-1:], pointers[-1:])
     return until_written(wanted, pointers)
+
+
+def _element(ref, indices):
+    at = index(0)
+    for i, size in zip(indices, ref.type.shape, strict=True):
+        at = at * size + index(i)
+    return _pointer(ref, at, ref.type.element_type)
 
 
 def _pointer(ref, at, element_type=None):

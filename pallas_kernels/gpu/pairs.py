@@ -2,7 +2,7 @@
 while a kernel is traced, as lanes.py is."""
 
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
-from jax._src.lib.mlir.dialects import arith, vector
+from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import lanes
 from pallas_kernels.gpu.values import as_real, i32
@@ -18,12 +18,6 @@ def split_bfloat16(x, y):
     high = bfloat16_pair(x, y)
     first, second = high << 16, high & 0xFFFF0000
     return [high, bfloat16_pair(x - as_real(first), y - as_real(second))]
-
-
-def bfloat16_vector(words):
-    """Pairs of bfloat16 as one vector of bfloat16."""
-    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
-    return vector.bitcast(ir.VectorType.get((2 * len(words),), ir.BF16Type.get()), packed)
 
 
 def rounded_to_bfloat16(values):

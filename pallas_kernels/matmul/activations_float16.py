@@ -41,7 +41,7 @@ WIDTH = 8  # places of a piece, which a lane has at a time: 16 bytes of float16
 
 @functools.partial(jax.jit, static_argnames=("eps", "group", "rows"))
 def activations_float16(
-    x: jax.Array,
+    x: jax.Array | prologue.Parts,
     gamma: jax.Array | None = None,
     layer: jax.Array | None = None,
     eps: float = 0.0,
@@ -49,32 +49,38 @@ def activations_float16(
     *,
     group: int | None = None,
     rows: int | None = None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
 
+    x           or Parts: then their sum, float32 [M, K], is returned too
     gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
     layer       int32 []; None for a stack of one
     group       a has kq_prefill_sm90's order of columns for groups of so many, 16 or 32, and zeros behind
                 them up to a multiple of 256; None for the order that they have
-    places      int32 [M, copies]: a and s have so many `rows`, and row i is at places[i, :] of them, but for
-                places below 0; where no row is they are undefined
+    places      int32 [M, copies]: row i is at places[i, :] of a and s, but for places below 0; where no row
+                is they are undefined
+    rows        M, where x has more; with places, rows of a and s
 
     K is a multiple of 8, or of the group.
     """
-    count, columns = x.shape
-    rows, width = rows or count, columns
+    m, columns = prologue.sizes(x, rows if places is None else None)
+    width, held = columns, m if places is None or rows is None else rows
     if group is not None:
         width += -columns % COLUMNS
-    warps = prologue.warps_of_block(count, width)
+    warps = prologue.warps_of_block(m, width)
+    results = {
+        "a_gmem": jax.ShapeDtypeStruct((held, width), jnp.float16),
+        "scale_gmem": jax.ShapeDtypeStruct((held,), jnp.float32),
+    }
+    if isinstance(x, prologue.Parts):
+        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
         functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, group=group),
         x,
+        m,
         gamma,
         layer,
-        {
-            "a_gmem": jax.ShapeDtypeStruct((rows, width), jnp.float16),
-            "scale_gmem": jax.ShapeDtypeStruct((rows,), jnp.float32),
-        },
+        results,
         name="activations_float16",
         warps=warps,
         slots=2,
@@ -83,7 +89,7 @@ def activations_float16(
 
 
 def _round_row(
-    x_gmem, gamma_gmem, layer_gmem, places_gmem, a_gmem, scale_gmem, shared_smem,
+    x_gmem, gamma_gmem, layer_gmem, places_gmem, a_gmem, scale_gmem, shared_smem, sum_gmem=None,
     *, columns, width, warps, eps, group,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
@@ -101,12 +107,18 @@ def _round_row(
         for (piece, _), inside in zip(pieces, in_row, strict=True)
     ]
 
-    def load(ref, row):
+    def load(ref, *row):
         if group is None:
             return [_load(ref, row, piece) for piece in source]
         return [_load_apart(ref, row, piece, group) for piece in source]
 
-    n = prologue.zeros_behind(load(x_gmem, row), in_row)
+    n = prologue.row_of(load, x_gmem, row)
+    if sum_gmem is not None:
+        for values, piece, inside in zip(n, source, in_row, strict=True):
+            with lanes.when(true() if inside is None else inside):
+                for v, column in zip(values, _columns(piece, group), strict=True):
+                    memory.store(v, sum_gmem, row, column)
+    n = prologue.zeros_behind(n, in_row)
     if gamma_gmem is not None:
         gamma = prologue.gamma_of_layer(load, gamma_gmem, layer_gmem)
         squares = lanes.warp_sum_real(sum_of_squares(prologue.flat(n)))
@@ -145,18 +157,30 @@ def power_of_two(largest) -> tuple:
 def _load(ref, row, piece) -> list:
     """A piece of neighbouring columns, by 16-byte loads."""
     start = index(piece * WIDTH)
-    return [v for first in range(0, WIDTH, 4) for v in memory.load_reals(4, ref, [row, start + first])]
+    return [v for first in range(0, WIDTH, 4) for v in memory.load_reals(4, ref, [*row, start + first])]
 
 
 def _load_apart(ref, row, piece, group: int) -> list:
     """A piece of kq_prefill_sm90's order: piece 2 s + h of a group has columns 4 s + h and 4 s + h + 2 of
     each quarter of it."""
-    of_group = group // WIDTH
-    number, q = piece // of_group, piece % of_group
-    start = number * group + q // 2 * 4
-    second = q % 2 == 1
+    start, second = _first_four(piece, group)
     values = []
     for t in range(4):
-        four = memory.load_reals(4, ref, [row, index(start) + group // 4 * t])
-        values += [select(second, four[i + 1], four[i]) for i in (0, 2)]
+        four = memory.load_reals(4, ref, [*row, index(start) + group // 4 * t])
+        values += [select(second == 1, four[i + 1], four[i]) for i in (0, 2)]
     return values
+
+
+def _first_four(piece, group: int):
+    """The first column of the first four that a piece has two of, and whether it is their second and last."""
+    of_group = group // WIDTH
+    number, q = piece // of_group, piece % of_group
+    return number * group + q // 2 * 4, q % 2
+
+
+def _columns(piece, group: int | None) -> list:
+    """Of a piece's values, in their order."""
+    if group is None:
+        return [index(piece * WIDTH) + i for i in range(WIDTH)]
+    start, second = _first_four(piece, group)
+    return [index(start + second) + (group // 4 * t + i) for t in range(4) for i in (0, 2)]

@@ -63,6 +63,7 @@ def planned(
     multiprocessors: int,
     shared: int,
     listed: Tiles | None = None,
+    summed: bool = True,
 ) -> Plan:
     """What is done soonest, of what shared memory has room for. The sums of a product whose columns are split
     are added by XLA; of SwiGLU they would have to be added before it.
@@ -94,7 +95,7 @@ def planned(
                 continue  # the block that brings activations waits in the end until each slot is free again
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
                 clocks *= 1 if slots >= STEPS else 1.2
-                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * ROWS, splits)
+                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * ROWS, splits, summed)
                 best.append((clocks, plan))
                 break
     return min(best)[1]

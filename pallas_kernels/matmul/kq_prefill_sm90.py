@@ -48,7 +48,9 @@ from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 
-@functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan", "tiles_of"))
+@functools.partial(
+    jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan", "tiles_of", "summed")
+)
 def kq_prefill_sm90(
     a: jax.Array,
     scale: jax.Array,
@@ -63,6 +65,7 @@ def kq_prefill_sm90(
     shared: int,
     plan: Plan | None = None,
     tiles_of: Tiles | None = None,
+    summed: bool = True,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
 
@@ -80,6 +83,7 @@ def kq_prefill_sm90(
     multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
     plan      instead of the one chosen for these sizes
     tiles_of  what `listed` has
+    summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n].
     """
     m = a.shape[0]
@@ -90,7 +94,7 @@ def kq_prefill_sm90(
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
     sizes = (m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
-    plan = plan or planned(*sizes, tiles_of)
+    plan = plan or planned(*sizes, tiles_of, summed)
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows = -(-m // tokens) if listed is None else len(listed[0])
@@ -142,7 +146,8 @@ def kq_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return in_order(kernel(*operands)[:, :m, :n], after)
+    parts = kernel(*operands)[:, :m, :n]
+    return in_order(parts, after) if summed else parts
 
 
 def _shape_by_lanes(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -376,23 +381,23 @@ def _body(
                 pl.when(warp == number)(functools.partial(work, number))
 
 
-def prologue(x, weights, layer, gamma, eps: float) -> tuple[jax.Array, jax.Array]:
+def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as float16 in the order of columns above (prefill.py)."""
     group = formats.get(weights[0].format).LANES.group
     gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
     if (rotation := weights[0].rotation) is not None:
         return activations_rotated(x, rotation, gamma, index, eps, rounded=True, group=group)
-    return activations_float16(x, gamma, index, eps, group=group)
+    return activations_float16(x, gamma, index, eps, group=group, rows=rows)
 
 
-def gemm(a, scale, weights, part_layer, residual) -> jax.Array:
+def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     fields, layer = stacks.whole(tuple(w.fields for w in weights), part_layer)
     (n, _), format = weights[0].shape, weights[0].format
     gpu = device.default()
     return kq_prefill_sm90(
         a, scale, fields, layer, n, residual,
-        format=format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
+        format=format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes, summed=summed,
     )  # fmt: skip
 
 

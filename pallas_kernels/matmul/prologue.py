@@ -3,7 +3,7 @@ so that it is read once. What activations_int8.py and activations_float16.py sha
 a row, a list of float32 that a lane has at a time."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import select
+from pallas_kernels.gpu.values import select, total
 
 MOST = 48  # float32 of a row that a lane has
 FEW_ROWS, MOST_OF_FEW = (
@@ -27,9 +27,27 @@ def warps_of_block(rows: int, places: int) -> int:
     return min(MOST_WARPS, 4 * -(-places // (128 * most)))
 
 
+class Parts(NamedTuple):
+    """residual + parts[0] + parts[1] + .., which nobody has added yet.
+
+    parts     float32 [splits, M or more, N], what each split of a product's columns has of its sums
+    residual  float32 [M, N], or None
+    """
+
+    parts: Any
+    residual: Any = None
+
+
+def sizes(x: jax.Array | Parts, rows: int | None) -> tuple[int, int]:
+    """(M, K) of x, or of its first rows."""
+    *_, most, columns = (x.parts if isinstance(x, Parts) else x).shape
+    return most if rows is None else rows, columns
+
+
 def launch_rows(
     body: Callable,
-    x: jax.Array,
+    x: jax.Array | Parts,
+    rows: int,
     gamma: jax.Array | None,
     layer: jax.Array | None,
     results: dict[str, jax.ShapeDtypeStruct],
@@ -47,13 +65,23 @@ def launch_rows(
         {"x_gmem": x, "gamma_gmem": gamma, "layer_gmem": index, **operands},
         results,
         name=name,
-        blocks=x.shape[0],
+        blocks=rows,
         threads=32 * warps,
         scratch={"shared_smem": plgpu.SMEM((slots, warps), jnp.float32)},
     )
 
 
-Load = Callable[[Any, Any], list[list]]  # (ref, index of a row) -> this lane's pieces of it
+Load = Callable[..., list[list]]  # (ref, indices of a row) -> this lane's pieces of it
+
+
+def row_of(load: Load, x_gmem, row) -> list[list]:
+    """This lane's pieces of a row of x, or of Parts, added in order."""
+    if not isinstance(x_gmem, Parts):
+        return load(x_gmem, row)
+    parts, residual = x_gmem
+    terms = [load(parts, s, row) for s in range(parts.type.shape[0])]
+    terms = terms if residual is None else [load(residual, row), *terms]
+    return [[total(list(v)) for v in zip(*of, strict=True)] for of in zip(*terms, strict=True)]
 
 
 def zeros_behind(pieces: list[list], in_row: list) -> list[list]:

@@ -24,7 +24,7 @@ g + 8. Rows are padded to 16 and columns to 256, by weights whose scale is 0.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -158,15 +158,14 @@ def _multiply_rows(
     for row in range(phase.rows):
         x = phase.quantize(me, first_row if row == 0 else row_of(x_gmem, row), gamma)
         phase.store_squares(me, x, scratch_smem, row)
-        for m in range(phase.matrices):
-            for j in range(phase.tiles):
-                sums = phase.tile_product(
-                    me,
-                    x,
-                    lambda p, m=m, j=j: words[m, j, p],
-                    lambda p, h, m=m, j=j: scales[m, j, p, h],
-                )
-                phase.store_sums(me, sums, scratch_smem, m, j, row)
+        sums = [
+            (m, j, phase.tile_product(
+                me, x, lambda p, at=(m, j): words[*at, p], lambda p, h, at=(m, j): scales[*at, p, h]
+            ))
+            for m in range(phase.matrices)
+            for j in range(phase.tiles)
+        ]  # fmt: skip
+        phase.store_sums(me, sums, scratch_smem, row)
     lanes.block_barrier()
 
     def store(i, row, n, y):
@@ -179,7 +178,7 @@ def _multiply_rows(
 class LaneColumns:
     """Where a lane stands in its block, and which columns its warp has.
 
-    pair         of this warp, clipped to the last
+    pair         of this warp; another's where there are no more
     scale_group  {(p, h): group of pair p}, as the weights' scales count them, with padding
     x_group      the same, clipped to the last that activations have: (index, constant to be added)
     count        {(p, h): 1.0, or 0.0 for a group that is another's or padding}
@@ -208,7 +207,8 @@ class LaneColumns:
         pair, scale_group, x_group, count = [], {}, {}, {}
         for p in range(phase.per_warp):
             wanted = first + p
-            pair.append(wanted if even else minimum(wanted, phase.pairs - 1))
+            # Of a pair that is not there another's words are read, not all the last one's: 132 blocks do.
+            pair.append(wanted if even else index(integer(wanted) % phase.pairs))
             for h in (0, 1):
                 scale_group[p, h] = pair[p] * 2 + h
                 if even:
@@ -255,6 +255,7 @@ class BitProduct:
     normed: bool = False
     eps: float = 0.0
     bits: int = 8
+    splits: ClassVar[int] = 1  # of the columns: each block has all of them
 
     @property
     def per_warp(self) -> int:
@@ -294,7 +295,7 @@ class BitProduct:
         return RowPlanes(planes, scale, correction, squares)
 
     def tile_product(self, me: LaneColumns, x: RowPlanes, words: Callable, scales: Callable) -> list:
-        """This warp's share of rows g and g + 8 of a tile: words(p) is the vector of a pair, scales(p, h) the
+        """This lane's share of rows g and g + 8 of a tile: words(p) is the vector of a pair, scales(p, h) the
         scales of a group."""
         y = [real(0)] * 2
         for p in range(self.per_warp):
@@ -305,17 +306,16 @@ class BitProduct:
                 d = lanes.halves(scales(p, h))
                 for r in (0, 1):
                     y[r] = fma(d[r], fma(counted[r], x.scale[p, h], x.correction[p, h]), y[r])
-        return [lanes.warp_sum_real(v, lanes=4) for v in y]
+        return y
 
     def _slot(self, m, j, row, warp):
         """Where the 16 sums of matrix m, tile j, a row and a warp begin."""
         return (((j + m * self.tiles) * self.rows + row) * self.warps + warp) * 16
 
-    def store_sums(self, me: LaneColumns, sums: list, scratch_smem, m: int, j, row: int):
-        at = self._slot(m, index(j), row, me.warp)
-        with lanes.when(me.t == 0):
-            for r in (0, 1):
-                memory.store(sums[r], scratch_smem, at + (me.g + 8 * r))
+    def store_sums(self, me: LaneColumns, sums: list, scratch_smem, row: int):
+        """Shares of tiles: (matrix, tile, share) each."""
+        for (m, j, _), v in zip(sums, over_lanes(me.t, [y for *_, y in sums], 4), strict=True):
+            memory.store(v, scratch_smem, self._slot(m, index(j), row, me.warp) + me.t % 2 * 8 + me.g)
 
     def store_squares(self, me: LaneColumns, x: RowPlanes, scratch_smem, row: int):
         if self.normed:
@@ -347,6 +347,19 @@ class BitProduct:
                     squares = over_warps(row * self.warps + (self.scratch - self.rows * self.warps), 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
                 store(i, row, n, epilogue.finished(y, norm))
+
+
+def over_lanes(t, shares: list, count: int) -> list:
+    """Sums over 2 or 4 neighbouring lanes of their shares of rows g and g + 8: of rows g in lanes of even t,
+    of rows g + 8 in the others, so that half as many numbers are exchanged.
+
+    All shares come before the first exchange, past which no compiler moves a product: so the latency of one
+    is hidden behind the others.
+    """
+    odd = t % 2 == 1
+    mine, others = ([select(odd, y[r], y[1 - r]) for y in shares] for r in (1, 0))
+    sums = [v + lanes.swapped(other, 1) for v, other in zip(mine, others, strict=True)]
+    return sums if count == 2 else [v + lanes.swapped(v, 2) for v in sums]
 
 
 def weighted_counts(t, a0, a1, planes: list) -> list:

@@ -77,7 +77,7 @@ class Plan(NamedTuple):
     slots: int
 
 
-@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "shared", "plan"))
+@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "shared", "plan", "summed"))
 def q1_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
@@ -89,6 +89,7 @@ def q1_prefill_sm90(
     multiprocessors: int,
     shared: int,
     plan: Plan | None = None,
+    summed: bool = True,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
 
@@ -101,11 +102,12 @@ def q1_prefill_sm90(
     residual  float32 [at most M, n]
     multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
     plan      instead of the one chosen for these sizes
+    summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    plan = plan or planned(m, n, steps, matrices, planes, multiprocessors, shared)
+    plan = plan or planned(m, n, steps, matrices, planes, multiprocessors, shared, summed)
     warpgroups, tokens, splits, slots = plan
     wide = 64 // matrices  # outputs of a warpgroup
     grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
@@ -144,11 +146,19 @@ def q1_prefill_sm90(
         scratch_types=scratch,
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )  # fmt: skip
-    return in_order(kernel(*operands)[:, :, :n], after)
+    parts = kernel(*operands)[:, :, :n]
+    return in_order(parts, after) if summed else parts
 
 
 def planned(
-    m: int, n: int, steps: int, matrices: int, planes: int, multiprocessors: int, shared: int
+    m: int,
+    n: int,
+    steps: int,
+    matrices: int,
+    planes: int,
+    multiprocessors: int,
+    shared: int,
+    summed: bool = True,
 ) -> Plan:
     """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
     would have to be added before it.
@@ -163,7 +173,7 @@ def planned(
         tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
         step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
         clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
-        clocks += clocks_of_sums(m * n, splits)
+        clocks += clocks_of_sums(m * n, splits, summed)
         fits = (s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s, matrices, planes) <= shared)
         best.append((clocks, Plan(warpgroups, tokens, splits, next(fits))))
     return min(best)[1]
@@ -464,19 +474,19 @@ def _store(sums, out_smem, matrices: int, added: bool):
     store(*(sums, out_smem))
 
 
-def prologue(x, weights, layer, gamma, eps: float) -> tuple[jax.Array, jax.Array]:
+def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as integers (prefill.py)."""
     gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
-    return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits)
+    return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits, rows=rows)
 
 
-def gemm(a, scale, weights, part_layer, residual) -> jax.Array:
+def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
     pairs, layer = stacks.whole(pairs, part_layer)
     n, gpu = weights[0].shape[0], device.default()
     sizes = {"multiprocessors": gpu.multiprocessors, "shared": gpu.shared_bytes}
-    return q1_prefill_sm90(a, scale, pairs, layer, n, residual, **sizes)
+    return q1_prefill_sm90(a, scale, pairs, layer, n, residual, **sizes, summed=summed)
 
 
 run = in_two_phases(prologue, gemm)

@@ -10,12 +10,15 @@ Each [phase] is the one of q1_decode_b1.py or decode.py. A block has the same ti
 layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
 for them.
 
-Weights lie in shared memory (shared_weights.py). Activations go from block to block through a workspace in
+Weights lie in shared memory (shared_weights.py); so do keys and values, in place of weights that are asked
+for when they have been read. Activations go from block to block through a workspace in
 global memory (workspace.py). The residual stream itself stays exact with the block that adds to it; the
 workspace has what the others see of it.
 """
 
+import contextlib
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -23,19 +26,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_plan import THREADS
+from pallas_kernels.attention.decode_cache import Cache
+from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_splits import Exchange
-from pallas_kernels.attention.decode_warp import Cache
+from pallas_kernels.attention.decode_warp import visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum
+from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
-from pallas_kernels.step.rows_product import RowsProduct
+from pallas_kernels.step.rows_product import RowsProduct, Section
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
-from pallas_kernels.step.workspace import READS, WRITES, Workspace, tag, workspace_words
+from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-AT_ONCE = 4  # tiles that a warp works on together, to hide one's latency behind another's
+AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "interleaved"))
@@ -71,11 +75,9 @@ def decode_layers(
     attention = shapes.attention(page_size, block_table.shape[1], head_norms is not None, interleaved)
     pad = lambda a, n: jnp.pad(a, ((0, 0), (0, n - a.shape[1])))  # noqa: E731
     x = pad(x, shapes.width(Vector.X))
-    first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | tag(0)
-    empty = jnp.zeros(workspace_words(shapes) - x.size + attention.partials, jnp.int32)
-    x_ref, workspace = jax.new_ref(x), jax.new_ref(jnp.concatenate([first.reshape(-1), empty]))
+    x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
-    layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32, jnp.int32)
+    layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32)
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
@@ -97,7 +99,7 @@ def decode_layers(
         scratch={
             name: plgpu.SMEM((size // 4,), dtype)
             for name, size, dtype in zip(
-                ("weights_smem", "scratch_smem", "mbarriers_smem"), shapes.buffers, dtypes, strict=True
+                ("weights_smem", "scratch_smem"), shapes.buffers, dtypes, strict=True
             )
         },
     )
@@ -109,14 +111,15 @@ class _Step:
 
     def __init__(
         self, shapes: Shapes, attention: Attention, layers: int, layout, *, weights, norms, head_norms, bias,
-        rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem, mbarriers_smem,
+        rotation, positions, table, x, workspace, pages, weights_smem, scratch_smem,
     ):  # fmt: skip
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
         (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, head_norms or (None, None)
         self.cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
-        self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers_smem)
+        mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
+        self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
 
     @property
@@ -128,6 +131,15 @@ class _Step:
         self.kept = self.attention.keep(self.cache)
         self.weights.prepare()
         lanes.loop(0, self.layers, 1, [], self._layer)
+        if self.shapes.passes_on:  # what the last layer adds
+            p = self.products[Phase.QKV]
+            assert isinstance(p, RowsProduct)
+            self._with_groups(
+                Phase.QKV,
+                lambda group, row: self._residual(
+                    Phase.QKV, index(self.layers), row, p.columns_of_lane(group)
+                ),
+            )
 
     def _layer(self, layer, carry):
         for phase in Phase:
@@ -138,8 +150,8 @@ class _Step:
             with lanes.when(takes_part):
                 self._attend(layer) if phase == Phase.ATTENTION else product(phase, layer)
             if phase != Phase.ATTENTION:
-                with lanes.when(~self._takes_part(phase) & (lanes.thread() == 0)):
-                    self.weights.request_during(phase, layer)
+                with lanes.when(~self._takes_part(phase)):
+                    self._request_during(phase, layer)
         return carry
 
     def _takes_part(self, phase: Phase):
@@ -147,8 +159,40 @@ class _Step:
             return lanes.block() < self.attention.blocks
         return self.weights.takes_part(phase)
 
+    def _request_during(self, phase: Phase, layer):
+        """What can be asked for when the activations of a phase are there; where keys lie, when these have
+        been read."""
+        if phase == Phase.QKV and self.has_slots:
+            self.attention.ask(self.cache, self.kept, layer, self._slot, ~self._asked())
+        self.weights.request_during(phase, layer)
+        if phase == Phase.QKV:
+            without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
+            with lanes.when(without_keys):
+                self.weights.request_during(Phase.ATTENTION, layer)
+
+    def _asked(self):
+        """Whether this warp's first keys are asked for while q is made."""
+        return lanes.thread() // 32 < self.shapes.early_slots
+
+    @property
+    def has_slots(self) -> bool:
+        """Whether keys and values go to shared memory."""
+        fits = visit_bytes(self.attention, self.cache.layout) == self.shapes.slot_bytes
+        return fits and self.shapes.slots != []
+
+    def _slot(self, warp):
+        """Address of a warp's slot."""
+        size, slots = self.shapes.slot_bytes, self.shapes.slots
+        at = warp * size + slots[0]
+        for w in range(1, WARPS):
+            if slots[w] != slots[w - 1] + size:
+                at = select(warp < w, at, (warp - w) * size + slots[w])
+        return self.weights.address + at
+
     def _attend(self, layer):
-        workspace = self.workspace
+        workspace, behind_keys = self.workspace, None
+        if self.has_slots:
+            behind_keys = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -156,10 +200,13 @@ class _Step:
             ),
             store_out=lambda y, row, n: workspace.send(Phase.ATTENTION, layer, y, row, n),
             exchange=Exchange(
-                workspace.ref, workspace_words(self.shapes), workspace.tag(Phase.ATTENTION, layer, WRITES)
+                workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
+            behind_keys=behind_keys,
+            slots=self._slot if self.has_slots else None,
+            asked=self._asked(),
         )  # fmt: skip
         lanes.block_barrier()
 
@@ -173,10 +220,9 @@ class _Step:
                 me, lambda columns: [memory.load(self.gamma[phase], layer, at + more) for at, more in columns]
             )
         mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
-        added = self._added(phase, layer, mine)
+        added = self._added(phase, layer, [(row, n) for *_, row, _, n in mine])
         received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
-        with lanes.when(me.thread == THREADS - 32):
-            self.weights.request_during(phase, layer)
+        self._request_during(phase, layer)
         x = p.quantize(me, received, gamma)
         p.store_squares(me, x, self.scratch, 0)
         self.weights.wait(phase, layer)
@@ -187,19 +233,43 @@ class _Step:
 
     def _pass_on(self, phase: Phase, layer):
         """What a phase reads, by a warp of some block for each row of a group."""
-        p, row = self.products[phase], lanes.thread() // 32
+
+        def pass_on(group, row):
+            load = lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True)  # noqa: E731
+            if phase in (Phase.QKV, Phase.GATE_UP):
+                load = lambda columns: self._residual(phase, layer, row, columns)  # noqa: E731
+            self._pass_on_group(phase, layer, group, row, load)
+
+        if phase == Phase.O and self.attends_groups and self.attention.splits == 1:
+            return  # attention has done it
+        self._with_groups(phase, pass_on)
+
+    def _with_groups(self, phase: Phase, use: Callable):
+        """use(group, row), by a warp of some block for each row of the groups that a phase reads."""
+        p, warp = self.products[phase], lanes.thread() // 32
         assert isinstance(p, RowsProduct)
-        for first in range(0, p.groups, self.shapes.blocks):
-            group = lanes.block() + first
-            wanted = (group < p.groups) & (row < p.rows)
+        items = p.groups * -(-p.rows // p.warps)  # of as many rows as a block has warps
+        for first in range(0, items, self.shapes.blocks):
+            item = lanes.block() + first
+            group, row = (
+                (item, warp) if items == p.groups else (item % p.groups, item // p.groups * p.warps + warp)
+            )
+            wanted = (item < items) & (row < p.rows)
             if phase == Phase.O and self.attends_groups:
                 position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
                 wanted = wanted & ~self.attention.has_one_split(position)
             with lanes.when(wanted):
-                self._pass_on_group(
-                    phase, layer, group, row,
-                    lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True),
-                )  # fmt: skip
+                use(group, row)
+
+    def _residual(self, phase: Phase, layer, row, columns) -> list:
+        """Of columns that this lane alone has, when what was made to be added is there, and is added."""
+        places, width = [column + more for column, more in columns], self.shapes.width(Vector.X)
+        x = [memory.load_written_by_others(self.x, row * width + at) for at in places]
+        added = self.workspace.receive(phase, layer, row, columns, 1, at_once=True)
+        x = [total([v, *added[k :: len(columns)]]) for k, v in enumerate(x)]
+        for v, at in zip(x, places, strict=True):
+            memory.store(v, self.x, row, at)
+        return x
 
     def _pass_on_attended(self, layer, row, heads, load):
         """What a block of attention has made, by a warp for each group."""
@@ -213,32 +283,55 @@ class _Step:
         words = p.quantize(
             group, row, load,
             gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
-            self.workspace.tag(phase, layer, READS),
+            self.workspace.tag_read(phase, layer),
         )  # fmt: skip
-        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words])
+        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words], p)
 
     def _product_of_rows(self, phase: Phase, layer):
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         me = LaneColumns.of(p)
-        x = p.receive(me, lambda places: self.workspace.receive_passed_on(phase, layer, places, p))
-        with lanes.when(me.thread == THREADS - 32):
-            self.weights.request_during(phase, layer)
-        p.store_squares(me, x, self.scratch)
-        self.weights.wait(phase, layer)
+        split = self.weights.split(phase)
+
+        def one_section(first, carry):
+            section = Section(first, p.section_rows)
+            x = p.receive(
+                me, section,
+                lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split),
+            )  # fmt: skip
+            with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first == 0):
+                self._request_during(phase, layer)
+            with p.busy_warps(me):
+                p.store_squares(me, section, x, self.scratch)
+            self.weights.wait(phase, layer)
+            self._rounds(phase, layer, me, section, x)
+            return carry
+
+        if p.section_rows == p.rows:
+            one_section(index(0), [])
+        else:  # a loop: straight code of both would be more than the instruction cache has room for
+            lanes.loop(0, p.rows, p.section_rows, [], one_section)
+
+    def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
+        """A section's product with all of the block's tiles."""
+        p = self.products[phase]
+        assert isinstance(p, RowsProduct)
 
         def one_round(first, carry):
-            mine = p.my_outputs(me, first, self.weights.first_tile(phase))
-            added = self._added(phase, layer, mine)
+            mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
+            added = self._added(phase, layer, [(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine])
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
-            sums = p.multiply(
-                me, x,
-                lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
-            )  # fmt: skip
-            p.store_sums(me, sums, self.scratch)
+            with p.busy_warps(me):
+                sums = p.multiply(
+                    me, x,
+                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                    lambda m, u, pair, h: self.weights.scales(
+                        phase, m, tile[u], me.scale_group[pair, h], me.g
+                    ),
+                )  # fmt: skip
+                p.store_sums(me, section, sums, self.scratch)
             lanes.block_barrier()
-            p.outputs(self.scratch, mine, self._store(phase, layer, added))
+            p.outputs(section, self.scratch, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
             return carry
 
@@ -250,23 +343,22 @@ class _Step:
     def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):
             y = y + added[k] if added else y
-            if phase in (Phase.O, Phase.DOWN):
+            if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
                 memory.store(y, self.x, row, n)
-            self.workspace.send(phase, layer, y, row, n)
+            split = self.weights.split(phase) if self.products[phase].splits > 1 else 0
+            self.workspace.send(phase, layer, y, row, n, split)
 
         return store
 
     def _added(self, phase: Phase, layer, mine: list) -> list:
-        """To each of this thread's outputs: the residual, which is this block's own, or the bias."""
+        """To each of this thread's outputs, (row, n): of one row the residual, which is this block's own; the
+        bias."""
         last = 16 * self.products[phase].n_tiles - 1
-        if phase in (Phase.O, Phase.DOWN):
+        if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
             width = self.shapes.width(Vector.X)
-            return [
-                memory.load_written_by_others(self.x, row * width + minimum(n, last))
-                for *_, row, _, n in mine
-            ]
+            return [memory.load_written_by_others(self.x, row * width + minimum(n, last)) for row, n in mine]
         if phase == Phase.QKV and self.bias is not None:
-            return [memory.load(self.bias, layer, minimum(n, last)) for *_, n in mine]
+            return [memory.load(self.bias, layer, minimum(n, last)) for _, n in mine]
         return []
 
     def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes):
@@ -279,17 +371,16 @@ class _Step:
         def some_tiles(first, carry):
             # The last tiles are done twice where `together` does not divide: the same bits.
             first = minimum(first, last)
-            for u in range(min(together, p.tiles)):
-                j = first + u
-                for m in range(p.matrices):
-                    sums = p.tile_product(
-                        me, x,
-                        lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
-                        lambda pair, h, m=m, j=j: self.weights.scales(
-                            phase, m, j, me.scale_group[pair, h], me.g
-                        ),
-                    )  # fmt: skip
-                    p.store_sums(me, sums, self.scratch, m, j, 0)
+            sums = [
+                (m, j, p.tile_product(
+                    me, x,
+                    lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
+                    lambda pair, h, m=m, j=j: self.weights.scales(phase, m, j, me.scale_group[pair, h], me.g),
+                ))
+                for m in range(p.matrices)
+                for j in (first + u for u in range(min(together, p.tiles)))
+            ]  # fmt: skip
+            p.store_sums(me, sums, self.scratch, 0)
             return carry
 
         lanes.loop(0, p.tiles, together, [], some_tiles)

@@ -1,8 +1,8 @@
-"""Products of 3 to 8 rows in one launch, on the integer tensor cores: weights become bytes once for all rows,
-as in q1_decode_s8.py.
+"""Products of 5 to 16 rows in one launch, on the integer tensor cores: weights become bytes once for all
+rows, as in q1_decode_s8.py; where a warp has no registers for all rows' activations, once for each eight.
 
-What is passed on (rows_product.py) for lane 4 g + t of those who multiply, of row g: 12 words, each with a
-tag in bits 0 and 1. Column 32 t + 8 b + i of the group is code i of byte b.
+What is passed on (rows_product.py) for lane 4 g + t of those who multiply, of row g or g + 8: 12 words, each
+with a tag in bits 0 and 1. Column 32 t + 8 b + i of the group is code i of byte b.
 
     word i = 0 .. 7   codes i of bytes 0, 1 and 2, in bytes 1, 2 and 3
     word 8 .. 10      codes of byte 3, three to a word, in bytes 1, 2 and 3
@@ -32,14 +32,16 @@ from pallas_kernels.gpu.values import (
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 from pallas_kernels.matmul.q1_decode_s8 import UNIT, bits_as_bytes, multiply_group
 from pallas_kernels.matmul.quantize_activations import largest_of_group
-from pallas_kernels.step.rows_product import RowsProduct
+from pallas_kernels.step.rows_product import WIDTH, RowsProduct, Section
 
 TOP = 127
+KEPT_WORDS = 9  # of a group, of each eight rows, while they are multiplied
+MOST_KEPT = 112
 
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """Activations of all rows, of which this warp has some groups.
+    """Activations of eight rows, of which this warp has some groups.
 
     words    {(p, h): the 12 that were passed on}
     codes    {(p, h): 8 words of four codes, as `multiply_group` takes them}
@@ -50,12 +52,25 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    words, side_by_side, at_once = 48, 4, False
+    copies, most_tiles, apart = 1, 8, 4
+
+    @property
+    def words(self) -> int:
+        return 48
+
+    @staticmethod
+    def columns_of_lane(group) -> list[tuple]:
+        lane = integer(lanes.thread() % 32)
+        return [(group * GROUP + index(lane // 8 * 32 + lane % 8), 8 * b) for b in range(4)]
+
+    @property
+    def section_rows(self) -> int:
+        kept = KEPT_WORDS * 2 * self.per_warp * -(-self.rows // WIDTH)
+        return self.rows if kept <= MOST_KEPT else min(self.rows, WIDTH)
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
-        t, i = lane // 8, lane % 8
-        columns = [(group * GROUP + index(t * 32 + i), 8 * b) for b in range(4)]
+        t, i, columns = lane // 8, lane % 8, self.columns_of_lane(group)
         weights = gamma(columns) if gamma else None
         x = load(columns)
         squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
@@ -84,55 +99,67 @@ class RowsOfBytes(RowsProduct):
             ),
         ]
 
-    def receive(self, me: LaneColumns, load: Callable) -> Rows:
-        row = minimum(me.g, self.rows - 1)
-        of_lane = row * 16 + me.t * 4
+    def receive(self, me: LaneColumns, section: Section, load: Callable) -> list[Rows]:
         of_group = self.rows * self.words
-        wanted = [
-            (base * of_group + of_lane, more * of_group + v * (16 * self.rows))
-            for base, more in me.x_group.values()
-            for v in range(3)
-        ]
-        loaded = load(wanted)
-        words = {at: loaded[12 * n : 12 * n + 12] for n, at in enumerate(me.x_group)}
-        codes = {
-            at: [lanes.bytes_of(w[i], w[8 + i // 3], 0x5321 + 0x1000 * (i % 3)) for i in range(8)]
-            for at, w in words.items()
-        }
-        return Rows(words, codes)
+        wanted = []
+        for first in _eights(section):
+            row = minimum(me.g + (section.first + first), self.rows - 1)
+            of_lane = row * 16 + me.t * 4
+            wanted += [
+                (base * of_group + of_lane, more * of_group + v * (16 * self.rows), 4)
+                for base, more in me.x_group.values()
+                for v in range(3)
+            ]
+        loaded, out = load(wanted), []
+        for at in range(0, len(loaded), 12 * len(me.x_group)):
+            words = {key: loaded[at + 12 * n :][:12] for n, key in enumerate(me.x_group)}
+            codes = {
+                key: [lanes.bytes_of(w[i], w[8 + i // 3], 0x5321 + 0x1000 * (i % 3)) for i in range(8)]
+                for key, w in words.items()
+            }
+            out.append(Rows(words, codes))
+        return out
 
-    def store_squares(self, me: LaneColumns, x: Rows, scratch_smem):
-        if self.normed:
+    def store_squares(self, me: LaneColumns, section: Section, x: list[Rows], scratch_smem):
+        if not self.normed:
+            return
+        for first, rows in zip(_eights(section), x, strict=True):
             squares = real(0)
-            for at, words in x.words.items():
+            for at, words in rows.words.items():
                 squares = fma(memory.untagged(words[11]), me.count[at], squares)
-            with lanes.when((me.t == 2) & (me.g < self.rows)):
-                memory.store(squares, scratch_smem, me.g * self.warps + me.warp + self.sums)
+            row = me.g + (section.first + first)
+            with lanes.when((me.t == 2) & (row < self.rows)):
+                memory.store(squares, scratch_smem, row * self.busy + me.warp + self.sums)
 
-    def multiply(self, me: LaneColumns, x: Rows, words: Callable, scales: Callable) -> dict:
-        """{(u, m): [row g, g + 8][row of x 2 t, 2 t + 1]}"""
+    def multiply(self, me: LaneColumns, x: list[Rows], words: Callable, scales: Callable) -> dict:
+        """{(u, m): [eight of the rows][row g, g + 8][row of x 2 t, 2 t + 1]}"""
         items = list(itertools.product(range(self.together), range(self.matrices)))
-        y = {item: [[real(0)] * 2 for _ in range(2)] for item in items}
+        y = {item: [[[real(0)] * 2 for _ in range(2)] for _ in x] for item in items}
         sources = [integer(me.t * 8 + of) for of in (0, 1, 4, 5)]
         for p in range(self.per_warp):
             loaded = {(u, m): words(m, u, p) for u, m in items}
             for h in (0, 1):
-                stats = [as_real(lanes.from_lane(x.words[p, h][11], source)) for source in sources]
-                stats = [v * me.count[p, h] for v in stats]
+                stats = [[as_real(lanes.from_lane(of.words[p, h][11], s)) for s in sources] for of in x]
+                stats = [[v * me.count[p, h] for v in of] for of in stats]
                 for u, m in items:
                     bits = [bits_as_bytes(lanes.element(loaded[u, m], 2 * h + r)) for r in (0, 1)]
-                    sums = multiply_group(bits, [x.codes[p, h]])
+                    sums = [multiply_group(bits, [of.codes[p, h]]) for of in x]
                     d = lanes.halves(scales(m, u, p, h))
-                    for r, c in itertools.product((0, 1), (0, 1)):
-                        product = fma(sums[2 * r + c], stats[2 * c], stats[2 * c + 1])
-                        y[u, m][r][c] = fma(d[r], product, y[u, m][r][c])
+                    for i, r, c in itertools.product(range(len(x)), (0, 1), (0, 1)):
+                        product = fma(sums[i][2 * r + c], stats[i][2 * c], stats[i][2 * c + 1])
+                        y[u, m][i][r][c] = fma(d[r], product, y[u, m][i][r][c])
         return y
 
-    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
-        for c in (0, 1):
-            row = me.t * 2 + c
-            with lanes.when(row < self.rows):
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
+        for (i, first), c in itertools.product(enumerate(_eights(section)), (0, 1)):
+            row = me.t * 2 + (first + c)
+            with lanes.when(row < section.rows):
                 for (u, m), of_tile in y.items():
                     for r in (0, 1):
-                        at = row * self.sums_of_row + self.place(u, m, 0) + me.warp * 16 + me.g + 8 * r
-                        memory.store(of_tile[r][c], scratch_smem, at)
+                        at = self.place(section, u, m, 0) + me.warp * 16 + me.g + 8 * r
+                        memory.store(of_tile[i][r][c], scratch_smem, row * self.sums_of_row + at)
+
+
+def _eights(section: Section) -> range:
+    """The first row of each eight, within the section."""
+    return range(0, section.rows, WIDTH)

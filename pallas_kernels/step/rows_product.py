@@ -1,4 +1,4 @@
-"""Products of 2 to 8 rows as phases of a decode step in one launch (decode_layers.py).
+"""Products of 2 to 16 rows as phases of a decode step in one launch (decode_layers.py).
 
 A group of 128 activations is not made by one block, so nobody who makes a part of it knows its largest; and
 all blocks would quantize all rows if each did it for itself. So it is done between: a warp of some block has
@@ -6,23 +6,35 @@ a row of a group, waits for its 128 numbers, quantizes them, and passes them on.
 
     makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
 
-Two rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights but
-a product for each row, more rows by the integer ones (rows_of_bytes.py). Here is what both have: tiles of
-a round, whose sums meet in shared memory.
+So o and down, which add to the residual stream, leave that to whoever quantizes it next, and their columns
+may be shared out to blocks too: who adds has the sums of several.
+
+2 to 4 rows are multiplied by the binary tensor cores (rows_of_planes.py), which need no unpacking of weights
+but products for the planes of all rows, more rows by the integer ones (rows_of_bytes.py). Here is what both
+have: tiles of a round, whose sums meet in shared memory.
 """
 
 import abc
+import contextlib
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 
-MOST_ROWS = 8  # columns of the tensor core
-MOST_SUMS = 4224  # words of shared memory: tiles of a round have no more sums
-MOST_TILES = 8  # of a round, of both matrices: so few have their sums in registers
+WIDTH = 8  # columns of the tensor core
+MOST_ROWS = 2 * WIDTH
+MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
+
+
+class Section(NamedTuple):
+    """Rows that are multiplied with each weight at once: `rows` from `first` on, of which the last may not be
+    there."""
+
+    first: Any
+    rows: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +42,16 @@ class RowsProduct(abc.ABC):
     """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
     Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
 
-    words     that are passed on of a row of a group
-    side_by_side   of them that a lane has
-    at_once   whether waiting for them asks for all again (memory.load_tagged): of few rows they are few
+    splits      parts of the columns: a block has one, and `columns` and `pairs` are of it. So all blocks read
+                as much less of what is passed on; their sums go to who adds them to the residual stream
+    copies      of what is passed on, each for as many blocks: all want the same lines at once
+    most_tiles  of a round, of both matrices: so few have their sums in registers
+    apart       words between rows' sums, so that rows that are stored together lie in other banks
     """
 
-    words: ClassVar[int]
-    side_by_side: ClassVar[int]
-    at_once: ClassVar[bool]
+    copies: ClassVar[int]
+    most_tiles: ClassVar[int]
+    apart: ClassVar[int]
 
     rows: int
     columns: int
@@ -45,9 +59,15 @@ class RowsProduct(abc.ABC):
     pairs: int
     warps: int
     tiles: int
+    splits: int = 1
     matrices: int = 1
     normed: bool = False
     eps: float = 0.0
+
+    @property
+    @abc.abstractmethod
+    def words(self) -> int:
+        """That are passed on of a row of a group."""
 
     @property
     def per_warp(self) -> int:
@@ -55,58 +75,81 @@ class RowsProduct(abc.ABC):
 
     @property
     def groups(self) -> int:
-        return self.columns // GROUP
+        """Of all splits."""
+        return self.splits * self.columns // GROUP
+
+    @property
+    def section_rows(self) -> int:
+        """Of each section."""
+        return self.rows
 
     @property
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory."""
-        room = MOST_SUMS // (self.matrices * self.rows * self.sums_of_row)
-        most = min(self.tiles, room, MOST_TILES // self.matrices)
+        room = MOST_SUMS // (self.matrices * self.section_rows * self.sums_of_row)
+        most = min(self.tiles, room, self.most_tiles // self.matrices)
         return -(-self.tiles // -(-self.tiles // most))
 
     @property
     def sums_of_row(self) -> int:
-        return self.warps * 16 + 4  # 4: rows that are stored together lie in other banks
+        return self.busy * 16 + self.apart
+
+    @property
+    def busy(self) -> int:
+        """Warps that have columns."""
+        return -(-self.pairs // self.per_warp)
+
+    def busy_warps(self, me: LaneColumns):
+        """For `with`: what they alone do."""
+        return contextlib.nullcontext() if self.busy == self.warps else lanes.when(me.warp < self.busy)
 
     @property
     def sums(self) -> int:
-        return self.together * self.matrices * self.rows * self.sums_of_row
+        return self.together * self.matrices * self.section_rows * self.sums_of_row
 
     @property
     def scratch(self) -> int:
         """float32 of shared memory: sums of a round, then squares [rows, warps]."""
-        return self.sums + self.rows * self.warps
+        return self.sums + self.rows * self.busy
 
-    def place(self, u, m, row):
-        """Where the sums of a tile of a round, a matrix and a row of x begin."""
-        return ((u * self.matrices + m) * self.rows + row) * self.sums_of_row
+    def place(self, section: Section, u, m, row):
+        """Where the sums of a tile of a round, a matrix and a row of a section begin."""
+        return ((u * self.matrices + m) * section.rows + row) * self.sums_of_row
 
-    def my_outputs(self, me: LaneColumns, first, first_tile) -> list:
-        """This thread's outputs of the round from tile `first` on: (whether it is there, u, row, index within
-        the tile, n)."""
+    def my_outputs(self, me: LaneColumns, section: Section, first, first_tile) -> list:
+        """This thread's outputs of the round from tile `first` on: (whether it is there, u, row of the
+        section, index within the tile, n, row of all)."""
         out, threads = [], self.warps * 32
-        for begin in range(0, self.together * self.rows * 16, threads):
+        for begin in range(0, self.together * section.rows * 16, threads):
             at = me.thread + begin
-            inside, row, u = at % 16, at // 16 % self.rows, at // (16 * self.rows)
+            inside, row, u = at % 16, at // 16 % section.rows, at // (16 * section.rows)
             tile = first + u
             valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
-            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside))
+            of_all = row + section.first
+            if section.rows < self.rows:
+                valid = valid & (of_all < self.rows)
+            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, of_all))
         return out
 
-    def outputs(self, scratch_smem, mine: list, store: Callable):
-        """Behind a block barrier: store(i, row, n, y) for each of my_outputs."""
+    def outputs(self, section: Section, scratch_smem, mine: list, store: Callable):
+        """Behind a block barrier: store(i, row of all, n, y) for each of my_outputs."""
 
         def over_warps(at, stride):
-            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.warps)
+            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
 
-        for i, (valid, u, row, inside, n) in enumerate(mine):
+        for i, (valid, u, row, inside, n, of_all) in enumerate(mine):
             with lanes.when(valid):
-                y = [over_warps(self.place(u, m, row) + inside, 16) for m in range(self.matrices)]
+                y = [over_warps(self.place(section, u, m, row) + inside, 16) for m in range(self.matrices)]
                 norm = None
                 if self.normed:
-                    squares = over_warps(row * self.warps + self.sums, 1)
+                    squares = over_warps(of_all * self.busy + self.sums, 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
-                store(i, row, n, epilogue.finished(y, norm))
+                store(i, of_all, n, epilogue.finished(y, norm))
+
+    @staticmethod
+    @abc.abstractmethod
+    def columns_of_lane(group) -> list[tuple]:
+        """Which of a group's a lane has that quantizes it: an index and a constant each."""
 
     @abc.abstractmethod
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
@@ -116,12 +159,12 @@ class RowsProduct(abc.ABC):
         """
 
     @abc.abstractmethod
-    def receive(self, me: LaneColumns, load: Callable) -> Any:
-        """This warp's groups of all rows, when they are there; load: places (an index and a constant) of
-        side_by_side words each -> words."""
+    def receive(self, me: LaneColumns, section: Section, load: Callable) -> Any:
+        """This warp's groups of a section's rows, when they are there; load: places (an index, a constant and
+        how many words from there) -> words."""
 
     @abc.abstractmethod
-    def store_squares(self, me: LaneColumns, x: Any, scratch_smem):
+    def store_squares(self, me: LaneColumns, section: Section, x: Any, scratch_smem):
         """Behind a norm, each row's sum of squares over this warp's groups."""
 
     @abc.abstractmethod
@@ -130,5 +173,5 @@ class RowsProduct(abc.ABC):
         scales(m, u, p, h) its scales of a group."""
 
     @abc.abstractmethod
-    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
         """Where `outputs` finds them."""

@@ -7,7 +7,7 @@ import functools
 
 from pallas_kernels import device
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_plan import WARPS
+from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct
 from pallas_kernels.step import rows_of_planes
@@ -17,6 +17,7 @@ from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct
 
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
+MOST_SPLITS = 4
 Product = BitProduct | RowsProduct
 
 
@@ -33,10 +34,12 @@ class Phase(enum.IntEnum):
 class Vector(enum.IntEnum):
     """What phases read and write, a row of x each."""
 
-    X = 0  # the residual stream
+    X = 0  # the residual stream, of one row
     QKV = 1
     ATTENDED = 2
     HIDDEN = 3
+    OF_O = 4  # what is to be added to the residual stream, of more rows: sums of each split
+    OF_DOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Shapes:
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
         if self.rows > MOST_ROWS:
-            return f"{self.rows} rows are more than the {MOST_ROWS} columns of a tensor core"
+            return f"{self.rows} rows are more than the {MOST_ROWS} that two products of a tensor core have"
         if self.rows > 1 and self.bits != 8:
             return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
@@ -76,21 +79,22 @@ class Shapes:
         """The products by phase."""
         width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
 
-        def product(n, k, **rest):
+        def product(n, k, added=False, **rest):
             n_tiles = -(-n // 16)
             kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
             if not self.passes_on:
                 kind = functools.partial(BitProduct, bits=self.bits)
-            return kind(
+            p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
                 tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,
             )  # fmt: skip
+            return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
 
         return {
             Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
-            Phase.O: product(self.hidden, width),
+            Phase.O: product(self.hidden, width, added=True),
             Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2),
-            Phase.DOWN: product(self.hidden, self.ffn),
+            Phase.DOWN: product(self.hidden, self.ffn, added=True),
         }
 
     def attention(self, page_size: int, pages: int, normed: bool, interleaved: bool) -> Attention:
@@ -101,29 +105,96 @@ class Shapes:
         )  # fmt: skip
 
     @property
+    def begins(self) -> dict[tuple[Phase, int], int]:
+        """Of a phase's matrices in the shared memory for weights, in bytes."""
+        out, at = {}, 0
+        for phase, p in self.products().items():
+            for m in range(p.matrices):
+                out[phase, m] = at
+                at += share_bytes(p)
+        return out
+
+    @property
     def weight_bytes(self) -> int:
         """Of shared memory, for a block's share of a layer."""
         return sum(share_bytes(p) * p.matrices for p in self.products().values())
 
     @property
-    def scratch(self) -> int:
-        """float32 of shared memory for the phases, in turn."""
-        return max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+    def slots(self) -> list[int]:
+        """Where keys and values of attention's warps are in the shared memory for weights, in bytes: in place
+        of those of down and of q, k and v, which are asked for later, and behind all; none if there is no
+        room."""
+        size, products = self.slot_bytes, self.products()
+        within = lambda phase: [  # noqa: E731
+            self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
+        ]
+        down, qkv = within(Phase.DOWN), within(Phase.QKV)
+        behind = [self.weight_bytes + i * size for i in range(WARPS - len(down) - len(qkv))]
+        places = [*down, *behind, *qkv][:WARPS]
+        end = max(self.weight_bytes, max(places) + size)
+        fits = shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes()
+        return places if fits else []
 
     @property
-    def buffers(self) -> tuple[int, int, int]:
-        """Bytes of shared memory for a layer's weights, the phases' scratch and their mbarriers."""
-        return self.weight_bytes, 4 * self.scratch, 8 * len(Phase)
+    def early_slots(self) -> int:
+        """Of so many warps they do not lie in place of weights of q, k and v."""
+        return sum(place >= self.begins[Phase.O, 0] for place in self.slots)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of 16 keys and values of 16 bits each."""
+        return 2 * KEYS * self.head_dim * 2
+
+    @property
+    def scratch(self) -> int:
+        """float32 of shared memory for the phases, in turn; an even number."""
+        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+        return most + most % 2
+
+    @property
+    def buffers(self) -> tuple[int, int]:
+        """Bytes of shared memory for a layer's weights and keys among them, and for the phases' scratch with
+        their mbarriers behind it: a buffer of their own would take 1,024 bytes."""
+        ends = [place + self.slot_bytes for place in self.slots]
+        return max(self.weight_bytes, *ends, 0), self._scratch_bytes
+
+    @property
+    def _scratch_bytes(self) -> int:
+        return 4 * self.scratch + 8 * len(Phase)
 
     def width(self, vector: Vector) -> int:
         """Of a row of it, in the workspace."""
         p = self.products()
+        x = p[Phase.DOWN].n_tiles * 16
         return {
-            Vector.X: p[Phase.DOWN].n_tiles * 16,
+            Vector.X: x,
             Vector.QKV: p[Phase.QKV].n_tiles * 16,
-            Vector.ATTENDED: p[Phase.O].columns,
+            Vector.ATTENDED: self.heads * self.head_dim,
             Vector.HIDDEN: p[Phase.GATE_UP].n_tiles * 16,
+            Vector.OF_O: x,
+            Vector.OF_DOWN: x,
         }[vector]
+
+    def copies(self, vector: Vector) -> int:
+        """Of it in the workspace."""
+        if vector in (Vector.OF_O, Vector.OF_DOWN):
+            phase = Phase.O if vector == Vector.OF_O else Phase.DOWN
+            return self.products()[phase].splits if self.passes_on else 0
+        return int(vector != Vector.X or not self.passes_on)
+
+
+def _split(p: RowsProduct, blocks: int) -> RowsProduct:
+    """The same with the most splits of the columns that give no warp more to do and no block rounds."""
+    for splits in range(MOST_SPLITS, 1, -1):
+        if p.columns % (2 * GROUP * splits) or blocks < splits:
+            continue
+        q = dataclasses.replace(
+            p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
+            tiles=-(-p.n_tiles // (blocks // splits)),
+        )  # fmt: skip
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and q.together == q.tiles:
+            return q
+    return p
 
 
 def share_bytes(p: Product) -> int:

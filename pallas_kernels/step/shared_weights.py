@@ -1,62 +1,70 @@
-"""A block's share of a layer's weights in shared memory, as a lane sees it: one thread asks for it, by bulk
-copies, while phases before are at work.
+"""A block's share of a layer's weights in shared memory, as a lane sees it: asked for by bulk copies, while
+phases before are at work.
 
     [phase][matrix][words of the block's tiles, then their scales]        an mbarrier for each phase
 """
 
+from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes, share_bytes
+from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes
 
 
 class SharedWeights:
-    def __init__(self, shapes: Shapes, layers: int, weights, weights_smem, mbarriers_smem):
+    def __init__(self, shapes: Shapes, layers: int, weights, weights_smem, mbarriers):
         """weights: refs of (words, scales) of qkv, o, gate, up and down, stacked by layer."""
         qkv, o, gate, up, down = weights
         self.gmem = {Phase.QKV: [qkv], Phase.O: [o], Phase.GATE_UP: [gate, up], Phase.DOWN: [down]}
         self.products, self.layers, self.smem = shapes.products(), layers, weights_smem
-        self.address, self.mbarriers = map(memory.shared_address, (weights_smem, mbarriers_smem))
-        self.begin, at = {}, 0  # byte of a matrix's words
-        for phase, p in self.products.items():
-            for m in range(p.matrices):
-                self.begin[phase, m] = at
-                at += share_bytes(p)
+        self.address, self.mbarriers = memory.shared_address(weights_smem), mbarriers
+        self.begin = shapes.begins
 
     def first_tile(self, phase: Phase):
-        return lanes.block() * self.products[phase].tiles
+        p = self.products[phase]
+        return lanes.block() // p.splits * p.tiles
+
+    def split(self, phase: Phase):
+        """Of the columns, this block's."""
+        return lanes.block() % self.products[phase].splits
 
     def takes_part(self, phase: Phase):
         """Whether this block has tiles of a phase."""
         p = self.products[phase]
-        return lanes.block() < -(-p.n_tiles // p.tiles)
+        return lanes.block() < -(-p.n_tiles // p.tiles) * p.splits
 
     def prepare(self):
-        """Before the first layer: ask for all of it."""
+        """Before the first layer: ask for all of it but down, where keys may be."""
         with lanes.when(lanes.thread() == 0):
             for phase in self.products:
                 memory.mbarrier_init(self._mbarrier(phase))
-            for phase in self.products:
-                with lanes.when(self.takes_part(phase)):
-                    self._request(phase, index(0))
         lanes.block_barrier()
+        for phase in (Phase.QKV, Phase.O, Phase.GATE_UP):
+            with lanes.when(self.takes_part(phase)):
+                self._request(phase, index(0))
 
     def request_during(self, phase: Phase, layer):
-        """By one thread, when the activations of a phase are there: what can be asked for, in parts that are
-        there before the next phase waits for activations. A wait during a copy takes three times as long."""
+        """By all threads, when the activations of a phase are there: what can be asked for, in parts that are
+        there before the next phase waits for activations. A wait during a copy takes three times as long. In
+        place of attention: by blocks without keys with those of QKV."""
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
         parts = {
-            Phase.QKV: [(Phase.GATE_UP, most, None), (Phase.DOWN, 0, half)],
+            Phase.QKV: [(Phase.GATE_UP, most, None)],
+            Phase.ATTENTION: [(Phase.DOWN, 0, half)],
             Phase.O: [(Phase.DOWN, half, None)],
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
             Phase.DOWN: [(Phase.GATE_UP, 0, most)],
         }[phase]
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
-        with lanes.when(layer < self.layers - 1 if following else ~(layer == 0)):
-            for wanted, first, end in parts:
-                with lanes.when(self.takes_part(wanted)):
-                    self._request(wanted, layer + int(following), first, end)
+        for wanted, first, end in parts:
+            wants = self.takes_part(wanted)
+            if following:
+                wants = wants & (layer < self.layers - 1)
+            elif wanted != Phase.DOWN:
+                wants = wants & ~(layer == 0)
+            with lanes.when(wants):
+                self._request(wanted, layer + int(following), first, end)
 
     def wait(self, phase: Phase, layer):
         memory.mbarrier_wait(self._mbarrier(phase), integer(layer % 2))
@@ -76,26 +84,41 @@ class SharedWeights:
         return self.mbarriers + 8 * phase
 
     def _request(self, phase: Phase, layer, first: int = 0, end: int | None = None):
-        """By one thread: a layer's weights of a phase, or some of the block's tiles; with the first tile, the
-        bytes of all are announced."""
+        """By all threads: a layer's weights of a phase, or some of the block's tiles; with the first tile
+        the bytes of all are announced. One thread asks for all tiles; of a split, where another's pairs lie
+        between those of two tiles, each warp for a tile. (One copy takes a thread 150 clocks.)"""
         p = self.products[phase]
         end = p.tiles if end is None else end
         if first == end:
             return
-        there = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
-        size = lambda tiles, each: integer(tiles * (p.pairs * each))  # noqa: E731
+        there = index(p.tiles)
+        if p.n_tiles % p.tiles:
+            there = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
+        thread, tiles = lanes.thread(), minimum(there, end)
         if first == 0:
-            announced = size(there, p.matrices * (PAIR_BYTES + SCALE_BYTES))
-            memory.mbarrier_expect(self._mbarrier(phase), announced)
-        tiles = minimum(there, end) - first
-        tile = self.first_tile(phase) + layer * p.n_tiles + first
-        with lanes.when(index(first) < there):
-            for m, (words, scales) in enumerate(self.gmem[phase]):
-                begin = self.begin[phase, m]
-                for ref, each, at in (
-                    (words, PAIR_BYTES, begin),
-                    (scales, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
-                ):
-                    source = tile * (p.pairs * each // 4)
-                    to = self.address + (at + first * p.pairs * each)
-                    memory.copy_to_shared(to, ref, source, size(tiles, each), self._mbarrier(phase))
+            with lanes.when(thread == THREADS - 32):
+                size = integer(there * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
+                memory.mbarrier_expect(self._mbarrier(phase), size)
+        if p.splits == 1:
+            for m in range(p.matrices):
+                with lanes.when((thread == THREADS - 32 * (m + 1)) & (index(first) < there)):
+                    self._copy(phase, m, layer, first, tiles - first)
+            return
+        for begin in range(first, end, WARPS):
+            tile = thread // 32 + begin
+            with lanes.when((thread % 32 == 0) & (tile < tiles)):
+                self._copy(phase, 0, layer, tile, 1)
+
+    def _copy(self, phase: Phase, m: int, layer, first, tiles):
+        """So many of the block's tiles of a matrix, from one on."""
+        p, (words, scales), begin = self.products[phase], self.gmem[phase][m], self.begin[phase, m]
+        if phase in (Phase.QKV, Phase.DOWN):  # these may go to where keys and values were
+            memory.fence_of_copies()
+        tile = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
+        for ref, each, at in (
+            (words, PAIR_BYTES, begin),
+            (scales, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
+        ):
+            to = integer(first * (p.pairs * each)) + self.address + at
+            size, source = integer(tiles * (p.pairs * each)), tile * (p.pairs * each // 4)
+            memory.copy_to_shared(to, ref, source, size, self._mbarrier(phase))

@@ -5,11 +5,19 @@ reader asks for its words again until all have the tag that it wants, so that an
 its reader as soon as it is written, where a barrier would wait for the slowest write, count, and then read.
 
 No word is written while somebody may still read it: a block writes a vector only when it has read all of a
-later one, of which each part was made by somebody who had read all of that vector before.
+later one, of which each part was made by somebody who had read all of that vector before. (Where columns are
+shared out a block reads a part; the next phase, which reads all, has the sums of all parts.)
 
-    [vector][row][width of the vector], i32;  of more than one row: [vector] passed on (rows_product.py);
+    [vector][split][row][width of the vector], i32
+    [phase]    of more than one row, what is passed on (rows_product.py)
     what is behind them is attention's (decode_splits.py)
 """
+
+import contextlib
+import itertools
+
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import integer, of
@@ -26,6 +34,11 @@ WRITES = {
 }  # fmt: skip
 # x is written twice a layer: its writes so far, when a phase reads it or behind what it writes.
 WRITES_OF_X = {Phase.QKV: 0, Phase.O: 1, Phase.GATE_UP: 1, Phase.DOWN: 2}
+# Of more rows the residual stream is with who quantizes it, and adds to it what others have made.
+OF_ROWS = (
+    {Phase.QKV: Vector.OF_DOWN, Phase.GATE_UP: Vector.OF_O},
+    {Phase.O: Vector.OF_O, Phase.DOWN: Vector.OF_DOWN},
+)
 
 
 def tag(write):
@@ -34,61 +47,111 @@ def tag(write):
 
 
 def workspace_words(shapes: Shapes) -> int:
-    """Of a step's vectors, and of what is passed on of them."""
-    return shapes.rows * sum(map(shapes.width, Vector)) + sum(_passed_on(shapes).values())
+    """Of a step's vectors, and of what is passed on of them; a multiple of 4."""
+    words = sum(_words(shapes).values()) + sum(_passed_on(shapes).values())
+    return -(-words // 4) * 4
 
 
-def _passed_on(shapes: Shapes) -> dict[Vector, int]:
-    """Words of each vector that a product reads, where it is passed on as integers."""
-    products = {READS[phase]: p for phase, p in shapes.products().items()}
-    return {v: p.groups * p.rows * p.words for v, p in products.items() if isinstance(p, RowsProduct)}
+def begun(shapes: Shapes, x, more: int):
+    """The workspace before the first layer, and so many words more: x as its phases read it, or nothing to be
+    added to it."""
+    words = _words(shapes)
+    if shapes.passes_on:
+        first = jnp.full(words[Vector.OF_DOWN], tag(0), jnp.int32)
+        before = sum(words.values()) - first.size  # the last vector
+        return jnp.concatenate(
+            [jnp.zeros(before, jnp.int32), first, _nothing(shapes, sum(words.values()), more)]
+        )
+    first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | tag(0)
+    return jnp.concatenate([first.reshape(-1), _nothing(shapes, first.size, more)])
+
+
+def _nothing(shapes: Shapes, begun: int, more: int):
+    return jnp.zeros(workspace_words(shapes) - begun + more, jnp.int32)
+
+
+def _words(shapes: Shapes) -> dict[Vector, int]:
+    return {v: shapes.copies(v) * shapes.rows * shapes.width(v) for v in Vector}
+
+
+def _passed_on(shapes: Shapes) -> dict[Phase, int]:
+    """Words of what each product reads, where it is passed on as integers, of all copies."""
+    products = shapes.products().items()
+    return {phase: p.copies * _of_copy(p) for phase, p in products if isinstance(p, RowsProduct)}
+
+
+def _of_copy(p: RowsProduct) -> int:
+    return p.groups * p.rows * p.words
 
 
 class Workspace:
     """As a lane sees it."""
 
     def __init__(self, shapes: Shapes, ref):
-        self.ref, self.width = ref, {vector: shapes.width(vector) for vector in Vector}
-        sizes = [shapes.rows * width for width in self.width.values()]
-        self.begin = {vector: sum(sizes[:vector]) for vector in Vector}
-        self.passed_on, at = {}, sum(sizes)
-        for vector, size in _passed_on(shapes).items():
-            self.passed_on[vector] = at
-            at += size
+        self.ref, self.shapes = ref, shapes
+        self.width = {vector: shapes.width(vector) for vector in Vector}
+        reads, writes = OF_ROWS if shapes.passes_on else ({}, {})
+        self.reads, self.writes = READS | reads, WRITES | writes
+        sizes = [*_words(shapes).values(), *_passed_on(shapes).values()]
+        begins = list(itertools.accumulate(sizes, initial=0))
+        self.begin = dict(zip(Vector, begins, strict=False))
+        self.passed_on = dict(zip(_passed_on(shapes), begins[len(Vector) :], strict=False))
 
     def receive(self, phase: Phase, layer, row, columns, count: int, at_once: bool = False) -> list:
-        """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads."""
-        vector = READS[phase]
-        wanted = [((self._at(vector, row, column), more), count) for column, more in columns]
-        return memory.load_tagged(self.ref, wanted, self.tag(phase, layer, READS), at_once)
+        """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads; of
+        each split, one behind the other."""
+        vector = self.reads[phase]
+        wanted = [
+            ((self._at(vector, row, column), more + copy * self.shapes.rows * self.width[vector]), count)
+            for copy in range(self.shapes.copies(vector))
+            for column, more in columns
+        ]
+        return memory.load_tagged(self.ref, wanted, self.tag_read(phase, layer), at_once)
 
-    def send(self, phase: Phase, layer, y, row, column):
+    def send(self, phase: Phase, layer, y, row, column, split=0):
         """A float32 of what a phase writes."""
-        at = self._at(WRITES[phase], row, column)
-        memory.store_tagged(y, self.ref, at, self.tag(phase, layer, WRITES))
+        at = self._at(self.writes[phase], row, column, split)
+        memory.store_tagged(y, self.ref, at, self.tag_written(phase, layer))
 
-    def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct) -> list:
-        """Wait for words from each place on (an index and a constant) of what is passed on to a phase."""
-        begin = self.passed_on[READS[phase]]
-        wanted = [((of(place) + begin, constant), p.side_by_side) for place, constant in places]
-        return memory.load_tagged_words(self.ref, wanted, self.tag(phase, layer, READS), p.at_once)
+    def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct, split) -> list:
+        """Wait for words from each place on (an index, a constant and how many) of what is passed on to a
+        phase, of a split of the columns."""
+        begin = self.passed_on[phase]
+        if p.copies > 1:
+            begin = lanes.block() // p.splits % p.copies * _of_copy(p) + begin
+        if p.splits > 1:
+            begin = split * (_of_copy(p) // p.splits) + begin
+        wanted = [((of(place) + begin, constant), count) for place, constant, count in places]
+        load = lambda: memory.load_tagged_words(self.ref, wanted, self.tag_read(phase, layer))  # noqa: E731
+        if p.busy == p.warps:
+            return load()
+        words = sum(count for *_, count in places)
+        return lanes.choose(lanes.thread() // 32 < p.busy, load, [integer(0)] * words)
 
-    def pass_on(self, phase: Phase, words):
+    def pass_on(self, phase: Phase, words, p: RowsProduct):
         """(place, word, condition or None) of what is passed on to a phase."""
-        begin = self.passed_on[READS[phase]]
+        begins = [self.passed_on[phase] + copy * _of_copy(p) for copy in range(p.copies)]
         for place, word, condition in words:
-            if condition is None:
-                memory.store_for_others(word, self.ref, place + begin)
-                continue
-            with lanes.when(condition):
-                memory.store_for_others(word, self.ref, place + begin)
+            with contextlib.nullcontext() if condition is None else lanes.when(condition):
+                for begin in begins:
+                    memory.store_for_others(word, self.ref, place + begin)
 
-    def tag(self, phase: Phase, layer, vectors: dict[Phase, Vector]):
-        """Of what a phase of a layer reads, or writes."""
+    def tag_read(self, phase: Phase, layer):
+        """Of what a phase of a layer reads, and of what is passed on of it."""
+        return self._tag(phase, layer, self.reads[phase], 0)
+
+    def tag_written(self, phase: Phase, layer):
+        return self._tag(phase, layer, self.writes[phase], 1)
+
+    def _tag(self, phase: Phase, layer, vector: Vector, written: int):
         write = layer
-        if vectors[phase] == Vector.X:
+        if vector == Vector.X:
             write = layer * 2 + WRITES_OF_X[phase]
+        if vector == Vector.OF_DOWN:  # before the first layer nothing is to be added
+            write = layer + written
         return integer(tag(write))
 
-    def _at(self, vector: Vector, row, column):
+    def _at(self, vector: Vector, row, column, split=0):
+        if not isinstance(split, int) or split:
+            row = of(row) + split * self.shapes.rows
         return of(row) * self.width[vector] + self.begin[vector] + of(column)

@@ -20,7 +20,7 @@ from tests.bonsai_jax.vocabularies import byte_level_metadata, write_model
 def test_rows_say_when_a_step_is_one_launch():
     params = tiny().params
     assert card.step_names(params) == "cpu"
-    one_launch = params.replace(step=StepPlan("one_launch", 2))
+    one_launch = params.replace(step=StepPlan(((2, "one_launch"),)))
     assert card.step_names(one_launch, rows=2) == "one_launch"
     assert card.step_names(one_launch, rows=3) == "cpu"
 

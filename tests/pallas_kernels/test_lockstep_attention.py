@@ -10,9 +10,10 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attend, cache_layouts, device
-from pallas_kernels.attention import attention, empty_workspace, prefill_pages, prefill_sm80
+from pallas_kernels.attention import attention, decode, empty_workspace, prefill_pages, prefill_sm80
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
+from pallas_kernels.matmul import activations_int8
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_cache_layouts import ROUNDING, room
@@ -51,6 +52,29 @@ def problem(H, Hkv, D, lengths, page_size, layout, interleaved, normed):
     return (qkv, *pages, table.astype(np.int32), positions[:, None].astype(np.int32), 1), rest
 
 
+# Blocks of 8 warps, of four, of teams of a warp, and those that do not make whole groups.
+@pytest.mark.parametrize(
+    ("H", "Hkv", "D", "most"), [(4, 1, 128, 4), (8, 2, 64, 3), (4, 1, 128, 1), (8, 8, 64, 16)]
+)
+def test_attention_in_lockstep_adds_parts_and_rounds_what_it_makes(H, Hkv, D, most):
+    args, rest = problem(H, Hkv, D, [129, 0, -1, 33, 7], 16, "float16", False, True)
+    qkv, *pages, table, positions, layer = args
+    rng = np.random.default_rng(0)
+    parts = np.zeros((3, 16, qkv.shape[-1]), np.float32)
+    parts[:, :5] = rng.standard_normal((3, 5, qkv.shape[-1]))
+    qkv = parts[0, :5] + parts[1, :5] + parts[2, :5]
+    angles = tuple(r[:, 0] for r in rest["rotation"])
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
+        behind = (*pages, table, positions[:, 0], layer, *angles, rest["norms"], None, 1e-6, False)
+        want, *want_pages, _ = decode.decode_attention(qkv, *behind)
+        got, *got_pages, _ = decode.decode_attention(parts, *behind, integers=True)
+        want = activations_int8.activations_int8(want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_array_equal(np.asarray(a)[:, :, :5], np.asarray(b)[:, :, :5])
+    for a, b in zip(got_pages, want_pages, strict=True):
+        np.testing.assert_array_equal(numbers_of(a), numbers_of(b))
+
+
 SHAPES = [
     (2, 2, 64, [0, 1, 15, 16, 17, -1, 127, 128], 16, False, True, 8),
     (4, 2, 64, [300, 5], 64, True, False, 12),
@@ -62,6 +86,9 @@ SHAPES = [
     (8, 1, 128, [256], 24, False, False, 4),
     (6, 1, 256, [129, -1], 64, False, True, 3),  # values behind the scores
     (6, 1, 256, [257], 24, False, False, 4),
+    # Splits of which warps visit more keys than are on their way at once.
+    (4, 1, 128, [1100, 330], 16, False, True, 4),
+    (2, 1, 64, [1100], 24, True, False, 2),
     # More rows than blocks at once: teams of a warp, of which the last block lacks some, and of four.
     (4, 1, 128, [129, 0, -1, 33, 16, 300, 7], 16, False, True, 1),
     (2, 1, 64, [129, 0, -1, 33, 16, 300, 7], 24, True, False, 1),

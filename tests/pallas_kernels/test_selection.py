@@ -13,6 +13,7 @@ from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
 from pallas_kernels.selection import Attention, DeltaNet, Matmul, Sampling, Step, choose, explain, products
+from pallas_kernels.step import decode_layers
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MODELS = (
@@ -238,7 +239,7 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ({"split": True}, "devices that share weights must add their parts"),
         ({"plain": False}, "the kernel has attention without gates, and weights that are not folded"),
         ({"folded": True}, "the kernel has attention without gates, and weights that are not folded"),
-        ({"rows": 9}, "9 rows are more than the 8 columns of a tensor core"),
+        ({"rows": 17}, "17 rows are more than the 16 that two products of a tensor core have"),
         ({"rows": 2, "bits": 16}, "activations of 2 rows are passed on as 8 bits; 16 were asked for"),
         ({"hidden": 8192, "ffn": 28672}, "bytes of shared memory"),
         ({"platform": "sm_89"}, "needs bulk copies to shared memory"),
@@ -248,7 +249,7 @@ def test_a_step_that_the_launch_was_not_written_for_is_refused_by_construction(c
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert choose(STEP) == "one_launch"
     problem = dataclasses.replace(STEP, **change)
-    assert choose(problem) == "launches"
+    assert choose(problem) == ("launches" if problem.rows < 9 else "layer_gemms")
     with pytest.raises(
         NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}.*What can: la"
     ):
@@ -278,7 +279,7 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     assert choose(KQ_STEP) == "layer_products"
     problem = dataclasses.replace(KQ_STEP, **change)
-    assert choose(problem) == "launches"
+    assert choose(problem) == ("launches" if problem.rows < 9 else "layer_gemms")
     with pytest.raises(NotImplementedError, match=f"schedule='layer_products' cannot run .*{reason}"):
         choose(problem, impl="layer_products")
 
@@ -385,9 +386,18 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["bonsai-8b", "bonsai-4b", "bonsai-1.7b"])
-def test_steps_of_more_rows_than_one_launch_takes_are_launches(name, monkeypatch):
+def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch):
     *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
-    assert [plan.step.schedule(rows) for rows in (1, 8, 9)] == ["one_launch"] * 2 + ["launches"]
+    of_rows = [plan.step.schedule(rows) for rows in (1, 16, 17, 256, 257)]
+    assert of_rows == ["one_launch"] * 2 + ["layer_gemms"] * 2 + ["launches"]
+    room = decode_layers.Shapes.refuses
+    monkeypatch.setattr(
+        decode_layers.Shapes, "refuses", lambda self: "no room" if self.rows > 4 else room(self)
+    )
+    *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
+    of_rows = [plan.step.schedule(rows) for rows in (4, 5, 8, 9)]
+    assert of_rows == ["one_launch", "launches", "launches", "layer_gemms"]
+    monkeypatch.setattr(decode_layers.Shapes, "refuses", room)
     *_, plan = planned(f"synth:{name}:q1_0", monkeypatch, activation_bits=16)
     assert [plan.step.schedule(rows) for rows in (1, 2)] == ["one_launch", "launches"]
 

@@ -268,6 +268,11 @@ def _wait_copies(machine, match):
     machine.wait_copies(int(match[1]))
 
 
+@instruction(r"^fence\.proxy\.async\.shared::cta")
+def _fence(machine, match):
+    pass
+
+
 @instruction(r"mbarrier\.init\.shared::cta\.b64 \[\$0\], 1")
 def _init(machine, match, address):
     machine.mbarrier_init(address)

@@ -1,0 +1,209 @@
+"""What decode attention makes of a new token's q, k and v, once for a team of warps: a lane has 8
+neighbouring numbers of a head, so that 3 warps have 4 heads of 128, their key and their value.
+
+    queries -> norm, rope -> pairs of 16-bit numbers, as tensor cores take them    -> shared memory
+    key     -> norm, rope -> as it will be stored  -> the cache                    -> shared memory
+    value                 -> as it will be stored  -> the cache                    -> shared memory
+
+Warps take from there what their lanes need (decode_warp.py). If each warp made it for itself, with 32
+numbers a lane, it were four times the instructions between q and the scores, and registers that keys on their
+way have now.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+from pallas_kernels.attention.decode_cache import Cache, place, team_warp
+from pallas_kernels.attention.decode_plan import Plan
+from pallas_kernels.attention.decode_splits import Share
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    index,
+    integer,
+    minimum,
+    real,
+    rsqrt,
+    select,
+    sum_of_squares,
+)
+
+PART = 8  # numbers of a lane
+
+
+@dataclasses.dataclass(frozen=True)
+class NewToken:
+    """Where it lies in shared memory, from `begin` on, in words: of the queries' pairs [half of a part, head,
+    part, 4]; of key and value what is stored of them, [part, its words]; units of the queries; scales."""
+
+    plan: Plan
+    cache: Cache
+    share: Share
+    layer: Any
+    smem: Any
+    begin: Any
+
+    @property
+    def parts(self) -> int:
+        return self.plan.head_dim // PART
+
+    @property
+    def has_new(self):
+        """Whether the new key is of this split, which may have no keys."""
+        length = self.share.length
+        return (self.share.start <= length) & (length < self.share.stop)
+
+    def make(self, load_qkv):
+        """load_qkv: (row, columns) -> list of float32, 4 from each column on (an index and a constant)."""
+        plan, each = self.plan, 32 // self.parts
+        for first in range(0, plan.heads + 2, plan.team * each):
+            number = team_warp(plan) * each + first
+            if plan.team == 1:
+                self._make(number, load_qkv)
+                continue
+            with lanes.when((number < plan.heads) | (self.has_new & (number < plan.heads + 2))):
+                self._make(number, load_qkv)
+
+    def _make(self, first, load_qkv):
+        """Of heads `first` and following, as many as a warp's lanes have: queries, the key, the value."""
+        plan, share, layout = self.plan, self.share, self.cache.layout
+        lane = lanes.thread() % 32
+        number, part = lane // self.parts + first, lane % self.parts
+        is_query, is_value = number < plan.heads, plan.heads < number
+        kv_head, of_query = share.heads // (plan.group // plan.heads), 1 + plan.gated
+        of_key = kv_head + of_query * plan.group * plan.kv_heads
+        of_key = of_key + select(is_value, index(plan.kv_heads), index(0))
+        head = select(is_query, (number + share.heads * plan.heads) * of_query, of_key)
+        gamma = None
+        if plan.normed:
+            at = self.layer * plan.head_dim + part * PART
+            gamma = memory.load_either(PART, is_query, self.cache.q_gamma, self.cache.k_gamma, at)
+        turned = self._angles(part) if plan.turned else None
+        page = memory.load(self.cache.table, share.row, share.length // plan.page_size)
+        column = head * plan.head_dim + part * PART
+        raw = load_qkv(share.row, [(column, 0), (column, 4)])
+        x = raw
+        if gamma is not None:
+            mean = lanes.warp_sum_real(sum_of_squares(x), self.parts) * (1 / plan.head_dim)
+            norm = rsqrt(mean + plan.eps)
+            x = [v * norm * w for v, w in zip(x, gamma, strict=True)]
+        if turned is not None:
+            x = self._rotated(x, part, *turned)
+        distances = tuple(2**i for i in range(self.parts.bit_length() - 1))
+        (x,) = layout.rotate_lanes([x], distances)
+        # Weights are powers of two: softmax over s log2(e).
+        scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
+        (query,), unit = layout.in_range([[v * scale for v in x]], self.parts)
+        with lanes.when(is_query):
+            for half in (0, 1):
+                i = 4 * half
+                (high0, low0), (high2, low2) = (layout.split(*query[k : k + 2]) for k in (i, i + 2))
+                words = [as_real(word) for word in (high0, low0, high2, low2)]
+                memory.store_reals(words, self.smem, [self._of_query(number, part, half)])
+            if unit is not None:
+                with lanes.when(part == 0):
+                    memory.store(unit, self.smem, self._units + number)
+        of_cache = [select(is_value, old, v) for old, v in zip(raw, x, strict=True)]
+        (stored,), scale = layout.narrow([of_cache], distances)
+        with lanes.when(~is_query & (number < plan.heads + 2) & self.has_new):
+            words = [as_real(word) for v in stored for word in lanes.words(v)]
+            at = select(is_value, index(plan.head_dim), index(0)) + self._of_stored(0) + part * len(words)
+            for i in range(0, len(words), 4):
+                memory.store_reals(words[i : i + 4], self.smem, [at + i])
+            if scale is not None:
+                with lanes.when(part == 0):
+                    at = select(is_value, index(1), index(0)) + self._scales
+                    memory.store(scale, self.smem, at)
+            at = place(plan, self.cache, share, self.layer, share.length, part * PART, page)
+            for refs, condition in ((self.cache.keys, ~is_value), (self.cache.values, is_value)):
+                with lanes.when(condition):
+                    layout.store(stored, refs, at)
+                    if scale is not None:
+                        with lanes.when(part == 0):
+                            layout.store_scale(scale, refs, at[:-1])
+
+    def _angles(self, part):
+        """cos and sin of the pairs of which this lane has dimensions."""
+        plan, refs = self.plan, (self.cache.cos, self.cache.sin)
+        if plan.interleaved:
+            return [memory.load_reals(PART // 2, ref, [self.share.row, part * (PART // 2)]) for ref in refs]
+        half = self._half
+        at = part % half * PART
+        cos, sin = (memory.load_reals(PART, ref, [self.share.row, at]) for ref in refs)
+        sin = [select(part < half, -v, v) for v in sin]
+        if 2 * half < self.parts:  # only a part of a head is turned
+            here = part < 2 * half
+            cos, sin = [select(here, v, 1.0) for v in cos], [select(here, v, 0.0) for v in sin]
+        return cos, sin
+
+    @property
+    def _half(self) -> int:
+        """Parts of the first of each pair that is turned."""
+        pairs = self.plan.head_dim // 2 if self.plan.pairs is None else self.plan.pairs
+        return pairs // PART
+
+    def _rotated(self, x, part, cos, sin):
+        """Rope of all of a head, by neighbours; or of its first dimensions in halves, of which other lanes
+        have the other."""
+        if self.plan.interleaved:
+            out = []
+            for i, (m, n) in enumerate(zip(cos, sin, strict=True)):
+                a, b = x[2 * i : 2 * i + 2]
+                out += [a * m - b * n, b * m + a * n]
+            return out
+        lane = lanes.thread() % 32
+        half = self._half
+        source = integer(select(part < half, lane + half, lane + (32 - half)) % 32)
+        other = [as_real(lanes.from_lane(as_word(v), source)) for v in x]
+        return [v * m + w * n for v, w, m, n in zip(x, other, cos, sin, strict=True)]
+
+    # Places
+
+    def _of_query(self, head, part, half: int):
+        return self.begin + ((head + half * self.plan.heads) * self.parts + part) * 4
+
+    def _of_stored(self, which: int):
+        """Of the key, or of the value: as many words as a float32 would have."""
+        return self.begin + (self.plan.heads + which) * self.plan.head_dim
+
+    @property
+    def _units(self):
+        return self._of_stored(2)
+
+    @property
+    def _scales(self):
+        return self._units + self.plan.heads
+
+    # What warps take of it
+
+    def queries(self, g, t):
+        """(operands of tensor cores, of 16 dimensions each; what scores are to be multiplied by, or None) of
+        query head g; of the last, for lanes behind it. Each visit asks for them anew."""
+        head = minimum(g, self.plan.heads - 1)
+        address = memory.shared_address(self.smem) + integer(self._of_query(head, t, 0)) * 4
+        operands = [
+            memory.load_shared(4, address, 16 * (part + half * self.plan.heads * self.parts))
+            for part in range(0, self.parts, 4)
+            for half in (0, 1)
+        ]
+        has_unit = self.cache.layout.in_range([[real(0)]], 1)[1] is not None
+        return operands, memory.load(self.smem, self._units + head) if has_unit else None
+
+    def stored(self, which: int, part, like):
+        """A part of the new key, or value, as it is stored: a list as `like`."""
+        sizes = [len(lanes.words(v)) for v in like]
+        at, out = part * sum(sizes) + self._of_stored(which), []
+        for old, size in zip(like, sizes, strict=True):
+            loaded = [
+                word
+                for i in range(0, size, 4)
+                for word in lanes.words(memory.load_stored(min(size, 4), self.smem, [at + i]))
+            ]
+            out.append(lanes.vector_like(old, loaded))
+            at = at + size
+        return out
+
+    def scale(self, which: int):
+        return memory.load(self.smem, self._scales + which)

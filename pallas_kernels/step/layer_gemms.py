@@ -1,0 +1,107 @@
+"""A layer of a step of 9 to 256 rows in as few launches as its kernels allow: what stands between two of them
+is done by the one or the other.
+
+    x -> [add, norm, round] -> [q, k, v] -> [add, attention, round] -> [o] -> [add, norm, round]
+      -> [gate, up, SwiGLU] -> [round] -> [down] -> x
+
+Each [launch] is a kernel that there is: a prologue and a GEMM of matmul/prefill.py, and decode_attention.
+Where blocks have parts of a product's columns, who reads the product adds them, in the same order as ever,
+and writes the residual stream once. For weights of 1 bit a block of attention rounds what it makes: whole
+groups of 128 outputs of a row. Others want the largest of a whole row, and a launch for it; and where q, k
+and v differ in format, XLA adds the parts of both products.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import cache_layouts, formats
+from pallas_kernels.attention.decode import decode_attention
+from pallas_kernels.matmul import kq_prefill_sm90, q1_prefill_sm90
+from pallas_kernels.matmul.prefill import in_order
+from pallas_kernels.matmul.prologue import Parts
+from pallas_kernels.qtensor import LayerStack, QTensor, Rows
+
+GEMMS = {"q1": q1_prefill_sm90, "kq": kq_prefill_sm90}
+
+
+def run(
+    x: Parts,
+    weights: Sequence[LayerStack],
+    norms: tuple[jax.Array, jax.Array],
+    head_norms: tuple[jax.Array, jax.Array] | None,
+    bias: jax.Array | None,
+    k_pages: cache_layouts.Pages,
+    v_pages: cache_layouts.Pages,
+    block_table: jax.Array,
+    positions: jax.Array,
+    rotation: tuple[jax.Array, jax.Array],
+    workspace: jax.Array,
+    *,
+    layer: int,
+    eps: float,
+    interleaved: bool,
+) -> tuple[Parts, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
+    """One token of every row through a layer.
+
+    x <- x + W_o attention(norm(x));  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x)
+
+    x          of float32 [rows, hidden]
+    weights    of qkv, o, gate, up and down
+    norms      float32 [L, hidden], gammas before attention and before the feed-forward
+    head_norms float32 [L, head_dim] of queries and keys, or None
+    bias       float32 [L, width of qkv], or None
+    pages, table, positions, rotation, workspace   as for pallas_kernels.attend, for one token a row
+    Returns x, the pages, which are updated in place, and the workspace.
+    """
+    rows = len(positions)
+
+    def product(activations, *matrices) -> jax.Array:
+        ((w, at), *_), *_ = matrices
+        of_each = [w for ((w, _),) in matrices]
+        return _gemm(w).gemm(*activations, of_each, at, None, summed=False)
+
+    def rounded(x, matrix: "Pieces", gamma=None):
+        """x as the GEMM with a matrix wants it; of Parts also their sum."""
+        (w, _), *_ = matrix
+        return _gemm(w).prologue(x, (w,), layer, gamma, eps, rows)
+
+    qkv, o, gate, up, down = (_pieces(stack, layer) for stack in weights)
+    *activations, x_before = rounded(x, qkv, norms[0])
+    joined = product(activations, qkv[:1])
+    if len(qkv) > 1 or bias is not None:
+        sums = [in_order(joined, None)]
+        for piece in qkv[1:]:
+            activations = rounded(x_before, [piece], norms[0])
+            sums.append(in_order(product(activations, [piece]), None))
+        joined = jnp.concatenate([y[:rows] for y in sums], axis=-1)
+        joined = joined if bias is None else joined + bias[layer]
+    as_integers = _gemm(o[0][0]) is q1_prefill_sm90
+    attended, k_pages, v_pages, workspace = decode_attention(
+        joined, k_pages, v_pages, block_table, positions, layer, *rotation, head_norms, workspace,
+        eps=eps, interleaved=interleaved, integers=as_integers,
+    )  # fmt: skip
+    activations = attended if as_integers else rounded(attended, o)
+    *activations, x_between = rounded(Parts(product(activations, o), x_before), gate, norms[1])
+    (hidden,) = product(activations, gate, up)
+    return Parts(product(rounded(hidden, down), down), x_between), k_pages, v_pages, workspace
+
+
+Pieces = list[tuple[QTensor, int]]  # rows below rows: stacks of layers, and the index into each
+
+
+def _pieces(stack: LayerStack, layer: int) -> Pieces:
+    part, at = stack.where[layer]
+    held = stack.parts[part]
+    return [(piece, at) for piece in (held.pieces if isinstance(held, Rows) else (held,))]
+
+
+def _gemm(w: QTensor):
+    """The module (matmul/prefill.py) that multiplies with it."""
+    return GEMMS[formats.family(w.format) or ""]
+
+
+def summed(x: Parts) -> jax.Array:
+    """float32 [rows, hidden]"""
+    return in_order(*x)
