@@ -111,7 +111,9 @@ def check(o: argparse.Namespace) -> Iterator[dict]:
     rows = measured(model, o.rows, o.repetitions, clock)
     yield {"rows": rows}
     pages = o.rows * (prompt + new) // model.run.page_size + o.rows
-    limits = Limits.of_engine(o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, free_tokens=1)
+    limits = Limits.of_engine(
+        o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, prefill_cost=1
+    )
     sizes = np.random.default_rng(2).integers((16, 8), (prompt, new), (o.requests, 2)).tolist()
     arrivals = poisson([(p, n) for p, n in sizes], o.rate)
     with bj.Engine(model, max_rows=o.rows, pages=pages, context=512, max_wait_s=wait or 1e9) as engine:

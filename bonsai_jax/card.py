@@ -20,9 +20,10 @@ from bonsai_jax import architectures
 from bonsai_jax import cache as kv
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.params import Params
+from bonsai_jax.plan import attention_kernels
 from bonsai_jax.specs import match
 from checkpoints import Checkpoint
-from pallas_kernels import QTensor, device
+from pallas_kernels import QTensor, cache_layouts, device
 from pallas_kernels.qtensor import leaves, tiled_nbytes
 from pallas_kernels.selection import NEEDS_LLVM, Matmul, Verdict, choose, explain, products
 
@@ -59,6 +60,17 @@ def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     return tokens * kv.bytes_per_token(config, run.cache_dtype) + run.rows * kv.bytes_per_row(config)
 
 
+def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
+    """Bytes of one layer's keys and values in float16, with every row full: what prefill needs beside a cache
+    that its kernel does not read as it lies (attention/prefill_pages.py); else 0. `run` must be resolved."""
+    stored = str(run.cache_dtype)
+    as_it_lies = cache_layouts.get(stored).PREFILL in (stored, None)
+    if as_it_lies or attention_kernels(config, run)[1] == "reference":
+        return 0
+    tokens = run.rows * kv.page_count(run.context, run.page_size) * run.page_size
+    return tokens * 2 * config.num_kv_heads * cache_layouts.bytes_per_head("float16", config.head_dim)
+
+
 def explain_weights(
     checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, parts: int = 1
 ) -> list[Verdict]:
@@ -75,7 +87,7 @@ def explain_weights(
             Verdict(way, way == run.weights, "asked for" if way == run.weights else asked)
             for way in ("decoded", "packed")
         ]
-    weights, cache = _share(checkpoint, config, dataclasses.replace(run, weights="decoded"), parts)
+    weights, cache, _ = _share(checkpoint, config, dataclasses.replace(run, weights="decoded"), parts)
     sizes = f"weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB"
     free = free_memory() if jax.process_count() == 1 else device_memory()  # all must choose the same
     on_cpu = jax.default_backend() == "cpu"
@@ -122,7 +134,7 @@ def _without_kernel(checkpoint: Checkpoint, run: RunConfig) -> str | None:
 
 def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, parts: int = 1) -> None:
     """Raise MemoryError, with sums and the remedies that help, when a device's share of the weights, one in
-    `parts`, and of a full cache, split by KV head, exceed its memory."""
+    `parts`, and of a full cache and prefill's scratch, split by KV head, exceed its memory."""
     limit = device_memory()
 
     def fits(**changes) -> bool:
@@ -144,18 +156,22 @@ def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, pa
     ]
     fewest = [" and ".join(some) for some in works if len(some) == len(works[0])]
     remedy = " or ".join(fewest) or "use a smaller quantization of this model, or a smaller model"
-    weights, cache = _share(checkpoint, config, run, parts)
+    weights, cache, scratch = _share(checkpoint, config, run, parts)
+    beside = f", and {scratch / 1e9:.2f} GB in which prefill reads it as float16," * (scratch > 0)
     raise MemoryError(
         f"{checkpoint.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
-        f"({run.rows} rows of {run.context} tokens) exceed the {limit / 1e9:.2f} GB of {device_name()}; "
-        f"{remedy}"
+        f"({run.rows} rows of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
+        f"{device_name()}; {remedy}"
     )
 
 
-def _share(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, parts: int) -> tuple[float, float]:
-    """Bytes of weights and of a full cache on each of `parts` devices."""
-    weights, cache = held_bytes(checkpoint, config, run), cache_bytes(config, run)
-    return weights / parts, cache / min(parts, config.num_kv_heads)
+def _share(
+    checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, parts: int
+) -> tuple[float, float, float]:
+    """Bytes of weights, of a full cache and of prefill's scratch on each of `parts` devices."""
+    heads = min(parts, config.num_kv_heads)
+    weights = held_bytes(checkpoint, config, run) / parts
+    return weights, cache_bytes(config, run) / heads, scratch_bytes(config, run) / heads
 
 
 def device_name() -> str:

@@ -20,6 +20,7 @@ from pallas_kernels import (
     QTensor,
     attend,
     delta_net,
+    experts_ffn,
     experts_gated,
     experts_matmul,
     gated,
@@ -141,9 +142,21 @@ def delta_block(
     taps   of its own it has none: "attention" is what it adds to x
     held   where given, the state stays, and what was to change it is put here (`replay`)
     """
-    w, state = params.layers, cache.delta
-    assert w.delta_norm is not None and w.delta_out is not None and state is not None
+    w = params.layers
+    assert w.delta_norm is not None and w.delta_out is not None
     qkv_z = joined(x, w.delta_in, index, w.delta_norm, config.rms_norm_eps)
+    y, cache = delta_mixed(qkv_z, x, params, index, cache, positions, config, held)
+    return _add_product(x, y, w.delta_out, index, params, taps.get("attention")), cache
+
+
+def delta_mixed(
+    qkv_z, x, params: Params, index, cache: KVCache, positions, config: ModelConfig,
+    held: dict[str, Any] | None = None,
+) -> tuple[Float[Array, "B T V"], KVCache]:  # fmt: skip
+    """What a delta net gives before its output projection, and the cache; x is the layer's input, of which
+    gates are made."""
+    w, state = params.layers, cache.delta
+    assert w.delta_norm is not None and state is not None
     alone = x.shape[-2] == 1 and state.impl != "reference" and held is None
     dense = _dense(w.delta_gates) if alone else None
     if dense is None:
@@ -155,7 +168,7 @@ def delta_block(
         cache = cache.replace(delta=state)
     else:
         held |= {"held qkv z": qkv_z, "held gates": gates}
-    return _add_product(x, y, w.delta_out, index, params, taps.get("attention")), cache
+    return y, cache
 
 
 def delta_of(
@@ -231,8 +244,11 @@ def experts_block(
         chosen = chosen - jax.lax.axis_index(params.axis) * held
         here &= (chosen >= 0) & (chosen < held)
     chosen = jnp.where(here, chosen, -1)
-    hidden = tapped(taps, "hidden", experts_gated(n, w.expert_gate, w.expert_up, chosen, index))
-    y = experts_matmul(hidden, w.expert_down, chosen, weights, index)
+    if "hidden" in taps:
+        hidden = tapped(taps, "hidden", experts_gated(n, w.expert_gate, w.expert_up, chosen, index))
+        y = experts_matmul(hidden, w.expert_down, chosen, weights, index)
+    else:
+        y = experts_ffn(n, w.expert_gate, w.expert_up, w.expert_down, chosen, weights, index)
     return _added(x, y, _rounds(x, w.expert_down), params, taps.get("mlp"))
 
 

@@ -20,6 +20,7 @@ from bonsai_jax.specs import Source, Spec
 from checkpoints import RandomTensor
 from pallas_kernels import LayerStack, QTensor, Rotation, device, formats, qtensor, serializable
 from pallas_kernels.qtensor import leaves
+from pallas_kernels.rotation import flips_of
 
 
 @serializable
@@ -325,13 +326,16 @@ def _rotation(plan: LoadPlan, member: Member, placement: Placement | None) -> Ro
     if not member.folded or (fold := plan.folding) is None:
         return None
     split = placement if placement and member.share and member.share.axis == 1 else None
-    signs, heads = fold.signs.get(member.shape[1]), None
+    signs, flips, heads = fold.signs.get(member.shape[1]), None, None
     if signs is not None:
-        signs = placement.vectors("signs", signs) if placement else jnp.asarray(signs)
+        arrays = {"signs": signs, "flips": flips_of(signs)}
+        signs, flips = (
+            placement.vectors(name, of) if placement else jnp.asarray(of) for name, of in arrays.items()
+        )
     if member.regrouped and plan.v_heads:
         repeats, k_heads = plan.v_heads
         heads = repeats, k_heads // (split.parts if split else 1)
-    return Rotation(signs, fold.block, heads, split.axis if split else None)
+    return Rotation(signs, fold.block, heads, split.axis if split else None, flips)
 
 
 def _source(member: Member, t: Source, placement: Placement | None):

@@ -55,7 +55,9 @@ AXES: dict[str, tuple[str | None, ...]] = {
     "k": ("layers", "rows", None, "heads"),  # a row's pages lie with the row
     "v": ("layers", "rows", None, "heads"),
     "peers": ("rows", "devices", None, None),
-    "signs": (None,),  # of folded weights: a device whose inputs are split cuts out its own
+    **dict.fromkeys(
+        ("signs", "flips"), (None,)
+    ),  # of folded weights: a device with a part of inputs cuts out its own
 }
 # Logical axis -> mesh axis.
 RULES = {

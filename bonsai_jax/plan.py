@@ -13,7 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
-from bonsai_jax.config import DeltaConfig, ModelConfig, RunConfig
+from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
 from bonsai_jax.specs import Source, Spec, match
 from checkpoints import Checkpoint, Folding, RandomTensor, folding
@@ -359,28 +359,50 @@ def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
 def _step_problem(
     stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool
 ) -> selection.Step:
-    matrices = [matrix for stack in stacks for part in stack.parts for matrix in part]
-    folded = any(member.folded for stack in stacks for of in stack.members for member in of)
-    joined = len(stacks) == 5 and all(matrix.products.tiled for matrix in matrices)
-    joined = joined and not folded and not config.attention_gate
-    layers = tuple(
-        tuple(
-            tuple((matrix.problem.format, matrix.problem.n) for matrix in stack.parts[stack.where[layer][0]])
-            for stack in stacks
-        )
-        for layer in range(config.num_layers if joined else 0)
+    whole = {stack.fields: stack for stack in stacks}  # not where what could be joined is apart
+    products: dict[Mixer | Channels, list[tuple[str, ...]]] = {
+        "attention": [JOINED["wqkv"], ("wo",)],
+        "delta": [JOINED["delta_in"], ("delta_out",)],
+        "mlp": [("w_gate",), ("w_up",), ("w_down",)],
+        "experts": [("expert_gate",), ("expert_up",), ("expert_down",)],
+    }
+    used = [fields for kind, of in products.items() if config.layers_of(kind) for fields in of]
+    joined = len({channels for _, channels in config.kinds}) == 1 and all(fields in whole for fields in used)
+    members = [m for fields in used if joined for of in whole[fields].members for m in of]
+    matrices = [m for fields in used if joined for part in whole[fields].parts for m in part]
+    folded = any(member.folded for member in members)
+    joined = joined and all(matrix.products.tiled for matrix in matrices)
+    joined = joined and all(member.folded == folded for member in members)
+    if router := whole.get(("router",)):
+        of_router = {matrix.problem.format for part in router.parts for matrix in part}
+        joined = joined and of_router in ({"f32"}, {"f16"}, {"bf16"})
+
+    def of_layer(layer: int):
+        for kind, index in zip(config.kinds[layer], config.places(layer), strict=True):
+            for stack in (whole[fields] for fields in products[kind]):
+                part = stack.parts[stack.where[index][0]]
+                yield tuple((matrix.problem.format, matrix.problem.n) for matrix in part)
+
+    layers = tuple(tuple(of_layer(layer)) for layer in range(config.num_layers if joined else 0))
+    delta = config.delta
+    widths = tuple(
+        delta.v_width if mixer == "delta" and delta else config.q_width for mixer, _ in config.kinds
     )
     decode, _ = attention_problems(config, run)
     return selection.Step(
         device.platform(),
         1,
         config.hidden,
-        config.ffn,
+        config.ffn if config.experts is None else config.experts.ffn,
         layers if joined else None,
         decode,
+        experts=(config.experts.count, config.experts.used) if config.experts else None,
         bits=run.activation_bits,
         activation=config.activation,
         split=split,
+        widths=widths,
+        plain=delta is None and not config.attention_gate,
+        folded=folded,
     )
 
 

@@ -148,6 +148,11 @@ class Tokenizer(Vocabulary):
         ]
         return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 
+    @functools.cached_property
+    def _whole(self) -> dict[bool, dict[int, str]]:
+        """By skip_special, texts of tokens that are whole characters, as detokenizers came across them."""
+        return {False: {}, True: {}}
+
     def _text(self, id: int | None) -> str:
         return "" if id is None else self.texts[id]
 
@@ -189,15 +194,22 @@ class Detokenizer:
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, at_start: bool):
         self._tokenizer = tokenizer
         self._skip_special = skip_special
+        self._whole = tokenizer._whole[skip_special]
         self._strip = at_start and tokenizer.space_prefix
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
         """The text that this id completes, often its own, sometimes "" or more."""
+        alone = not (self._strip or self._decoder.buffer)
+        if alone and (text := self._whole.get(id)) is not None:
+            return text
         data = self._tokenizer._shown(id, self._skip_special)
         if self._strip and data:
             data, self._strip = data.removeprefix(b" "), False
-        return self._decoder.decode(data)
+        text = self._decoder.decode(data)
+        if alone and not self._decoder.buffer:
+            self._whole[id] = text
+        return text
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for half a character, else ""."""

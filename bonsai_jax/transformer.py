@@ -18,6 +18,7 @@ from bonsai_jax.layers import (
     attended,
     attention_block,
     delta_block,
+    delta_mixed,
     delta_of,
     experts_block,
     gated_mlp,
@@ -109,7 +110,8 @@ def decoder(
     kept = {}
     rows = tokens.shape[0]
     one_token = tokens.shape[1] == 1
-    schedule = params.step.schedule(rows) if one_token and not taps.used else "launches"
+    whole = one_token and not taps.used and not hold
+    schedule = params.step.schedule(rows) if whole else "launches"
     if schedule == "one_launch":
         x, cache = _one_launch(x, cache, params, positions, rotation, config)
     elif schedule == "layer_products":
@@ -185,6 +187,8 @@ def replay(
 
 def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
     """All layers of a decode step, by one kernel."""
+    if config.experts is not None:
+        return _one_launch_of_experts(x, cache, params, positions, rotation, config)
     from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
 
     w = params.layers
@@ -217,28 +221,71 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
     return y[:, None], cache.replace(k=k_pages, v=v_pages)
 
 
+def _one_launch_of_experts(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
+    from pallas_kernels.step import experts_layers  # only GPUs need it
+
+    w, sizes = params.layers, config.experts
+    assert sizes is not None and w.experts_norm is not None and w.router is not None
+    assert w.expert_gate is not None and w.expert_up is not None and w.expert_down is not None
+    y, k_pages, v_pages = experts_layers.run(
+        joined(x, w.wqkv, 0, w.attn_norm, config.rms_norm_eps)[:, 0],
+        x[:, 0],
+        (*w.wqkv, w.wo, w.expert_gate, w.expert_up, w.expert_down),  # five: see selection.Step
+        w.router,
+        (w.experts_norm, w.attn_norm),
+        (w.q_norm, w.k_norm),
+        w.bqkv,
+        (cache.k, cache.v, cache.block_table),
+        positions[:, 0],
+        (rotation[0][:, 0], rotation[1][:, 0]),
+        experts=experts_layers.Experts(sizes.count, sizes.used, sizes.normalized),
+        eps=config.rms_norm_eps,
+        interleaved=config.rope.interleaved,
+    )
+    return y[:, None], cache.replace(k=k_pages, v=v_pages)
+
+
 def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig, num_keys):
-    """All layers of a decode step, by two kernels each: attention, and all products up to the next one's."""
+    """All layers of a decode step, by two kernels each: what mixes tokens, and all products up to the next
+    one's."""
     from pallas_kernels.step import layer_products  # only GPUs need it
+    from pallas_kernels.step.layer_products import OfLayer
 
     w, rows = params.layers, x.shape[0]
-    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None and w.ffn_norm is not None
-    stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see selection.Step
+    assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
     words = layer_products.workspace_words(rows, config.hidden, config.ffn)
     of_attention = empty_workspace(rows, config.num_heads, cache.k)
     of_products = jnp.zeros(words, jnp.int32)
-    qkv = joined(x, w.wqkv, 0, w.attn_norm, config.rms_norm_eps)
-    x = x[:, 0]
+
+    of_kind = {"attention": (w.attn_norm, *w.wqkv, w.wo), "delta": (w.delta_norm, *w.delta_in, w.delta_out)}
+    used = [of_kind[mixer] for mixer in dict.fromkeys(mixer for mixer, _ in config.kinds)]
+    _, inputs, outputs = zip(*used, strict=True)  # joined: see selection.Step
+    rounded = layer_products.rounded_vectors(outputs, (w.w_gate, w.w_up, w.w_down), inputs, rows)
+
+    def of_mixer(layer: int) -> tuple[OfLayer, OfLayer, OfLayer]:
+        """Its norm, what makes its inputs, and its output."""
+        (mixer, _), (index, _) = config.kinds[layer], config.places(layer)
+        norm, inputs, output = of_kind[mixer]
+        return OfLayer(norm, index), OfLayer(inputs, index), OfLayer(output, index)
+
+    norm, inputs, _ = of_mixer(0)
+    made = joined(x, (inputs.stack,), inputs.index, norm.stack, config.rms_norm_eps)
     for layer in range(config.num_layers):
-        out, cache, of_attention = attended(
-            qkv, params, layer, cache, positions, rotation, config, num_keys, of_attention
-        )
-        norms = (w.attn_norm, w.ffn_norm)
-        x, qkv, of_products = layer_products.run(
-            out[:, 0], x, stacks, norms, layer, of_products, config.rms_norm_eps
-        )
-        qkv = None if qkv is None else qkv[:, None]
-    return x[:, None], cache
+        (mixer, _), (index, of_channels) = config.kinds[layer], config.places(layer)
+        if mixer == "attention":
+            out, cache, of_attention = attended(
+                made, params, index, cache, positions, rotation, config, num_keys, of_attention
+            )
+        else:
+            out, cache = delta_mixed(made, x, params, index, cache, positions, config)
+        norm, gate, up, down = (OfLayer(of, of_channels) for of in (w.ffn_norm, w.w_gate, w.w_up, w.w_down))
+        following = of_mixer(layer + 1)[:2] if layer + 1 < config.num_layers else None
+        y, made, of_products = layer_products.run(
+            out[:, 0], x[:, 0], of_mixer(layer)[2], (norm, gate, up, down), following, layer, of_products,
+            config.rms_norm_eps, rounded,
+        )  # fmt: skip
+        x, made = y[:, None], None if made is None else made[:, None]
+    return x, cache
 
 
 def _by_layer_gemms(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):

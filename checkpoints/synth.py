@@ -100,7 +100,8 @@ _MODELS = {
     ),
     # Both kinds of layer, layers behind the last period, several v heads of a k head.
     "tiny-qwen35": _Model(
-        "qwen35", 6, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35", delta=_Delta(2, 4, 64, 16)
+        "qwen35", 4, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35",
+        delta=_Delta(2, 4, 64, 16, interval=3),
     ),
     "tiny-qwen3moe": _Model(
         "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)

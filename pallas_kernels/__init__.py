@@ -2,7 +2,7 @@
 
 from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.delta import delta_net
-from pallas_kernels.experts import experts_gated, experts_matmul, route
+from pallas_kernels.experts import experts_ffn, experts_gated, experts_matmul, route
 from pallas_kernels.matmul import ffn, gated, matmul
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.pytree import serializable
@@ -21,6 +21,7 @@ __all__ = [
     "attention",
     "delta_net",
     "dequantize",
+    "experts_ffn",
     "experts_gated",
     "experts_matmul",
     "ffn",

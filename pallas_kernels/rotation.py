@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from pallas_kernels.pytree import serializable
 
@@ -14,6 +14,8 @@ class Rotation(struct.PyTreeNode):
     """x -> H(s * P(x)), of each `block` values by themselves.
 
     signs  float32 +-1 [K]; None: all 1
+    flips  int32, the same as kernels read it: bit j of word 32 c + l is set where column 1024 c + 32 j + l
+           has -1. None: no kernel rotates (`of` makes both)
     block  values that H, the normalized Walsh-Hadamard transform in Sylvester's order, is of; a power of two
     heads  (repeats, k heads): P brings x, [repeats, k heads, width] as it lies, to [k heads, repeats, width];
            None: it stays
@@ -26,6 +28,12 @@ class Rotation(struct.PyTreeNode):
     block: int = struct.field(pytree_node=False)
     heads: tuple[int, int] | None = struct.field(pytree_node=False, default=None)
     axis: str | None = struct.field(pytree_node=False, default=None)
+    flips: Int[Array, "words"] | None = None
+
+    @classmethod
+    def of(cls, signs: np.ndarray, block: int, heads: tuple[int, int] | None = None) -> "Rotation":
+        """With flips."""
+        return cls(jnp.asarray(signs, jnp.float32), block, heads, flips=jnp.asarray(flips_of(signs)))
 
     def __call__(self, x: Float[Array, "*batch K"]) -> Float[Array, "*batch K"]:
         """H(s * P(x))"""
@@ -46,6 +54,13 @@ class Rotation(struct.PyTreeNode):
         """s * H(z): the inverse where P is the identity."""
         x = hadamard(z, self.block)
         return x if self.signs is None else self.signs * x
+
+
+def flips_of(signs: np.ndarray) -> np.ndarray:
+    """Rotation.flips of signs."""
+    negative = np.pad(signs < 0, (0, -len(signs) % 1024)).reshape(-1, 32, 32)  # chunk, j, l
+    packed = np.packbits(negative.swapaxes(1, 2), axis=-1, bitorder="little")  # [chunks, l, 4 bytes]
+    return np.ascontiguousarray(packed).view("<i4").reshape(-1)
 
 
 def hadamard(x: Float[Array, "*batch K"], block: int) -> Float[Array, "*batch K"]:

@@ -15,6 +15,7 @@
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       q1                  1 to 16, if they have room  from 9.0   one_launch
+               kq, with experts    1, if it has room           from 8.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
                q1, kq              9 to 256                    9.0        layer_gemms
                any                 other                       any        launches
@@ -96,11 +97,17 @@ class Step:
     """All layers of a decode step.
 
     rows        sequences
-    layers      of each layer its five products (q, k and v joined, o, gate, up, down), each as the (format,
-                rows) that lie below each other; None where q, k and v are not joined or a matrix has no tiles
+    layers      of each layer its five products (q, k and v joined, o, gate, up, down; a delta net's inputs
+                and output in place of the first two), each as the (format, rows) that lie below each other;
+                None where q, k and v are not joined or a matrix has no tiles
+    widths      of each layer the inputs of o; (): as many as q is wide
+    plain       whether all layers mix tokens by attention without gates
+    folded      whether weights are folded (rotation.py)
     attention   of one query a row
     activation  of the feed-forward's gate
     split       whether layers are split over devices, which add their parts within each
+    experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
+                one of each
     """
 
     platform: str
@@ -112,10 +119,19 @@ class Step:
     bits: int = 8
     activation: str = "silu"
     split: bool = False
+    widths: tuple[int, ...] = ()
+    plain: bool = True
+    folded: bool = False
+    experts: tuple[int, int] | None = None
 
     def __str__(self):
         sizes = f"{self.hidden} wide, feed-forward {self.ffn}"
         return f"decode step, rows: {self.rows}, {sizes} on {self.platform}"
+
+    @property
+    def inputs_of_o(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return self.widths or (self.attention.heads * self.attention.head_dim,) * len(self.layers or ())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,6 +313,8 @@ def _prefill_sm90(problem: Attention) -> str | None:
 
 
 def _one_launch(problem: Step) -> str | None:
+    if problem.experts is not None:
+        return _experts_layers(problem)
     if _older_than(problem.platform, 90):
         return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
     if reason := _several_phases(problem):
@@ -306,6 +324,8 @@ def _one_launch(problem: Step) -> str | None:
     if others := _not_of_family("q1", problem.layers):
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _attention(problem.attention):
+        return reason
+    if reason := _plain(problem):
         return reason
     if problem.attention.rotated is not None:
         return f"rope turns {problem.attention.rotated} values of a head; the kernel turns all"
@@ -319,36 +339,47 @@ def _one_launch(problem: Step) -> str | None:
 def _layer_products(problem: Step) -> str | None:
     if _older_than(problem.platform, 80):
         return NEEDS_AMPERE
-    if reason := _several_phases(problem):
+    if problem.experts is not None:
+        return "is for layers without experts"
+    if reason := _several_phases(problem) or _in_tiles(problem):
         return reason
-    if problem.layers is None:
-        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if others := _not_of_family("kq", problem.layers):
-        return f"not all layers' weights have 2 to 8 bits: {others}"
-    width = problem.attention.heads * problem.attention.head_dim
-    for what, size in (("hidden", problem.hidden), ("feed-forward", problem.ffn), ("q", width)):
-        if size % COLUMNS:
-            return f"{what} is {size} wide, no multiple of {COLUMNS}"
+    assert problem.layers is not None
     from pallas_kernels.step import layer_products  # only GPUs need it
 
-    sizes = (problem.rows, width, problem.hidden, problem.ffn)
-    following = (*problem.layers[1:], None)
-    return next(
-        filter(
-            None,
-            (
-                layer_products.refuses(*sizes, problem.bits, layer, behind)
-                for layer, behind in dict.fromkeys(zip(problem.layers, following, strict=True))
-            ),
-        ),
-        None,
+    rest = {"bits": problem.bits, "rotated": problem.folded}
+    alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))
+    reasons = (
+        layer_products.refuses(problem.rows, width, problem.hidden, problem.ffn, layer, behind, **rest)
+        for width, layer, behind in alike
     )
+    return next(filter(None, reasons), None)
+
+
+def _experts_layers(problem: Step) -> str | None:
+    if _older_than(problem.platform, 80):
+        return NEEDS_AMPERE
+    if reason := _several_phases(problem) or _in_tiles(problem) or _attention(problem.attention):
+        return reason
+    if reason := _plain(problem):
+        return reason
+    if problem.rows > 1:
+        return f"with experts it is for one row: {problem.rows} have experts of their own"
+    from pallas_kernels.step import experts_plan  # only GPUs need it
+
+    assert problem.layers is not None and problem.experts is not None
+    a, (count, used) = problem.attention, problem.experts
+    return experts_plan.refuses(
+        problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
+        experts_plan.Experts(count, used, True), problem.bits, problem.layers,
+    )  # fmt: skip
 
 
 def _layer_gemms(problem: Step) -> str | None:
     if problem.platform != "sm_90":
         return NEEDS_HOPPER
-    if reason := _several_phases(problem):
+    if problem.experts is not None:
+        return "is for layers without experts"
+    if reason := _several_phases(problem) or _plain(problem):
         return reason
     if not 9 <= problem.rows <= STEP_ROWS:
         return f"is for 9 to {STEP_ROWS} rows"
@@ -377,6 +408,26 @@ def _several_phases(problem: Step) -> str | None:
         return "between a layer's phases devices that share weights must add their parts"
     if problem.activation != "silu":
         return f"the feed-forward's activation is {problem.activation}; the kernel has silu"
+    return None
+
+
+def _plain(problem: Step) -> str | None:
+    """Why a kernel of all layers does not have their kind, or None."""
+    if not problem.plain or problem.folded:
+        return "the kernel has attention without gates, and weights that are not folded"
+    return None
+
+
+def _in_tiles(problem: Step) -> str | None:
+    """Why not all products are kq_decode's, or None."""
+    if problem.layers is None:
+        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
+    if others := _not_of_family("kq", problem.layers):
+        return f"not all layers' weights have 2 to 8 bits: {others}"
+    sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
+    for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
+        if size % COLUMNS:
+            return f"{what} is {size} wide, no multiple of {COLUMNS}"
     return None
 
 

@@ -3,6 +3,7 @@
 So a job that is killed loses what was under way and no more; the next one goes on behind what is there.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -26,13 +27,12 @@ class Results:
     def __init__(self, path: Path):
         self.path = path
         self._file = _held(path)
-        try:
+        with contextlib.ExitStack() as unless_read:
+            unless_read.callback(lambda: self._file.close())  # `_rewrite` opens another
             self.done, dropped = self._read()
             if dropped:
                 self._rewrite(dropped)
-        except BaseException:
-            self._file.close()
-            raise
+            unless_read.pop_all()
 
     def append(self, line: dict[str, Any]) -> None:
         self._file.write(json.dumps(line).encode() + b"\n")

@@ -155,16 +155,11 @@ class Loop:
         """Compile every executable, by running it without a row."""
         limits = self.runner.limits
         variants = [None] if self.options.logprobs is None else [None, self.options.logprobs]
-        work: list[tuple[int | tuple[int, int] | None, int | None]] = [
-            (size, n) for size in (*limits.row_sizes, *limits.shapes) for n in variants
-        ]
-        work += [(None, None)] if self.runner.shares else []
-        for done, (size, logprobs) in enumerate(work):
-            progress(done, len(work))
-            self.runner.compile(size, logprobs)
-            if size is not None:
-                self.scheduler.compiled.add(size)
-        progress(len(work), len(work))
+        sizes = [*limits.row_sizes, *limits.shapes]
+        calls = [self.runner.nobodys(size, n) for size in sizes for n in variants]
+        calls += [self.runner.nobodys(None, None)] if self.runner.shares else []
+        self.runner.compile(calls, progress)
+        self.scheduler.compiled.update(sizes)
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
@@ -188,16 +183,17 @@ class Loop:
                     self.answers[read.request].cached = read.first
                 if self._remembers(read.request):
                     alone = [[read] if d == device else [] for d in range(self.runner.data)]
-                    self._flying.append(Flight(plan, [], self.runner.note(alone, self._rules)))
+                    note = self.runner.dispatch(self.runner.note(alone, self._rules))
+                    self._flying.append(Flight(plan, [], note))
                     read.starts = False
         if reads:
             asked = self._asked(read.request for read in reads)
-            drawn = self.runner.prefill(plan.reads, plan.shape, self._rules, asked)
+            drawn = self.runner.dispatch(self.runner.prefill(plan.reads, plan.shape, self._rules, asked))
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
             self._flying.append(Flight(plan, draws, drawn))
         if any(plan.writes):
             asked = self._asked(request for of in plan.writes for request in of)
-            drawn = self.runner.decode(plan.writes, plan.rows, plan.steps, asked)
+            drawn = self.runner.dispatch(self.runner.decode(plan.writes, plan.rows, plan.steps, asked))
             self._flying.append(Flight(plan, list(numbered(plan.writes, plan.rows)), drawn, steps=plan.steps))
 
     def _remembers(self, request: Request) -> bool:
@@ -215,11 +211,14 @@ class Loop:
     # From the device.
 
     def _read(self, flight: Flight) -> None:
-        arrays = flight.drawn.result()
+        arrays = flight.drawn.arrays.result()
         if not flight.rows:
             jax.block_until_ready(arrays)
             return
-        tokens, steps, *scores = jax.tree.map(parallel.fetch, arrays)
+        drawn, *scores = jax.tree.map(parallel.fetch, arrays)
+        if self._flying:
+            self.runner.make_way(self._flying[0].drawn)
+        steps, tokens = drawn[:, 0], drawn[:, 1:]
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
         # Lists at once: numbers one by one would take longer than all the rest.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()

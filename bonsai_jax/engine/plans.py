@@ -103,7 +103,7 @@ class Limits:
     max_rows, pages, page_size   of the cache
     row_sizes    rows that decode is compiled for
     shapes       (rows, tokens) that prefill is compiled for
-    free_tokens  a prefill of fewer costs as much
+    prefill_cost what a prefill takes besides its tokens, as so many tokens more
     steps        most decode steps of a plan
     width        most tokens that a row draws in a step (speculation)
     checkpoints  of recurrent states; None: the model keeps nothing but pages
@@ -115,7 +115,7 @@ class Limits:
     page_size: int
     row_sizes: Sequence[int]
     shapes: Sequence[tuple[int, int]]
-    free_tokens: int
+    prefill_cost: int
     steps: int
     width: int = 1
     checkpoints: int | None = None
@@ -128,13 +128,14 @@ class Limits:
         *,
         page_size: int = 64,
         prefill_tokens: int = 2048,
-        free_tokens: int = 256,
+        prefill_cost: int = 100,
         steps: int = 64,
         width: int = 1,
         checkpoints: int | None = None,
         reproducible: bool = False,
     ) -> "Limits":
-        """Those of an Engine, by default on a GPU (runner.py has a CPU's). reproducible: one size of each."""
+        """Those of an Engine, by default on a GPU (runner.py has a CPU's). reproducible: one size of each,
+        for prefill a quarter of the longest, as most prompts are short."""
         powers = [n for n in (2**i for i in range(32)) if n < max_rows]
         # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
         short = max(32, prefill_tokens // 16)
@@ -147,8 +148,8 @@ class Limits:
             pages=pages,
             page_size=page_size,
             row_sizes=[max_rows] if reproducible else [*powers, max_rows],
-            shapes=[(1, prefill_tokens)] if reproducible else shapes,
-            free_tokens=free_tokens,
+            shapes=[(1, min(4 * short, prefill_tokens))] if reproducible else shapes,
+            prefill_cost=prefill_cost,
             steps=steps,
             width=width,
             checkpoints=checkpoints,

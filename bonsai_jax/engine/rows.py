@@ -5,14 +5,18 @@
 Pages lie in the pool and are not taken along: the block tables come from the host with each call. So a row
 is wherever its numbers are, and few rows run in a small executable. Over a mesh each device has a pool, with
 rows and pages of its own.
+
+What penalties remember is as long as the vocabulary, and nearly all that is taken and put back. So that stays
+where it is, unless one of these rows has a penalty.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax import decoding, jitted, sampling, speculation
 from bonsai_jax.cache import KVCache
@@ -25,6 +29,7 @@ from bonsai_jax.taps import Taps
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
+PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # none
 
 
 def layout(pool: State, tokens: int) -> np.dtype:
@@ -99,11 +104,11 @@ def note(params: Params, pool: State, columns: Int[Array, "R columns"]):
     """Have rows remember tokens that they will not read, as their pages hold them already: what penalties,
     proposals and processors of logits go by. columns: `packed` rows of `layout`, one token or more."""
     chunk = _chunk(pool, columns)
-    state = _started(_take(pool, chunk["row"], chunk["table"]), chunk)
-    return _put(pool, _noted(state, chunk), chunk["row"])
+    state = _started(_take(pool, chunk["row"], chunk["table"], True), chunk)
+    return _put(pool, _noted(state, chunk), chunk["row"], True)
 
 
-@over_mesh("held", "rows", "rows", logprobs="rows")
+@over_mesh("held", "rows", logprobs="rows")
 def prefill(
     params: Params,
     pool: State,
@@ -119,12 +124,13 @@ def prefill(
 
     columns   `packed` rows of `layout`
     vectors   in place of the tokens, which columns then has none of
-    Returns what `decode` does: the pool, int32 [R, 1], the tokens drawn, int32 [R], no steps,
-    and with logprobs=n Logprobs [R, 1].
+    Returns what `decode` does: the pool, int32 [R, 2], no steps and the tokens drawn, and with logprobs=n
+    Logprobs [R, 1].
     """
     chunk = _chunk(pool, columns)
     pool = pool.replace(cache=_with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"]))
-    state = _started(_take(pool, chunk["row"], chunk["table"], chunk["begins"]), chunk)
+    remembers = _remembers(chunk["rules"], logits_processor)
+    state = _started(_take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
     tokens = chunk["tokens"] if vectors is None else vectors
     if vectors is None:
         state = _noted(state, chunk)
@@ -141,12 +147,12 @@ def prefill(
         )
     )
     out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
-    pool = _put(pool, state, chunk["row"], chunk["saves"])
+    pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
     scores = jax.tree.map(lambda x: x[:, None], scores)
-    return pool, out, jnp.zeros_like(chunk["row"]), *scores
+    return pool, jnp.pad(out, ((0, 0), (1, 0))), *scores
 
 
-@over_mesh("held", "rows", "rows", logprobs="rows")
+@over_mesh("held", "rows", logprobs="rows")
 def decode(
     params: Params,
     pool: State,
@@ -161,11 +167,13 @@ def decode(
     """decoding.decode of some rows.
 
     columns   the row, beyond all where there is none; most steps, the same for all; its pages
-    Returns the pool, int32 [R, size], the tokens drawn, int32 [R], the steps that drew them, and with
-    logprobs=n Logprobs [R, size].
+    Returns the pool, int32 [R, 1 + size], the steps that drew tokens and the tokens, and with logprobs=n
+    Logprobs [R, size].
     """
     rows, limit, table = columns[:, 0], columns[0, 1], columns[:, 2:]
-    state = _take(pool, rows, table)
+    rules = {name: getattr(pool.sampler, name).at[rows].get(mode="clip") for name in PENALTIES}
+    remembers = _remembers(rules, logits_processor)
+    state = _take(pool, rows, table, remembers)
     there = rows < pool.tokens.shape[0]
     state = state.replace(remaining=jnp.where(there, state.remaining, 0))
     if state.speculation is not None:
@@ -176,7 +184,7 @@ def decode(
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     state, drawn, *scores = decoding.decode(params, state, config, limit=limit, size=size, **options)
     steps = (drawn != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
-    return _put(pool, state, rows), drawn, steps, *scores
+    return _put(pool, state, rows, remembers), jnp.concatenate([steps[:, None], drawn], axis=1), *scores
 
 
 def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
@@ -184,27 +192,55 @@ def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
     return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0).itemsize // 4))
 
 
+def _remembers(
+    rules: Mapping[str, Array], logits_processor: LogitsProcessor | None
+) -> bool | Bool[Array, ""]:
+    """Whether it matters what was said before."""
+    bent = [jnp.any(rules[name] != none) for name, none in PENALTIES.items()]
+    return logits_processor is not None or jnp.any(jnp.stack(bent))
+
+
 def _take(
     pool: State,
     rows: Int[Array, "R"],
     table: Int[Array, "R pages"],
+    remembers: bool | Bool[Array, ""],
     begins: Int[Array, "R"] | None = None,
 ) -> State:
-    """The State of these rows, with the pages of all, and with the recurrent states of `begins`."""
-    cache, (by_row, by_layer) = pool.cache, _parts(pool)
+    """The State of these rows, with the pages of all, and with the recurrent states of `begins`. What it
+    remembers is nothing unless `remembers`."""
+    cache, (by_row, by_layer, memory) = pool.cache, _parts(pool)
     begins = rows if begins is None else begins
-    state = jax.tree.map(lambda x: x.at[rows].get(mode="clip"), by_row)
+
+    def of_rows(tree):
+        return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), tree)
+
+    def nothing(tree):
+        return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
+
+    state = _with_memory(of_rows(by_row), _either(remembers, of_rows, nothing, memory))
     delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip"), by_layer)
     cache = state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table)
     return state.replace(cache=_with_draft_pages(cache, pool.cache))
 
 
-def _put(pool: State, state: State, rows: Int[Array, "R"], saves: Int[Array, "R"] | None = None) -> State:
+def _put(
+    pool: State,
+    state: State,
+    rows: Int[Array, "R"],
+    remembers: bool | Bool[Array, ""],
+    saves: Int[Array, "R"] | None = None,
+) -> State:
     """The pool, with this State of these rows, and their recurrent states in `saves` too."""
+
+    def with_rows(both):
+        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), *both)
+
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
     cache, old, new = state.cache, _parts(pool), _parts(state)
-    rest = jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), old[0], new[0])
+    memory = _either(remembers, with_rows, lambda both: both[0], (old[2], new[2]))
+    rest = _with_memory(with_rows((old[0], new[0])), memory)
     delta = old[1]
     for places in (rows,) if saves is None else (rows, saves):
         delta = jax.tree.map(lambda x, y, at=places: x.at[:, at].set(y, mode="drop"), delta, new[1])
@@ -227,11 +263,22 @@ def _with_draft_pages(cache: KVCache, pages: KVCache) -> KVCache:
     return cache.replace(draft=cache.draft.replace(k=pages.draft.k, v=pages.draft.v))
 
 
-def _parts(state: State) -> tuple[State, Any]:
-    """Arrays with rows first, and those with layers first; without pages, which are of no row."""
-    cache = state.cache
+def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
+    """Arrays with rows first, those with layers first, and what remembers tokens, with rows first; without
+    pages, which are of no row."""
+    cache, sampler = state.cache, state.sampler
     draft = cache.draft and cache.draft.replace(k=(), v=())
-    return state.replace(cache=cache.replace(k=(), v=(), delta=None, draft=draft)), cache.delta
+    by_row = _with_memory(state.replace(cache=cache.replace(k=(), v=(), delta=None, draft=draft)), ((), ()))
+    return by_row, cache.delta, (sampler.seen, sampler.counts)
+
+
+def _with_memory(state: State, memory: Any) -> State:
+    seen, counts = memory
+    return state.replace(sampler=state.sampler.replace(seen=seen, counts=counts))
+
+
+def _either(which: bool | Bool[Array, ""], yes: Callable, no: Callable, of: Any) -> Any:
+    return yes(of) if which is True else jax.lax.cond(which, yes, no, of)
 
 
 def _started(state: State, chunk: dict[str, Any]) -> State:

@@ -1,6 +1,6 @@
 """What an engine runs: the state of all rows on the device, and plans as dispatches that change it.
 
-    plan --columns of numbers, one int32 array--> prefill or decode of some rows --> what they drew, a Future
+    plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Drawn
 
 On a GPU a dispatch returns when its steps are nearly over: a loop on the device asks the host after each of
 them whether to go on. So `Engine` has a thread that dispatches, one plan behind the other, and another that
@@ -10,6 +10,8 @@ plans and reads meanwhile. `generate` and `stream` dispatch in the thread of the
 import concurrent.futures
 import dataclasses
 import functools
+import os
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,9 +27,30 @@ from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.taps import Taps
 
-FREE_TOKENS = 256  # on a GPU a prefill of fewer costs as much: it reads the weights, too
+PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 in 15.4 ms and 2,048 in 53.8
 
-Drawn = concurrent.futures.Future[list[Any]]  # arrays on the device: tokens, and what else was asked for
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A program, and what it is called with behind the model's parameters and the pool. It returns the pool,
+    and what it draws."""
+
+    function: Any
+    arrays: Sequence[np.ndarray | None]
+    static: Sequence[Any]
+    options: dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Drawn:
+    """What a dispatch draws.
+
+    arrays   on the device: tokens, and what else was asked for
+    begun    set when it is next for the device, in a thread of its own
+    """
+
+    arrays: concurrent.futures.Future[list[Any]]
+    begun: threading.Event
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +120,9 @@ class Runner:
         )
         self._nowhere = options.max_rows + options.checkpoints  # a row that there is not
         self._pool = self._empty_pool()
+        pages = self._pool.cache.block_table.shape[1]
+        self._tables = np.zeros((self.data, options.max_rows, pages), np.int32)
+        self._noted: dict[tuple[int, int | None], tuple[list[int], int]] = {}  # the list, and how much of it
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
         self._nobody = self.rules(SamplingParams(0.0, seed=0), [])
 
@@ -115,7 +141,7 @@ class Runner:
         """Whether requests can share what they have read: pages, and checkpoints of what is not in them."""
         return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
-    def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Drawn:
+    def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Call:
         """Have the rows of these know the tokens that they will not read. One of each device."""
         rows = self._columns(reads, 1, self._layout(self._pool.cache.capacity), rules)
         for i, read in numbered(reads, 1):
@@ -123,7 +149,7 @@ class Runner:
             known = [*request.prompt, *request.said][: read.first]
             rows[i]["first"], rows[i]["count"], rows[i]["starts"] = 0, len(known), 1
             rows[i]["tokens"][: len(known)] = known
-        return self._later(on_device.note_rows, [on_device.packed(rows)], {})
+        return Call(on_device.note_rows, [on_device.packed(rows)], (), {})
 
     def prefill(
         self,
@@ -131,7 +157,7 @@ class Runner:
         shape: tuple[int, int],
         rules: Callable[[Request], np.ndarray],
         logprobs: int | None,
-    ) -> Drawn:
+    ) -> Call:
         """rows.prefill, with as many rows a device as shape has, of so many tokens."""
         rows, width = shape
         of_vectors = any(_of_vectors(read) for of in reads for read in of)
@@ -140,36 +166,76 @@ class Runner:
         for i, read in numbered(reads, rows):
             (columns["tokens"] if vectors is None else vectors)[i, : read.count] = _slice(read)
         arrays = [on_device.packed(columns), vectors]
-        return self._later(on_device.prefill_rows, arrays, self._options(logprobs), self.model.config)
+        return Call(on_device.prefill_rows, arrays, (self.model.config,), self._options(logprobs))
 
     def decode(
         self, writes: Sequence[Sequence[Request]], rows: int, steps: int, logprobs: int | None
-    ) -> Drawn:
+    ) -> Call:
         """rows.decode of these and as many more as make `rows` of each device."""
-        columns = np.zeros((rows * self.data, 2 + self._pool.cache.block_table.shape[1]), np.int32)
+        columns = np.zeros((rows * self.data, 2 + self._tables.shape[2]), np.int32)
         columns[:, :2] = self._nowhere, steps
-        for i, request in numbered(writes, rows):
-            columns[i, 0] = request.row  # pyright: ignore[reportArgumentType, reportCallIssue]
-            columns[i, 2 : 2 + len(request.table)] = request.table
+        for device, of in enumerate(writes):
+            there = columns[device * rows : device * rows + len(of)]
+            at: list[Any] = [request.row for request in of]
+            self._note_tables(device, of)
+            there[:, 0], there[:, 2:] = at, self._tables[device, at]
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
-        return self._later(on_device.decode_rows, [columns], options, self.model.config)
+        return Call(on_device.decode_rows, [columns], (self.model.config,), options)
 
-    def compile(self, size: int | tuple[int, int] | None, logprobs: int | None) -> None:
-        """A program, by running it without a row: decode of so many, a shape of prefill, or None: `note`."""
+    def nobodys(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
+        """A program's, without a row: decode of so many, a shape of prefill, or None: `note`."""
         nobody: list[list[Any]] = [[] for _ in range(self.data)]
         no_rules = lambda request: self._nobody  # noqa: E731
         if size is None:
-            self.note(nobody, no_rules).result()
-        elif isinstance(size, int):
-            self.decode(nobody, size, 0, logprobs).result()
-        else:
-            self.prefill(nobody, size, no_rules, logprobs).result()
-        self._later(lambda params, pool: (jax.block_until_ready(pool),), [], {}).result()
+            return self.note(nobody, no_rules)
+        if isinstance(size, int):
+            return self.decode(nobody, size, 0, logprobs)
+        return self.prefill(nobody, size, no_rules, logprobs)
+
+    def compile(self, calls: Sequence[Call], progress: Callable[[int, int], None]) -> None:
+        """Compile the programs of these, side by side: XLA works outside of Python's lock. Each runs once."""
+
+        def compiled(call: Call) -> None:  # jit finds it when it is called like this
+            arguments = self.model.params, self._pool, *self._placed(call), *call.static
+            call.function.lower(*arguments, **call.options).compile()
+
+        threads = os.cpu_count() if jax.process_count() == 1 else 1  # several processes: in the same order
+        progress(0, len(calls))
+        with concurrent.futures.ThreadPoolExecutor(threads, "bonsai-jax compile") as pool:
+            each = [pool.submit(compiled, call) for call in calls]
+            for done, one in enumerate(concurrent.futures.as_completed(each), 1):
+                one.result()
+                progress(done, len(calls))
+        for call in calls:
+            self.dispatch(call).arrays.result()
+        jax.block_until_ready(self._pool)
+
+    def dispatch(self, call: Call) -> Drawn:
+        """Call it, behind all others."""
+        begun = threading.Event()
+
+        def run():
+            begun.set()
+            arguments = self.model.params, self._pool, *self._placed(call), *call.static
+            out = call.function(*arguments, **call.options)
+            self._pool, *arrays = out if isinstance(out, tuple) else (out,)
+            if jax.process_count() == 1:
+                for array in jax.tree.leaves(arrays):
+                    array.copy_to_host_async()
+            return arrays
+
+        return Drawn(self._thread.submit(run), begun)
 
     def catch_up(self) -> None:
         """Dispatch all that was asked for. A thread of its own does so by itself."""
         if isinstance(self._thread, Caller):
             self._thread.catch_up()
+
+    def make_way(self, drawn: Drawn) -> None:
+        """Let the thread that dispatches go first, where there is one: it shares Python's lock with this one,
+        and the device waits for it."""
+        if not isinstance(self._thread, Caller):
+            drawn.begun.wait()
 
     def reset(self) -> None:
         """An empty pool, behind all that was asked for. Raises what making one raises."""
@@ -207,24 +273,22 @@ class Runner:
         o = self.options
         return {"taps": o.taps, "logits_processor": o.logits_processor, "logprobs": logprobs}
 
-    def _later(
-        self, function: Callable, arrays: Sequence[np.ndarray | None], options: dict, *static
-    ) -> Drawn:
-        """Call function(params, pool, *arrays, *static), which returns the pool and more."""
+    def _placed(self, call: Call) -> Sequence[Any]:
+        mesh = self.model.mesh
+        if mesh is None:
+            return call.arrays
+        return [a if a is None else parallel.place_rows(a, mesh) for a in call.arrays]
 
-        def run():
-            mesh = self.model.mesh
-            placed = (
-                arrays if mesh is None else [a if a is None else parallel.place_rows(a, mesh) for a in arrays]
-            )
-            out = function(self.model.params, self._pool, *placed, *static, **options)
-            self._pool, *drawn = out if isinstance(out, tuple) else (out,)
-            if jax.process_count() == 1:
-                for array in jax.tree.leaves(drawn):
-                    array.copy_to_host_async()
-            return drawn
-
-        return self._thread.submit(run)
+    def _note_tables(self, device: int, of: Sequence[Request]) -> None:
+        """Tables of these rows as numpy has them: of most, nothing is new."""
+        for request in of:
+            place = device, request.row
+            table, known = self._noted.get(place, (None, 0))
+            if table is not request.table:  # the row is another's; the rest of it is of nobody
+                self._tables[place], known = 0, 0
+            if known < len(request.table):
+                self._tables[device, request.row, known : len(request.table)] = request.table[known:]
+                self._noted[place] = request.table, len(request.table)
 
     def _empty_pool(self) -> State:
         model, o = self.model, self.options
@@ -254,7 +318,7 @@ def limits(model: Model, o: Options) -> Limits:
         o.pages,
         page_size=model.run.page_size,
         prefill_tokens=o.prefill_tokens or (decoding.PREFILL_CHUNK if on_cpu else decoding.PREFILL_BATCH),
-        free_tokens=1 if on_cpu else FREE_TOKENS,
+        prefill_cost=1 if on_cpu else PREFILL_COST,
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),
         checkpoints=o.checkpoints or None,

@@ -16,7 +16,7 @@ import itertools
 from bonsai_jax.engine.plans import Limits, Plan, Read, Request
 from bonsai_jax.engine.prefix import Match, PrefixCache
 
-PADDED = 4  # times as much padding is taken rather than another executable compiled
+PADDED = 3.5  # times the cost of a prefill is taken rather than another executable compiled
 WAITING_STEPS = (4, 16)  # decode steps of a plan while requests wait for a row: at least, and at most
 
 
@@ -59,7 +59,7 @@ class Scheduler:
         """Steps took so long: of a plan they shall take half of what a request may wait, as the other half is
         on its way. At most twice as many as before."""
         most = int(steps * max_wait_s / 2 / max(seconds, 1e-6))
-        self.unhurried = max(1, min(most, 2 * steps, self.limits.steps))
+        self.unhurried = max(1, min(most, 2 * self.unhurried, self.limits.steps))
 
     def plan(self) -> Plan | None:
         """What to do next, which counts as dispatched; None: nothing can be done before results are known."""
@@ -178,7 +178,7 @@ class Scheduler:
         def worth(shape: tuple[int, int]) -> tuple[float, int]:
             rows, tokens = shape
             useful = sum(min(_unread(r), tokens) for of in able for r in of[:rows])
-            return useful / max(rows * tokens, self.limits.free_tokens), useful
+            return useful / (rows * tokens + self.limits.prefill_cost), useful
 
         shape = max(self.limits.shapes, key=worth)
         if shape not in self.compiled:  # few programs: of each length one, for as many rows as it can have

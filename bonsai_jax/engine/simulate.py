@@ -3,8 +3,9 @@ measured times where there would be work.
 
     arrivals -> Scheduler.plan() -> StepTimes.of(plan): seconds -> what it drew is known, a plan later -> ...
 
-An answer's tokens come when the plan that drew them is read, as in loop.py; what an engine does beside its
-device (text, a thread's turn) is in `StepTimes.dispatch_s`. No prompt begins like another.
+What prefill draws is known when it is done, what steps draw when the last of their plan is, as in loop.py;
+what an engine does beside its device (text, a thread's turn) is in `StepTimes.dispatch_s`. No prompt begins
+like another.
 """
 
 import bisect
@@ -80,9 +81,10 @@ class StepTimes:
             sorted(empty.items()), sorted(prefill.items()), stored_s, max([0.0, *behind]), dispatch_s
         )
 
-    def of(self, plan: Plan) -> float:
-        """Seconds until the device is done with a plan, the busiest device's."""
-        seconds = self.dispatch_s
+    def of(self, plan: Plan) -> tuple[float, float]:
+        """Seconds that the busiest device takes for a plan's prefill, with what comes before it, and for its
+        steps."""
+        seconds, steps = self.dispatch_s, 0.0
         if any(plan.reads):
             rows, tokens = plan.shape
             before = max(sum(read.count * read.first for read in reads) for reads in plan.reads)
@@ -90,8 +92,8 @@ class StepTimes:
             seconds += max(least, _at(self.prefill, rows * tokens)) + self.behind_s * before
         if plan.steps:
             stored = max(sum(request.stored for request in writes) for writes in plan.writes)
-            seconds += plan.steps * (_at(self.decode, plan.rows) + self.stored_s * stored)
-        return seconds
+            steps = plan.steps * (_at(self.decode, plan.rows) + self.stored_s * stored)
+        return seconds, steps
 
 
 @dataclasses.dataclass
@@ -162,7 +164,7 @@ def simulate(
     coming = deque(sorted((Answer(arrival) for arrival in arrivals), key=lambda a: a.arrival.at_s))
     outcome, known = Outcome(list(coming)), dict[Request, Answer]()
     drawn: dict[Request, int] = {}  # as the device counts: what is on its way too
-    flying: deque[tuple[Plan, list[tuple[Request, int]], float]] = deque()
+    flying: deque[tuple[Plan, int, list[tuple[Request, int]], float]] = deque()  # as Loop's flights
     now = free = 0.0
     read_at: float | None = None
     while True:
@@ -171,22 +173,29 @@ def simulate(
             request = Request(range(answer.arrival.prompt_tokens), answer.arrival.new_tokens, reusable=0)
             known[request], drawn[request] = answer, 0
             scheduler.add(request)
-        plan = scheduler.plan()
-        if plan is not None:
-            began, seconds = max(now, free), times.of(plan)
-            free = began + seconds
-            outcome.plans, outcome.busy_s = outcome.plans + 1, outcome.busy_s + seconds
-            flying.append((plan, _draws(plan, drawn), free))
-        else:
-            read_at = None
-        if flying and (plan is None or len(flying) > 1):
-            done, draws, ready = flying.popleft()
+        plan = None
+        if len({id(plan) for plan, *_ in flying}) < 2:
+            plan = scheduler.plan()
+            if plan is None:
+                read_at = None
+            else:
+                seconds, of_steps = times.of(plan)
+                done = max(now, free) + seconds
+                free = done + of_steps
+                outcome.plans, outcome.busy_s = outcome.plans + 1, outcome.busy_s + seconds + of_steps
+                if any(plan.reads):
+                    flying.append((plan, 0, _reads(plan, drawn), done))
+                if plan.steps:
+                    flying.append((plan, plan.steps, _writes(plan, drawn), free))
+        if flying and (plan is None or len({id(plan) for plan, *_ in flying}) > 1):
+            read, steps, draws, ready = flying.popleft()
             now = max(now, ready)
             for request, tokens in draws:
                 _tell(scheduler, request, known[request], tokens, now)
-            before, read_at = read_at, now
-            if max_wait_s is not None and before is not None and done.steps and not any(done.reads):
-                scheduler.took(done.steps, now - before, max_wait_s)
+            if steps:
+                before, read_at = read_at, now
+                if max_wait_s is not None and before is not None and not any(read.reads):
+                    scheduler.took(steps, now - before, max_wait_s)
         elif plan is None:
             if not coming:
                 outcome.preempted = scheduler.preempted
@@ -200,12 +209,17 @@ def quantile(values: Iterable[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
-def _draws(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
-    """Tokens that each request draws in a plan, in the order in which they will be known."""
-    draws = []
-    for request in (read.request for reads in plan.reads for read in reads if read.draws):
-        draws.append((request, 1))
+def _reads(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
+    """Tokens that each request draws in a plan's prefill."""
+    draws = [(read.request, 1) for reads in plan.reads for read in reads if read.draws]
+    for request, _ in draws:
         drawn[request] += 1
+    return draws
+
+
+def _writes(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
+    """And in its steps."""
+    draws = []
     for request in (request for writes in plan.writes for request in writes):
         tokens = min(plan.steps, request.max_new_tokens - drawn[request])
         draws.append((request, tokens))

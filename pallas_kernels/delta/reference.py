@@ -37,13 +37,16 @@ def delta_net(
     Hv, K, V = states.shape[2:]
     qkv, z = jnp.split(qkv_z, (tails.shape[-1],), axis=-1)
     alpha, beta = jnp.split(gates, 2, axis=-1)
-    Hk, W = (qkv.shape[-1] - Hv * V) // (2 * K), conv.shape[-1]
+    Hk = (qkv.shape[-1] - Hv * V) // (2 * K)
     valid = positions >= 0
     fresh = positions[:, 0] == 0
     seen, tail = _seen(qkv.astype(jnp.float32), tails[layer], positions)
     weights = conv[layer]
-    u = jax.nn.silu(sum(seen[:, 1 + i : 1 + i + T] * weights[:, i] for i in range(W)))
-    qk, v = jnp.split(u, (2 * Hk * K,), axis=-1)
+    # Apart, so that XLA makes each as it reads it, and not first both.
+    qk, v = (
+        jax.nn.silu(sum(of[..., part] * weights[part, i] for i, of in enumerate(seen)))
+        for part in (slice(2 * Hk * K), slice(2 * Hk * K, None))
+    )
     qk, v = qk.reshape(B, T, 2, Hk, K), v.reshape(B, T, Hv, V)
     qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
     qk = qk * jnp.array([K**-0.5, 1.0])[:, None, None]
@@ -57,23 +60,25 @@ def delta_net(
         states = states.at[layer].set(S)
     else:
         o, states = recur(qk, v, b, g, states, layer, fresh)
-    y = rms_norm(o, norm[layer], eps).reshape(B, T, Hv * V) * jax.nn.silu(z)
-    return y, states, tails.at[layer].set(tail)
+    y = rms_norm(o, norm[layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
+    return y.reshape(B, T, Hv * V), states, tails.at[layer].set(tail)
 
 
 def _seen(qkv, tail, positions):
-    """(what the convolution sees: W tokens before these, zeros before a row's first, and these; the tail as
-    these leave it)."""
-    W = tail.shape[1]
+    """(what the convolution sees of each of W tokens, the oldest first: those before it, zeros before a row's
+    first, and itself; the tail as these leave it)."""
+    W, T = tail.shape[1], qkv.shape[1]
     slots, valid = jnp.arange(W), positions >= 0
     start = jnp.maximum(positions[:, :1], 0)
     before = start - W + slots  # positions [B, W]
     old = jnp.take_along_axis(tail, (before % W)[..., None], axis=1)
     old = jnp.where(((before < 0) & valid[:, :1])[..., None], 0.0, old)
-    seen = jnp.concatenate([old, qkv], axis=1)
+    # Each apart, so that XLA makes none of them: what is multiplied reads qkv as it lies.
+    seen = [jnp.concatenate([old[:, 1 + i :], qkv[:, : T + i + 1 - W]], axis=1)[:, :T] for i in range(W)]
     newest = start + valid.sum(1, keepdims=True) - 1
-    kept = newest - (newest - slots) % W
-    return seen, jnp.take_along_axis(seen, (kept - start + W)[..., None], axis=1)
+    at = (newest - (newest - slots) % W - start)[..., None]  # among these; below 0 for those before
+    took = lambda x, i: jnp.take_along_axis(x, jnp.clip(i, 0, x.shape[1] - 1), axis=1)  # noqa: E731
+    return seen, jnp.where(at < 0, took(old, at + W), took(qkv, at))
 
 
 def _one_token(q, k, v, b, g, S, fresh):

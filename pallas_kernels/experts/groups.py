@@ -8,7 +8,8 @@ each of one expert.
 A stack of layers' experts, [layers, experts, N, K], is one of layers * experts matrices, and a tile's product
 reads the one at layer * experts + expert: where kernels read stacks in place, no matrix is copied or
 dequantized that is not multiplied. The number of tiles is that of the worst case; those that are left over
-are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (kq_experts.py).
+are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (kq_experts.py); and on Hopper the
+many rows of a prefill go through a whole feed-forward once sorted (grouped.py).
 """
 
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import device
 from pallas_kernels.matmul.execute import differentiated, product
-from pallas_kernels.qtensor import LayerStack, QTensor
+from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 
 MOST_ROWS = 256  # of a tile
+FEW_ROWS = 16  # that a tile of kq_experts may have
 STRAIGHT = 64  # most tiles that are straight code on a GPU, which would wait for the host in a loop
 
 
@@ -53,6 +55,29 @@ def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Arra
             return _of_stack(x, tuple(of.parts[part] for of in weights), chosen, index)
         return w.at(layer, lambda part, index: _of_stack(x, (part,), chosen, index))  # no Rows: plan.JOINED
     return _of_stack(x, weights, chosen, layer)
+
+
+def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array | None:
+    """The whole feed-forward by grouped.py, stacks of gate, up and down, with the derivatives of exactly(x,
+    weights, stacks, (chosen, layer)); None where that has no kernels for these matrices, or not for so few
+    rows."""
+    where = [w.where if isinstance(w, LayerStack) else None for w in stacks[:2]]
+    formats = [[part.format for part in leaves(w)] for w in stacks[:2]]
+    by_kernels = device.platform() == "sm_90" and all(_in_one_launch(w) for w in leaves(stacks))
+    alike = where[0] == where[1] and formats[0] == formats[1]
+    if not (by_kernels and alike and x.size // x.shape[-1] > FEW_ROWS):
+        return None
+    from pallas_kernels.experts import grouped  # only GPUs need it
+
+    known = layer if isinstance(layer, int) else None
+
+    @jax.custom_batching.sequential_vmap
+    def op(x, weights, stacks, indices):
+        chosen, index = indices
+        return grouped.feed_forward(x, stacks, chosen, weights, index if known is None else known)
+
+    indices = chosen, layer if known is None else None
+    return differentiated(op, exactly)(x, weights, stacks, indices)
 
 
 def _of_stack(x, weights: tuple[Any, ...], chosen, index) -> jax.Array:

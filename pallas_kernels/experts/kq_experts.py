@@ -106,7 +106,7 @@ def _body(
     def load_x(places):
         return eights(x_gmem, [(memory.load(rows_gmem, tile, row), column) for row, column in places])
 
-    def store(y, row, n):
+    def store(y, row, n, _):
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)
 
     with lanes.when(share.here & (expert < 2**31)):  # below 0 is large: numbers have no sign

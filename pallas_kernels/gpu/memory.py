@@ -17,6 +17,11 @@ def load(ref, *indices):
     return of(memref.load(ref, list(map(index, indices))))
 
 
+def load_each(ref, places: list) -> list:
+    """Elements of a ref, of each its indices."""
+    return [load(ref, *indices) for indices in places]
+
+
 def store(value, ref, *indices):
     memref.store(value, ref, list(map(index, indices)))
 
@@ -197,6 +202,47 @@ def store_for_others(word, ref, at):
     """A word to global memory, for other blocks of the same launch."""
     text = "st.relaxed.gpu.global.u32 [$0], $1;"
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
+
+
+def store_four_for_others(words: list, ref, at):
+    """Four words, from a multiple of four on, as one: who reads one of them as they are now has all."""
+    text = """{
+        .reg .b128 all;
+        .reg .b64 low, high;
+        mov.b64 low, {$1, $2};
+        mov.b64 high, {$3, $4};
+        mov.b128 all, {low, high};
+        st.relaxed.gpu.global.b128 [$0], all;
+        }"""
+    lanes.ptx(None, [_pointer(ref, at), *words], text, "l,r,r,r,r,~{memory}", effects=True)
+
+
+def load_fours(ref, starts, tag) -> list[list]:
+    """Wait until the last of each of the four words from `starts` on has this tag: all of them, as stored by
+    `store_four_for_others`. The last four are asked for again and again, and then the others, as in
+    `load_tagged_words`."""
+    text = """{
+        .reg .b128 all;
+        .reg .b64 low, high;
+        ld.relaxed.gpu.global.b128 all, [$4];
+        mov.b128 {low, high}, all;
+        mov.b64 {$0, $1}, low;
+        mov.b64 {$2, $3}, high;
+        }"""
+    pointers = [_pointer(ref, at) for at in starts]
+
+    def attempt(pointers):
+        words, wrong = [], integer(0)
+        for pointer in pointers:
+            words += lanes.ptx([i32()] * 4, [pointer], text, "=r,=r,=r,=r,l,~{memory}", effects=True)
+            wrong = wrong | words[-1] ^ tag
+        return lanes.any_lane(wrong & 3), words
+
+    *others, last = pointers
+    words = lanes.repeated(lambda: attempt([last]), [i32()] * 4)
+    if others:
+        words = lanes.repeated(lambda: attempt(others), [i32()] * (4 * len(others))) + words
+    return [words[k : k + 4] for k in range(0, len(words), 4)]
 
 
 def load_tagged(ref, wanted, tag, at_once: bool = False) -> list:

@@ -12,7 +12,7 @@ from pallas_kernels.gpu.values import as_real, as_word, index, integer, of
 
 # By the warpgroups that multiply: registers of a thread of theirs, and of the one that brings operands. Their
 # sum is what the launch has: more would wait forever.
-REGISTERS = {2: (232, 40), 3: (160, 32)}
+REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
 STEP_BYTES = 128  # of a token's activations in a step: the widest swizzle, 64 columns of float16
 STEP = STEP_BYTES // 2
 

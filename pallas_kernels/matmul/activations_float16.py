@@ -9,6 +9,8 @@ once; XLA reads it for its largest, and again to round it.
 A lane writes 16 bytes at a time, 8 neighbouring places of a row. In the order of columns they are 8
 neighbouring columns. In the order of kq_prefill_sm90.py they are four pairs, each two of four neighbours: two
 lanes load the same, and each keeps its half of it.
+
+For a mixture of experts a row goes to several places, one for each expert of its token (experts/places.py).
 """
 
 import functools
@@ -43,6 +45,7 @@ def activations_float16(
     gamma: jax.Array | None = None,
     layer: jax.Array | None = None,
     eps: float = 0.0,
+    places: jax.Array | None = None,
     *,
     group: int | None = None,
     rows: int | None = None,
@@ -54,24 +57,25 @@ def activations_float16(
     layer       int32 []; None for a stack of one
     group       a has kq_prefill_sm90's order of columns for groups of so many, 16 or 32, and zeros behind
                 them up to a multiple of 256; None for the order that they have
-
-    rows        M, where x has more
+    places      int32 [M, copies]: row i is at places[i, :] of a and s, but for places below 0; where no row
+                is they are undefined
+    rows        M, where x has more; with places, rows of a and s
 
     K is a multiple of 8, or of the group.
     """
-    m, columns = prologue.sizes(x, rows)
-    places = columns
+    m, columns = prologue.sizes(x, rows if places is None else None)
+    width, held = columns, m if places is None or rows is None else rows
     if group is not None:
-        places += -columns % COLUMNS
-    warps = prologue.warps_of_block(m, places)
+        width += -columns % COLUMNS
+    warps = prologue.warps_of_block(m, width)
     results = {
-        "a_gmem": jax.ShapeDtypeStruct((m, places), jnp.float16),
-        "scale_gmem": jax.ShapeDtypeStruct((m,), jnp.float32),
+        "a_gmem": jax.ShapeDtypeStruct((held, width), jnp.float16),
+        "scale_gmem": jax.ShapeDtypeStruct((held,), jnp.float32),
     }
     if isinstance(x, prologue.Parts):
         results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
-        functools.partial(_round_row, columns=columns, places=places, warps=warps, eps=eps, group=group),
+        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, group=group),
         x,
         m,
         gamma,
@@ -80,16 +84,17 @@ def activations_float16(
         name="activations_float16",
         warps=warps,
         slots=2,
+        places_gmem=places,
     )
 
 
 def _round_row(
-    x_gmem, gamma_gmem, layer_gmem, a_gmem, scale_gmem, shared_smem, sum_gmem=None,
-    *, columns, places, warps, eps, group,
+    x_gmem, gamma_gmem, layer_gmem, places_gmem, a_gmem, scale_gmem, shared_smem, sum_gmem=None,
+    *, columns, width, warps, eps, group,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     warp = index(thread // 32)
-    pieces = [(thread + first, first) for first in range(0, places // WIDTH, 32 * warps)]
+    pieces = [(thread + first, first) for first in range(0, width // WIDTH, 32 * warps)]
 
     def within(count):
         """Of a lane's pieces, whether they are among the row's first so many; None where every lane's is."""
@@ -125,17 +130,28 @@ def _round_row(
         ]
     largest = greatest([abs(v) for v in prologue.flat(n)])
     largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
-    # As prefill.scaled_to_half.
-    exponent = as_word(largest.combined(maximum)) & 0x7F800000
-    exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)
-    inverse = as_real((254 << 23) - exponent)
-    with lanes.when(thread == 0):
-        memory.store(as_real(exponent), scale_gmem, row)
-    for values, (piece, _), inside in zip(n, pieces, within(places // WIDTH), strict=True):
+    scale, inverse = power_of_two(largest.combined(maximum))
+    packed = []
+    for values in n:
         a = [v * inverse for v in values]
-        pairs = [lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]
-        with lanes.when(true() if inside is None else inside):
-            memory.store_halves(pairs, a_gmem, [row, piece * WIDTH])
+        packed.append([lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)])
+    copies = [row]
+    if places_gmem is not None:
+        copies = [memory.load(places_gmem, row, j) for j in range(places_gmem.type.shape[1])]
+    for copy in copies:
+        here = true() if places_gmem is None else copy < 2**31  # below 0 is large: numbers have no sign
+        with lanes.when(here & (thread == 0)):
+            memory.store(scale, scale_gmem, copy)
+        for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
+            with lanes.when(here if inside is None else here & inside):
+                memory.store_halves(pairs, a_gmem, [copy, piece * WIDTH])
+
+
+def power_of_two(largest) -> tuple:
+    """(s, 1 / s) of a row's largest, as prefill.scaled_to_half."""
+    exponent = as_word(largest) & 0x7F800000
+    exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)
+    return as_real(exponent), as_real((254 << 23) - exponent)
 
 
 def _load(ref, row, piece) -> list:

@@ -121,7 +121,9 @@ def sent_product(
         part, i = w.where[layer]
         piece = w.parts[part]
         if isinstance(piece, QTensor) and piece.shape[0] % ROWS == 0 and kernel_of(piece, x) == "kq_decode":
-            return module("kq_decode").run_and_send(turned(x, piece, layer)[0], piece, i, peers)
+            return module("kq_decode").run_and_send(
+                turned(x, piece, layer, kernel="kq_decode")[0], piece, i, peers
+            )
     return [all_reduce.send(matmul(x, w, layer), peers)]
 
 

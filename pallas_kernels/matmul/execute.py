@@ -17,7 +17,7 @@ from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
 #     run(x, weights, part_layer, layer, gamma, eps, residual) -> y
 #
 # for x [*batch, K] and one QTensor, or two for SwiGLU: `part_layer` indexes their stacks and `layer` gamma.
-# They differ where a file mixes formats.
+# They differ where a file mixes formats. A rotation that weights still have is left to the module.
 
 
 def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual) -> jax.Array:
@@ -145,7 +145,7 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     folded = {w.rotation is not None for w in leaves(weights)}
     if not exact and len(folded) == 1 and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
-        x, gamma = turned(x, leaves(weights)[0], layer, gamma, eps)
+        x, gamma = turned(x, leaves(weights)[0], layer, gamma, eps, "cublas")
         return module("cublas").run(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
@@ -159,14 +159,36 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     return jax.nn.silu(g) * u
 
 
-def turned(x, w: QTensor, layer, gamma=None, eps=0.0) -> tuple[jax.Array, jax.Array | None]:
-    """x and gamma; for folded weights norm(x), rotated, and no gamma."""
+def turned(x, w: QTensor, layer, gamma=None, eps=0.0, kernel="reference"):
+    """x and gamma for the kernel that multiplies; for folded weights norm(x), rotated, and no gamma."""
     if w.rotation is None:
         return x, gamma
     x = x.astype(jnp.float32)
+    if kernel not in ("reference", "cpu"):
+        from pallas_kernels.matmul import activations_rotated, rotated_columns, stacks  # only GPUs need it
+
+        if rotated_columns.refuses(w.rotation, x.shape[-1]) is None:
+            gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+            rows = x.reshape(-1, x.shape[-1])
+            n = activations_rotated.activations_rotated(rows, w.rotation, gamma, index, eps)
+            return n.reshape(x.shape), None
     if gamma is not None:
         x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
     return w.rotation(x), None
+
+
+def _rotates(kernel: str, w: QTensor, x: jax.Array) -> bool:
+    """Whether a kernel rotates its inputs itself."""
+    if w.rotation is None:
+        return False
+    able = kernel == "kq_prefill_sm90"  # as it rounds them
+    if kernel == "kq_decode":
+        able = module(kernel).rotates(w.format, w.shape[1], x.size // x.shape[-1])
+    if able:
+        from pallas_kernels.matmul import rotated_columns  # only GPUs need it
+
+        able = rotated_columns.refuses(w.rotation, w.shape[1]) is None
+    return able
 
 
 def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
@@ -192,7 +214,8 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
     """Product with one part of a stack."""
     if isinstance(w, QTensor):
         return _run(exact, x, (w,), part_layer, layer, gamma, eps, residual)
-    x, gamma = turned(x, w.pieces[0], layer, gamma, eps)  # folded are all pieces or none (plan.py)
+    # Folded are all pieces or none (plan.py).
+    x, gamma = turned(x, w.pieces[0], layer, gamma, eps, "reference" if exact else kernel_of(w.pieces[0], x))
     w = Rows(tuple(piece.replace(rotation=None) for piece in w.pieces))
     if not exact and residual is None and all(kernel_of(piece, x) == "kq_decode" for piece in w.pieces):
         return module("kq_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
@@ -202,6 +225,8 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
 
 
 def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
-    x, gamma = turned(x, weights[0], layer, gamma, eps)
     kernel = "reference" if exact else kernel_of(weights[0], x)
+    if not _rotates(kernel, weights[0], x):
+        x, gamma = turned(x, weights[0], layer, gamma, eps, kernel)
+        weights = tuple(w.replace(rotation=None) for w in weights)
     return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)

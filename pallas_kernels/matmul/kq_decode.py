@@ -32,20 +32,32 @@ across tiles.
 """
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, tuned
+from pallas_kernels import device, formats, tuned
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
-from pallas_kernels.matmul import kq_decode_block, kq_decode_plan, stacks
+from pallas_kernels.matmul import kq_decode_block, kq_decode_plan, rotated_columns, stacks
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.activations_shared import eights
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
+from pallas_kernels.rotation import Rotation
 from pallas_kernels.step import all_reduce
 from pallas_kernels.tiles import COLUMNS, ROWS
+
+MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
+
+
+def rotates(format: str, columns: int, rows: int) -> bool:
+    """Whether blocks rotate so many columns themselves: of few rows, while their weights are on their way."""
+    kq = formats.get(format).LANES
+    alike = columns % COLUMNS == 0 and kq.activation_group == rotated_columns.LANES and not kq.whole_scales
+    return alike and rows * -(-columns // rotated_columns.CHUNK) <= MOST_CHUNKS
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
@@ -77,9 +89,6 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
     any_weight = weights[0][0]
     parts, index = stacks.narrowed(tuple(tuple(w.fields for w in part) for part in weights), part_layer)
     gamma, norm_index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
-    layers = None
-    if index is not None or norm_index is not None:
-        layers = jnp.stack([jnp.int32(0) if i is None else i for i in (index, norm_index)])
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
         n = residual.shape[-1]
@@ -89,9 +98,16 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
         "activation_bits": any_weight.products.activation_bits,
         "shared": device.shared_bytes(),
     }
-    at_once = next(
-        rows for rows in (16, 8, 4, 2, 1) if rows == 1 or kq_decode_plan.plan(parts, rows, **settings)
-    )
+    plan, rotation = functools.partial(kq_decode_plan.plan, parts, **settings), any_weight.rotation
+    if rotation is not None:
+        plan = functools.partial(plan, rotated=True)
+        if plan(rows=len(x)) is None:  # no room: by a launch of its own
+            x = activations_rotated(x, rotation, gamma, norm_index, eps)
+            plan, rotation, gamma, norm_index = functools.partial(plan, rotated=False), None, None, None
+    layers = None
+    if index is not None or norm_index is not None:
+        layers = jnp.stack([jnp.int32(0) if i is None else i for i in (index, norm_index)])
+    at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or plan(rows=rows))
     return [
         kq_decode(
             x[first : first + at_once],
@@ -102,20 +118,21 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
             residual=None if residual is None else residual[first : first + at_once],
             peers=peers,
             sent_before=first * any_weight.shape[0],
+            rotation=rotation,
             **settings,
-            **_tuned(parts, min(at_once, x.shape[0] - first), settings),
+            **_tuned(parts, min(at_once, x.shape[0] - first), settings, plan),
         )
         for first in range(0, x.shape[0], at_once)
     ]
 
 
-def _tuned(parts, rows: int, settings: dict) -> tuned.Settings:
+def _tuned(parts, rows: int, settings: dict, plan: Callable) -> tuned.Settings:
     """warps, blocks and depth of a plan, where they were measured for this product."""
     words = [fields[0]["words"].shape for fields in parts]
     of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
     columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
     problem = tuned.Problem("kq_decode", of_parts, columns, len(parts[0]), rows, bits)
-    return tuned.settings(problem, functools.partial(kq_decode_plan.plan, parts, rows, **settings))
+    return tuned.settings(problem, functools.partial(plan, rows=rows))
 
 
 @functools.partial(
@@ -135,6 +152,7 @@ def kq_decode(
     residual: jax.Array | None = None,
     peers: jax.Array | None = None,
     sent_before: int = 0,
+    rotation: Rotation | None = None,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
     warps: int | None = None,
@@ -151,6 +169,7 @@ def kq_decode(
     residual  float32 [rows, N], added to y
     peers     all_reduce.addresses: y is sent to mailboxes, behind so many words of the same call, and the
               number of the call is returned
+    rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
     warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
@@ -163,7 +182,9 @@ def kq_decode(
         padding = ((0, 0), (0, steps * COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = kq_decode_plan.plan(weights, rows, formats_of, activation_bits, shared, warps, blocks, depth)
+    planned = kq_decode_plan.plan(
+        weights, rows, formats_of, activation_bits, shared, warps, blocks, depth, rotation is not None
+    )
     if planned is None:
         raise NotImplementedError(
             f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
@@ -179,15 +200,20 @@ def kq_decode(
     warps = planned.warps
     ring = max(warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
     scratch = {"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **kq_decode_block.scratch([product])}
+    rotates = None
+    if rotation is not None:
+        scratch["turned_smem"] = plgpu.SMEM((rotated_columns.words(rows, columns, warps),), jnp.float32)
+        rotates = {"block": rotation.block, "heads": rotation.heads}
     if devices:
         scratch["sender_smem"] = plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)
     return launch(
-        functools.partial(_body, product, devices, sent_before),
+        functools.partial(_body, product, devices, sent_before, rotates),
         {
             "weight_gmem": weights,
             "x_gmem": x,
             "layers_gmem": layers,
             "gamma_gmem": gamma,
+            "flips_gmem": None if rotation is None else rotation.flips,
             "residual_gmem": residual,
             "peers_gmem": None if peers is None else all_reduce.as_operand(peers),
         },
@@ -200,9 +226,9 @@ def kq_decode(
 
 
 def _body(
-    product: kq_decode_block.IntegerProduct, devices: int, sent_before: int,
-    *, weight_gmem, x_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem, sender_smem=None,
-    **refs,
+    product: kq_decode_block.IntegerProduct, devices: int, sent_before: int, rotates: dict | None,
+    *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
+    turned_smem=None, sender_smem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose part its number says."""
     if devices:
@@ -210,11 +236,11 @@ def _body(
         sender.prepare(peers_gmem, out_gmem)
         width = product.n_tiles * ROWS
 
-        def store(y, row, n):
+        def store(y, row, n, _):
             sender.send(y, n + sent_before + row * width)
     else:
 
-        def store(y, row, n):
+        def store(y, row, n, _):
             memory.store(y, out_gmem, row, n)
 
     for part, of_part in zip(product.plan.parts, weight_gmem, strict=True):
@@ -226,10 +252,13 @@ def _body(
             residual = None
             if residual_gmem is not None:
                 residual = functools.partial(memory.load, residual_gmem)
+            load_x, rotation = functools.partial(eights, x_gmem), None
+            if rotates is not None:
+                load_x = functools.partial(memory.load_each, x_gmem)
+                rotation = {"flips_gmem": flips_gmem, "turned_smem": turned_smem, **rotates}
             block = kq_decode_block.Block(
-                product, share, store, residual, functools.partial(eights, x_gmem), norm_layer=norm_layer,
-                **refs,
-            )  # fmt: skip
+                product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs
+            )
             stream, slot_bytes = Stream(share, of_part, layer), part.item_bytes(product.matrices)
             ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
             first_pass = block.load()  # on its way before the layer's number is known

@@ -12,10 +12,11 @@ from pallas_kernels import formats
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, total
 from pallas_kernels.matmul import kq_decode_plan
-from pallas_kernels.matmul.activations_shared import WarpActivations
+from pallas_kernels.matmul.activations_shared import RotatedActivations, WarpActivations
 from pallas_kernels.matmul.epilogue import finished, inverse_rms, over_warps
 from pallas_kernels.matmul.kq_decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share
+from pallas_kernels.matmul.rotated_columns import RotatedColumns
 from pallas_kernels.tiles import ROWS
 
 
@@ -57,6 +58,11 @@ class IntegerProduct:
         return kq_decode_plan.row_bytes(self.steps)
 
     @property
+    def activation_group(self) -> int:
+        """Columns of activations that share a scale, of the first part."""
+        return formats.get(self.plan.parts[0].format).LANES.activation_group
+
+    @property
     def per_warp(self) -> int:
         """Steps of a warp, at most."""
         return -(-self.steps // self.plan.warps)
@@ -78,30 +84,47 @@ class Block:
     """A block of threads at a product, and a lane of it.
 
     share      what its warp has of its part
-    store      (y, row of x, output) puts a result where it belongs
+    store      (y, row of x, output, ahead) puts a result where it belongs. All lanes of a warp call it
     residual   (row of x, output) -> what is added to it; None: nothing
-    load_x     as in WarpActivations
+    ahead      the same arguments -> what `store` wants to be asked for ahead; None: nothing
+    load_x     as in WarpActivations; with a rotation as in RotatedColumns
+    rounded    as in WarpActivations; not with a rotation
+    rotation   of the activations: RotatedColumns' flips_gmem, block, heads and turned_smem; None: none
     Refs are named as `kq_decode` names what they are of.
     """
 
     def __init__(
         self, sizes: IntegerProduct, share: Share, store, residual, load_x, *,
-        gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem,
+        gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem, ahead=None, rounded=False,
+        rotation=None,
     ):  # fmt: skip
         self.sizes, self.share, self.part = sizes, share, share.part
         self.kq, self.normed = formats.get(self.part.format).LANES, gamma_gmem is not None
-        self.store, self.residual = store, residual
+        self.store, self.residual, self.ahead = store, residual, ahead
         self.q_smem, self.stats_smem = q_smem, stats_smem
         self.sums_smem, self.squares_smem = sums_smem, squares_smem
         self.thread = integer(lanes.thread())
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.g, self.t = self.lane // 4, self.lane % 4
         self.first_step = share.first_step
+        common = {
+            "rows": sizes.rows, "kq": self.kq, "bits": sizes.bits, "width": sizes.width,
+            "padded": sizes.padded, "row_bytes": sizes.row_bytes, "lane": self.lane,
+        }  # fmt: skip
+        self.rotates = rotation is not None
+        if rotation is not None:
+            columns = RotatedColumns(
+                load_x, sizes.columns, gamma_gmem=gamma_gmem, norm_layer=norm_layer, slot=index(self.warp),
+                lane=index(self.lane), **rotation,
+            )  # fmt: skip
+            self.activations = RotatedActivations(
+                columns, columns=sizes.columns, warps=sizes.plan.warps, warp=self.warp, **common
+            )
+            return
         self.activations = WarpActivations(
-            load_x=load_x, gamma_gmem=gamma_gmem, norm_layer=norm_layer, lane=self.lane,
-            first_step=self.first_step, mine=share.mine, per_warp=sizes.per_warp, steps=sizes.steps,
-            kq=self.kq, bits=sizes.bits, rows=sizes.rows, width=sizes.width, padded=sizes.padded,
-            row_bytes=sizes.row_bytes,
+            load_x=load_x, rounded=rounded, gamma_gmem=None if rounded else gamma_gmem,
+            norm_layer=norm_layer, first_step=self.first_step, mine=share.mine, per_warp=sizes.per_warp,
+            steps=sizes.steps, **common,
         )  # fmt: skip
 
     def load(self):
@@ -120,7 +143,10 @@ class Block:
             for row, squares_of_row in enumerate(squares):
                 place = self.warp + row * self.sizes.plan.warps
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, place)
-        lanes.warp_barrier()
+        if self.rotates:
+            lanes.block_barrier()
+        else:
+            lanes.warp_barrier()
         columns = (WholeColumns if self.kq.whole_scales else Columns)(self, q, stats)
         together = self.sizes.plan.together
 
@@ -128,16 +154,14 @@ class Block:
             first = integer(first)
             last = minimum(first + together, self.share.count)
             # On its way before the product, where each thread has one output at most.
-            near = self.residual is not None and (
-                together * self.sizes.rows * ROWS <= self.sizes.plan.warps * 32
-            )
-            residual = self.residual_at(index(self.thread), first) if near else None
+            near = together * self.sizes.rows * ROWS <= self.sizes.plan.warps * 32
+            ahead = self.ahead_of(index(self.thread), first) if near else None
             state = lanes.loop(
                 first, last, 1, state,
                 lambda j, state: self.one_tile(ring, number, columns, integer(j) - first, state),
             )  # fmt: skip
             lanes.block_barrier()
-            self.finish(first, last, residual)
+            self.finish(first, last, ahead)
             lanes.block_barrier()
             return state
 
@@ -188,12 +212,17 @@ class Block:
         tile = index(self.share.first_tile + first + self.part.above) + j
         return j, row, inside, tile * ROWS + inside
 
-    def residual_at(self, at, first):
+    def ahead_of(self, at, first) -> list:
+        """What of output number `at` is asked for ahead: the residual, and what `store` wants."""
         _, row, _, n = self.output(at, first)
-        return self.residual(row, minimum(n, self.sizes.n_tiles * ROWS - 1))
+        n = minimum(n, self.sizes.n_tiles * ROWS - 1)
+        return [None if load is None else load(row, n) for load in (self.residual, self.ahead)]
 
-    def finish(self, first, last, residual):
-        """Write the outputs of tiles `first` to `last` of this block: one thread an output."""
+    def finish(self, first, last, ahead: list | None):
+        """Write the outputs of tiles `first` to `last` of this block: one thread an output.
+
+        ahead  of the thread's only output; None: it may have several
+        """
         sizes, warps = self.sizes, self.sizes.plan.warps
 
         def one(at, carry):
@@ -212,12 +241,16 @@ class Block:
                 squares = over_warps(lambda w: memory.load(self.squares_smem, row * warps + w), warps)
                 norm = inverse_rms(squares, sizes.columns, sizes.eps)
             y = finished(sums, norm)
-            if self.residual is not None:
-                y = y + (self.residual_at(at, first) if residual is None else residual)
-            self.store(y, row, n)
+            residual, of_store = self.ahead_of(at, first) if ahead is None else ahead
+            self.store(y if residual is None else y + residual, row, n, of_store)
             return carry
 
-        lanes.loop(self.thread, index((last - first) * (sizes.rows * ROWS)), warps * 32, [], one)
+        outputs = index((last - first) * (sizes.rows * ROWS))
+        if ahead is None:
+            lanes.loop(self.thread, outputs, warps * 32, [], one)
+        else:
+            with lanes.when(index(self.thread) < outputs):
+                one(index(self.thread), [])
 
 
 def _flat(nested) -> list:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from pallas_kernels import device, formats
 from pallas_kernels.gpu import shared_memory
+from pallas_kernels.matmul import rotated_columns
 from pallas_kernels.tiles import COLUMNS, Lanes
 
 
@@ -91,11 +92,13 @@ def scratch_bytes(placed, matrices: int, steps: int, padded: int, warps: int, bi
 
 
 def plan(
-    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None
-) -> Plan | None:
+    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None,
+    rotated: bool = False,
+) -> Plan | None:  # fmt: skip
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
-    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given.
+    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given. rotated:
+    blocks rotate activations.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns and room for 96 KiB on their way, if there is one; of equals the largest.
@@ -108,6 +111,7 @@ def plan(
     for w in (16, 12, 8, 4) if warps is None else (warps,):
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
+        taken += (4 * rotated_columns.words(rows, steps * COLUMNS, w),) if rotated else ()
         left = shared - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depths = [min(most_items, left // (w * size)) for size in sizes]

@@ -62,6 +62,12 @@ class Stream(NamedTuple):
     weight_gmem: Sequence[dict[str, Any]]
     layer: Any
 
+    def item(self, tile, step):
+        """The number in the stack of a tile's step of 256 columns, both counted from the warp's first."""
+        share = self.share
+        row = self.layer * share.part.n_tiles + share.first_tile + tile
+        return row * share.steps + share.first_step + step
+
 
 class Field(NamedTuple):
     """A field in a slot of the ring: from byte `at` on `vectors` times 32 lanes' pieces of `size` bytes.
@@ -74,14 +80,14 @@ class Field(NamedTuple):
 
 
 class Ring:
-    """phases   of each product its parts, of which a block has one at most
+    """phases   of each product its parts (Stream, or what is like one), of which a block has one at most
     smem     of the block: depth slots of so many bytes for each warp
 
     What changes from item to item is a list `state`: of the item to copy next the product's number, tile and
     step in it, of how many tiles and steps, and the slot of the item to multiply.
     """
 
-    def __init__(self, phases: Sequence[Sequence[Stream]], smem, depth: int, slot_bytes: int):
+    def __init__(self, phases: Sequence[Sequence[Any]], smem, depth: int, slot_bytes: int):
         self.phases, self.depth, self.slot_bytes = phases, depth, slot_bytes
         thread = integer(lanes.thread())
         self.lane = thread % 32
@@ -142,8 +148,7 @@ class Ring:
             share, part = stream.share, stream.share.part
             wanted = tile < share.tiles
             with lanes.when(wanted if condition is None else condition & wanted):
-                item = (stream.layer * part.n_tiles + share.first_tile + tile) * share.steps
-                item = item + share.first_step + step
+                item = stream.item(tile, step)
                 target = self.address + slot * self.slot_bytes
                 for m, fields in enumerate(stream.weight_gmem):
                     for name, field in _fields(part, m).items():

@@ -21,15 +21,16 @@ What a tile gives leaves by TMA too, transposed on its way through shared memory
 put before.
 
 In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
-columns are split over blocks too, so that all multiprocessors have work: `planned`.
+columns are split over blocks too, so that all multiprocessors have work: kq_prefill_plan.py.
+
+In a mixture of experts (experts/grouped.py) tiles of tokens come from a list, each with the matrix that it is
+multiplied with, and their number is not known before the kernel runs. Neighbouring blocks then have the same
+tokens, not the same weights: an expert's weights are read once for each of its tiles.
 """
-# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false
+# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import functools
-import itertools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,41 +39,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, formats
-from pallas_kernels.gpu import shared_memory
-from pallas_kernels.gpu.wgmma import REGISTERS, STEP, STEP_BYTES, stage_results, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, STEP, stage_results, swizzled
 from pallas_kernels.matmul import kq_float16, stacks
 from pallas_kernels.matmul.activations_float16 import activations_float16
-from pallas_kernels.matmul.prefill import clocks_of_sums, in_order, in_two_phases
+from pallas_kernels.matmul.activations_rotated import activations_rotated
+from pallas_kernels.matmul.kq_prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Plan, Tiles, planned
+from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import COLUMNS, ROWS
 
-STEPS = COLUMNS // STEP  # of what weights are brought at a time
-WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
-STAGES = 2  # of a warpgroup's results on their way out
-PAIR = 2  # blocks of threads that share activations
-# What a plan takes, on an H200: 256 columns of a block of weights, for each token and warpgroup, a tile.
-ITEM_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 1400, 9, 500
 
-
-class Plan(NamedTuple):
-    """What a block of threads does at a time.
-
-    warpgroups  that multiply
-    blocks      of 64 rows of weights that a warpgroup has
-    tokens      of a tile
-    slots       steps of activations in shared memory
-    stored      tokens of a block that go out at a time
-    splits      of the columns: each makes a part of the sums
-    """
-
-    warpgroups: int
-    blocks: int
-    tokens: int
-    slots: int
-    stored: int
-    splits: int = 1
-
-
-@functools.partial(jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan", "summed"))
+@functools.partial(
+    jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan", "tiles_of", "summed")
+)
 def kq_prefill_sm90(
     a: jax.Array,
     scale: jax.Array,
@@ -80,11 +58,13 @@ def kq_prefill_sm90(
     layer: jax.Array,
     n: int,
     residual: jax.Array | None = None,
+    listed: tuple[jax.Array, jax.Array] | None = None,
     *,
     format: str,
     multiprocessors: int,
     shared: int,
     plan: Plan | None = None,
+    tiles_of: Tiles | None = None,
     summed: bool = True,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
@@ -96,9 +76,13 @@ def kq_prefill_sm90(
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [M, n]
+    listed    (int32 [tiles, 3], int32 [1]), with tiles_of: of each tile of tokens its matrix among the
+              layer's, its first row of a, a multiple of tiles_of.stored, and the end of its matrix's rows;
+              and how many there are. In y, rows of no tile are undefined
     format    of the weights, of the family "kq"
     multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
     plan      instead of the one chosen for these sizes
+    tiles_of  what `listed` has
     summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n].
     """
@@ -109,16 +93,19 @@ def kq_prefill_sm90(
     scale_bytes = kq_float16.bytes_of_scales(formats.get(format).LANES)
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
-    plan = plan or planned(m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared, summed)
+    sizes = (m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
+    plan = plan or planned(*sizes, tiles_of, summed)
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
-    rows, columns = -(-m // tokens), -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
+    rows = -(-m // tokens) if listed is None else len(listed[0])
+    columns = -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
     pairs = min(multiprocessors // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     whole = (m + -m % 8, n + -n % 32)
     operands = [jnp.pad(a, ((0, -m % 8), (0, 0))), jnp.pad(scale, (0, -m % 8))]
     operands.append(jnp.asarray(layer, jnp.int32).reshape(1))
+    operands += listed or ()
     operands += [_by_lanes(fields[name]) for fields in weights for name in names]
     added, after = (residual, None) if splits == 1 else (None, residual)
     if added is not None:
@@ -126,7 +113,7 @@ def kq_prefill_sm90(
     body = functools.partial(
         _body,
         kq=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
-        pairs=pairs, matrices=len(weights), added=added is not None,
+        pairs=pairs, matrices=len(weights), added=added is not None, tiles_of=tiles_of,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
@@ -163,58 +150,6 @@ def kq_prefill_sm90(
     return in_order(parts, after) if summed else parts
 
 
-def planned(
-    m: int,
-    tiles: int,
-    items: int,
-    matrices: int,
-    words: Sequence[int],
-    scale_bytes: int,
-    multiprocessors: int,
-    shared: int,
-    summed: bool = True,
-) -> Plan:
-    """What is done soonest, of what shared memory has room for. The sums of a product whose columns are split
-    are added by XLA; of SwiGLU they would have to be added before it.
-
-    tiles               of 16 rows of a matrix
-    items               of 256 columns
-    words, scale_bytes  of 16 rows x 256 columns: of each field, and of their scales as float32
-    """
-    few = m + -m % 16
-    of_tokens = ((2, 1, 256), (2, 2, 128), (2, 1, 128)) if m > 64 else ((3, 1, few), (2, 1, few))
-    of_splits = [1] if matrices == 2 else [s for s in range(1, items + 1) if items % s == 0]
-    best = []
-    for (warpgroups, blocks, tokens), splits in itertools.product(of_tokens, of_splits):
-        outputs = PAIR * warpgroups * 64 * blocks // matrices
-        count, pairs = -(-m // tokens) * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
-        item = blocks * (ITEM_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens)
-        clocks = items / splits * item + TILE_CLOCKS
-        for stored, slots in ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2)):
-            plan = Plan(warpgroups, blocks, tokens, slots, min(stored, tokens), splits)
-            if slots > STEPS and (tokens > 64 or slots > STEPS * items // splits):
-                continue  # the block that brings activations waits in the end until each slot is free again
-            if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
-                clocks *= 1 if slots >= STEPS else 1.2
-                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * ROWS, splits, summed)
-                best.append((clocks, plan))
-                break
-    return min(best)[1]
-
-
-def shared_bytes(plan: Plan, matrices: int, words: Sequence[int], scale_bytes: int) -> int:
-    """Shared memory that a block of threads takes."""
-    buffers = [
-        plan.slots * plan.tokens * STEP_BYTES,
-        *(4 * WEIGHT_SLOTS * 4 * plan.warpgroups * plan.blocks * each for each in words),
-        matrices * plan.warpgroups * plan.blocks * 4 * scale_bytes,
-        plan.warpgroups * STAGES * plan.stored * 64 // matrices * 4,
-        (WEIGHT_SLOTS + 1) * (plan.tokens + -plan.tokens % 32) * 4,
-    ]
-    barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + plan.warpgroups * STAGES
-    return shared_memory.bytes_taken(*buffers, barriers=barriers)
-
-
 def _shape_by_lanes(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a field's words of one tile, as they stand: vectors apart, lanes and their words together."""
     return (*shape[:-2], math.prod(shape[-2:]))
@@ -228,14 +163,17 @@ def _body(
     a_gmem, scale_gmem, layer_gmem, *refs,
     a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
     a_full, a_free, weights_full, weights_free, scale_full, stage_full,
-    kq, names, shapes, plan, grid, pairs, matrices, added,
+    kq, names, shapes, plan, grid, pairs, matrices, added, tiles_of,
 ):  # fmt: skip
     refs = list(refs)
+    list_gmem, count_gmem = (refs.pop(0), refs.pop(0)) if tiles_of else (None, None)
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
     warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
+    if tiles_of:
+        rows = count_gmem[0]
     for_products, for_copies = REGISTERS[warpgroups]
     items = weights[0]["words"].shape[2] // splits
     steps = STEPS * items
@@ -245,14 +183,20 @@ def _body(
     warpgroup = lax.axis_index("warpgroup")
     count = lax.div(rows * columns * splits - pair + pairs - 1, pairs)  # tiles of the product for this block
 
-    def token_of(i):
-        return lax.rem(pair + i * pairs, rows) * tokens
+    def rows_of(i):
+        """Of a tile its matrix, its first row and, from a list, the end of its rows."""
+        if not tiles_of:
+            return layer_gmem[0], lax.rem(pair + i * pairs, rows) * tokens, None
+        row = lax.div(pair + i * pairs, columns)
+        matrix = layer_gmem[0] * tiles_of.matrices + list_gmem[row, 0]
+        return matrix, list_gmem[row, 1], list_gmem[row, 2]
 
     def column_of(i):
-        return PAIR * lax.rem(lax.div(pair + i * pairs, rows), columns) + member
+        of_columns = pair + i * pairs if tiles_of else lax.div(pair + i * pairs, rows)
+        return PAIR * lax.rem(of_columns, columns) + member
 
     def split_of(i):
-        return lax.div(pair + i * pairs, rows * columns)
+        return 0 if tiles_of else lax.div(pair + i * pairs, rows * columns)
 
     @pl.when(warpgroup < warpgroups)
     def _multiply():
@@ -260,15 +204,15 @@ def _body(
         # What of a tile's results leaves together: (block, first token).
         parts = [(block, first) for block in range(blocks) for first in range(0, tokens, stored)]
 
-        def place(i, part):
+        def place(i, token, part):
             block, first = parts[part]
             output = ((column_of(i) * warpgroups + warpgroup) * blocks + block) * outputs
-            return pl.ds(token_of(i) + first, stored), pl.ds(output, outputs)
+            return pl.ds(token + first, stored), pl.ds(output, outputs)
 
-        def bring_residual(i, part):
+        def bring_residual(i, token, part):
             stage = warpgroup * STAGES + part % STAGES
             plgpu.copy_gmem_to_smem(
-                residual_gmem.at[place(i, part)], stage_smem.at[stage], stage_full.at[stage]
+                residual_gmem.at[place(i, token, part)], stage_smem.at[stage], stage_full.at[stage]
             )
 
         def words_of(slot, block, name):
@@ -277,12 +221,12 @@ def _body(
             first = (warpgroup * blocks + block) * own
             return [weights_smem[name].at[slot, pl.ds(m * tiles + first, own)] for m in range(matrices)]
 
-        def scales_of(slot, block):
+        def scales_of(at_weights, block):
             """With two matrices a warp's are for another too, which may still want those of the item
             before."""
-            return decoded_smem.at[slot if matrices == 2 else 0, warpgroup * blocks + block]
+            return decoded_smem.at[lax.rem(at_weights, matrices), warpgroup * blocks + block]
 
-        def products(i):
+        def products(i, token):
             """The products of a tile, without their scales."""
 
             def multiply(*sums):
@@ -294,7 +238,7 @@ def _body(
                     for block in range(blocks):
                         of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
                         fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
-                        kq_float16.put_scales(kq, shapes, fields, scales_of(slot, block))
+                        kq_float16.put_scales(kq, shapes, fields, scales_of(at_weights, block))
                     if matrices == 2:
                         kq_float16.seen()
                     for step in range(STEPS):
@@ -302,7 +246,7 @@ def _body(
                         a_slot = step if slots == STEPS else lax.rem(at, slots)
                         for block in range(blocks):
                             w = kq_float16.operand(
-                                kq, step, words_of(slot, block, "words"), scales_of(slot, block)
+                                kq, step, words_of(slot, block, "words"), scales_of(at_weights, block)
                             )
                             if block == 0:
                                 plgpu.barrier_wait(a_full.at[a_slot])
@@ -319,13 +263,13 @@ def _body(
                                         lambda before=before: plgpu.barrier_arrive(a_free.at[before])
                                     )
                     plgpu.barrier_arrive(weights_free.at[slot])
-                    if added:
 
-                        @pl.when(item == 0)
-                        def _bring():  # by now the results of the tile before have left
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    @pl.when(item == 0)
+                    def _stages():  # by now the results of the tile before have left
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        if added:
                             for part in range(min(STAGES, len(parts))):
-                                bring_residual(i, part)
+                                bring_residual(i, token, part)
 
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(a_free.at[lax.rem(i * steps + steps - 1, slots)])
@@ -335,10 +279,13 @@ def _body(
 
         @pl.loop(0, count)
         def _tile(i):
-            sums = products(i)
+            _, token, end = rows_of(i)
+            sums = products(i, token)
             scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
             plgpu.barrier_wait(scale_full.at[scale_slot])
-            for part, (block, first) in enumerate(parts):
+
+            def put(part):
+                block, first = parts[part]
                 stage = warpgroup * STAGES + part % STAGES
                 if added:
                     plgpu.barrier_wait(stage_full.at[stage])
@@ -349,10 +296,17 @@ def _body(
                     first, matrices, added,
                 )  # fmt: skip
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(stage_smem.at[stage], out_gmem.at[split_of(i), *place(i, part)])
+                where = out_gmem.at[split_of(i), *place(i, token, part)]
+                plgpu.copy_smem_to_gmem(stage_smem.at[stage], where)
                 if added and part + STAGES < len(parts):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    bring_residual(i, part + STAGES)
+                    bring_residual(i, token, part + STAGES)
+
+            for part, (_, first) in enumerate(parts):
+                if tiles_of:  # what follows is another tile's
+                    pl.when(token + first < end)(functools.partial(put, part))
+                else:
+                    put(part)
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
@@ -363,7 +317,7 @@ def _body(
         # the steps. Otherwise one warp has to see all of a slot's turns.
         workers = STEPS if slots == STEPS else 1
 
-        def bring_weights(i, item):
+        def bring_weights(i, matrix, item):
             at_weights = i * items + item
             slot = lax.rem(at_weights, WEIGHT_SLOTS)
 
@@ -371,21 +325,23 @@ def _body(
             def _wait():
                 plgpu.barrier_wait(weights_free.at[slot])
 
-            for matrix, fields in enumerate(weights):
+            for number, fields in enumerate(weights):
                 for name, field in fields.items():
                     of_tile = pl.ds(column_of(i) * tiles, tiles)
                     plgpu.copy_gmem_to_smem(
-                        field.at[layer_gmem[0], of_tile, split_of(i) * items + item],
-                        weights_smem[name].at[slot, pl.ds(matrix * tiles, tiles)],
+                        field.at[matrix, of_tile, split_of(i) * items + item],
+                        weights_smem[name].at[slot, pl.ds(number * tiles, tiles)],
                         weights_full.at[slot],
                     )
 
-        def bring_scale(i):  # nobody reads what it overwrites: the tile after that one has been decoded
+        def bring_scale(
+            i, token
+        ):  # nobody reads what it overwrites: the tile after that one has been decoded
             slot = lax.rem(i, WEIGHT_SLOTS + 1)
-            where = pl.ds(token_of(i), scale_smem.shape[1])  # TMA brings whole 128 bytes
+            where = pl.ds(token, scale_smem.shape[1])  # TMA brings whole 128 bytes
             plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])
 
-        def bring_step(i, item, step):
+        def bring_step(i, token, item, step):
             at = i * steps + item * STEPS + step
             slot = step if slots == STEPS else lax.rem(at, slots)
 
@@ -394,7 +350,7 @@ def _body(
                 plgpu.barrier_wait(a_free.at[slot])
 
             column = (split_of(i) * items + item) * COLUMNS + step * STEP
-            where = (pl.ds(token_of(i), tokens), pl.ds(column, STEP))
+            where = (pl.ds(token, tokens), pl.ds(column, STEP))
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[where], a_smem.at[slot], a_full.at[slot], collective_axes="member"
             )
@@ -404,19 +360,22 @@ def _body(
             def work(number):
                 @pl.loop(0, count)
                 def _tile(i):
+                    matrix, token, _ = rows_of(i)
                     if number == 0:
-                        bring_scale(i)
+                        bring_scale(i, token)
 
                     @pl.loop(0, items)
                     def _item(item):
                         if number == workers - 1:
-                            bring_weights(i, item)
+                            bring_weights(i, matrix, item)
                         for step in range(number, STEPS, workers):
-                            bring_step(i, item, step)
+                            bring_step(i, token, item, step)
 
-                # A block that ended would take away the barriers at which the other still arrives.
-                for k in range(number, slots, workers):
-                    plgpu.barrier_wait(a_free.at[lax.rem(count * steps + k, slots)])
+                @pl.when(count > 0)  # a list may leave a block none
+                def _end():
+                    # A block that ended would take away the barriers at which the other still arrives.
+                    for k in range(number, slots, workers):
+                        plgpu.barrier_wait(a_free.at[lax.rem(count * steps + k, slots)])
 
             for number in range(workers):
                 pl.when(warp == number)(functools.partial(work, number))
@@ -426,6 +385,8 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
     """Activations as float16 in the order of columns above (prefill.py)."""
     group = formats.get(weights[0].format).LANES.group
     gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+    if (rotation := weights[0].rotation) is not None:
+        return activations_rotated(x, rotation, gamma, index, eps, rounded=True, group=group)
     return activations_float16(x, gamma, index, eps, group=group, rows=rows)
 
 

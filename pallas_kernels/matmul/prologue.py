@@ -55,13 +55,14 @@ def launch_rows(
     name: str,
     warps: int,
     slots: int,
+    **operands: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """A block of threads a row. Refs of the body: x, gamma and layer (both perhaps None), the results, and
-    shared, float32 [slots, warps], each _gmem but the last, _smem."""
+    shared, float32 [slots, warps], each _gmem but the last, _smem; and further operands by their names."""
     index = None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
     return launch(
         body,
-        {"x_gmem": x, "gamma_gmem": gamma, "layer_gmem": index},
+        {"x_gmem": x, "gamma_gmem": gamma, "layer_gmem": index, **operands},
         results,
         name=name,
         blocks=rows,

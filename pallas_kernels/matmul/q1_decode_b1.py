@@ -61,11 +61,16 @@ def plan(
     n_tiles: int, pairs: int, matrices: int = 1, warps: int | None = None, tiles: int | None = None
 ) -> tuple[int, int] | None:
     """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132
-    blocks; with measured ones None where a lane has no registers for so many weights."""
-    warps = warps or min((8, 4), key=lambda w: (-(-pairs // w) * w, -w))
-    per_warp = -(-pairs // warps)
+    blocks; with measured ones None where a lane has no registers for so many weights. Of so many columns that
+    eight warps would have more than two tiles' loads, 16 quantize them."""
+    each = lambda w: -(-pairs // w)  # noqa: E731
+    few = [w for w in (8, 4) if 2 * each(w) <= LOADS_PER_LANE]
+    warps = warps or (min(few, key=lambda w: (each(w) * w, -w)) if few else 16)
+    per_warp = each(warps)
     if tiles is None:
-        return warps, max(1, min(LOADS_PER_LANE // per_warp, n_tiles // 128))
+        # Blocks of 16 warps are alone on a multiprocessor, and must all run at once.
+        most = -(-n_tiles // 132) if warps == 16 else n_tiles // 128
+        return warps, max(1, min(LOADS_PER_LANE // per_warp, most))
     fits = tiles <= n_tiles and matrices * tiles * per_warp <= 2 * LOADS_PER_LANE
     return (warps, tiles) if fits else None
 

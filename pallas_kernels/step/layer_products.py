@@ -1,14 +1,17 @@
-"""All products between the attention of a layer and that of the next in one launch, a block on each
-multiprocessor, for weights of 2 to 8 bits.
+"""All products between what mixes tokens in a layer, attention or a delta net, and that of the next in one
+launch, a block on each multiprocessor, for weights of 2 to 8 bits.
 
-    attended -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x -> [norm, next q, k, v]
+    mixed -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x -> [norm, next q, k, v]
 
 Each [phase] is a product of kq_decode.py, with its block and its order of sums. A launch that does only one
 has an idle memory at both ends: until its first weights are there, and while its last sums are made and the
 next one starts. Here a warp's ring runs on from phase to phase (kq_decode_ring.py): weights are on their way
-while activations go from block to block. These go as words with a tag in the workspace, as in
-decode_layers.py: whoever reads the tag has the value, of 22 bits of mantissa. The residual stream stays exact
-with the block that adds to it, which has the same outputs of o and of down.
+while activations go from block to block. These have a tag in the workspace, as in decode_layers.py: whoever
+reads the tag has the value. Every block reads all of them at once, and waits, so their bytes count: where all
+parts of what follows want the same integers, the block that made them rounds them, and 8 are passed on in 16
+bytes. Else they are float32 of 22 bits of mantissa. Inputs of folded weights are that, and each block rotates
+them for itself. The residual stream stays exact with the block that adds to it, which has the same outputs of
+o and of down.
 
 All blocks must run at once.
 """
@@ -25,11 +28,12 @@ from pallas_kernels import device, formats
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
-from pallas_kernels.matmul import kq_decode_plan
-from pallas_kernels.matmul.activations_shared import eights
+from pallas_kernels.matmul import kq_decode, kq_decode_plan, rotated_columns
+from pallas_kernels.matmul.activations_shared import eights, rounded_words
 from pallas_kernels.matmul.kq_decode_block import Block, IntegerProduct, scratch
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
-from pallas_kernels.qtensor import LayerStack, QTensor, Rows, from_blocks, tile
+from pallas_kernels.qtensor import LayerStack, QTensor, from_blocks, leaves, tile
+from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: stacks of one layer
@@ -58,8 +62,9 @@ class Planned(NamedTuple):
     slot_bytes: int
 
 
-def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned | None:
-    """For the default device; None where so many rows leave no room for weights on their way.
+def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False) -> Planned | None:
+    """For the default device; None where so many rows leave no room for weights on their way. rotated: blocks
+    rotate activations.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns, weighted by bytes; of equals the largest."""
@@ -80,7 +85,8 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
             )
             for phase, parts in zip(phases, placed, strict=True)
         ]
-        left = device.shared_bytes() - shared_memory.bytes_taken(*map(max, zip(*sizes, strict=True)))
+        taken = [*map(max, zip(*sizes, strict=True)), *[4 * turned_words(phases, rows, warps)] * rotated]
+        left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depth = min(DEPTH, left // (warps * slot_bytes))
         idle = 0
@@ -103,24 +109,37 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float) -> Planned |
     return Planned(products, depth, slot_bytes)
 
 
-def refuses(rows: int, width: int, hidden: int, ffn: int, bits: int, layer, following) -> str | None:
+def turned_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
+    """Of shared memory, in which activations are rotated."""
+    return max(rotated_columns.words(rows, phase.columns, warps) for phase in phases)
+
+
+def refuses(
+    rows: int, width: int, hidden: int, ffn: int, layer, following, *, bits: int, rotated: bool = False
+) -> str | None:
     """Why a layer's products cannot be one launch on the default device, or None.
 
-    width             of q
+    width             inputs of o
     layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
                       the next, or None
+    rotated           whether weights are folded
     """
-    phases = [_phase(layer[1], width), _phase(layer[2], hidden, 2), _phase(layer[4], ffn)]
+    phases = [phase_of(layer[1], width), phase_of(layer[2], hidden, 2), phase_of(layer[4], ffn)]
     if following is not None:
-        phases.append(_phase(following[0], hidden))
+        phases.append(phase_of(following[0], hidden))
     if layer[2] != layer[3]:
         return "gate and up have different formats"
-    if plan(phases, rows, bits, 0.0) is None:
+    for phase in phases if rotated else ():
+        for format in phase.formats:
+            if not kq_decode.rotates(format, phase.columns, rows):
+                return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
+    if plan(phases, rows, bits, 0.0, rotated) is None:
         return f"integers of {rows} rows of {ffn} activations leave no room for weights on their way"
     return None
 
 
-def _phase(parts, columns: int, matrices: int = 1) -> Phase:
+def phase_of(parts, columns: int, matrices: int = 1) -> Phase:
+    """Shapes of weights: (format, rows) of their parts."""
     return Phase(
         tuple((tiles_of(format, n, columns),) * matrices for format, n in parts),
         tuple(format for format, _ in parts),
@@ -136,47 +155,101 @@ def tiles_of(format: str, n: int, columns: int) -> Fields:
     return jax.eval_shape(lambda raw: tile(from_blocks(raw, format)).fields, raw)
 
 
+class OfLayer(NamedTuple):
+    """A weight of a layer, or gamma of a norm: the stack and the index into it."""
+
+    stack: Any
+    index: int
+
+    @property
+    def gamma(self) -> jax.Array:
+        return self.stack[self.index : self.index + 1]
+
+    def pieces(self) -> list[QTensor]:
+        """The layer's matrices, rows below rows, each a stack of one: XLA makes an offset of that slice."""
+        part, index = self.stack.where[self.index]
+        return [piece[index : index + 1] for piece in leaves(self.stack.parts[part])]
+
+
 def run(
-    attended: jax.Array,
+    mixed: jax.Array,
     x: jax.Array,
-    stacks: Sequence[LayerStack],
-    norms: tuple[jax.Array, jax.Array],
+    o: OfLayer,
+    ffn: tuple[OfLayer, OfLayer, OfLayer, OfLayer],
+    following: tuple[OfLayer, OfLayer] | None,
     layer: int,
     workspace: jax.Array,
     eps: float,
+    rounded: tuple[bool, bool, bool],
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """`layer_products` of a model's stacks: of q, k and v, of o, gate, up and down.
+    """`layer_products` of a model's stacks.
 
-    norms   float32 [L, hidden], gammas before attention and before the feed-forward
-    Returns x and the next layer's q, k and v, or None behind the last, and the workspace.
+    ffn        its norm, gate, up and down
+    following  the next layer's norm, and q, k and v or what a delta net has in their place; None behind the
+               last layer
+    rounded    `rounded_vectors` of the model
+    Returns x and what the following product gives, or None, and the workspace.
     """
-    qkv, o, gate, up, down = stacks
-    of_phases = [((o, layer),), ((gate, layer), (up, layer)), ((down, layer),)]
-    gammas = [None, norms[1][layer : layer + 1], None]
-    if layer + 1 < len(qkv.where):
-        of_phases.append(((qkv, layer + 1),))
-        gammas.append(norms[0][layer + 1 : layer + 2])
-    pieces = [list(zip(*(_pieces(*of) for of in phase), strict=True)) for phase in of_phases]
+    norm, gate, up, down = ffn
+    of_phases, gammas = [(o,), (gate, up), (down,)], [None, norm.gamma, None]
+    if following is not None:
+        of_phases.append(following[1:])
+        gammas.append(following[0].gamma)
+    pieces = [list(zip(*(of.pieces() for of in phase), strict=True)) for phase in of_phases]
     kernel = functools.partial(
         layer_products,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
         eps=eps,
         bits=pieces[0][0][0].products.activation_bits,
+        rounded=rounded,
     )
     weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
+    rotations = tuple(parts[0][0].rotation for parts in pieces)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
-    x, following, workspace = jax.custom_batching.sequential_vmap(kernel)(
-        attended, x, weights, tuple(gammas), number, workspace
+    x, behind, workspace = jax.custom_batching.sequential_vmap(kernel)(
+        mixed, x, weights, tuple(gammas), number, workspace, rotations
     )
-    return x, None if following is None else following[:, : qkv.shape[0]], workspace
+    return x, None if following is None else behind[:, : following[1].stack.shape[0]], workspace
 
 
-def _pieces(stack: LayerStack, layer: int) -> list[QTensor]:
-    """A layer's matrices, rows below rows, each as a stack of one: XLA makes an offset of that slice."""
-    part, index = stack.where[layer]
-    held = stack.parts[part]
-    pieces = held.pieces if isinstance(held, Rows) else (held,)
-    return [piece[index : index + 1] for piece in pieces]
+def rounded_vectors(
+    outputs: Sequence[LayerStack],
+    ffn: tuple[LayerStack, LayerStack, LayerStack],
+    inputs: Sequence[LayerStack],
+    rows: int,
+) -> tuple[bool, bool, bool]:
+    """Which of the vectors that go from block to block are passed on as integers: what o, gate and up, and
+    down make. In all layers or in none, since a tag tells a layer from the two before only.
+
+    outputs  of each kind of mixer, attention or delta net, all of the model's o
+    ffn      gate, up and down
+    inputs   of each kind q, k and v, or what a delta net has in their place
+    """
+    gate, up, down = ffn
+    return (
+        _is_rounded(outputs, (gate, up), rows),
+        _is_rounded((gate,), (down,), rows),
+        _is_rounded((down,), inputs, rows),
+    )
+
+
+def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows: int) -> bool:
+    """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
+    what follows have the same groups."""
+    tiles = [-(-maker.shape[0] // ROWS) for maker in makers]
+    of_block = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
+    groups = [
+        {formats.get(piece.format).LANES.activation_group for piece in leaves(part)}
+        for user in users
+        for part in user.parts
+    ]
+    return (
+        rows == 1
+        and all(w.products.activation_bits == 8 and w.rotation is None for w in leaves(users))
+        and all(n % 2 == 0 for n in (*tiles, *of_block))
+        and all(len(leaves(part)) == 1 for maker in makers for part in maker.parts)
+        and all(len(of_part) == 1 for of_part in groups)
+    )
 
 
 def workspace_words(rows: int, hidden: int, ffn: int) -> int:
@@ -184,7 +257,7 @@ def workspace_words(rows: int, hidden: int, ffn: int) -> int:
     return rows * (2 * hidden + ffn)
 
 
-@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "bits"))
+@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "bits", "rounded"))
 def layer_products(
     attended: jax.Array,
     x: jax.Array,
@@ -192,10 +265,12 @@ def layer_products(
     norms: tuple[jax.Array | None, ...],
     layer: jax.Array,
     workspace: jax.Array,
+    rotations: tuple[Rotation | None, ...] | None = None,
     *,
     formats_of: tuple[tuple[str, ...], ...],
     eps: float,
     bits: int = 8,
+    rounded: tuple[bool, bool, bool] = (False, False, False),
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """x <- x + W_o attended;  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x);  and of the next
     layer W_qkv norm(x), where there is one.
@@ -207,13 +282,17 @@ def layer_products(
     norms      of each, float32 [1, hidden], or None
     layer      int32 [1]: another one, modulo 3, than in the launch before with this workspace
     workspace  int32 [workspace_words], zeros before the first launch
+    rotations  of the inputs of each, all or none; None for none
     formats_of  of the parts of each
     bits       8 or 16, to which activations are rounded
+    rounded    whether what o, gate and up, and down make is passed on as integers (`rounded_vectors`)
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
     phases = [Phase(parts, of) for parts, of in zip(weights, formats_of, strict=True)]
-    planned = plan(phases, rows, bits, eps)
+    rotations = (None,) * len(phases) if rotations is None else rotations
+    rotated = rotations[0] is not None
+    planned = plan(phases, rows, bits, eps, rotated)
     if planned is None:
         raise NotImplementedError(
             f"layer_products: {rows} rows of {bits} bits leave no room in {device.shared_bytes()} bytes of "
@@ -225,25 +304,29 @@ def layer_products(
         results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * ROWS), jnp.float32)
     ref = jax.new_ref(workspace)
     ring_words = warps * planned.depth * planned.slot_bytes // 4
+    made = scratch(products)
+    if rotated:
+        made["turned_smem"] = plgpu.SMEM((turned_words(phases, rows, warps),), jnp.float32)
     out = launch(
-        functools.partial(_body, planned),
+        functools.partial(_body, planned, rounded, [r and (r.block, r.heads) for r in rotations]),
         {
             "weight_gmem": weights, "attended_gmem": attended, "x_gmem": x, "norm_gmem": norms,
-            "layer_gmem": layer, "workspace": ref,
+            "flips_gmem": tuple(r and r.flips for r in rotations), "layer_gmem": layer, "workspace": ref,
         },
         results,
         name="layer_products",
         blocks=max(sum(part.blocks for part in product.plan.parts) for product in products),
         threads=32 * warps,
-        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **scratch(products)},
+        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **made},
     )  # fmt: skip
     x, qkv = out if len(products) == 4 else (out, None)
     return x, qkv, jax.freeze(ref)
 
 
 def _body(
-    planned: Planned, *, weight_gmem, attended_gmem, x_gmem, norm_gmem, layer_gmem, workspace, x_out_gmem,
-    ring_smem, qkv_gmem=None, **refs,
+    planned: Planned, rounded: tuple[bool, ...], rotations: list, *, weight_gmem, attended_gmem, x_gmem,
+    norm_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem, qkv_gmem=None, turned_smem=None,
+    **refs,
 ):  # fmt: skip
     """Of a block, whose parts its number says."""
     products = planned.products
@@ -264,34 +347,66 @@ def _body(
     )  # fmt: skip
 
     def receive(vector: int, places: list) -> list[list]:
-        """8 float32 from each (row, column) of a vector on, when they are there."""
+        """8 float32 from each (row, column) of a vector on, or words of 8 integers, when they are there."""
+        if rounded[vector]:
+            return memory.load_fours(workspace, [at // 2 + begins[vector] for _, at in places], tag)
         starts = [at + (row * widths[vector] + begins[vector]) for row, at in places]
         words = memory.load_tagged(workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag)
         return [words[k : k + 8] for k in range(0, len(words), 8)]
 
-    def send(y, vector: int, row, n):
-        memory.store_tagged(y, workspace, row * widths[vector] + begins[vector] + n, tag)
+    def receive_each(vector: int, places: list) -> list:
+        """A float32 from each (row, column) of a vector, when they are there."""
+        wanted = [((column + (row * widths[vector] + begins[vector]), 0), 1) for row, column in places]
+        return memory.load_tagged(workspace, wanted, tag)
 
-    def store(number: int, y, row, n):
+    def send(y, vector: int, row, n, gamma):
+        if not rounded[vector]:
+            memory.store_tagged(y, workspace, row * widths[vector] + begins[vector] + n, tag)
+            return
+        *words, of_squares = rounded_words(y, gamma, products[vector + 1].activation_group)
+        with lanes.when(lanes.thread() % 8 == 0):
+            words.append(memory.tagged(of_squares, tag))
+            memory.store_four_for_others(words, workspace, n // 2 + begins[vector])
+
+    def store(number: int, y, row, n, gamma):
         if number in (0, 2):
             memory.store(y, x_out_gmem, row, n)
         if number == 3:
             memory.store(y, qkv_gmem, row, n)
         elif number + 1 < len(products):
-            send(y, number, row, n)
+            send(y, number, row, n, gamma)
 
     residuals = {
         0: functools.partial(memory.load, x_gmem),
         # Of this block's own threads, past a cache that is not kept up to date.
         2: lambda row, n: memory.load_written_by_others(x_out_gmem, row * hidden + n),
     }
-    loads = [functools.partial(eights, attended_gmem)]
-    loads += [functools.partial(receive, vector) for vector in range(len(products) - 1)]
+
+    def gamma_of(number: int, row, n):
+        return memory.load(norm_gmem[number], 0, n)
+
+    later = range(len(products) - 1)
+    # Of the norm that follows: whoever rounds multiplies by it.
+    gammas = {
+        number: functools.partial(gamma_of, number + 1)
+        for number in later
+        if rounded[number] and norm_gmem[number + 1] is not None
+    }
+    loads = [functools.partial(eights, attended_gmem), *(functools.partial(receive, at) for at in later)]
+    turns: list[dict | None] = [None] * len(products)
+    if turned_smem is not None:
+        loads = [functools.partial(memory.load_each, attended_gmem)]
+        loads += [functools.partial(receive_each, at) for at in later]
+        turns = [
+            {"flips_gmem": flips, "block": block, "heads": heads, "turned_smem": turned_smem}
+            for flips, (block, heads) in zip(flips_gmem, rotations, strict=True)
+        ]
     blocks = [
         [
             Block(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
-                gamma_gmem=norm_gmem[number], norm_layer=integer(0), **refs,
+                gamma_gmem=norm_gmem[number], norm_layer=integer(0), ahead=gammas.get(number),
+                rounded=number > 0 and rounded[number - 1], rotation=turns[number], **refs,
             )
             for share in shares[number]
         ]

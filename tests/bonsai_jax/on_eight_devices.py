@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import itertools
+import json
 from unittest import mock
 
 import jax
@@ -18,6 +20,7 @@ from bonsai_jax.placement import Placement, _mailbox
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
 from pallas_kernels import device as gpu
+from tests.bonsai_jax.command_line import run as run_command
 from tests.bonsai_jax.test_folding import folded
 from tests.bonsai_jax.tokens import assert_same
 
@@ -41,6 +44,21 @@ def answers(model: bj.Model, **options) -> list[list[int]]:
 @functools.cache
 def on_one_device(source: str, weights) -> list[list[int]]:
     return answers(load(source, weights))
+
+
+def assert_follows(sharded: bj.Model, whole: bj.Model) -> None:
+    """One device's logits: of the last tokens of four prompts, and of a token behind each."""
+
+    def logits(m: bj.Model):
+        prompts = np.zeros((4, 30), np.int32)
+        for row, ids in zip(prompts, PROMPTS, strict=False):
+            row[: len(ids)] = ids
+        cache, lengths = bj.new_cache(m, 4, 64), jnp.array([len(ids) for ids in PROMPTS[:4]])
+        read, cache = bj.jitted.extend(m.params, cache, prompts, lengths, m.config)
+        followed, _ = bj.jitted.extend(m.params, cache, prompts[:, :1], jnp.ones(4, jnp.int32), m.config)
+        return [read[np.arange(4), lengths - 1], followed]
+
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-4), logits(sharded), logits(whole))
 
 
 def bytes_of(tree, device) -> int:
@@ -88,6 +106,27 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
         assert again.tokens == tokens[-1] and again.cached_tokens == len(PROMPTS[-1]) - 1
 
 
+def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
+    """The command, with both options."""
+    head = {"method": "POST", "url": "/v1/completions"}
+    bodies = [
+        {"prompt": ids, "max_tokens": 12, "temperature": params.temperature, "seed": params.seed}
+        for ids, params in zip(PROMPTS, SAMPLING, strict=True)
+    ]
+    lines = [{"custom_id": str(i), **head, "body": body} for i, body in enumerate(bodies)]
+    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, lines)))
+    options = ["-m", "synth:tiny-llama:q8_0", "-c", 64, "--rows", 2, "--activation-bits", 16]
+    done = run_command("batch", source, output, *options, "--data-parallel", 2, "--tensor-parallel", 2)
+    assert done.exit_code == 0, done.output
+    assert "6 lines answered, 0 with an error" in done.stderr
+    tokenizer = load("tiny-llama:q8_0", "packed").tokenizer
+    for line in map(json.loads, output.read_text().splitlines()):
+        drawn = on_one_device("tiny-llama:q8_0", "packed")[int(line["custom_id"])]
+        said = list(itertools.takewhile(lambda token: token not in tokenizer.eos_ids, drawn))
+        assert line["response"]["body"]["choices"][0]["text"] == tokenizer.decode(said, at_start=False)
+
+
 # QK-norm; biases; tied embeddings, whose text varies too little to compare it.
 @pytest.mark.parametrize("source", ["tiny-qwen3:q8_0", "tiny-qwen2:q8_0"])
 def test_other_architectures_have_one_devices_logits_too(source):
@@ -105,7 +144,7 @@ def test_other_architectures_have_one_devices_logits_too(source):
 def test_a_delta_net_is_split_by_head(source, weights):
     """Its states and its convolution's tail too: prefill, steps, and rows of two devices."""
     sharded = load(source, weights, bj.make_mesh(2, 2))
-    assert_same(answers(sharded), on_one_device(source, weights))
+    assert_follows(sharded, load(source, weights))
     cache = bj.new_cache(sharded, 4, 64)
     for device in sharded.mesh.devices.flat:
         assert 4 * bytes_of(cache.delta, device) == sum(x.nbytes for x in jax.tree.leaves(cache.delta))
@@ -117,7 +156,7 @@ def test_a_delta_net_is_split_by_head(source, weights):
 def test_experts_are_split_by_expert(data, model):
     """Prefill in tiles, steps, and what each device holds."""
     sharded = load("tiny-qwen3moe:q8_0", "packed", bj.make_mesh(data, model))
-    assert_same(answers(sharded), on_one_device("tiny-qwen3moe:q8_0", "packed"))
+    assert_follows(sharded, load("tiny-qwen3moe:q8_0", "packed"))
     stacks = [getattr(sharded.params.layers, f"expert_{name}") for name in ("gate", "up", "down")]
     for device in sharded.mesh.devices.flat:
         assert model * bytes_of(stacks, device) == sum(x.nbytes for x in jax.tree.leaves(stacks))

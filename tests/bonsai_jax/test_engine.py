@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import itertools
+import os
 import threading
 import time
 
@@ -17,6 +18,7 @@ import bonsai_jax as bj
 from bonsai_jax import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
+from bonsai_jax.engine.loop import Loop
 from bonsai_jax.engine.scheduler import Scheduler
 from checkpoints import open_checkpoint
 from tests.bonsai_jax.test_speculation import HYBRID, two_layers
@@ -38,11 +40,22 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def engine():
-    """With pages for two of the longest answers."""
+def warmed():
+    """An engine with pages for two of the longest answers, and the threads that compiled for it."""
+    threads = []
+    listener = lambda event, s, **_: threads.append(threading.current_thread().name * ("compile_d" in event))  # noqa: E731
     with bj.Engine(tiny(), pages=12, **SHAPE) as engine:
-        engine.warmup()
-        yield engine
+        jax.monitoring.register_event_duration_secs_listener(listener)
+        try:
+            engine.warmup()
+        finally:
+            jax.monitoring.unregister_event_duration_listener(listener)
+        yield engine, threads
+
+
+@pytest.fixture(scope="module")
+def engine(warmed):
+    return warmed[0]
 
 
 def alone(prompts, params, name: str = "llama") -> list[list[int]]:
@@ -222,6 +235,52 @@ def test_the_next_dispatch_is_asked_for_while_one_is_running(engine, monkeypatch
     assert_same([engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(300).tokens], want)
     assert not late and len(steps) > 3
     assert steps[0] == 1 and all(b <= 2 * a for a, b in itertools.pairwise(steps))
+
+
+def test_a_warmup_compiles_side_by_side(warmed):
+    engine, threads = warmed
+    mine = [name for name in threads if name.startswith("bonsai-jax compile")]
+    limits = engine._loop.runner.limits
+    assert len(mine) == len(limits.row_sizes) + len(limits.shapes) + 1  # and `note`
+    assert len(set(mine)) > 1 or os.cpu_count() == 1
+
+
+def test_a_first_token_does_not_wait_for_the_steps_behind_it(engine, monkeypatch):
+    decode, told, late = on_device.decode_rows, threading.Event(), []
+
+    def waiting(*arguments, **options):
+        late.append(not told.wait(60))
+        return decode(*arguments, **options)
+
+    monkeypatch.setattr(on_device, "decode_rows", waiting)
+    handle = engine.submit(prompt(10, 42), GREEDY, max_new_tokens=MOST, ignore_eos=True)
+    assert len(next(iter(handle)).tokens) == 1
+    told.set()
+    assert len(handle.result(300).tokens) == MOST and late and not any(late)
+
+
+def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
+    """The thread that dispatches shares Python's lock with the one that reads. It needs 20 ms here."""
+    thread, begun, told = engine._loop.runner._thread, [], []
+    submit, tell = thread.submit, Loop._tell
+
+    def slow(run):
+        def later():
+            time.sleep(0.02)
+            begun.append(None)
+            return run()
+
+        return submit(later)
+
+    def noted(self, *arguments):
+        told.append((len(begun), bool(self._flying)))
+        return tell(self, *arguments)
+
+    monkeypatch.setattr(thread, "submit", slow)
+    monkeypatch.setattr(Loop, "_tell", noted)
+    engine.submit(prompt(10, 43), GREEDY, max_new_tokens=MOST, ignore_eos=True).result(300)
+    behind = [count > i + 1 for i, (count, more) in enumerate(told) if more]
+    assert len(behind) > 2 and all(behind)
 
 
 def test_answers_of_one_prompt_have_seeds_of_their_own():

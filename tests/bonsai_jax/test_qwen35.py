@@ -185,7 +185,7 @@ def test_taps_read_every_layer_and_gradients_pass_the_chunks():
         return out[0, -1, 7], kept
 
     (loss, kept), gradient = jax.value_and_grad(run, has_aux=True)(vectors)
-    assert {site: value.shape[0] for site, value in kept.items()} == {"attention": 6, "output": 6, "q": 1}
+    assert {site: value.shape[0] for site, value in kept.items()} == {"attention": 4, "output": 4, "q": 1}
     of_layers = np.concatenate([np.asarray(vectors)[None], kept["output"]])
     direction = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)
     near = [float(run(vectors + step * direction)[0]) for step in (-1e-2, 1e-2)]
@@ -217,7 +217,7 @@ def test_memory_counts_states():
         ("ssm.inner_size", 250, r"qwen35\.ssm\.inner_size is 250; a multiple of its 4 v heads"),
         ("ssm.group_count", 3, "4 v heads do not divide into 3 k heads"),
         ("ssm.conv_kernel", 1, "sees 1 tokens"),
-        ("attention.recurrent_layers", [1, 1], r"recurrent_layers is \[1, 1\]; a list of 6 values"),
+        ("attention.recurrent_layers", [1, 1], r"recurrent_layers is \[1, 1\]; a list of 4 values"),
         ("rope.dimension_count", 63, "rope turns 63 values of a head of 64"),
         ("rope.scaling.type", "yarn", "'yarn'; supported: none"),
         ("attention.value_length", 32, r"value_length is 32, but only head_dim \(64\)"),
@@ -232,22 +232,22 @@ def test_what_the_metadata_says_wrong_is_named(key, value, says):
 
 def test_layers_may_be_listed_one_by_one():
     checkpoint = open_checkpoint(TINY)
-    metadata = dict(checkpoint.metadata) | {"qwen35.attention.recurrent_layers": np.array([1, 0, 1, 1, 0, 1])}
+    metadata = dict(checkpoint.metadata) | {"qwen35.attention.recurrent_layers": np.array([0, 1, 0, 1])}
     config = architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
-    assert config.layers_of("attention") == (1, 4) and config.period == 3
+    assert config.layers_of("attention") == (0, 2) and config.period == 2
 
 
 def test_a_draft_layer_is_left_aside():
     """It is counted among the blocks. Tensors of a layer that no key speaks of are an error as ever."""
     checkpoint = open_checkpoint(TINY)
-    own = {name.replace("blk.3.", "blk.6."): t for name, t in checkpoint.tensors.items() if "blk.3." in name}
-    own["blk.6.nextn.eh_proj.weight"] = checkpoint.tensors["blk.0.ffn_up.weight"]
+    own = {name.replace("blk.2.", "blk.4."): t for name, t in checkpoint.tensors.items() if "blk.2." in name}
+    own["blk.4.nextn.eh_proj.weight"] = checkpoint.tensors["blk.0.ffn_up.weight"]
     more = dataclasses.replace(checkpoint, tensors=dict(checkpoint.tensors) | own)
-    keys = dict(checkpoint.metadata) | {"qwen35.block_count": 7, "qwen35.nextn_predict_layers": 1}
+    keys = dict(checkpoint.metadata) | {"qwen35.block_count": 5, "qwen35.nextn_predict_layers": 1}
     found = load_arrays(dataclasses.replace(more, metadata=keys))
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(load_arrays(checkpoint)), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    with pytest.raises(CheckpointError, match=r"qwen35 has no place for tensor blk\.6\."):
+    with pytest.raises(CheckpointError, match=r"qwen35 has no place for tensor blk\.4\."):
         load_arrays(more)
 
 
@@ -286,15 +286,15 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
         tensors[name] = Tensor(name, "f32", w.shape, raw)
     m = {key.removeprefix("qwen35."): value for key, value in file.metadata.items()}
     text = {
-        "model_type": "qwen3_5_text", "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 512,
+        "model_type": "qwen3_5_text", "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 8192,
         "rms_norm_eps": m["attention.layer_norm_rms_epsilon"], "linear_conv_kernel_dim": 4,
         "linear_key_head_dim": 64, "linear_value_head_dim": 64, "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
+        "linear_num_value_heads": 4, "full_attention_interval": 3,
         "rope_parameters": {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 0.25},
     }  # fmt: skip
     if of_many_modes:
-        text["layer_types"] = 3 * ["linear_attention"] + ["full_attention"] + 2 * ["linear_attention"]
+        text["layer_types"] = 2 * ["linear_attention"] + ["full_attention", "linear_attention"]
         extra = tensors[f"{prefix}norm.weight"]
         tensors |= {"model.visual.merger.norm.weight": extra, "mtp.norm.weight": extra}
         text = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}

@@ -16,7 +16,7 @@ SIZE, STOP = 4, 0  # tokens of a page; the token that ends a row
 def limits(**changed) -> Limits:
     shapes = [(1, 8), (1, 32), (4, 8)]
     known = {"max_rows": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": shapes}
-    return Limits(**known | {"free_tokens": 8, "steps": 16} | changed)
+    return Limits(**known | {"prefill_cost": 8, "steps": 16} | changed)
 
 
 def next_token(tokens: list[int]) -> int:
@@ -183,6 +183,15 @@ def test_the_longest_wait_for_a_next_token_is_one_chunk_of_prefill():
                     waited.pop(request, None)
     assert len(longest) > 300 and max(longest) == 32  # the largest shape
     assert max(waited.values()) <= 32  # and nobody waits still
+
+
+def test_a_little_padding_costs_less_than_more_prefills():
+    """28 tokens as one chunk of 32, not as three of 8 and one of 4: each costs 8 tokens besides."""
+    scheduler = Scheduler(limits())
+    scheduler.compiled |= set(scheduler.limits.shapes)
+    scheduler.add(Request(list(range(1, 29)), 4))
+    plan = scheduler.plan()
+    assert plan.shape == (1, 32) and plan.reads[0][0].count == 28
 
 
 def test_a_prefix_of_two_thousand_tokens_is_read_once():

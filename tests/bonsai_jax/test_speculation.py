@@ -36,11 +36,11 @@ def tiny(source=LLAMA) -> bj.Model:
 
 
 def two_layers(checkpoint: Checkpoint) -> Checkpoint:
-    """Of a hybrid, its first layer, a delta net, and its fourth, with attention: few, to be compiled soon."""
+    """Of a hybrid, its first layer, a delta net, and its third, with attention: few, to be compiled soon."""
     tensors = {
-        name.replace("blk.3.", "blk.1."): t
+        name.replace("blk.2.", "blk.1."): t
         for name, t in checkpoint.tensors.items()
-        if not name.startswith(("blk.1.", "blk.2.", "blk.4.", "blk.5."))
+        if not name.startswith(("blk.1.", "blk.3."))
     }
     metadata = {"qwen35.block_count": 2, "qwen35.attention.recurrent_layers": np.array([1, 0])}
     return dataclasses.replace(checkpoint, tensors=tensors, metadata=dict(checkpoint.metadata) | metadata)

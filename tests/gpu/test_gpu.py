@@ -196,14 +196,17 @@ def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
         (14, 2, 64, 3, 9, False, False),
         (32, 8, 128, 33, 5, False, True),  # more rows than blocks at once: teams of four warps
         (16, 8, 128, 131, 3, False, True),  # and of one
+        (24, 4, 256, 1, 40, False, True),  # the widest heads have gates, and only a part of them is turned
+        (6, 1, 256, 3, 5, False, True),
     ],
 )
 @pytest.mark.parametrize("layout", cache_layouts.names())
 def test_the_attention_kernel_is_the_reference(layout, H, Hkv, D, B, pages, interleaved, normed):
     rng = np.random.default_rng(D + H + pages)
-    L, page_size, layer = 2, 64, 1
+    L, page_size, layer, gated = 2, 64, 1, D == 256
+    pairs = 32 if gated else D // 2
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
-    qkv = draw(B, 1, (H + 2 * Hkv) * D)
+    qkv = draw(B, 1, ((1 + gated) * H + 2 * Hkv) * D)
     empty = cache_layouts.empty(layout, (L, B * pages, page_size, Hkv, D))
     k_pages, v_pages = (cache_layouts.write(empty, draw(*cache_layouts.shape(empty)), ()) for _ in range(2))
     table = jnp.asarray(rng.permutation(B * pages).reshape(B, pages), jnp.int32)
@@ -213,13 +216,14 @@ def test_the_attention_kernel_is_the_reference(layout, H, Hkv, D, B, pages, inte
         positions[1] = 0  # the first token of all
     if B > 2:
         positions[2] = -1  # a row that has ended
-    angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)), jnp.float32)
+    angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(pairs) / pairs), jnp.float32)
     rest = {
         "rotation": (jnp.cos(angle), jnp.sin(angle)),
         "interleaved": interleaved,
         "norms": (1 + 0.1 * draw(L, D), 1 + 0.1 * draw(L, D)) if normed else (None, None),
         "eps": 1e-6,
         "num_keys": pages * page_size,
+        "gated": gated,
     }
     positions = jnp.asarray(positions[:, None], jnp.int32)
     args = (qkv, k_pages, v_pages, table, positions)

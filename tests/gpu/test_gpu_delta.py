@@ -1,7 +1,10 @@
-"""The gated delta net's kernels on a GPU, against numpy's float64 and through a model.
+"""What only Bonsai 27B and Bonsai 2 have, on a GPU: the gated delta net's kernels and the rotation of folded
+weights' inputs, against numpy's float64 and through a model.
 
 PYTHONPATH=. python -m pytest -m gpu tests/gpu/test_gpu_delta.py
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -10,8 +13,13 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import jitted
+from checkpoints import synth
+from pallas_kernels import Rotation
 from pallas_kernels.delta import delta_net
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from tests.agreement import log_softmax
+from tests.pallas_kernels.stacks import sylvester
+from tests.pallas_kernels.test_gemm import in_group_order
 from tests.pallas_kernels.test_lockstep_delta import EPS, TF32, check, of_float64, problem
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +36,7 @@ def test_kernels_are_float64_s(k_heads, v_heads, K, V, grouped, tokens):
     args, weights = problem(k_heads, v_heads, K, V, [0, 2, 77, -1], tokens, hidden=5120)
     args[4][2, (tokens + 1) // 2 :] = -1
     want = of_float64(args, weights, grouped)
+    weights = jax.tree.map(jnp.asarray, weights)
     run = jax.jit(
         lambda *a: delta_net(
             *a, **weights, eps=EPS, grouped=grouped, impl="delta_step", prefill_impl="delta_chunks"
@@ -56,3 +65,64 @@ def test_a_model_of_both_kinds_of_layers_is_near_its_definition():
     kl = (np.exp(p) * (p - q)).sum(-1)
     print(f"KL of prefill {kl[:200].mean():.1e}, of steps {kl[200:].mean():.1e}")
     assert kl.mean() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("columns", "heads", "normed"), [(5120, None, True), (6144, (3, 16), False), (17408, None, False)]
+)
+@pytest.mark.parametrize("rows", [1, 16, 300])
+def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
+    """Those of Bonsai 2 27B: as a step's products read them, and as a prompt's."""
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, columns)).astype(np.float32)
+    gamma, signs = rng.uniform(0.5, 2, (2, columns)), rng.choice([-1.0, 1.0], columns)
+    n = np.float64(x)
+    if normed:
+        n = n / np.sqrt((n**2).mean(-1, keepdims=True) + 1e-6) * gamma[1]
+    if heads:
+        n = n.reshape(rows, *heads, -1).swapaxes(1, 2).reshape(n.shape)
+    n = ((signs * n).reshape(rows, -1, 1024) @ sylvester(1024)).reshape(n.shape)
+    rotation = Rotation.of(signs, 1024, heads)
+    norm = (jnp.asarray(gamma, jnp.float32), 1, 1e-6) if normed else ()
+    got = activations_rotated(jnp.asarray(x), rotation, *norm)
+    np.testing.assert_allclose(got, n, atol=2e-6 * np.sqrt((n**2).mean()) * 4)
+    a, scale = activations_rotated(jnp.asarray(x), rotation, *norm, rounded=True, group=32)
+    a = np.float64(a) * np.float64(scale)[:, None]
+    np.testing.assert_allclose(a, in_group_order(n, 32), rtol=2**-10.9, atol=1e-5)
+
+
+@pytest.fixture
+def folded(monkeypatch):
+    monkeypatch.setitem(
+        synth._MODELS, "tiny-qwen35", dataclasses.replace(synth._MODELS["tiny-qwen35"], folded=128)
+    )
+    return lambda **options: bj.load("synth:tiny-qwen35:pq2_0", bj.RunConfig(**options))
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_step_of_two_launches_a_layer_is_that_of_launches(folded, rows):
+    """Both kinds of layers, folded: but for 22 bits of mantissa between blocks."""
+    ids = jnp.asarray(np.random.default_rng(7).integers(0, 256, (rows, 8)), jnp.int32)
+    scores = {}
+    for schedule in ("launches", "layer_products"):
+        model = folded(cache_dtype="float32", activation_bits=16, schedule=schedule)
+        assert model.params.step.schedule(rows) == schedule
+        cache, lengths = bj.new_cache(model, rows, 64), jnp.ones(rows, jnp.int32)
+        for i in range(8):
+            out, cache = jitted.extend(model.params, cache, ids[:, i : i + 1], lengths, model.config)
+        scores[schedule] = log_softmax(np.asarray(out[:, 0]))
+    p, q = scores.values()
+    kl = (np.exp(p) * (p - q)).sum(-1).max()
+    print(f"{rows} rows: KL {kl:.1e}")
+    assert kl < 1e-6
+
+
+def test_a_folded_model_reads_a_prompt_as_its_definition(folded):
+    """Prompts of 9 rows and more are multiplied in 16 bits, steps in 8: near, as unfolded ones are."""
+    fast, exact = (folded(impl=impl) for impl in ("auto", "reference"))
+    assert fast.params.layers.w_down.parts[0].rotation.block == 128
+    ids = np.random.default_rng(3).integers(0, 300, 64).tolist()
+    p, q = (log_softmax(bj.logits(model, ids)) for model in (exact, fast))
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    print(f"KL {kl.mean():.1e}")
+    assert kl.mean() < 1e-4

@@ -6,7 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, experts_gated, experts_matmul, for_device, formats
+import bonsai_jax as bj
+from bonsai_jax import cache as kv
+from bonsai_jax import jitted
+from pallas_kernels import QTensor, experts_ffn, for_device, formats
 
 pytestmark = pytest.mark.gpu
 
@@ -19,25 +22,73 @@ def stack(format: str, n: int, k: int, seed: int) -> QTensor:
     return QTensor(draw(), format, (n, k))
 
 
+def routed(how: str, rows: int) -> jax.Array:
+    rng = np.random.default_rng(rows)
+    chosen = rng.permuted(np.tile(np.arange(EXPERTS), (rows, 1)), axis=1)[:, :USED]
+    if how == "ragged":  # one has every token, some a few, most none; a token of padding
+        chosen[:, 0] = EXPERTS - 1
+        chosen[:, 1:] = 7 * (chosen[:, 1:] % 5)
+        chosen[rows // 3] = -1
+    return jnp.asarray(chosen, jnp.int32).at[rows // 2, 1].set(-1)
+
+
+@pytest.mark.parametrize("how", ["even", "ragged"])
 @pytest.mark.parametrize("format", ["q4_k", "q6_k", "q8_0", "q1_0"])
-def test_experts_by_kernels_are_the_reference(format):
+def test_experts_by_kernels_are_the_reference(format, how):
     """A token, eight, and the prompts of a prefill; layers by number and traced."""
     blocks = [stack(format, FFN, HIDDEN, 0), stack(format, FFN, HIDDEN, 1), stack(format, HIDDEN, FFN, 2)]
     tiled = [for_device(w, matrices=2 if i < 2 else 1, bits=16) for i, w in enumerate(blocks)]
 
     def layer(x, gate, up, down, chosen, weights, index):
-        return experts_matmul(experts_gated(x, gate, up, chosen, index), down, chosen, weights, index)
+        return experts_ffn(x, gate, up, down, chosen, weights, index)
 
-    for rows in (1, 8, 100, 512):
+    for rows in (1, 8, 100, 512) if how == "even" else (100, 600):
         rng = np.random.default_rng(rows)
         x = jnp.asarray(rng.standard_normal((rows, HIDDEN)), jnp.float32)
-        chosen = jnp.asarray(
-            rng.permuted(np.tile(np.arange(EXPERTS), (rows, 1)), axis=1)[:, :USED], jnp.int32
-        )
-        chosen = chosen.at[rows // 2, 1].set(-1)
+        chosen = routed(how, rows)
         weights = jnp.asarray(rng.random((rows, USED)), jnp.float32)
         want = np.asarray(jax.jit(layer)(x, *blocks, chosen, weights, 1))
         by_number = jax.jit(layer, static_argnums=6)(x, *tiled, chosen, weights, 1)
         traced = jax.jit(layer)(x, *tiled, chosen, weights, 1)
         for got in map(np.asarray, (by_number, traced)):
             assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want), (format, rows)
+
+
+def log_p_of_steps(model, ids) -> np.ndarray:
+    """[rows, tokens, V], each token read by a decode step."""
+    cache, lengths, out = kv.empty(model.config, model.run, *ids.shape), jnp.ones(len(ids), jnp.int32), []
+    for i in range(ids.shape[1]):
+        scores, cache = jitted.extend(model.params, cache, ids[:, i : i + 1], lengths, model.config)
+        out.append(np.asarray(jax.nn.log_softmax(scores[:, 0])))
+    return np.stack(out, axis=1)
+
+
+@pytest.mark.parametrize("format", ["q4_k_m", "q8_0"])
+def test_the_one_launch_is_the_step_by_launches(format):
+    """But for 22 bits of mantissa between blocks; 300 tokens, so that attention has several splits. A router
+    with two experts that are nearly as likely may take the other one: the median is of all tokens."""
+    ids = jnp.asarray(np.random.default_rng(7).integers(0, 256, (1, 300)), jnp.int32)
+    scores = {}
+    for schedule in ("launches", "one_launch"):
+        run = bj.RunConfig(cache_dtype="float32", activation_bits=16, schedule=schedule)
+        model = bj.load(f"synth:tiny-qwen3moe:{format}", run)
+        assert model.params.step.schedule(1) == schedule
+        scores[schedule] = log_p_of_steps(model, ids)[0]
+    p, q = scores.values()
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    print(f"{format}: KL {np.median(kl):.1e}, at most {kl.max():.1e}")
+    assert np.median(kl) < 1e-6 and kl.mean() < 1e-4
+
+
+@pytest.mark.parametrize("rows", [2, 3, 16])
+def test_rows_of_a_step_have_experts_of_their_own(rows):
+    """Each row's distributions are the reference's."""
+    ids = jnp.asarray(np.random.default_rng(rows).integers(0, 256, (rows, 6)), jnp.int32)
+    scores = []
+    for impl in ("auto", "reference"):
+        run = bj.RunConfig(cache_dtype="float32", activation_bits=16, impl=impl)
+        scores.append(log_p_of_steps(bj.load("synth:tiny-qwen3moe:q4_k_m", run), ids))
+    p, q = scores
+    kl = (np.exp(q) * (q - p)).sum(-1)
+    print(f"{rows} rows: KL {np.median(kl):.1e}, at most {kl.max():.1e}")
+    assert np.median(kl) < 1e-6 and kl.mean() < 1e-4

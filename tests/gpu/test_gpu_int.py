@@ -23,6 +23,8 @@ from pallas_kernels import (
     matmul,
     qtensor,
 )
+from pallas_kernels.step import layer_products
+from pallas_kernels.step.layer_products import OfLayer
 from tests.agreement import log_softmax
 from tests.gpu.test_gpu import on_a_gpu, step_log_p  # noqa: F401
 
@@ -171,6 +173,37 @@ def test_parts_of_other_formats_are_one_product(rows):
     alone = [matmul(x, piece, 1, gamma=gamma, eps=1e-6) for piece in pieces]
     # Another number of warps sums in another order.
     np.testing.assert_allclose(together, np.concatenate(alone, -1), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("formats_of", [("q2_k",) * 4, ("q4_k", "q4_k", "q6_k", "iq4_xs")], ids=str)
+def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
+    """But for what falls to the other side of .5 for the 22 bits of float32 on their way."""
+    hidden, ffn = 4096, 4096
+    shapes = ((hidden, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn), (6144, hidden))
+    o, gate_up, down, qkv = formats_of
+    stacks = [
+        LayerStack((for_device(stack(format, *shape, 2, seed)),), ((0, 0), (0, 1)))
+        for seed, (format, shape) in enumerate(zip((o, gate_up, gate_up, down, qkv), shapes, strict=True))
+    ]
+    attended, x = jax.random.normal(jax.random.key(1), (2, 1, hidden))
+    norms = 1 + 0.1 * jax.random.normal(jax.random.key(2), (2, 2, hidden))
+    workspace = jnp.zeros(layer_products.workspace_words(1, hidden, ffn), jnp.int32)
+    o, gate, up, down, qkv = stacks
+
+    of_layer = tuple(OfLayer(of, 0) for of in (norms[1], gate, up, down))
+    following = OfLayer(norms[0], 1), OfLayer(qkv, 1)
+    integers = layer_products.rounded_vectors([o], (gate, up, down), [qkv], 1)
+    assert any(integers)
+
+    def run(rounded):
+        return layer_products.run(
+            attended, x, OfLayer(o, 0), of_layer, following, 0, workspace, 1e-6, rounded
+        )[:2]
+
+    got, again, want = run(integers), run(integers), run((False,) * 3)
+    jax.tree.map(np.testing.assert_array_equal, got, again)
+    for a, b in zip(got, want, strict=True):
+        assert 0 < np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
 
 
 @pytest.mark.parametrize(

@@ -42,3 +42,11 @@ def pages_of(layout: str, x):
 def numbers_of(pages):
     """What is stored in all pages, float32."""
     return cache_layouts.read(pages, ())
+
+
+def sylvester(size: int) -> np.ndarray:
+    """The normalized Walsh-Hadamard matrix, by Sylvester's construction: [[H, H], [H, -H]]."""
+    h = np.ones((1, 1))
+    while len(h) < size:
+        h = np.block([[h, h], [h, -h]])
+    return h / np.sqrt(size)

@@ -9,32 +9,45 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax import decoding as core
 from checkpoints import open_checkpoint, synth
-from pallas_kernels import QTensor, cache_layouts, delta, device, ffn, for_device, formats
+from pallas_kernels import (
+    Products,
+    QTensor,
+    cache_layouts,
+    delta,
+    device,
+    experts_ffn,
+    ffn,
+    for_device,
+    formats,
+)
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
 from pallas_kernels.delta.chunks import delta_chunks
 from pallas_kernels.delta.step import delta_step
-from pallas_kernels.experts import kq_experts
+from pallas_kernels.experts import grouped, kq_experts
 from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_int8 import activations_int8
+from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.kq_decode import kq_decode
 from pallas_kernels.matmul.kq_dequantize import kq_dequantize
 from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
 from pallas_kernels.matmul.q1_prefill_sm90 import q1_prefill_sm90
 from pallas_kernels.qtensor import tile
+from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import Matmul, choose
-from pallas_kernels.step import layer_products
+from pallas_kernels.step import experts_layers, layer_products
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from tests.pallas_kernels.aot import OTHERS, TARGETS, Compilers, compile_for_gpu, for_target
 
@@ -172,23 +185,61 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     assert memory.temp_size_in_bytes < 16e6
 
 
+def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
+    """Bonsai 2 27B's first four layers, three with a delta net: what rotates is within products."""
+    four = dataclasses.replace(synth._MODELS["bonsai-2-27b"], layers=4)
+    monkeypatch.setitem(synth._MODELS, "bonsai-2-27b", four)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-2-27b:ptq1_0")
+        compiled = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+    launches = compiled.as_text().count('custom_call_target="mosaic_gpu')
+    assert launches == 2 * 4 + 1 + 1 + 2  # and the first layer's inputs, the output matrix, a draw
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2e6
+    assert memory.alias_size_in_bytes >= 4 * state.cache.delta.s.size + 2 * 2 * state.cache.k.size
+
+
 def test_experts_are_read_in_place(monkeypatch):
-    """Of a step and of 512 tokens: gate and up of the chosen experts in one launch, down in another; no stack
-    is copied, and no layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
+    """Of a step in one launch, of one of two rows and of 512 tokens: no stack is copied, and no
+    layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
     few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=4, vocab=2048, specials=2000)
     monkeypatch.setitem(synth._MODELS, "few-a3b", few)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:few-a3b:q4_k_m")
         tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
-        step = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+        two, _ = shapes("synth:few-a3b:q4_k_m", rows=2)[1:]
+        step, of_two = (
+            compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+            for state in (state, two)
+        )
         prefill = compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
     one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
-    assert step.as_text().count("kq_experts") >= 2 * 4
-    assert step.memory_analysis().temp_size_in_bytes < 4e6
+    assert step.as_text().count("experts_layers") and "kq_experts" not in step.as_text()
+    assert of_two.as_text().count("kq_experts") >= 2 * 4
+    assert "expert_places" in prefill.as_text() and "kq_experts" not in prefill.as_text()
+    assert step.memory_analysis().temp_size_in_bytes < 1e6
+    assert of_two.memory_analysis().temp_size_in_bytes < 4e6
     assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
+
+
+@pytest.mark.slow
+def test_gradients_of_rows_of_sorted_experts_compile():
+    """Under vmap, a row after the other; derivatives by the reference."""
+    stack = functools.partial(_stack_of_experts, lead=(2, 2), products=Products(((None, "kq_decode"),)))
+    stacks = stack("q4_k", 256, 512), stack("q4_k", 256, 512), stack("q6_k", 512, 256)
+
+    def loss(x, weights, chosen, layer, stacks):
+        return experts_ffn(x, *stacks, chosen, weights, layer).sum()
+
+    f = jax.vmap(jax.value_and_grad(loss, argnums=(0, 1)), in_axes=(0, 0, 0, None, None))
+    of_pair, f32 = functools.partial(jax.ShapeDtypeStruct, (3, 17, 1)), jnp.float32
+    arguments = jax.ShapeDtypeStruct((3, 17, 512), f32), of_pair(f32), of_pair(jnp.int32)
+    with as_on_a_gpu((9, 0)):
+        compiled = compile_for_gpu(f, *arguments, jax.ShapeDtypeStruct((), jnp.int32), stacks)
+    assert "expert_places" in compiled.as_text()
 
 
 def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
@@ -419,21 +470,22 @@ def _many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
     )  # fmt: skip
 
 
-def _integers(format, n, k, matrices, rows, bits=8):
+def _integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
     """As `_product`, for formats of the integer kernel; without an index, as in a decode step."""
+    rotation = _rotation(k, heads) if folded else None
     blocks = (1, n, k // formats.get(format).WEIGHTS)
     draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
     fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
     gamma = jax.ShapeDtypeStruct((1, k), jnp.float32) if matrices == 2 else None
     residual = jax.ShapeDtypeStruct((rows, n + -n % 16), jnp.float32) if matrices == 1 else None
 
-    def f(x, weights, gamma, residual):
+    def f(x, weights, gamma, residual, rotation):
         return kq_decode(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
-            activation_bits=bits, shared=device.shared_bytes(),
+            rotation=rotation, activation_bits=bits, shared=device.shared_bytes(),
         )  # fmt: skip
 
-    return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual)
+    return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual, rotation)
 
 
 def _decoded(formats_of, n, k):
@@ -471,6 +523,16 @@ def _rows(f, rows, k, normed=True, **options):
     return functools.partial(f, eps=1e-6, **options), arguments
 
 
+def _rotated(rows, k, normed=True, heads=None, **options):
+    """A row as Bonsai 2 27B has it."""
+    f, (x, *norm) = _rows(activations_rotated, rows, k, normed, **options)
+    return f, (x, _rotation(k, heads), *norm)
+
+
+def _rotation(k, heads=None):
+    return jax.eval_shape(lambda: Rotation.of(np.ones(k), 1024, heads))
+
+
 def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16"):
     """All layers of a step, as a Bonsai model has them."""
     f32, i32, pages = jnp.float32, jnp.int32, 34
@@ -494,11 +556,10 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
     )  # fmt: skip
 
 
-def products_between(o, gate_up, down, qkv, rows=1, bits=8):
+def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4096, ffn=12288, folded=False):
     """The products between two layers' attention, as a Bonsai 8B has them: formats, and (format, rows) of the
-    parts of the next q, k and v."""
-    hidden, ffn = 4096, 12288
-    sizes = [([(o, hidden)], hidden, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
+    parts of the next q, k and v. What o, and gate and up make is passed on as integers, where it may be."""
+    sizes = [([(o, hidden)], width, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
     sizes += [(qkv, hidden, 1)] * bool(qkv)
     weights = tuple(
         tuple((layer_products.tiles_of(format, n, k),) * matrices for format, n in parts)
@@ -508,9 +569,47 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8):
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
     norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
     workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
-    f = functools.partial(layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits)
-    x = vector(rows, hidden)
-    return f, (x, x, weights, norms, vector(1, dtype=jnp.int32), workspace)
+    rounded = (rows == 1 and bits == 8 and not folded,) * 2 + (False,)
+    f = functools.partial(
+        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits, rounded=rounded
+    )
+    number, heads = vector(1, dtype=jnp.int32), ((3, 16), None, None, None)
+    rotations = tuple(
+        _rotation(k, of) if folded else None for (_, k, _), of in zip(sizes, heads, strict=False)
+    )
+    return f, (vector(rows, width), vector(rows, hidden), weights, norms, number, workspace, rotations)
+
+
+def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
+    """All layers of a step of Qwen3-30B-A3B: for each combination of formats that layers have, that of down,
+    and the parts of q, k and v."""
+    hidden, q, ffn, pages, experts = 2048, 4096, 768, 34, experts_layers.Experts(128, 8, True)
+
+    def product(combinations, k, matrices=1, of=1):
+        def stack(format, n):
+            fields = layer_products.tiles_of(format, n, k).items()
+            lead = layers // len(combinations) * of
+            return {name: jax.ShapeDtypeStruct((lead, *f.shape[1:]), f.dtype) for name, f in fields}
+
+        return tuple(tuple((stack(*part),) * matrices for part in parts) for parts in combinations)
+
+    combinations = [[[("q4_k", hidden)]], [[("q4_k", ffn)]], [[(format, hidden)] for format in down], qkv]
+    weights = tuple(
+        product(of, *sizes)
+        for of, sizes in zip(combinations, [(q,), (hidden, 2, 128), (ffn, 1, 128), (hidden,)], strict=True)
+    )
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    integers = functools.partial(vector, dtype=jnp.int32)
+    cache = _pages(layout, layers, pages, 64, 4, 128)
+    f = functools.partial(
+        experts_layers.experts_layers, experts=experts, eps=1e-6, interleaved=False,
+        formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
+    )  # fmt: skip
+    return f, (
+        vector(1, q + 1024), vector(1, hidden), weights, integers(4, layers, 2),
+        vector(layers, 128, hidden), (vector(layers, hidden),) * 2, (vector(layers, 128),) * 2, None,
+        cache, cache, integers(1, pages), integers(1), (vector(1, 64),) * 2,
+    )  # fmt: skip
 
 
 def _experts(format, n, k, matrices, tiles, rows):
@@ -526,6 +625,24 @@ def _experts(format, n, k, matrices, tiles, rows):
         jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
     )
     return functools.partial(kq_experts.kq_experts, format=format, shared=device.shared_bytes()), arguments
+
+
+def _stack_of_experts(format, n, k, lead=(48, 128), products=None):
+    fields = {
+        name: jax.ShapeDtypeStruct((*lead, *field.shape[1:]), field.dtype)
+        for name, field in layer_products.tiles_of(format, n, k).items()
+    }
+    return QTensor(fields, format, (n, k), tiled=True, products=products or Products())
+
+
+def _experts_of_prefill(format, tokens):
+    """A layer's, of Qwen3-30B-A3B: down is in this format."""
+    stack, of_token = _stack_of_experts, functools.partial(jax.ShapeDtypeStruct, (tokens, 8))
+    return grouped.feed_forward, (
+        jax.ShapeDtypeStruct((tokens, 2048), jnp.float32),
+        (stack("q4_k", 768, 2048), stack("q4_k", 768, 2048), stack(format, 2048, 768)),
+        *(of_token(jnp.int32), of_token(jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)),
+    )
 
 
 MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
@@ -557,11 +674,17 @@ HOT = {
     "draw of a token, 8 rows": lambda: _draw(8, 151669),
     "norm": lambda: _rows(activations_float16, 2048, 4096),
     "norm, 8192 wide": lambda: _rows(activations_float16, 512, 8192),
+    "folded gate and up": lambda: _integers("pq2_0", 17408, 5120, 2, 1, folded=True),
+    "folded down": lambda: _integers("pq2_0", 5120, 17408, 1, 1, folded=True),
+    "folded, heads regrouped": lambda: _integers("pq2_0", 5120, 6144, 1, 1, folded=True, heads=(3, 16)),
+    "rotated": lambda: _rotated(16, 5120),
+    "rotated, heads regrouped": lambda: _rotated(16, 6144, normed=False, heads=(3, 16)),
     "delta step": lambda: _delta_step(1),
     "delta step, 16 rows, gates made": lambda: _delta_step(16, gates_made=True),
     "attention, 256 wide": lambda: _attention(24, 4, 256, True, "float16", pairs=32, gated=True),
     "gate and up": lambda: _product(12288, 4096, 2, 1),
     "down": lambda: _product(4096, 12288, 1, 1),
+    "down, 17408 wide": lambda: _product(5120, 17408, 1, 1, layers=64),
     "gate and up, 8 rows": lambda: _product(12288, 4096, 2, 8),
     "down, 8 rows": lambda: _product(4096, 12288, 1, 8),
     "attention": lambda: _attention(32, 8, 128, True),
@@ -599,6 +722,8 @@ HOT_ON_HOPPER = {
     "rounding, in groups of 32, 28672 wide": lambda: _rows(
         activations_float16, 512, 28672, normed=False, group=32
     ),
+    "rotated and rounded": lambda: _rotated(2048, 5120, rounded=True, group=32),
+    "rotated and rounded, 17408 wide": lambda: _rotated(2048, 17408, normed=False, rounded=True, group=32),
     "many: output matrix": lambda: _many_rows(151669, 4096, 1, 256),
     "many: q6_k output matrix": lambda: _many_rows_of_integers("q6_k", 151669, 4096, 1, 256),
     "many: out, 16 bits": lambda: _many_rows(4096, 4096, 1, 2048, bits=16),
@@ -610,9 +735,15 @@ HOT_ON_HOPPER = {
     "attention, 256 rows": lambda: _attention(32, 8, 128, True, "float16", rows=256),
     "many queries": lambda: _many_queries(prefill_attention, 32, 8, 128, 2048),
     "delta chunks": lambda: _delta_chunks(2048),
+    "experts of 512 tokens": lambda: _experts_of_prefill("q4_k", 512),
+    "experts of 2048 tokens, q6_k": lambda: _experts_of_prefill("q6_k", 2048),
+    "experts of 8192 tokens": lambda: _experts_of_prefill("q4_k", 8192),
     "many queries of 256": lambda: _many_queries(prefill_attention, 24, 4, 256, 2048),
     # The 8B's activations leave no room for weights in 99 KB, and this is quicker than three targets.
     "products between, mixed": lambda: products_between(*MIXED),
+    "products between, folded, 27B": lambda: products_between(
+        *["pq2_0"] * 3, [("pq2_0", 16384)], width=6144, hidden=5120, ffn=17408, folded=True
+    ),
     "products between, the last": lambda: products_between(*MIXED[:3], None),
     "products between, 2 rows": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], rows=2),
     "products between, 16 bits": lambda: products_between(*["q4_k"] * 3, [("q4_k", 6144)], bits=16),
@@ -620,6 +751,12 @@ HOT_ON_HOPPER = {
         f"products between, {format}": functools.partial(products_between, *[format] * 3, [(format, 6144)])
         for format in ("q2_k", "q3_k", "iq4_xs", "q5_0")
     },
+    "one launch, A3B": lambda: one_launch_of_experts(
+        48, ["q6_k", "q4_k"], [[("q4_k", 4608), ("q6_k", 512)], [("q4_k", 5120)]]
+    ),
+    "one launch, A3B, float16": lambda: one_launch_of_experts(
+        48, ["q4_k"], [[("q4_k", 5120)]], layout="float16"
+    ),
     "one launch, 8B": lambda: one_launch(36, 4096, 12288, 32, 8, 128),
     "one launch, 4B": lambda: one_launch(36, 2560, 9728, 32, 8, 128),
     "one launch, 1.7B": lambda: one_launch(28, 2048, 6144, 16, 8, 128),
@@ -652,6 +789,7 @@ SPILLED = {
     # 8 dimensions of float32 are twice the registers.
     ("attention, float32", (9, 0)): 24,
     ("one launch, 1.7B, float32", (9, 0)): 92,
+    ("one launch, A3B", (9, 0)): 8,
     # Where values lie beside queries and sums, and a new value comes between.
     ("attention, 256 wide", (8, 9)): 12,
     ("attention, 256 wide", (9, 0)): 28,
@@ -667,6 +805,7 @@ SLOW = [
     *(f"many: {format} down" for format in ("q6_k", "q8_0", "q5_k", "q4_1")),
     *(f"products between, {format}" for format in ("q3_k", "iq4_xs", "q5_0")),
     "norm, 8192 wide", "rounding, in groups of 32", "codes behind a norm, no fours of groups",
+    "experts of 8192 tokens",
 ]  # fmt: skip
 KERNELS = [
     for_target(

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Products, QTensor, dequantize, formats, matmul
-from pallas_kernels.matmul import kq_float16, kq_prefill_sm90, prefill, q1_prefill_sm90
+from pallas_kernels.matmul import kq_float16, kq_prefill_plan, prefill, q1_prefill_sm90
 from pallas_kernels.qtensor import tile
 
 
@@ -108,13 +108,13 @@ def tile_words(format):
 def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
     kq, shared, words = formats.get(format).LANES, 227 * 1024, tile_words(format)
     scales = kq_float16.bytes_of_scales(kq)
-    plan = kq_prefill_sm90.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
+    plan = kq_prefill_plan.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
     warpgroups, blocks, tokens, slots, stored, splits = plan
-    of_tile = 4 * kq_prefill_sm90.WEIGHT_SLOTS * sum(words) + matrices * scales
-    stages = warpgroups * kq_prefill_sm90.STAGES * stored * 64 // matrices * 4
+    of_tile = 4 * kq_prefill_plan.WEIGHT_SLOTS * sum(words) + matrices * scales
+    stages = warpgroups * kq_prefill_plan.STAGES * stored * 64 // matrices * 4
     assert 4 * warpgroups * blocks * of_tile + slots * tokens * 128 + stages + 3 * tokens * 4 + 256 <= shared
     assert slots >= 2 and tokens % stored == 0 and 16 % splits == 0
-    assert slots <= kq_prefill_sm90.STEPS * 16 // splits  # a block waits in the end until all were used
+    assert slots <= kq_prefill_plan.STEPS * 16 // splits  # a block waits in the end until all were used
     assert matrices == 1 or splits == 1
 
 

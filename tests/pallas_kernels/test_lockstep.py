@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, dequantize, formats
+from pallas_kernels import QTensor, Rotation, dequantize, formats
 from pallas_kernels.matmul import kq_decode
 from pallas_kernels.qtensor import tile
 from tests.pallas_kernels.lockstep import lockstep
-from tests.pallas_kernels.stacks import drawn
+from tests.pallas_kernels.stacks import drawn, sylvester
 
 INTEGER = formats.names("kq")
 WHOLE = [format for format in INTEGER if formats.get(format).LANES.whole_scales]
@@ -34,6 +34,7 @@ CASES = [
     *(([(format, 16)], 512, rows, "normed", 16) for format in WHOLE for rows in (1, 2, 4, 8)),
     ([("q2_k", 32), ("q3_k", 16)], 512, 16, "gated", 8),
     ([("q2_k", 16), ("q3_k", 16)], 4352, 1, "normed", 8),  # two steps of a warp
+    ([("q4_k", 32)], 4096, 2, "gated", 8),  # 16 warps
 ]
 
 
@@ -88,6 +89,41 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
             formats_of=tuple(f for f, _ in parts), gamma=gamma if normed else None, eps=1e-6,
             residual=residual if kind == "added" else None, activation_bits=bits, shared=220 * 1024,
         )  # fmt: skip
+    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("K", "rows", "heads", "kind", "bits"),
+    [(5120, 1, None, "gated", 8), (6144, 2, (3, 16), "added", 8), (17408, 1, None, "added", 8),
+     (5120, 3, None, "normed", 16), (768, 2, None, "normed", 8)],
+)  # fmt: skip
+def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits):
+    """Inputs whose rotation is whole numbers times a group's scale, but for the rounding of both ways."""
+    rng, top = np.random.default_rng(K + rows), 127 if bits == 8 else 127 * 257
+    n = rng.integers(-top, top + 1, (rows, K // 32, 32))
+    n[..., 5] = top
+    n = (n * 2.0 ** rng.integers(-10, -8, (rows, K // 32, 1))).reshape(rows, K)
+    signs, normed = rng.choice([-1.0, 1.0], K).astype(np.float32), kind in ("normed", "gated")
+    gamma = 2.0 ** rng.integers(-1, 2, (2, K)).astype(np.float32)
+    block = 1024 if K % 1024 == 0 else 256
+    x = signs * (n.reshape(rows, -1, block) @ sylvester(block)).reshape(rows, K)
+    if heads:
+        x = x.reshape(rows, *heads[::-1], -1).swapaxes(1, 2).reshape(rows, K)
+    x = np.float32(x / gamma[1] if normed else x)
+    norm = 1 / np.sqrt((np.float64(x) ** 2).mean(-1, keepdims=True) + 1e-6) if normed else 1.0
+    weights = [drawn("ptq1_0", (2, 32, K), seed) for seed in range(1 + (kind == "gated"))]
+    want = [norm * n @ np.float64(w.dense[1]).T for w in weights]
+    want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
+    residual = rng.standard_normal((rows, 32)).astype(np.float32) if kind == "added" else None
+    rotation = Rotation.of(signs, block, heads)
+    assert kq_decode.rotates("ptq1_0", K, rows)
+    with lockstep():
+        got = kq_decode.kq_decode(
+            x, (tuple(w.tiled.fields for w in weights),), np.array([1, 1], np.int32), formats_of=("ptq1_0",),
+            gamma=gamma if normed else None, eps=1e-6, residual=residual, rotation=rotation,
+            activation_bits=bits, shared=220 * 1024,
+        )  # fmt: skip
+    want = want if residual is None else want + residual
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
 

@@ -22,6 +22,7 @@ CASES = [
     (12800, 256, 4, "plain", 8),  # 800 tiles: seven of a block, in more than one round
     (32, 4096, 4, "added", 16),
     (40, 384, 6, "added", 8),
+    (48, 17408, 1, "added", 8),  # 16 warps
 ]
 
 

@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import formats
 from pallas_kernels.gpu import lanes, memory, wgmma
 from pallas_kernels.gpu.values import index, integer
-from pallas_kernels.matmul import kq_float16, kq_prefill_sm90
+from pallas_kernels.matmul import kq_float16, kq_prefill_plan, kq_prefill_sm90
 from tests.pallas_kernels.lockstep import launched, lockstep
 from tests.pallas_kernels.stacks import drawn
 from tests.pallas_kernels.test_gemm import has_float16_scales, in_group_order
@@ -56,16 +56,16 @@ def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(fo
         warp, number, g, _ = wgmma.lane()
         at = kq_float16.scales_of_warp(scales, warp, kq, g)
         vectors = kq_float16.vectors_of([of["words"] for of in by_name], warp, number)
-        for step in range(kq_prefill_sm90.STEPS):
+        for step in range(kq_prefill_plan.STEPS):
             for i, pair in enumerate(kq_float16.step_pairs(kq, step, vectors, at)):
                 memory.store(pair, out, warp, number, step, i)
 
     with lockstep():
         scratch = [plgpu.SMEM((4, kq_float16.bytes_of_scales(kq) // 4), jnp.float32)]
-        out = jax.ShapeDtypeStruct((4, 32, kq_prefill_sm90.STEPS, 16), jnp.int32)
+        out = jax.ShapeDtypeStruct((4, 32, kq_prefill_plan.STEPS, 16), jnp.int32)
         held = np.asarray(launched(body, out, scratch, *operands))
     pairs = held.view(np.float16).reshape(
-        4, 8, 4, kq_prefill_sm90.STEPS, 8, 2, 2
+        4, 8, 4, kq_prefill_plan.STEPS, 8, 2, 2
     )  # warp, g, t, step, j, r, e
     got = pairs.transpose(0, 5, 1, 3, 4, 2, 6)
     # Row 16 warp + 8 r + g, or row 8 warp + g of matrix r; column 64 step + 8 j + 2 t + e.

@@ -1,6 +1,6 @@
 """All products between two layers' attention in one launch, in numpy (lockstep): bit for bit those of
 kq_decode launched one by one, when what goes from block to block is rounded as on its way
-(memory.store_tagged)."""
+(memory.store_tagged). Integers are not, but the sum of squares for the norm is."""
 
 import dataclasses
 from unittest import mock
@@ -8,21 +8,33 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pallas_kernels import device
+from pallas_kernels import QTensor, Rotation, device
 from pallas_kernels.matmul import kq_decode
+from pallas_kernels.qtensor import LayerStack, Products, Rows
 from pallas_kernels.step import layer_products
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
 EPS = 1e-6
 CASES = [
-    # rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits
+    # rows, hidden, ffn, width of q; formats of o, gate and up, down; parts of the next q, k, v; blocks, bits,
+    # and of folded weights heads that are regrouped ahead of o
+    (1, 512, 1024, 256, "q4_k", "q2_k", "q6_k", [("q4_k", 256), ("iq4_xs", 64)], 8, 8),  # all as integers
     (1, 512, 1024, 512, "q4_k", "q4_k", "q6_k", [("q4_k", 320), ("q6_k", 64)], 7, 8),
     (1, 512, 768, 256, "q2_k", "q2_k", "q2_k", [("q2_k", 256)], 5, 8),
     (2, 256, 512, 512, "q3_k", "iq4_xs", "q5_0", None, 40, 8),  # blocks without a tile, the last layer
     (1, 256, 4608, 256, "q8_0", "q4_k", "q3_k", [("q8_0", 64)], 33, 8),  # two steps of a warp
     (3, 512, 512, 256, "q6_k", "q2_k", "q4_k", [("q4_k", 96)], 4, 16),
+    (1, 1024, 2304, 768, "pq2_0", "ptq1_0", "pq2_0", [("pq2_0", 320), ("q8_0", 64)], 7, 8, (3, 2)),
+    (2, 512, 1024, 512, "pq2_0", "pq2_0", "ptq1_0", None, 5, 8, None),
 ]  # fmt: skip
+
+
+def stack(parts, rotation, bits):
+    """A layer's matrices, rows below rows, without weights."""
+    products = Products(activation_bits=bits)
+    pieces = tuple(QTensor({}, f, (n, k), products=products, rotation=rotation) for f, n, k in parts)
+    return LayerStack(pieces if len(pieces) == 1 else (Rows(pieces),), ((0, 0),))
 
 
 def rounded(x):
@@ -31,7 +43,7 @@ def rounded(x):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_in_one_launch_are_those_of_launches(case):
-    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits = case
+    rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits, *of_folded = case
     rng = np.random.default_rng(hidden + ffn)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shapes = [[(o, hidden, width)], [(gate_up, ffn, hidden)] * 2, [(down, hidden, ffn)]]
@@ -45,16 +57,30 @@ def test_products_in_one_launch_are_those_of_launches(case):
         weights.append(tuple((drawn(f, (1, n, hidden), seed=n).tiled.fields,) for f, n in qkv))
         formats.append(tuple(f for f, _ in qkv))
     norms = [None, 1 + 0.1 * draw(1, hidden), None, 1 + 0.1 * draw(1, hidden)][: len(weights)]
+    rotations: list = [None] * len(weights)
+    if of_folded:
+        of_widths = ((width, of_folded[0]), (hidden, None), (ffn, None), (hidden, None))
+        rotations = [
+            Rotation.of(rng.choice([-1, 1], columns), 256, heads)
+            for columns, heads in of_widths[: len(weights)]
+        ]
     attended, x = draw(rows, width), draw(rows, hidden)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     words = layer_products.workspace_words(rows, hidden, ffn)
+    parts = [*shapes, [(f, n, hidden) for f, n in qkv or [("q8_0", 64)]]]
+    o_, gate_, down_, qkv_ = (
+        stack(of, rotation, bits)
+        for of, rotation in zip((parts[0], parts[1][:1], *parts[2:]), (*rotations, None), strict=False)
+    )
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         phases = [layer_products.Phase(parts, of) for parts, of in zip(weights, formats, strict=True)]
-        planned = layer_products.plan(phases, rows, bits, EPS)
+        planned = layer_products.plan(phases, rows, bits, EPS, bool(of_folded))
         assert planned is not None
+        integers = layer_products.rounded_vectors([o_], (gate_, gate_, down_), [qkv_], rows)
+        assert all(integers) == (case is CASES[0])
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
-            formats_of=tuple(formats), eps=EPS, bits=bits,
+            tuple(rotations), formats_of=tuple(formats), eps=EPS, bits=bits, rounded=integers,
         )  # fmt: skip
 
         def alone(number, x, residual=None):
@@ -67,6 +93,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
                     gamma=norms[number],
                     eps=EPS,
                     residual=residual,
+                    rotation=rotations[number],
                     activation_bits=bits,
                     shared=227 * 1024,
                     blocks=blocks,
@@ -74,8 +101,31 @@ def test_products_in_one_launch_are_those_of_launches(case):
                 )
             )
 
+        sent = [(lambda x: x) if as_integers else rounded for as_integers in integers]
         x = alone(0, attended, x)
-        x = alone(2, rounded(alone(1, rounded(x))), x)
-        np.testing.assert_array_equal(got[0], x)
+        x = alone(2, sent[1](alone(1, sent[0](x))), x)
+        normed = integers[0] or integers[2]
+        same = near if normed else np.testing.assert_array_equal
+        same(got[0], x)
         if qkv:
-            np.testing.assert_array_equal(got[1], alone(3, rounded(x)))
+            same(got[1], alone(3, sent[2](x)))
+
+
+def near(got, want):
+    assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+def test_a_vector_is_passed_on_alike_in_all_layers():
+    """A tag tells a layer from the two before only, so the words of one lie where those of the others do."""
+    attention, delta, apart = (
+        stack([(format, 256, 512) for format in of], None, 8) for of in (["q4_k"], ["q2_k"], ["q4_k", "q6_k"])
+    )
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=8)
+    with mock.patch.object(device, "default", lambda: gpu):
+
+        def of_kinds(outputs, inputs):
+            return layer_products.rounded_vectors(outputs, (attention,) * 3, inputs, 1)
+
+        assert of_kinds([attention, delta], [delta, attention]) == (True, True, True)
+        assert of_kinds([attention, apart], [delta, attention]) == (False, True, True)
+        assert of_kinds([attention, delta], [delta, apart]) == (True, True, False)

@@ -2,6 +2,7 @@
 whole numbers, 1-bit weights to bytes, results to where TMA finds them."""
 
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +10,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.matmul import activations_float16, activations_int8, prefill, prologue, q1_prefill_sm90
+from pallas_kernels.matmul import (
+    activations_float16,
+    activations_int8,
+    activations_rotated,
+    prefill,
+    prologue,
+    q1_prefill_sm90,
+)
 from pallas_kernels.norm import rms_norm
+from pallas_kernels.rotation import Rotation
 from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.stacks import sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 
 SIZES = np.float32([[1e-6], [3.0], [1e8], [0]])  # of rows
@@ -184,3 +194,45 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
         gate, up = (want.reshape(tokens, 4, 2, 8)[:, :, r].reshape(tokens, 32) for r in (0, 1))
         want = gate / (1 + np.exp(-gate)) * up
     np.testing.assert_allclose(got, want + (there if added else 0), rtol=1e-5, atol=1e-6)
+
+
+# The widths of Bonsai 2 27B, and one that ends within a warp's columns; heads are regrouped.
+@pytest.mark.parametrize(
+    ("columns", "block", "heads"),
+    [(5120, 1024, None), (6144, 1024, (3, 16)), (17408, 1024, None), (384, 128, None)],
+)
+@pytest.mark.parametrize("normed", [False, True])
+def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, normed):
+    """Of few rows and of many, as float32 and as float16 in both orders."""
+    rng = np.random.default_rng(columns)
+    x = rng.standard_normal((3, columns)).astype(np.float32) * np.float32([[1e-3], [3.0], [1e4]])
+    gamma, signs = rng.uniform(0.5, 2, (2, columns)), rng.choice([-1.0, 1.0], columns)
+    n = np.float64(x)
+    if normed:
+        n = n / np.sqrt((n**2).mean(-1, keepdims=True) + 1e-6) * gamma[1]
+    if heads:
+        n = n.reshape(3, *heads, -1).swapaxes(1, 2).reshape(n.shape)
+    n = ((signs * n).reshape(3, -1, block) @ sylvester(block)).reshape(n.shape)
+    rotation = Rotation.of(signs, block, heads)
+    norm = (jnp.asarray(gamma, jnp.float32), np.int32(1), 1e-6) if normed else ()
+    with lockstep():
+        got = activations_rotated.activations_rotated(x, rotation, *norm)
+        with mock.patch.object(prologue, "FEW_ROWS", 0):
+            many = activations_rotated.activations_rotated(x, rotation, *norm)
+        rounded = [
+            activations_rotated.activations_rotated(x, rotation, *norm, rounded=True, group=group)
+            for group in (None, 16, 32)
+        ]
+    size = np.linalg.norm(n, axis=-1, keepdims=True) / columns**0.5
+    np.testing.assert_allclose(got / size, n / size, atol=2e-6)
+    np.testing.assert_array_equal(many, got) if not normed else np.testing.assert_allclose(
+        many, got, rtol=1e-6
+    )
+    for (a, scale), group in zip(rounded, (None, 16, 32), strict=True):
+        want = in_group_order(n, group) if group else n
+        largest = np.abs(n).max(-1)
+        assert (scale <= largest * (1 + 1e-5)).all() and (scale > largest / 2.00001).all()
+        np.testing.assert_array_equal(np.log2(scale) % 1, 0)
+        np.testing.assert_allclose(
+            np.float64(a) * np.float64(scale)[:, None] / size, want / size, rtol=2**-10.9, atol=2e-6
+        )

@@ -237,6 +237,8 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
         ),
         ({"layers": None}, "not all layers' weights are Q1_0, joined by layer"),
         ({"split": True}, "devices that share weights must add their parts"),
+        ({"plain": False}, "the kernel has attention without gates, and weights that are not folded"),
+        ({"folded": True}, "the kernel has attention without gates, and weights that are not folded"),
         ({"rows": 17}, "17 rows are more than the 16 that two products of a tensor core have"),
         ({"rows": 2, "bits": 16}, "activations of 2 rows are passed on as 8 bits; 16 were asked for"),
         ({"hidden": 8192, "ffn": 28672}, "bytes of shared memory"),
@@ -268,6 +270,8 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
         ({"split": True}, "devices that share weights must add their parts"),
         ({"rows": 16}, "integers of 16 rows of 12288 activations leave no room"),
         ({"hidden": 896}, "hidden is 896 wide, no multiple of 256"),
+        ({"widths": (4096, 4096, 896)}, "q is 896 wide, no multiple of 256"),
+        ({"folded": True}, "blocks do not rotate 4096 inputs of q6_k, rows: 1"),
         ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
     ],
 )
@@ -278,6 +282,58 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
     assert choose(problem) == ("launches" if problem.rows < 9 else "layer_gemms")
     with pytest.raises(NotImplementedError, match=f"schedule='layer_products' cannot run .*{reason}"):
         choose(problem, impl="layer_products")
+
+
+@pytest.mark.parametrize(
+    ("source", "schedules"),
+    [
+        ("synth:bonsai-2-27b:ptq1_0", ["layer_products", "launches"]),  # two rows: 34 chunks to rotate
+        ("synth:bonsai-27b:q4_k", ["layer_products", "layer_products"]),
+        ("synth:bonsai-27b:q1_0", ["launches", "launches"]),
+    ],
+)
+def test_layers_with_a_delta_net_are_two_launches_too(source, schedules, monkeypatch):
+    *_, plan = planned(source, monkeypatch)
+    assert [plan.step.schedule(rows) for rows in (1, 2)] == schedules
+    assert plan.problem.widths == (6144,) * 64 and not plan.problem.plain
+
+
+MOE_STEP = dataclasses.replace(
+    STEP,
+    hidden=2048,
+    ffn=768,
+    experts=(128, 8),
+    attention=dataclasses.replace(STEP.attention, kv_heads=4),
+    layers=((((("q4_k", 4608), ("q6_k", 512)), *layer_of(["q4_k"] * 4 + ["q6_k"], 2048, 768)[1:]),) * 2),
+)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"rows": 2}, "it is for one row: 2 have experts of their own"),
+        ({"layers": None}, "q, k and v of a layer are not joined"),
+        ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"], 2048, 768),)}, "gate and up, or those of"),
+        ({"split": True}, "devices that share weights must add their parts"),
+        ({"ffn": 704}, "feed-forward is 704 wide, no multiple of 256"),
+        ({"experts": (256, 133)}, "133 experts of 768 activations leave no room"),
+        ({"hidden": 16384}, "hidden is 16384 wide; the router has room for 8192"),
+        ({"platform": "sm_75"}, "compute capability 8.0 or newer"),
+        ({"folded": True}, "attention without gates, and weights that are not folded"),
+        ({"plain": False}, "attention without gates, and weights that are not folded"),
+    ],
+)
+def test_layers_with_experts_that_do_not_fit_one_launch_are_refused(change, reason, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    assert choose(MOE_STEP) == "one_launch"
+    problem = dataclasses.replace(MOE_STEP, **change)
+    assert choose(problem) == "launches"
+    with pytest.raises(NotImplementedError, match=f"schedule='one_launch' cannot run .*{reason}"):
+        choose(problem, impl="one_launch")
+    without = dataclasses.replace(MOE_STEP, experts=None)
+    assert choose(without) == "layer_products"
+    with pytest.raises(NotImplementedError, match="is for layers without experts"):
+        choose(MOE_STEP, impl="layer_products")
 
 
 def test_an_rtx_has_room_for_the_products_of_one_row_of_an_8b(monkeypatch):

@@ -72,9 +72,13 @@ def counted(scratch, reduces: bool) -> int:
     return shared_memory.bytes_taken(*sizes, barriers=barriers)
 
 
-CASES = [(name, capability) for name in HOT for capability in MOST] + [
-    (name, (9, 0)) for name in HOT_ON_HOPPER
-]
+# Others have as much as one of these.
+EVERY_DAY = ((8, 0), (9, 0), (12, 0))
+CASES = [
+    pytest.param(name, capability, marks=[] if capability in EVERY_DAY else pytest.mark.slow)
+    for name in HOT
+    for capability in MOST
+] + [(name, (9, 0)) for name in HOT_ON_HOPPER]
 
 
 @pytest.mark.parametrize(("name", "capability"), CASES, ids=str)

@@ -28,19 +28,20 @@ import pallas_kernels
 from pallas_kernels.attention import decode
 from pallas_kernels.delta import chunks as delta_chunks
 from pallas_kernels.delta import step as delta_step
-from pallas_kernels.experts import kq_experts
+from pallas_kernels.experts import kq_experts, places
 from pallas_kernels.gpu import lanes, launch
 from pallas_kernels.gpu import values as gpu_values
 from pallas_kernels.matmul import (
     activations_float16,
     activations_int8,
+    activations_rotated,
     kq_decode,
     kq_dequantize,
     q1_decode_b1,
     q1_decode_s8,
 )
 from pallas_kernels.sampling import kernel as sampling
-from pallas_kernels.step import decode_layers, layer_products
+from pallas_kernels.step import decode_layers, experts_layers, layer_products
 from tests.pallas_kernels.lockstep import ptx, values
 from tests.pallas_kernels.lockstep.machine import Machine
 
@@ -142,9 +143,11 @@ def lockstep(at_a_time: int | None = None):
         *((q1_decode_b1, "q1_decode_b1"), (q1_decode_s8, "q1_decode_s8"), (q1_decode_s8, "quantize_rows")),
         *((kq_decode, "kq_decode"), (kq_dequantize, "kq_dequantize")),
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
+        (activations_rotated, "activations_rotated"),
         *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
-        *((delta_chunks, "delta_chunks"), (kq_experts, "kq_experts")),
+        *((delta_chunks, "delta_chunks"), (kq_experts, "kq_experts"), (experts_layers, "experts_layers")),
+        (places, "expert_places"),
     ]
     for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
         importlib.import_module(found.name)  # formats and layouts import what they need when it is needed

@@ -224,12 +224,13 @@ class Machine:
 
     # Words that say themselves when they are there: who reads one learns what its writer knew.
 
-    def send(self, pointer: Value, word: Value):
+    def send(self, pointer: Value, *words: Value):
         for mask, ref, at in self.pointed(pointer):
             message_of = self.message_of.setdefault(id(ref), np.full(ref.cells.size, -1))
             with self.masked(mask):
-                self.store_cells(ref, at, self.of_active(word)[:, None])
-                message_of[at] = len(self.messages)
+                assert (at % len(words) == 0).all(), "not aligned"
+                self.store_cells(ref, at, np.stack([self.of_active(word) for word in words], axis=-1))
+                message_of[at[:, None] + np.arange(len(words))] = len(self.messages)
                 self.messages.append(self.clocks.told())
 
     def _receive(self, ref: Ref, at: np.ndarray):

@@ -222,6 +222,16 @@ def _load_relaxed(machine, match, pointer):
     return machine.load_pointed(pointer, int(match[3] or 0), int(match[1] or 1), type, relaxed=True)
 
 
+@instruction(r"ld\.relaxed\.gpu\.global\.b128 all, \[\$4\]")
+def _load_four(machine, match, pointer):
+    return machine.load_pointed(pointer, 0, 4, Type("i32"), relaxed=True)
+
+
+@instruction(r"st\.relaxed\.gpu\.global\.b128 \[\$0\], all")
+def _store_four(machine, match, pointer, *words):
+    machine.send(pointer, *words)
+
+
 @instruction(r"st\.relaxed\.gpu\.global\.u32 \[\$0\], \$1")
 def _store_relaxed(machine, match, pointer, word):
     machine.send(pointer, word)

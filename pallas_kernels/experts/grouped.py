@@ -1,0 +1,87 @@
+"""Feed-forwards of experts for the many tokens of a prefill, on Hopper's tensor cores.
+
+    chosen -> places of pairs, sorted by expert, and tiles of them     places.py
+    x -> float16, each token at the places of its pairs                activations_float16.py
+      -> silu(x G.T) * (x U.T), tile by tile                           kq_prefill_sm90.py
+      -> float16
+      -> h W.T, tile by tile
+      -> of each token the weighted sum of its pairs                   XLA
+
+Each product is one launch, in which tiles of rows come from a list with the expert that multiplies them: an
+expert's weights are decoded once for each of its tiles, and those that nobody has chosen are not read. Where
+a row lies does not change its numbers, and a token's sum is always in the same order.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device, formats
+from pallas_kernels.experts import places
+from pallas_kernels.matmul import activations_float16
+from pallas_kernels.matmul.kq_prefill_plan import Tiles
+from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
+from pallas_kernels.qtensor import LayerStack, QTensor
+
+MOST_TOKENS = 256  # of a tile: sums of 64 outputs with as many are half of a lane's registers
+
+
+def tiles_for(pairs: int, experts: int) -> Tiles:
+    """What nearly all experts fit in where all are equally likely: as few tiles as there can be, because
+    weights are decoded once a tile."""
+    likely = pairs / experts + 2 * math.sqrt(pairs / experts)
+    each = math.ceil(likely / MOST_TOKENS)
+    step = 16 if likely <= 64 else 32
+    tokens = -(-math.ceil(likely / each) // step) * step
+    return Tiles(experts, experts * each, tokens, 32 if tokens % 32 == 0 else 16)
+
+
+def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer) -> jax.Array:
+    """float32 [*batch, N]: sum_j weights[..., j] D_e (silu(G_e x) * (U_e x)), e = chosen[..., j].
+
+    x                [*batch, K]
+    stacks           of G, U and D: QTensors or LayerStacks of matrices in the tiles of the "kq" kernels; in
+                     each layer G and U have one format
+    chosen, weights  [*batch, used]
+    """
+    *gate_up, down = stacks
+    used = chosen.shape[-1]
+    pairs = chosen.reshape(-1)
+    experts = jax.tree.leaves(down)[0].shape[0 if layer is None else 1]
+    tiles = tiles_for(pairs.size, experts)
+    at, *listed = places.expert_places(pairs, experts=experts, tokens=tiles.tokens, step=tiles.stored)
+    of_token = at.reshape(-1, used)
+    rows = places.rows_of(pairs.size, experts, tiles.stored)
+    flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
+
+    def product(x, at, matrices: tuple[QTensor, ...], index):
+        """Of each row with its expert's matrix, or of two matrices SwiGLU."""
+        group = formats.get(matrices[0].format).LANES.group
+        a, scale = activations_float16.activations_float16(x, places=at, group=group, rows=rows)
+        fields = tuple(w.fields for w in matrices)
+        if index is not None:
+            fields = jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:]), fields)
+        gpu = device.default()
+        return kq_prefill_sm90(
+            a, scale, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
+            format=matrices[0].format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
+            tiles_of=tiles,
+        )  # fmt: skip
+
+    hidden = _of_layer(tuple(gate_up), layer, functools.partial(product, flat, of_token))
+    y = _of_layer((down,), layer, functools.partial(product, hidden, None))
+    total = jnp.zeros((), jnp.float32)
+    for j, weight in enumerate(weights.reshape(-1, used).T):
+        row = y.at[of_token[:, j]].get(mode="clip")
+        total += jnp.where(of_token[:, j, None] >= 0, weight[:, None] * row, 0.0)
+    return total.reshape(*x.shape[:-1], -1)
+
+
+def _of_layer(stacks: tuple, layer, use):
+    """use(matrices, index) of a layer, which has one part of each stack."""
+    if isinstance(stacks[0], QTensor):
+        return use(stacks, layer)
+    parts = zip(*(stack.parts for stack in stacks), strict=True)
+    return LayerStack(tuple(parts), stacks[0].where).at(layer, use)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,81 @@
+"""Which experts a token has, of all logits of a router: by a warp, of which a lane has as many neighbouring
+logits as any other."""
+
+import functools
+from typing import NamedTuple
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    exp,
+    integer,
+    maximum,
+    minimum,
+    of,
+    real,
+    select,
+    total,
+)
+
+LANES = 32
+NONE = float("-inf")  # the logit of an expert that there is not
+
+
+class Experts(NamedTuple):
+    """count   of a layer
+    used       of a token
+    normalized  whether the weights of the used add up to 1
+    """
+
+    count: int
+    used: int
+    normalized: bool
+
+    @property
+    def logits(self) -> int:
+        """With those of experts that there are not: four, or a multiple, for each lane."""
+        return -(-self.count // (4 * LANES)) * 4 * LANES
+
+
+def choose(logits: list, lane, experts: Experts, chosen_smem):
+    """The used experts' numbers, the likeliest first, and behind them the bits of their weights, into shared
+    memory. Of equal logits the lower number comes first.
+
+    logits  of this lane, from number lane * len(logits) on
+    """
+    keys, logit, largest = [_ordered(v) for v in logits], real(0), real(0)
+    for j in range(experts.used):
+        top = lanes.warp_max(functools.reduce(maximum, keys))
+        holds = [key == top for key in keys]
+        there = lanes.ballot(functools.reduce(lambda a, b: a | b, holds))
+        first_lane = there & (0 - there) == integer(1) << lane
+        place = integer(0)
+        for i in reversed(range(len(keys))):
+            place = select(holds[i], i, place)
+        with lanes.when(first_lane):
+            number = minimum(lane * len(keys) + place, experts.count - 1)
+            memory.store(number, chosen_smem, j)
+        keys = [select(first_lane & (place == i), 0, key) for i, key in enumerate(keys)]
+        value = _of_ordered(top)
+        largest = value if j == 0 else largest
+        logit = select(lane == j, value, logit)
+    used = lane < experts.used
+    weight = select(used, exp(logit - largest), 0.0)
+    all_that_count = weight if experts.normalized else total([exp(v - largest) for v in logits])
+    weight = weight / lanes.warp_sum_real(all_that_count)
+    with lanes.when(used):
+        memory.store(as_word(weight), chosen_smem, lane + experts.used)
+
+
+def _ordered(x):
+    """A float32 as a word, larger for larger ones; what is no number has a place too."""
+    word = as_word(x)
+    return word ^ (of(arith.shrsi(word, integer(31))) | 0x80000000)
+
+
+def _of_ordered(word):
+    """The float32 of `_ordered`."""
+    return as_real(word ^ (~of(arith.shrsi(word, integer(31))) | 0x80000000))

@@ -1,0 +1,156 @@
+"""Experts of a prefill: places and tiles, rows at their places, and the feed-forward made of them, in numpy
+(lockstep), with the GEMM's own definition in the place of the GEMM, which only a GPU runs."""
+
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import LayerStack, Products, QTensor, dequantize, device, experts_ffn, formats
+from pallas_kernels.experts import api, grouped, places
+from pallas_kernels.matmul import activations_float16, kq_float16, kq_prefill_plan
+from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.stacks import drawn
+from tests.pallas_kernels.test_experts import expected
+from tests.pallas_kernels.test_gemm import in_group_order, tile_words
+
+EXPERTS = 6
+
+
+def routed(how: str, tokens: int, used: int, experts: int = EXPERTS) -> np.ndarray:
+    rng = np.random.default_rng(tokens)
+    chosen = rng.permuted(np.tile(np.arange(experts), (tokens, 1)), axis=1)[:, :used]
+    match how:
+        case "one has all":
+            chosen[:, 0] = 3
+        case "some have none":
+            chosen = chosen % 2 + 2
+        case "padding":
+            chosen[rng.random(chosen.shape) < 0.3] = -1
+            chosen[-1] = experts
+    return chosen.astype(np.int32)
+
+
+ROUTINGS = ["even", "one has all", "some have none", "padding"]
+
+
+@pytest.mark.parametrize("how", ROUTINGS)
+@pytest.mark.parametrize(("tokens", "used", "experts", "most", "step"), [
+    (512, 8, 128, 48, 16), (7, 3, 6, 16, 16), (173, 2, 6, 32, 32), (700, 2, 40, 64, 1),
+])  # fmt: skip
+def test_pairs_have_places_by_expert_and_tiles_that_cover_them(how, tokens, used, experts, most, step):
+    chosen = routed(how, tokens, used, experts).reshape(-1)
+    with lockstep():
+        found = places.expert_places(chosen, experts=experts, tokens=most, step=step)
+    got, tiles, count = map(np.asarray, found)
+    want, listed, first = np.full(chosen.size, -1), [], 0
+    for expert in range(experts):
+        own = np.flatnonzero(chosen == expert)
+        want[own] = first + np.arange(len(own))
+        listed += [(expert, first + i, first + len(own)) for i in range(0, len(own), most)]
+        first += -(-len(own) // step) * step
+    np.testing.assert_array_equal(got, want)
+    assert count == len(listed) <= len(tiles) and first <= places.rows_of(chosen.size, experts, step)
+    np.testing.assert_array_equal(tiles[: len(listed)], listed)
+
+
+def test_more_experts_than_threads_are_refused():
+    with pytest.raises(NotImplementedError, match="1025 experts; the kernel has a thread for each of up to"):
+        places.expert_places(jnp.zeros(64, jnp.int32), experts=1025, tokens=16, step=16)
+
+
+@pytest.mark.parametrize("group", [16, 32])
+def test_a_row_is_at_all_of_its_places(group):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((5, 288)).astype(np.float32)
+    at = rng.permutation(24)[:15].reshape(5, 3).astype(np.int32)
+    at[2, 1] = -1
+    with lockstep():
+        rows, scales = activations_float16.activations_float16(x, group=group)
+        got, got_scales = activations_float16.activations_float16(x, places=at, group=group, rows=24)
+    for token, copy in np.ndindex(*at.shape):
+        if at[token, copy] >= 0:
+            np.testing.assert_array_equal(got[at[token, copy]], rows[token])
+            assert got_scales[at[token, copy]] == scales[token]
+    free = np.setdiff1d(np.arange(24), at)
+    assert np.isnan(np.asarray(got_scales)[free]).all()  # as numpy's kernel begins
+
+
+def gemm_as_defined(a, scale, fields, layer, n, residual, listed, *, format, tiles_of, **_):
+    """kq_prefill_sm90 of tiles from a list; NaN in rows of none."""
+    (tiles, count), group = map(np.asarray, listed), formats.get(format).LANES.group
+    y, k = np.full((len(a), n), np.nan, np.float32), a.shape[1]
+    dense = [dequantize(QTensor(of, format, (n, k), tiled=True)) for of in fields]
+    for expert, begin, end in tiles[: count[0]]:
+        rows = slice(begin, min(begin + tiles_of.tokens, end))
+        x = np.asarray(a[rows], np.float64) * np.asarray(scale[rows], np.float64)[:, None]
+        own = [in_group_order(np.asarray(w[layer * EXPERTS + expert], np.float64), group) for w in dense]
+        each = [x @ w.T for w in own]
+        y[rows] = each[0] if len(each) == 1 else each[0] / (1 + np.exp(-each[0])) * each[1]
+    return jnp.asarray(y)
+
+
+def taken(w: QTensor) -> QTensor:
+    return w.replace(products=Products(((8, "kq_decode"), (None, "kq_prefill_sm90"))))
+
+
+@pytest.mark.parametrize("how", ROUTINGS)
+def test_the_feed_forward_is_float64_s(how):
+    """Of the second of two layers, down in another format than in the first."""
+    tokens, k, ffn = 50, 256, 512
+    rng = np.random.default_rng(0)
+    gate, up = (drawn("q4_k", (2, EXPERTS, ffn, k), seed) for seed in (0, 1))
+    downs = [drawn(format, (1, EXPERTS, k, ffn), 2) for format in ("q4_k", "q6_k")]
+    x = rng.standard_normal((5, 10, k)).astype(np.float32)
+    chosen = routed(how, tokens, 2)
+    weights = rng.random((5, 10, 2)).astype(np.float32)
+    stacks = [LayerStack((taken(w.tiled),), ((0, 0), (0, 1))) for w in (gate, up)]
+    stacks.append(LayerStack(tuple(taken(w.tiled) for w in downs), ((0, 0), (1, 0))))
+    gpu = mock.patch.object(device, "default", lambda: device.GPUS["sm_90"])
+    with mock.patch.object(grouped, "kq_prefill_sm90", gemm_as_defined), gpu, lockstep():
+        got = grouped.feed_forward(x, tuple(stacks), chosen.reshape(5, 10, 2), weights, 1)
+    hidden = expected(x.reshape(-1, k), [gate.dense[1], up.dense[1]], chosen)
+    each = expected(hidden, [downs[1].dense[0]], chosen)
+    want = np.einsum("bj,bjn->bn", weights.reshape(-1, 2), each).reshape(5, 10, k)
+    assert np.linalg.norm(got - want) < 1e-3 * np.linalg.norm(want)
+    if how == "padding":  # the last token has no expert
+        assert not np.asarray(got)[-1, -1].any()
+
+
+def test_many_rows_on_hopper_and_only_those_go_sorted():
+    """Others by the two halves."""
+    w = [drawn("q4_k", (EXPERTS, 256, 256), seed).tiled for seed in range(3)]
+    x, chosen = jnp.ones((20, 256)), jnp.zeros((20, 2), jnp.int32)
+
+    def sorted_(rows, platform, matrices) -> bool:
+        gpu = mock.patch.object(device, "default", lambda: device.GPUS[platform])
+        by_kernels = mock.patch.object(grouped, "feed_forward", side_effect=lambda x, *_: x)
+        by_halves = mock.patch.object(
+            api, "by_expert", lambda x, w, chosen, layer: jnp.zeros((*chosen.shape, 256))
+        )
+        with gpu, by_kernels as called, by_halves:
+            jax.eval_shape(lambda: experts_ffn(x[:rows], *matrices, chosen[:rows], jnp.ones((rows, 2))))
+            return called.called
+
+    tiled = [taken(of) for of in w]
+    mixed = [tiled[0], taken(drawn("q6_k", (EXPERTS, 256, 256)).tiled), tiled[2]]
+    assert sorted_(20, "sm_90", tiled)
+    assert not sorted_(16, "sm_90", tiled) and not sorted_(20, "sm_80", tiled)
+    assert not sorted_(20, "sm_90", w) and not sorted_(20, "sm_90", mixed)
+
+
+@pytest.mark.parametrize("format", formats.names("kq"))
+@pytest.mark.parametrize(("tokens", "n", "k", "matrices"), [
+    (17, 768, 2048, 2), (512, 768, 2048, 2), (2048, 2048, 768, 1), (32768, 2048, 768, 1), (2048, 64, 256, 2),
+])  # fmt: skip
+def test_every_plan_of_listed_tiles_fits_into_shared_memory(format, tokens, n, k, matrices):
+    tiles, shared = grouped.tiles_for(tokens * 8, 128), 227 * 1024
+    assert tiles.tokens % tiles.stored == 0 and tiles.stored % 16 == 0 and tiles.tokens <= 256
+    words, scales = tile_words(format), kq_float16.bytes_of_scales(formats.get(format).LANES)
+    plan = kq_prefill_plan.planned(0, n // 16, k // 256, matrices, words, scales, 132, shared, tiles)
+    assert kq_prefill_plan.shared_bytes(plan, matrices, words, scales) <= shared
+    assert (plan.tokens, plan.stored, plan.splits) == (tiles.tokens, tiles.stored, 1)
+    assert 2 <= plan.slots <= kq_prefill_plan.STEPS * k // 256
+    assert plan.blocks * plan.tokens <= kq_prefill_plan.MOST_TOKENS[plan.warpgroups]

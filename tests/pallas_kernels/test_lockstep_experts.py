@@ -1,0 +1,132 @@
+"""Layers with experts in one launch, in numpy (lockstep): against float64, and attention's definition."""
+
+import dataclasses
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+from pallas_kernels import attend, device
+from pallas_kernels.step import experts_layers
+from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
+
+attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
+EPS, D, PAGE_SIZE = 1e-6, 64, 16
+
+CASES = [
+    # hidden, heads, KV heads, experts, used, ffn, normalized; of each layer formats of o, gate and up, down;
+    # parts of q, k, v; blocks, keys before, bits; rows of the router: all random, each twice, or all zeros
+    (
+        512, 8, 2, 8, 2, 256, True,
+        [("q4_k", "q4_k", down) for down in ("q6_k", "q4_k", "q6_k")],
+        [[("q4_k", 640), ("q6_k", 128)], [("q4_k", 768)], [("q4_k", 640), ("q6_k", 128)]],
+        6, 5, 16, "random",
+    ),
+    (
+        256, 4, 2, 70, 4, 512, False, [("q8_0", "q4_k", "q4_k")] * 2, [[("q4_k", 512)]] * 2,
+        40, 300, 16, "random",
+    ),
+    (512, 4, 4, 40, 3, 256, True, [("q6_k", "q5_0", "q8_0")], [[("q6_k", 768)]], 7, 17, 16, "twins"),
+    (512, 8, 2, 16, 4, 768, True, [("q4_k", "q4_k", "q6_k")], [[("q4_k", 768)]], 33, 40, 8, "zeros"),
+]  # fmt: skip
+
+
+def composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation):
+    """float64: x and the pages."""
+    used, normalized = case[4], case[6]
+    norm = lambda x, gamma: gamma * x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS)  # noqa: E731
+    x = x.astype(np.float64)
+    for layer, (o, gate, up, down, _) in enumerate(layers):
+        qkv = qkv if bias is None else qkv + bias[layer]
+        out, *pages, _ = attend_jit(
+            np.float32(qkv)[:, None], *pages, table, positions[:, None], layer, rotation=rotation, eps=EPS,
+            interleaved=False, norms=head_norms, num_keys=int(positions.max()) + 1,
+        )  # fmt: skip
+        x = x + np.asarray(out, np.float64)[:, 0] @ o.T
+        n = norm(x, norms[0][layer])
+        logits = (n @ router[layer].astype(np.float64).T)[0]
+        p = np.exp(logits - logits.max())
+        p /= p.sum()
+        chosen = np.argsort(-p, kind="stable")[:used]
+        w = p[chosen] / (p[chosen].sum() if normalized else 1)
+        for e, weight in zip(chosen, w, strict=True):
+            g, u = gate[e] @ n[0], up[e] @ n[0]
+            x = x + weight * (down[e] @ (g / (1 + np.exp(-g)) * u))
+        if layer + 1 < len(layers):
+            qkv = norm(x, norms[1][layer + 1]) @ layers[layer + 1][4].T
+    return x, pages
+
+
+def stacked(parts_of_layers):
+    """Combinations of formats, and of each layer (combination, index)."""
+    kinds, where = {}, []
+    for parts in parts_of_layers:
+        of = kinds.setdefault(tuple(parts), len(kinds))
+        where.append((of, sum(1 for kind, _ in where if kind == of)))
+    return list(kinds), where
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: str(case[:7]))
+def test_layers_with_experts_in_one_launch_are_float64_s(case):
+    hidden, H, Hkv, E, used, ffn, normalized, formats, qkv_parts, blocks, keys, bits, rows = case
+    L, rng = len(formats), np.random.default_rng(hidden + blocks)
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    weights, where, formats_of = [], [], []
+    layers: list[list] = [[None] * 5 for _ in range(L)]
+    products = (
+        ([[(f[0], hidden)] for f in formats], H * D, 1, 0, (0,)),
+        ([[(f[1], ffn)] for f in formats], hidden, 2, E, (1, 2)),
+        ([[(f[2], hidden)] for f in formats], ffn, 1, E, (3,)),
+        (qkv_parts, hidden, 1, 0, (4,)),
+    )
+    for parts_of_layers, k, matrices, of_experts, places in products:
+        kinds, at = stacked(parts_of_layers)
+        combinations = []
+        for kind, parts in enumerate(kinds):
+            count = sum(of == kind for of, _ in at)
+            made = [
+                [
+                    drawn(f, (count * max(1, of_experts), n, k), 7 * i + m + 31 * kind + k, k**-0.5)
+                    for m in range(matrices)
+                ]
+                for i, (f, n) in enumerate(parts)
+            ]
+            combinations.append(tuple(tuple(w.tiled.fields for w in part) for part in made))
+            for layer, (of, index) in enumerate(at):
+                for m, place in enumerate(places):
+                    if of == kind:
+                        dense = [part[m].dense.reshape(count, -1, *part[m].dense.shape[1:]) for part in made]
+                        each = np.concatenate([w[index].astype(np.float64) for w in dense], axis=-2)
+                        layers[layer][place] = each if of_experts else each[0]
+        weights.append(tuple(combinations))
+        where.append(at)
+        formats_of.append(tuple(tuple(f for f, _ in parts) for parts in kinds))
+    router = draw(L, E, hidden) * hidden**-0.5 * 2
+    if rows == "twins":
+        router[:, 1::2] = router[:, ::2]  # one of a pair is the last that is used: the lower index
+    router *= rows != "zeros"
+    norms = tuple(1 + 0.1 * draw(L, hidden) for _ in range(2))
+    head_norms = tuple(1 + 0.1 * draw(L, D) for _ in range(2))
+    width = (H + 2 * Hkv) * D
+    bias = 0.3 * draw(L, width) if E == 8 else None
+    count = keys // PAGE_SIZE + 2
+    table = rng.permutation(count).reshape(1, count).astype(np.int32)
+    pages = tuple(pages_of("float16", draw(L, count, PAGE_SIZE, Hkv, D)) for _ in range(2))
+    positions = np.asarray([keys], np.int32)
+    angle = np.float32(positions[:, None, None] * 10000.0 ** (-np.arange(D // 2) / (D // 2)))
+    rotation = np.cos(angle), np.sin(angle)
+    qkv, x = draw(1, width), draw(1, hidden)
+    gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
+    with mock.patch.object(device, "default", lambda: gpu), lockstep():
+        got = experts_layers.experts_layers(
+            qkv, x, tuple(weights), np.asarray(where, np.int32), router, norms, head_norms, bias, *pages,
+            table, positions, tuple(r[:, 0] for r in rotation), formats_of=tuple(formats_of),
+            experts=experts_layers.Experts(E, used, normalized), eps=EPS, interleaved=False, bits=bits,
+        )  # fmt: skip
+    want = composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation)
+    limit = 2e-2 if bits == 8 else 3e-4
+    assert np.linalg.norm(got[0] - want[0]) < limit * np.linalg.norm(want[0])
+    for a, b in zip(got[1:], want[1], strict=True):
+        np.testing.assert_allclose(numbers_of(a), numbers_of(b), atol=5e-3 if bits == 16 else 0.1)
