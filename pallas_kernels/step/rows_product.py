@@ -45,7 +45,7 @@ class RowsProduct(abc.ABC):
     splits      parts of the columns: a block has one, and `columns` and `pairs` are of it. So all blocks read
                 as much less of what is passed on; their sums go to who adds them to the residual stream
     copies      of what is passed on, each for as many blocks: all want the same lines at once
-    most_tiles  of a round, of both matrices: so few have their sums in registers
+    most_tiles  of a round, of both matrices and each eight rows: so few have their sums in registers
     apart       words between rows' sums, so that rows that are stored together lie in other banks
     """
 
@@ -87,7 +87,8 @@ class RowsProduct(abc.ABC):
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory."""
         room = MOST_SUMS // (self.matrices * self.section_rows * self.sums_of_row)
-        most = min(self.tiles, room, self.most_tiles // self.matrices)
+        of_tile = self.matrices * -(-self.section_rows // WIDTH)
+        most = min(self.tiles, room, self.most_tiles // of_tile)
         return -(-self.tiles // -(-self.tiles // most))
 
     @property

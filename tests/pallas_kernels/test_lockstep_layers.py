@@ -64,6 +64,8 @@ CASES = [
     (2, 384, 2560, 4, 2, 9, [5, 300, 17, 2], 8, True, False, False),  # down in two splits
     # 8 rows: rounds of tiles, warps without a group
     (2, 640, 896, 4, 2, 16, [5, 9, 130, 20, -1, 2, 3, 4], 8, True, True, False),
+    # 9 rows together, down in two splits
+    (2, 384, 2560, 4, 2, 20, [5, 9, 300, 20, -1, 2, 3, 4, 17], 8, True, False, False),
     # 11 rows: eight and three, together, and behind the feed-forward one after the other
     (2, 384, 2176, 4, 2, 24, [5, 9, 40, 20, -1, 2, 3, 4, 17, 0, 16], 8, True, True, False),
 ]
