@@ -33,20 +33,20 @@ def models():
         yield load("auto"), load("reference")
 
 
-def log_p(model, tokens: np.ndarray) -> np.ndarray:
-    """[step, row, vocabulary] behind each token of rows that are read token by token."""
-    rows = tokens.shape[1]
-    cache, out = kv.empty(model.config, model.run, rows, CONTEXT), []
-    for of_step in tokens:
-        ones = jnp.ones(rows, jnp.int32)
-        scores, cache = jitted.extend(model.params, cache, jnp.array(of_step)[:, None], ones, model.config)
-        out.append(log_softmax(np.asarray(scores[:, 0])))
+def log_p(model, pieces, cache_dtype="float32") -> np.ndarray:
+    """[piece, row, vocabulary] behind each piece, int32 [rows, tokens], of those read in turn."""
+    rows, run = len(pieces[0]), dataclasses.replace(model.run, cache_dtype=cache_dtype)
+    cache, out = kv.empty(model.config, run, rows, CONTEXT), []
+    for piece in pieces:
+        lengths = jnp.full(rows, piece.shape[1], jnp.int32)
+        scores, cache = jitted.extend(model.params, cache, jnp.array(piece), lengths, model.config)
+        out.append(log_softmax(np.asarray(scores[:, -1])))
     return np.stack(out)
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    return np.random.default_rng(7).integers(0, 2000, (STEPS, MOST)).astype(np.int32)
+    return np.random.default_rng(7).integers(0, 2000, (STEPS, MOST, 1)).astype(np.int32)
 
 
 @pytest.fixture(scope="module")
@@ -61,4 +61,16 @@ def test_a_step_of_any_number_of_rows_is_its_definition(rows, models, tokens, wa
     p, q = want[:, :rows], log_p(kernels, tokens[:, :rows])
     kl = (np.exp(p) * (p - q)).sum(-1)
     print(f"{rows} rows: KL {kl.mean():.2e}, of a row at most {kl.max():.2e}")
+    assert 0 < kl.max() < KL
+
+
+@pytest.mark.parametrize("keys", [5, 150, 400])
+@pytest.mark.parametrize("rows", [1, 4, 8, 16])
+def test_a_step_reads_keys_of_16_bits(rows, keys, models):
+    """The default cache, whose keys one launch copies to shared memory: of one split, and of several."""
+    prompt = np.random.default_rng(keys).integers(0, 2000, (rows, keys + STEPS)).astype(np.int32)
+    pieces = [prompt[:, :keys], *np.split(prompt[:, keys:], STEPS, axis=1)]
+    q, p = (log_p(model, pieces, "float16")[1:] for model in models)
+    kl = (np.exp(p) * (p - q)).sum(-1)
+    print(f"{rows} rows, {keys} keys: KL {kl.mean():.2e}, of a row at most {kl.max():.2e}")
     assert 0 < kl.max() < KL
