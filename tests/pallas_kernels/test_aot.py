@@ -42,11 +42,12 @@ from pallas_kernels.matmul.kq_decode import kq_decode
 from pallas_kernels.matmul.kq_dequantize import kq_dequantize
 from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
 from pallas_kernels.matmul.q1_prefill_sm90 import q1_prefill_sm90
+from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import tile
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
-from pallas_kernels.selection import Matmul, choose
+from pallas_kernels.selection import choose
 from pallas_kernels.step import experts_layers, layer_products
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from tests.pallas_kernels.aot import OTHERS, TARGETS, Compilers, compile_for_gpu, for_target
