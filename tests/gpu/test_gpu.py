@@ -1,6 +1,6 @@
 """On a GPU, without gguf, xllamacpp or uv: kept oracle values, and the device-independent tests once more.
 
-PYTHONPATH=. python -m pytest -m gpu
+PYTHONPATH=. python -m pytest -o addopts= -m gpu
 """
 
 import functools

@@ -1,7 +1,7 @@
 """What only Bonsai 27B and Bonsai 2 have, on a GPU: the gated delta net's kernels and the rotation of folded
 weights' inputs, against numpy's float64 and through a model.
 
-PYTHONPATH=. python -m pytest -m gpu tests/gpu/test_gpu_delta.py
+PYTHONPATH=. python -m pytest -o addopts= -m gpu tests/gpu/test_gpu_delta.py
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """The integer tensor-core kernel on a GPU: every format that has it, against float64 on its own codes.
 
-PYTHONPATH=. python -m pytest -m gpu tests/gpu/test_gpu_int.py
+PYTHONPATH=. python -m pytest -o addopts= -m gpu tests/gpu/test_gpu_int.py
 """
 
 import dataclasses
