@@ -105,7 +105,7 @@ def explain_weights(
     if decoded and without == NEEDS_LLVM:
         packed = held_bytes(checkpoint, config, dataclasses.replace(run, weights="packed")) / parts
         without = f"{without}, with which weights are {packed / 1e9:.2f} GB, as in the file"
-    later = f"comes later: {without}" if decoded else "the first that can run it"
+    later = f"comes later: {without}" if decoded else "as they lie in the file"
     return [Verdict("decoded", decoded, reason), Verdict("packed", not decoded, later)]
 
 

@@ -24,6 +24,7 @@ from bonsai_jax import plan as planning
 from bonsai_jax import sampling as sampling_arrays
 from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
 from bonsai_jax.params import Params
+from bonsai_jax.specs import check_formats
 from bonsai_jax.tokenizer import Tokenizer
 from checkpoints import Checkpoint, open_checkpoint
 
@@ -139,7 +140,8 @@ def load_plan(
 
 def resolve(run: RunConfig, checkpoint: Checkpoint, config: ModelConfig, parts: int = 1) -> RunConfig:
     """The same RunConfig with every default filled in for this model and device, or for each of `parts`
-    devices that share the weights."""
+    devices that share the weights. Errors as for `load`."""
+    check_formats(checkpoint, config)
     on_cpu = jax.default_backend() == "cpu"
     context = run.context or min(config.context_length, DEFAULT_CONTEXT)
     if context > config.context_length:

@@ -69,11 +69,13 @@ class Matrix:
     fields    of Spec
     problem   what the choice of its kernels depends on
     products  the kernels chosen
+    experts   of how many experts there is one in each layer; 0: it is one matrix
     """
 
     fields: tuple[str, ...]
     problem: problems.Matmul
     products: Products
+    experts: int = 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -149,7 +151,7 @@ class LoadPlan:
         for stack in self.stacks:
             for part, matrices in enumerate(stack.parts):
                 for matrix in matrices:
-                    yield matrix, len(stack.layers(part)) * max(1, stack.members[0][0].experts)
+                    yield matrix, len(stack.layers(part)) * max(1, matrix.experts)
 
 
 def plan(
@@ -351,7 +353,7 @@ def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
         mixed=mixed,
     )
     fields = tuple(member.field for member in members)
-    return Matrix(fields, problem, selection.products(problem, run.impl))
+    return Matrix(fields, problem, selection.products(problem, run.impl), members[0].experts)
 
 
 def _step_problem(stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool) -> problems.Step:

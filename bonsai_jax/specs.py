@@ -53,12 +53,22 @@ class Spec:
         return self.gguf if naming == "gguf" else self.huggingface
 
 
+def check_formats(checkpoint: Checkpoint, config: ModelConfig) -> None:
+    """Raises NotImplementedError for a tensor whose format has no file in pallas_kernels/formats."""
+    known = formats.names()
+    for name, t in checkpoint.tensors.items():
+        if t.format not in known and not name.startswith(config.aside):
+            raise NotImplementedError(
+                f"{checkpoint.source}: tensor {name}: format {t.format!r} is not supported; "
+                f"supported: {', '.join(known)}"
+            )
+
+
 def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, list[Source]]:
     """Each spec's tensors, one per layer where it has layers; none for an absent optional one. Strict both
     ways.
 
-    Raises CheckpointError for a tensor that is missing, has another shape, or has no place, and ValueError
-    for a format that is not known."""
+    Raises CheckpointError for a tensor that is missing, has another shape, or has no place."""
     found, aside = {}, (*config.aside, *([config.draft] if config.draft else []))
     unused: dict[str, Source] = {
         name.replace(OF_MANY_MODES, "model.", 1) if name.startswith(OF_MANY_MODES) else name: t
@@ -90,7 +100,6 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
                     f"{checkpoint.source}: tensor {n} has shape {unused[n].shape}; "
                     f"the metadata asks for {shape} ({', '.join(spec.shape)})"
                 )
-            formats.get(unused[n].format)
         found[spec] = [unused.pop(n) for n in names]
     if unused:
         listed = ", ".join(list(unused)[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")

@@ -38,6 +38,11 @@ def top_kl(top_ids: np.ndarray, top_logprobs: np.ndarray, log_p: np.ndarray) -> 
     return (p * np.log(p / q)).sum(1) + rest_p * np.log(rest_p / rest_q)
 
 
+def divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
+    """KL(p || q) of each place, [...], of log-probabilities [..., vocab]."""
+    return (np.exp(log_p) * (log_p - log_q)).sum(-1)
+
+
 def log_softmax(logits: np.ndarray) -> np.ndarray:
     """In float64, along the last axis."""
     x = logits.astype(np.float64)

@@ -46,7 +46,10 @@ def config_of(checkpoint: Checkpoint) -> ModelConfig:
         raise CheckpointError(
             f"{checkpoint.source}: {key} is {name!r}; it must name the model's architecture"
         )
-    module = get(name)
+    try:
+        module = get(name)
+    except NotImplementedError as error:
+        raise NotImplementedError(f"{checkpoint.source}: {error}") from error
     read = module.config_from_gguf if checkpoint.naming == "gguf" else module.config_from_huggingface
     try:
         return read(checkpoint.metadata, checkpoint.tensors)

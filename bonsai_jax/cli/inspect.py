@@ -71,9 +71,10 @@ def command(
     for verdict in stored:
         print(f"weights {'->' if verdict['taken'] else '  '} {verdict['kernel']}: {verdict['reason']}")
     print()
+    print(f"kernels by rows of activations; prefill: {ROWS['prefill']}; one name: for any number of rows")
     print(options.table([_one_line(entry) for entry in chosen]), end="\n\n")
-    for kernel, reason in dict.fromkeys(item for entry in chosen for item in entry["not"].items()):
-        print(f"not {kernel}: {reason}")
+    for op, reason, kernels in _refused(chosen):
+        print(f"{op} not by {', '.join(kernels)}: {reason}")
     for entry in sizes:
         says = ", ".join(f"{name} {value}" for name, value in entry["settings"].items()) or "its own plan"
         says = says if entry["refused"] is None else f"not used: {entry['refused']}"
@@ -175,38 +176,46 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     those before it in the order of preference were not taken."""
     from bonsai_jax.plan import attention_problems, delta_problems
     from pallas_kernels import problems, selection
+    from pallas_kernels.experts.groups import kernel_of
 
-    def entry(what: str, problem: problems.Problem, times: int, rows_impls: dict[str, tuple[int, str]]):
+    def entry(what: str, times: int, asked: dict[str, tuple[problems.Problem, int, str]]):
         kernels, reasons = {}, {}
-        for name, (rows, impl) in rows_impls.items():
+        for name, (problem, rows, impl) in asked.items():
             for verdict in selection.explain(problem, rows, impl):
                 if verdict.taken:
                     kernels[name] = verdict.kernel + verdict.reason.removeprefix(selection.FIRST)
                     break
                 if not verdict.reason.startswith("is for "):
-                    reasons[verdict.kernel] = verdict.reason
+                    reasons.setdefault(verdict.kernel, verdict.reason)
+        (problem, *_), *_ = asked.values()
         return {"what": what, "problem": str(problem), "times": times, "kernels": kernels, "not": reasons}
 
-    counts: Counter = Counter()
-    for matrix, layers in plan.each():
-        counts[" ".join(matrix.fields), matrix.problem] += layers
-    rows = {name: (count, run.impl) for name, count in ROWS.items()}
-    found = [entry(what, problem, times, rows) for (what, problem), times in counts.items()]
-    decode, prefill = attention_problems(config, run)
+    matrices: Counter = Counter()
+    for matrix, times in plan.each():
+        matrices[matrix] += times
+    has_head, found = any(matrix.fields == ("head",) for matrix in matrices), []
+    for matrix, times in matrices.items():
+        asked = {name: (matrix.problem, rows, run.impl) for name, rows in ROWS.items()}
+        found.append(entry(" ".join(matrix.fields), times, asked))
+        if has_head and matrix.fields == ("embed",):
+            found[-1] |= {"kernels": {"any": "look-up of rows"}, "not": {}}
+        if matrix.experts:
+            found[-1]["kernels"] = {name: kernel_of(matrix.products, rows) for name, rows in ROWS.items()}
     of_many = "reference" if run.impl == "reference" else "auto"
     layers = len(config.layers_of("attention"))
-    found.append(entry("attention", decode, layers, {"decode": (1, run.impl)}))
-    found.append(entry("attention", prefill, layers, {"prefill": (1, of_many)}))
+    for problem, impl in zip(attention_problems(config, run), (run.impl, of_many), strict=True):
+        found.append(entry("attention", layers, {problem.phase: (problem, 1, impl)}))
     if config.delta is not None:
         layers = len(config.layers_of("delta"))
         for problem in delta_problems(config.delta):
-            found.append(entry("delta net", problem, layers, {problem.phase: (1, of_many)}))
-    step = entry("decode step", plan.problem, 1, {"1 row": (1, run.schedule)})
-    if plan.step.schedules:
-        step["kernels"] = {f"to {rows} rows": schedule for rows, schedule in plan.step.schedules}
-        step["kernels"]["more"] = "launches"
-    draw = problems.Sampling(decode.platform, config.vocab_size)
-    return [*found, step, entry("sampling", draw, 1, {"any": (1, run.impl)})]
+            found.append(entry("delta net", layers, {problem.phase: (problem, 1, of_many)}))
+    of_rows = {n: dataclasses.replace(plan.problem, rows=n) for n in ROWS.values()}
+    step = entry("decode step", 1, {f"{n} rows": (of, 1, run.schedule) for n, of in of_rows.items()})
+    schedules = [(rows, schedule) for rows, schedule in plan.step.schedules]
+    step["kernels"] = {"1 row" if rows == 1 else f"to {rows} rows": schedule for rows, schedule in schedules}
+    step["kernels"]["more" if schedules else "any"] = "launches"
+    draw = problems.Sampling(plan.problem.platform, config.vocab_size)
+    return [*found, step, entry("sampling", 1, {"any": (draw, 1, run.impl)})]
 
 
 def _one_line(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -216,6 +225,16 @@ def _one_line(entry: dict[str, Any]) -> tuple[str, ...]:
     said = "; ".join(f"{rows}: {kernel}" for rows, kernel in by_kernel)
     said = said if len(by_kernel) > 1 else by_kernel[0][1]
     return entry["what"], entry["problem"], f"x {entry['times']}", said
+
+
+def _refused(chosen: list[dict[str, Any]]) -> list[tuple[str, str, list[str]]]:
+    """(op, reason, kernels that for this reason do not run it), each once."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for entry in chosen:
+        op = "matmul" if entry["problem"].startswith("matmul") else entry["what"]
+        for kernel, reason in entry["not"].items():
+            found.setdefault((op, reason), {})[kernel] = None
+    return [(op, reason, list(kernels)) for (op, reason), kernels in found.items()]
 
 
 def _tuned(checkpoint: "Checkpoint") -> list[dict[str, Any]]:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import device
 from pallas_kernels.matmul.execute import differentiated, product
-from pallas_kernels.qtensor import LayerStack, QTensor, leaves
+from pallas_kernels.qtensor import LayerStack, Products, QTensor, leaves
 
 MOST_ROWS = 256  # of a tile
 FEW_ROWS = 16  # that a tile of kq_experts may have
@@ -35,6 +35,14 @@ class Tiles(NamedTuple):
     expert: jax.Array
     pairs: jax.Array
     places: jax.Array
+
+
+def kernel_of(products: Products, tokens: int) -> str:
+    """What multiplies so many tokens with their experts: "grouped" or "kq_experts", all tiles in one launch;
+    else the kernel that multiplies a tile."""
+    if products.of(1) != "kq_decode":
+        return products.of(tokens)
+    return "grouped" if device.platform() == "sm_90" and tokens > FEW_ROWS else "kq_experts"
 
 
 def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Array:
@@ -63,9 +71,10 @@ def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array
     rows."""
     where = [w.where if isinstance(w, LayerStack) else None for w in stacks[:2]]
     formats = [[part.format for part in leaves(w)] for w in stacks[:2]]
-    by_kernels = device.platform() == "sm_90" and all(_in_one_launch(w) for w in leaves(stacks))
+    matrices, tokens = leaves(stacks), x.size // x.shape[-1]
+    by_kernels = all(_in_one_launch(w) and kernel_of(w.products, tokens) == "grouped" for w in matrices)
     alike = where[0] == where[1] and formats[0] == formats[1]
-    if not (by_kernels and alike and x.size // x.shape[-1] > FEW_ROWS):
+    if not (by_kernels and alike):
         return None
     from pallas_kernels.experts import grouped  # only GPUs need it
 

@@ -12,7 +12,7 @@ from bonsai_jax import bench, card, decoding, params, profile
 from bonsai_jax import cache as kv
 from bonsai_jax.plan import StepPlan
 from checkpoints import open_checkpoint
-from pallas_kernels import Products, QTensor
+from pallas_kernels import Products, QTensor, device
 from tests.bonsai_jax.command_line import TINY, run, tiny
 from tests.bonsai_jax.vocabularies import byte_level_metadata, write_model
 
@@ -43,8 +43,22 @@ def test_inspect_reads_no_weights(monkeypatch):
     assert ["KV", "bytes", "per", "token", "294,912"] in lines  # float32: twice FACTS' bfloat16
     assert ["qwen3.block_count", "36"] in lines
     assert ["wq", "wk", "wv", "matmul", "q1_0", "6144", "x", "4096", "on", "cpu", "x", "36", "cpu"] in lines
-    assert "not q1_decode_b1: needs an NVIDIA GPU of compute capability 8.0 or newer" in done.stdout
+    refused = (
+        "matmul not by q1_decode_s8, q1_decode_b1, kq_decode: needs an NVIDIA GPU of compute capability 8.0"
+    )
+    assert refused in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 140
+
+
+def test_inspect_names_the_kernels_of_experts_and_why_a_step_of_more_rows_is_not_one_launch(monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    done = run("inspect", "synth:tiny-qwen3moe:q4_k", "--weights", "packed")
+    lines = {line.split()[0]: line for line in done.stdout.splitlines() if " on sm_90 " in line}
+    assert lines["expert_gate"].endswith("1 row, 8 rows: kq_experts; 64 rows, prefill: grouped")
+    assert lines["embed"].endswith("look-up of rows")
+    assert lines["decode"].endswith("1 row: one_launch; more: launches")
+    refused = "decode step not by one_launch: with experts it is for one row: 8 have experts of their own"
+    assert refused in done.stdout.splitlines()
 
 
 def test_inspect_says_that_a_cache_of_bytes_is_half_of_float16s():
@@ -70,7 +84,7 @@ def test_inspect_json_has_the_same_figures():
     assert kernels["matmul q1_0 12288 x 4096"] == of_rows
     assert kernels["decode attention 32 x 8 x 128, float32 cache"] == {"decode": "cpu"}
     assert kernels["prefill attention 32 x 8 x 128, float32 cache"] == {"prefill": "reference"}
-    assert kernels["decode step, rows: 1, 4096 wide, feed-forward 12288"] == {"1 row": "launches"}
+    assert kernels["decode step, rows: 1, 4096 wide, feed-forward 12288"] == {"any": "launches"}
 
 
 def test_inspect_json_has_values_and_not_their_text(tmp_path):

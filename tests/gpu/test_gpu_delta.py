@@ -1,7 +1,7 @@
 """What only Bonsai 27B and Bonsai 2 have, on a GPU: the gated delta net's kernels and the rotation of folded
 weights' inputs, against numpy's float64 and through a model.
 
-PYTHONPATH=. python -m pytest -m gpu tests/gpu/test_gpu_delta.py
+PYTHONPATH=. python -m pytest -o addopts= -m gpu tests/gpu/test_gpu_delta.py
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from checkpoints import synth
 from pallas_kernels import Rotation
 from pallas_kernels.delta import delta_net
 from pallas_kernels.matmul.activations_rotated import activations_rotated
-from tests.agreement import log_softmax
+from tests.agreement import divergence, log_softmax
+from tests.gpu.steps import kl_of_schedules
 from tests.pallas_kernels.stacks import sylvester
 from tests.pallas_kernels.test_gemm import in_group_order
 from tests.pallas_kernels.test_lockstep_delta import EPS, TF32, check, of_float64, problem
@@ -61,8 +62,7 @@ def test_a_model_of_both_kinds_of_layers_is_near_its_definition():
         tokens, lengths = jnp.array([piece], jnp.int32), jnp.array([len(piece)], jnp.int32)
         out, cache = jitted.extend(fast.params, cache, tokens, lengths, fast.config)
         got.append(np.asarray(out[0]))
-    p, q = log_softmax(want), log_softmax(np.concatenate(got))
-    kl = (np.exp(p) * (p - q)).sum(-1)
+    kl = divergence(log_softmax(want), log_softmax(np.concatenate(got)))
     print(f"KL of prefill {kl[:200].mean():.1e}, of steps {kl[200:].mean():.1e}")
     assert kl.mean() < 1e-5
 
@@ -102,17 +102,8 @@ def folded(monkeypatch):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_a_step_of_two_launches_a_layer_is_that_of_launches(folded, rows):
     """Both kinds of layers, folded: but for 22 bits of mantissa between blocks."""
-    ids = jnp.asarray(np.random.default_rng(7).integers(0, 256, (rows, 8)), jnp.int32)
-    scores = {}
-    for schedule in ("launches", "layer_products"):
-        model = folded(cache_dtype="float32", activation_bits=16, schedule=schedule)
-        assert model.params.step.schedule(rows) == schedule
-        cache, lengths = bj.new_cache(model, rows, 64), jnp.ones(rows, jnp.int32)
-        for i in range(8):
-            out, cache = jitted.extend(model.params, cache, ids[:, i : i + 1], lengths, model.config)
-        scores[schedule] = log_softmax(np.asarray(out[:, 0]))
-    p, q = scores.values()
-    kl = (np.exp(p) * (p - q)).sum(-1).max()
+    ids = np.random.default_rng(7).integers(0, 256, (rows, 8))
+    kl = kl_of_schedules(folded, "layer_products", ids)[:, -1].max()
     print(f"{rows} rows: KL {kl:.1e}")
     assert kl < 1e-6
 
@@ -122,7 +113,6 @@ def test_a_folded_model_reads_a_prompt_as_its_definition(folded):
     fast, exact = (folded(impl=impl) for impl in ("auto", "reference"))
     assert fast.params.layers.w_down.parts[0].rotation.block == 128
     ids = np.random.default_rng(3).integers(0, 300, 64).tolist()
-    p, q = (log_softmax(bj.logits(model, ids)) for model in (exact, fast))
-    kl = (np.exp(p) * (p - q)).sum(-1)
+    kl = divergence(*(log_softmax(bj.logits(model, ids)) for model in (exact, fast)))
     print(f"KL {kl.mean():.1e}")
     assert kl.mean() < 1e-4

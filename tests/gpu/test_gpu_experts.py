@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import cache as kv
-from bonsai_jax import jitted
 from pallas_kernels import QTensor, experts_ffn, for_device, formats
+from tests.agreement import divergence
+from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 
 pytestmark = pytest.mark.gpu
 
@@ -54,28 +54,13 @@ def test_experts_by_kernels_are_the_reference(format, how):
             assert np.linalg.norm(got - want) < 2e-3 * np.linalg.norm(want), (format, rows)
 
 
-def log_p_of_steps(model, ids) -> np.ndarray:
-    """[rows, tokens, V], each token read by a decode step."""
-    cache, lengths, out = kv.empty(model.config, model.run, *ids.shape), jnp.ones(len(ids), jnp.int32), []
-    for i in range(ids.shape[1]):
-        scores, cache = jitted.extend(model.params, cache, ids[:, i : i + 1], lengths, model.config)
-        out.append(np.asarray(jax.nn.log_softmax(scores[:, 0])))
-    return np.stack(out, axis=1)
-
-
 @pytest.mark.parametrize("format", ["q4_k_m", "q8_0"])
 def test_the_one_launch_is_the_step_by_launches(format):
     """But for 22 bits of mantissa between blocks; 300 tokens, so that attention has several splits. A router
     with two experts that are nearly as likely may take the other one: the median is of all tokens."""
-    ids = jnp.asarray(np.random.default_rng(7).integers(0, 256, (1, 300)), jnp.int32)
-    scores = {}
-    for schedule in ("launches", "one_launch"):
-        run = bj.RunConfig(cache_dtype="float32", activation_bits=16, schedule=schedule)
-        model = bj.load(f"synth:tiny-qwen3moe:{format}", run)
-        assert model.params.step.schedule(1) == schedule
-        scores[schedule] = log_p_of_steps(model, ids)[0]
-    p, q = scores.values()
-    kl = (np.exp(p) * (p - q)).sum(-1)
+    ids = np.random.default_rng(7).integers(0, 256, (1, 300))
+    load = lambda **options: bj.load(f"synth:tiny-qwen3moe:{format}", bj.RunConfig(**options))  # noqa: E731
+    kl = kl_of_schedules(load, "one_launch", ids)
     print(f"{format}: KL {np.median(kl):.1e}, at most {kl.max():.1e}")
     assert np.median(kl) < 1e-6 and kl.mean() < 1e-4
 
@@ -83,12 +68,12 @@ def test_the_one_launch_is_the_step_by_launches(format):
 @pytest.mark.parametrize("rows", [2, 3, 16])
 def test_rows_of_a_step_have_experts_of_their_own(rows):
     """Each row's distributions are the reference's."""
-    ids = jnp.asarray(np.random.default_rng(rows).integers(0, 256, (rows, 6)), jnp.int32)
+    ids = np.random.default_rng(rows).integers(0, 256, (rows, 6))
     scores = []
     for impl in ("auto", "reference"):
         run = bj.RunConfig(cache_dtype="float32", activation_bits=16, impl=impl)
         scores.append(log_p_of_steps(bj.load("synth:tiny-qwen3moe:q4_k_m", run), ids))
-    p, q = scores
-    kl = (np.exp(q) * (q - p)).sum(-1)
+    kernels, reference = scores
+    kl = divergence(reference, kernels)
     print(f"{rows} rows: KL {np.median(kl):.1e}, at most {kl.max():.1e}")
     assert np.median(kl) < 1e-6 and kl.mean() < 1e-4

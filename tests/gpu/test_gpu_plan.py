@@ -20,12 +20,15 @@ import bonsai_jax as bj
 from bonsai_jax import decoding, model as loading
 from checkpoints import open_checkpoint
 from pallas_kernels import selection
+from pallas_kernels.experts.groups import kernel_of
 
 source, rows, tokens, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 model = bj.load(source, bj.RunConfig(schedule="launches", context=1024))
 checkpoint = open_checkpoint(source)
 plan = loading.load_plan(checkpoint, model.config, model.run)
-per_layer = {m.products.of(rows * tokens) for m, _ in plan.each() if m.fields[0] not in ("embed", "head")}
+of_layers = [m for m, _ in plan.each() if m.fields[0] not in ("embed", "head")]
+per_layer = {m.products.of(rows * tokens) for m in of_layers if not m.experts}
+of_experts = {kernel_of(m.products, rows * tokens) for m in of_layers if m.experts}
 of_head = {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "head"}
 of_head = of_head or {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "embed"}
 state = bj.new_state(model, rows, 1024, bj.SamplingParams(temperature=0.0), 64)
@@ -46,7 +49,7 @@ for plane in jax.profiler.ProfileData.from_file(file).planes:
     if "GPU" in plane.name:
         names |= {event.name for line in plane.lines for event in line.events}
 every = {name for of in selection.CANDIDATES.values() for name, c in of.items() if c.pallas} - {"launches"}
-planned = sorted((per_layer | of_head) & every)
+planned = sorted((per_layer | of_head) & every | of_experts)
 print(json.dumps({"planned": planned, "attention": attends, "names": sorted(names)}))
 """
 
@@ -66,9 +69,20 @@ def seen(source: str, rows: int, tokens: int, folder: Path) -> dict:
 @pytest.mark.parametrize("format", ["q1_0", "q4_k_m", "q8_0"])
 def test_a_profiler_sees_the_kernels_of_the_plan(format, rows, tokens, tmp_path):
     found = seen(f"synth:tiny-llama:{format}", rows, tokens, tmp_path)
-    products = {"q1_decode_b1", "q1_decode_s8", "q1_prefill_sm90", "kq_decode", "kq_prefill_sm90"}
-    ran = {kernel for kernel in products if any(name.startswith(kernel) for name in found["names"])}
-    print(found["planned"], found["attention"], sorted(ran))
-    assert ran == set(found["planned"])
+    check_products(found)
     attention = {"decode": "decode_attention"}.get(found["attention"], found["attention"])
     assert any(name.startswith(attention) for name in found["names"]), found["names"]
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (64, 1), (1, 512)])
+def test_a_profiler_sees_the_kernels_of_experts(rows, tokens, tmp_path):
+    check_products(seen("synth:tiny-qwen3moe:q4_k", rows, tokens, tmp_path))
+
+
+def check_products(found: dict):
+    products = {"q1_decode_b1", "q1_decode_s8", "q1_prefill_sm90"}
+    products |= {"kq_decode", "kq_prefill_sm90", "kq_experts"}
+    ran = {kernel for kernel in products if any(name.startswith(kernel) for name in found["names"])}
+    ran |= {"grouped"} if any(name.startswith("expert_places") for name in found["names"]) else set()
+    print(found["planned"], found["attention"], sorted(ran))
+    assert ran == set(found["planned"])

@@ -1,20 +1,15 @@
 """Which kernel runs what: the whole list of what falls back to the reference on a GPU, kept here with the
-reasons, and load plans against what is loaded."""
+reasons."""
 
 import dataclasses
 
-import jax
 import pytest
 
-import bonsai_jax as bj
-from bonsai_jax import architectures, model
-from bonsai_jax.params import Params
+from bonsai_jax import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
-from pallas_kernels.qtensor import leaves
 from pallas_kernels.selection import choose, explain, products
-from pallas_kernels.step import decode_layers
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MODELS = (
@@ -40,19 +35,6 @@ FALLS_BACK = {
        for format in WITHOUT_KERNEL},
     ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64, 128 and 256",
 }  # fmt: skip
-
-
-def planned(source: str, monkeypatch, platform="sm_90", **run):
-    """(checkpoint, config, run, plan) as on a GPU of this compute capability."""
-    monkeypatch.setattr(device, "default", lambda: device.GPUS[platform])
-    checkpoint = open_checkpoint(source)
-    config = architectures.config_of(checkpoint)
-    resolved = model.resolve(bj.RunConfig(weights="packed", **run), checkpoint, config)
-    return checkpoint, config, resolved, model.load_plan(checkpoint, config, resolved)
-
-
-def loaded(checkpoint, config, run) -> Params:
-    return jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
 
 
 def problems(platform: str):
@@ -285,20 +267,6 @@ def test_products_between_attentions_that_do_not_fit_one_launch_are_refused(chan
         choose(problem, impl="layer_products")
 
 
-@pytest.mark.parametrize(
-    ("source", "schedules"),
-    [
-        ("synth:bonsai-2-27b:ptq1_0", ["layer_products", "launches"]),  # two rows: 34 chunks to rotate
-        ("synth:bonsai-27b:q4_k", ["layer_products", "layer_products"]),
-        ("synth:bonsai-27b:q1_0", ["launches", "launches"]),
-    ],
-)
-def test_layers_with_a_delta_net_are_two_launches_too(source, schedules, monkeypatch):
-    *_, plan = planned(source, monkeypatch)
-    assert [plan.step.schedule(rows) for rows in (1, 2)] == schedules
-    assert plan.problem.widths == (6144,) * 64 and not plan.problem.plain
-
-
 MOE_STEP = dataclasses.replace(
     STEP,
     hidden=2048,
@@ -364,59 +332,3 @@ def test_naming_what_cannot_run_is_an_error_with_the_reason():
 def test_it_is_explained_how_cublas_gets_at_the_weights(format, platform, how):
     (taken,) = (v for v in explain(Matmul(platform, format, 4096, 4096), rows=64) if v.taken)
     assert (taken.kernel, taken.reason) == ("cublas", f"{selection.FIRST}: {how}")
-
-
-@pytest.mark.parametrize("format", ["q1_0", "q4_k", "q4_k_m", "q8_0", "f16"])
-@pytest.mark.parametrize("name", ["bonsai-1.7b", "tiny-qwen2", "tiny-llama"])
-def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
-    checkpoint, config, run, plan = planned(f"synth:{name}:{format}", monkeypatch)
-    params = loaded(checkpoint, config, run)
-    assert params.step == plan.step
-    stacks = [*params.layers.wqkv, *(getattr(params.layers, f) for f in ("wo", "w_gate", "w_up", "w_down"))]
-    want = [m for stack in plan.stacks for part in stack.parts for m in part]
-    got = [w for stack in stacks for w in leaves(stack)]
-    described = lambda ws: sorted((w.shape, str(w.products)) for w in ws)  # noqa: E731
-    assert described(got) == described(want)
-    assert [w.tiled for w in got] == [w.products.tiled for w in got]
-    mixed = {m.problem.mixed for m in want}
-    assert mixed == ({True, False} if format == "q4_k_m" else {False})
-    if (name, format) == ("bonsai-1.7b", "q1_0"):
-        assert plan.step.schedule(1) == "one_launch"
-        *_, by_launches = planned(f"synth:{name}:{format}", monkeypatch, schedule="launches")
-        assert by_launches.step.schedule(1) == "launches" and by_launches.step.unrolled
-
-
-@pytest.mark.parametrize("name", ["bonsai-8b", "bonsai-4b", "bonsai-1.7b"])
-def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch):
-    *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
-    of_rows = [plan.step.schedule(rows) for rows in (1, 16, 17, 256, 257)]
-    assert of_rows == ["one_launch"] * 2 + ["layer_gemms"] * 2 + ["launches"]
-    room = decode_layers.Shapes.refuses
-    monkeypatch.setattr(
-        decode_layers.Shapes, "refuses", lambda self: "no room" if self.rows > 4 else room(self)
-    )
-    *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
-    of_rows = [plan.step.schedule(rows) for rows in (4, 5, 8, 9)]
-    assert of_rows == ["one_launch", "launches", "launches", "layer_gemms"]
-    monkeypatch.setattr(decode_layers.Shapes, "refuses", room)
-    *_, plan = planned(f"synth:{name}:q1_0", monkeypatch, activation_bits=16)
-    assert [plan.step.schedule(rows) for rows in (1, 2)] == ["one_launch", "launches"]
-
-
-def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
-    """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
-    *args, _ = planned("synth:tiny-llama:q4_k_m", monkeypatch)
-    layers = loaded(*args).layers
-    for stack in (*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down):
-        held = leaves(stack)
-        assert {w.products.of(512) for w in held} == {"kq_prefill_sm90" if len(held) == 1 else "cublas"}
-    assert len(leaves(layers.w_down)) == 2 and len(leaves(layers.w_gate)) == 1
-
-
-@pytest.mark.parametrize("format", formats.names())
-def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
-    *args, _ = planned(f"synth:tiny-qwen3:{format}", monkeypatch)
-    params = loaded(*args)
-    matrices = [params.embed, *params.layers.wqkv[0].parts, *params.layers.w_down.parts]
-    assert {w.tiled for w in matrices} == {format not in WITHOUT_KERNEL}
-    assert bj.cache.empty(args[1], args[2], 1, 64).impl == "decode"

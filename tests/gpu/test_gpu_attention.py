@@ -1,0 +1,140 @@
+"""Attention's kernels on a GPU, of one query a row and of many, against the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import (
+    attend,
+    cache_layouts,
+    device,
+    problems,
+    selection,
+)
+from tests.pallas_kernels.test_cache_layouts import ROUNDING
+
+pytestmark = pytest.mark.gpu
+
+# Layouts whose pages tensor cores multiply as they lie.
+AS_THEY_LIE = [n for n in cache_layouts.names() if n == cache_layouts.get(n).PREFILL]
+
+
+@pytest.mark.parametrize(
+    ("H", "Hkv", "D", "B", "pages", "interleaved", "normed"),
+    [
+        (32, 8, 128, 1, 3, False, True),
+        (32, 8, 128, 1, 40, False, True),
+        (16, 8, 128, 8, 5, False, True),
+        (9, 3, 64, 2, 20, True, False),
+        (14, 2, 64, 3, 9, False, False),
+        (32, 8, 128, 33, 5, False, True),  # more rows than blocks at once: teams of four warps
+        (16, 8, 128, 131, 3, False, True),  # and of one
+        (24, 4, 256, 1, 40, False, True),  # the widest heads have gates, and only a part of them is turned
+        (6, 1, 256, 3, 5, False, True),
+    ],
+)
+@pytest.mark.parametrize("layout", cache_layouts.names())
+def test_the_attention_kernel_is_the_reference(layout, H, Hkv, D, B, pages, interleaved, normed):
+    rng = np.random.default_rng(D + H + pages)
+    L, page_size, layer, gated = 2, 64, 1, D == 256
+    pairs = 32 if gated else D // 2
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    qkv = draw(B, 1, ((1 + gated) * H + 2 * Hkv) * D)
+    empty = cache_layouts.empty(layout, (L, B * pages, page_size, Hkv, D))
+    k_pages, v_pages = (cache_layouts.write(empty, draw(*cache_layouts.shape(empty)), ()) for _ in range(2))
+    table = jnp.asarray(rng.permutation(B * pages).reshape(B, pages), jnp.int32)
+    positions = rng.integers(0, pages * page_size, B)
+    positions[0] = pages * page_size - 1
+    if B > 1:
+        positions[1] = 0  # the first token of all
+    if B > 2:
+        positions[2] = -1  # a row that has ended
+    angle = jnp.asarray(positions[:, None, None] * 10000.0 ** (-np.arange(pairs) / pairs), jnp.float32)
+    rest = {
+        "rotation": (jnp.cos(angle), jnp.sin(angle)),
+        "interleaved": interleaved,
+        "norms": (1 + 0.1 * draw(L, D), 1 + 0.1 * draw(L, D)) if normed else (None, None),
+        "eps": 1e-6,
+        "num_keys": pages * page_size,
+        "gated": gated,
+    }
+    positions = jnp.asarray(positions[:, None], jnp.int32)
+    args = (qkv, k_pages, v_pages, table, positions)
+    want = jax.jit(lambda *a: attend(*a, layer, **rest))(*args)
+    runs = [jax.jit(lambda *a: attend(*a, layer, **rest, impl="decode"))(*args) for _ in range(2)]
+    for got in runs:
+        np.testing.assert_allclose(got[0], want[0], atol=max(3e-5, 1.28 * ROUNDING[layout]), rtol=1e-5)
+        for pages_got, pages_want in zip(got[1:3], want[1:3], strict=True):
+            a, b = (cache_layouts.read(pages, ()) for pages in (pages_got, pages_want))
+            # By one ulp, of numbers below 4; of bytes by one step of a head's largest, below 8.
+            assert jnp.abs(a - b).max() <= max(1e-5, (16 if layout == "int8" else 4) * ROUNDING[layout])
+            assert (a != b).mean() < 1e-3
+    np.testing.assert_array_equal(runs[0][0], runs[1][0])
+
+
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+def test_prompts_read_a_cache_of_bytes(impl):
+    problem = problems.Attention(device.platform(), "prefill", 32, 8, 128, 64, "int8")
+    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+        pytest.skip(reason)
+    rng, B, T, depth = np.random.default_rng(6), 2, 300, 100
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    empty = cache_layouts.empty("int8", (2, 16, 64, 8, 128))
+    pages = [cache_layouts.write(empty, draw(2, 16, 64, 8, 128), ()) for _ in range(2)]
+    table = jnp.asarray(rng.permutation(16).reshape(B, 8), jnp.int32)
+    positions = np.where(np.arange(T) < np.array([[T], [7]]), depth + np.arange(T), -1)
+    angle = jnp.asarray(positions[..., None] * 10000.0 ** (-np.arange(64) / 64), jnp.float32)
+    rest = {"rotation": (jnp.cos(angle), jnp.sin(angle)), "interleaved": False, "norms": (None, None)}
+    rest |= {"eps": 1e-6, "num_keys": T + depth}
+    args = (draw(B, T, 48 * 128), *pages, table, jnp.asarray(positions, jnp.int32))
+    want, got = (
+        jax.jit(lambda *a, impl=impl: attend(*a, 1, **rest, prefill_impl=impl))(*args)
+        for impl in ("reference", impl)
+    )
+    for a, b in zip(jax.tree.leaves(got[1:3]), jax.tree.leaves(want[1:3]), strict=True):
+        np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+    assert jnp.linalg.norm(got[0] - want[0]) < 1.024 * ROUNDING["float16"] * jnp.linalg.norm(want[0])
+
+
+@pytest.mark.parametrize(
+    ("H", "Hkv", "D", "B", "T", "depth", "page_size"),
+    [
+        (32, 8, 128, 1, 512, 0, 64),
+        (32, 8, 128, 3, 100, 300, 64),  # ragged, and behind what the cache holds
+        (9, 3, 64, 1, 200, 64, 64),
+        (14, 2, 64, 2, 129, 1, 128),
+        (16, 8, 128, 2, 2, 0, 64),
+        (8, 8, 64, 1, 300, 77, 16),
+        (24, 4, 256, 2, 300, 77, 64),
+        (6, 1, 256, 1, 129, 0, 128),
+    ],
+)
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+@pytest.mark.parametrize("layout", AS_THEY_LIE)
+def test_many_queries_attend_as_the_reference_does(layout, H, Hkv, D, B, T, depth, page_size, impl):
+    from pallas_kernels import attention
+    from pallas_kernels.attention.prefill_sm80 import mma_attention
+    from pallas_kernels.attention.prefill_sm90 import prefill_attention
+
+    kernel = {"prefill_sm90": prefill_attention, "prefill_sm80": mma_attention}[impl]
+    sizes = (H, Hkv, D, page_size, layout)
+    problem = problems.Attention(device.platform(), "prefill", *sizes)
+    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+        pytest.skip(reason)
+    rng = np.random.default_rng(H + T)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    pages = -(-(T + depth) // page_size) + 1
+    dtype = cache_layouts.get(layout).DTYPE
+    q = draw(B, T, H, D).astype(dtype).astype(jnp.float32)
+    k_pages, v_pages = (draw(2, B * pages, page_size, Hkv, D).astype(dtype) for _ in range(2))
+    table = jnp.asarray(rng.permutation(B * pages).reshape(B, pages), jnp.int32)
+    lengths = np.array([T, 1, 0][:B])
+    positions = np.where(np.arange(T) < lengths[:, None], depth + np.arange(T), -1)
+    args = (q, k_pages, v_pages, table, jnp.asarray(positions, jnp.int32), 1)
+    want = np.asarray(attention(*args, num_keys=T + depth))
+    got = [np.asarray(kernel(*args)) for _ in range(2)]
+    np.testing.assert_allclose(got[0], want, atol=5.12 * ROUNDING[layout], rtol=0)
+    assert np.linalg.norm(got[0] - want) < 1.024 * ROUNDING[layout] * np.linalg.norm(want)
+    assert (got[0][positions < 0] == 0).all()
+    np.testing.assert_array_equal(got[0], got[1])
