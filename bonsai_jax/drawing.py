@@ -19,7 +19,8 @@ def read(t: Source) -> Tensor | Gathered:
         return t
     module = formats.get(t.format)
     count = math.prod(t.shape) // module.WEIGHTS
-    fields = _fields(t.format, _rounded(count, module.WEIGHTS), np.uint32(t.seed), t.mean, t.std)
+    with jax.ensure_compile_time_eval():  # within jax.eval_shape too
+        fields = _fields(t.format, _rounded(count, module.WEIGHTS), np.uint32(t.seed), t.mean, t.std)
     blocks = np.empty(count, module.BLOCK)
     for name, field in fields.items():
         blocks[name] = np.asarray(field)[:count]
