@@ -13,6 +13,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax import drawing
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.placement import AXES, Placement, Share
 from bonsai_jax.plan import LoadPlan, Matrix, Member, Stack, StepPlan, joined_name
@@ -205,9 +206,7 @@ def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
 def blocks(tensor: Source) -> jax.Array:
     """A tensor's blocks as they stand in a file, uint8 [*shape[:-1], bytes of a row]; a random one's are
     drawn."""
-    if isinstance(tensor, RandomTensor):
-        return formats.pack(tensor.format, _draw(tensor))
-    return jnp.asarray(tensor.data)
+    return jnp.asarray(drawing.read(tensor).data)
 
 
 def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: Placement | None):
@@ -228,12 +227,8 @@ def _vectors(spec: Spec, tensors: Sequence[Source], plan: LoadPlan, placement: P
 
 
 def _values(t: Source) -> Array | np.ndarray:
-    """float32 [*shape]. Of a file by numpy, where the format's own code lets it: nothing is compiled."""
-    fields = (
-        formats.unpack(t.format, blocks(t))
-        if isinstance(t, RandomTensor)
-        else formats.views(t.format, t.data)
-    )
+    """float32 [*shape]. By numpy, where the format's own code lets it: nothing is compiled."""
+    fields = formats.views(t.format, drawing.read(t).data)
     return formats.get(t.format).dequantize(fields).reshape(t.shape)
 
 
@@ -301,10 +296,10 @@ def _copied(layers: Sequence[Sequence[Source]], matrix: Matrix, *, stacked: bool
     room = {name: _room(lead, items[name]) for name in fields}
     for i, tensors in enumerate(layers):
         first = 0
-        for t in tensors:
-            assert not isinstance(t, RandomTensor)  # _as_it_lies
+        for t in map(drawing.read, tensors):
+            data = t.data.view(items)
             for name in fields:
-                room[name][i, first : first + t.shape[0]] = t.data.view(items)[name]
+                room[name][i, first : first + t.shape[0]] = data[name]
             first += t.shape[0]
             t.forget()
     made = {name: room[name].view(dtype.base).reshape(*lead, *dtype.shape) for name, dtype in fields.items()}
@@ -341,8 +336,10 @@ def _rotation(plan: LoadPlan, member: Member, placement: Placement | None) -> Ro
 def _source(member: Member, t: Source, placement: Placement | None):
     """What `_made` makes a matrix of: its blocks (its share's, where that is cut at their borders), or what a
     random one is drawn from."""
-    if isinstance(t, RandomTensor):
+    if member.drawn:
+        assert isinstance(t, RandomTensor)
         return np.uint32(t.seed), np.float32(t.mean), np.float32(t.std)
+    t = drawing.read(t)
     return placement.blocks(t, None if _is_cut_here(member) else member.share) if placement else t.data
 
 
@@ -400,13 +397,3 @@ def _zeros(one: QTensor, layers: int, share: Share | None, placement: Placement 
     if placement:
         return placement.zeros(one, layers, share)
     return jax.tree.map(lambda field: jnp.zeros((layers, *field.shape), field.dtype), one)
-
-
-def _draw(t: RandomTensor) -> dict[str, jax.Array]:
-    return _random_fields(t.format, t.shape, np.uint32(t.seed), t.mean, t.std)
-
-
-@functools.partial(jax.jit, static_argnames=("format", "shape"))
-def _random_fields(format: str, shape: tuple[int, ...], seed, mean, std) -> dict[str, jax.Array]:
-    lead = (*shape[:-1], shape[-1] // formats.get(format).WEIGHTS)
-    return formats.random_fields(format, jax.random.key(seed), lead, mean, std)

@@ -38,7 +38,8 @@ class Member:
     """A matrix of the file on its way to a device.
 
     field   of Spec
-    tensor  format, shape (N, K), and whether its blocks are drawn (checkpoints/synth.py) or read
+    tensor  format, shape (N, K), and whether the device draws its blocks (checkpoints/synth.py) or is given
+            them: on a CPU drawing.py draws, in programs of few sizes
     stored  format in which the device has it: the file's, or "f32" where it is dequantized at load
     share   what each device has of it, over a mesh that splits it; None: all
     folded  whether it is stored rotated (checkpoints/folding.py)
@@ -300,7 +301,8 @@ def _member(
     stored = "f32" if run.weights == "decoded" else t.format
     folded = fold is not None and fold.folds(t.name)
     regrouped = fold is not None and folded and fold.v_grouped and field == "delta_out"
-    drawn, count = isinstance(t, RandomTensor), math.prod(experts) if experts else 0
+    drawn = isinstance(t, RandomTensor) and device.platform() != "cpu"
+    count = math.prod(experts) if experts else 0
     whole = Member(field, t.format, (n, k), drawn, stored, None, folded, regrouped, count)
     if placement is None:
         return whole

@@ -11,9 +11,10 @@ ON_GPUS = ("gpu", "multigpu")
 XLA_FLAGS = "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 XLA_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 FIRST = (
-    *("test_oracle.py", "test_parallel.py"),
+    *("test_parallel.py", "test_oracle.py"),
     # What forgets compiled programs (`optimized`, jax.clear_caches), before others have many.
     *("test_formats.py", "test_ops.py", "test_layers.py", "test_cache_layouts.py", "test_shared_memory.py"),
+    *("test_engine.py", "test_oracle_lengths.py"),
     *("test_docs.py", "test_recipes.py", "test_decoding.py", "test_qwen35.py", "test_text.py"),
     *("test_cli.py", "test_cpu.py", "test_cli_figures.py", "test_params.py", "test_speculation.py"),
     *("test_notebooks.py", "test_benchmarks.py"),
@@ -24,8 +25,8 @@ def pytest_configure(config):
     """Compiling is most of the tests' time. So xdist's workers and the processes that tests start share what
     they compiled, and XLA leaves out its optimizations, except for tests that ask for them (`optimized`).
     XLA's older emitters of fusions compile in half the newer ones' time, and a program in one part in a tenth
-    less than in parts; these are a process's settings, and XLA_FLAGS in the environment is left as it is
-    (test_as_users_have_it.py). So is a folder for programs: it keeps them for the next run."""
+    less than in parts; these are a process's settings. What the environment says of any of these is left
+    as it is (test_as_users_have_it.py); a folder for programs keeps them for the next run."""
     if sys.dont_write_bytecode:  # as in many containers, where every process would compile jax's sources anew
         folder = config.rootpath / ".pytest_cache" / "bytecode"
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -39,7 +40,7 @@ def pytest_configure(config):
         os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
 
 

@@ -1,9 +1,11 @@
 """llama.cpp, in this process, as an oracle for whole models: greedy tokens and the log-probabilities behind
 them."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+import jax
 import numpy as np
 import xllamacpp
 
@@ -29,7 +31,7 @@ class LlamaCpp:
         params.verbosity = 0
         params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 2
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1  # others wait by spinning
         self.server = xllamacpp.Server(params)
 
     def log_probability(self, prompt_ids: Sequence[int], token: int) -> float:
@@ -84,8 +86,13 @@ def write_float32(checkpoint: Checkpoint, path: Path) -> None:
     """The same model with every tensor decoded to F32, on which llama.cpp does not quantize activations."""
 
     def decoded(t: Tensor) -> Tensor:
-        values = np.asarray(dequantize(from_blocks(np.atleast_2d(t.data), t.format))).reshape(t.shape)
+        values = np.asarray(_dequantized(np.atleast_2d(t.data), t.format)).reshape(t.shape)
         return Tensor(t.name, "f32", t.shape, values.view(np.uint8).reshape(*t.shape[:-1], -1))
 
     metadata = dict(checkpoint.metadata) | {"general.file_type": np.uint32(0)}
     write_gguf(path, metadata, (decoded(t) for t in checkpoint.tensors.values()))
+
+
+@functools.partial(jax.jit, static_argnames="format")  # outside of jit each operation would be compiled alone
+def _dequantized(blocks, format: str) -> jax.Array:
+    return dequantize(from_blocks(blocks, format))

@@ -306,7 +306,7 @@ def test_python_keeps_programs_too_even_when_jax_was_used_before(tmp_path):
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=env)
     programs = [path.name for path in (tmp_path / "bonsai-jax" / "xla").iterdir()]
-    assert any("_make" in name for name in programs)  # what draws the weights
+    assert any("_fields" in name for name in programs)  # what draws the weights
 
 
 @pytest.mark.parametrize("enabled", [True, False])

@@ -41,7 +41,7 @@ def prefilled(model, prompts, context=256, params=GREEDY, max_new=32, width=None
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-qwen3", "tiny-qwen2")]
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", *OTHERS])  # test_oracle.py decodes with each
+@pytest.mark.parametrize("name", ["tiny-llama", *OTHERS])  # test_oracle_tiny.py decodes with each
 def test_prefill_equals_reading_token_by_token(name):
     """The seed systems' caches went out of step at 17 tokens."""
     model, ids = tiny(name), prompt(64)

@@ -134,7 +134,7 @@ def in_float64(hidden: np.ndarray, tokens: list[int], ahead: int) -> tuple[list[
 def test_it_foresees_what_numpy_does():
     """Behind a prompt and steps that took some of its proposals back, in rows of different lengths."""
     model = tiny()
-    state, drawn = told(model, "mtp", 6)
+    state, drawn = told(model, "mtp")
     state = state.replace(remaining=jnp.array([1, 1]))
     got, _ = jax.jit(functools.partial(draft.foresee, count=3, config=model.config))(
         model.params, state.cache, state.tokens, state.remaining > 0

@@ -1,11 +1,8 @@
-"""Whole models against llama.cpp, which shares no code with us.
-
-Tiny models of every architecture are written as GGUF files and run by both. The real SmolLM2 is held against
-answers of llama.cpp that are kept in data/smollm2_oracle.json; a slow test makes them again (and `python -m
-tests.bonsai_jax.test_oracle` writes them).
+"""A real model against llama.cpp, which shares no code with us: SmolLM2 is held against answers of llama.cpp
+that are kept in data/smollm2_oracle.json; a slow test makes them again (and `python -m
+tests.bonsai_jax.test_oracle` writes them). Tiny models: test_oracle_tiny.py, test_oracle_lengths.py.
 """
 
-import dataclasses
 import functools
 import importlib.util
 import json
@@ -13,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
 
@@ -171,71 +167,10 @@ def test_the_kept_oracle_is_what_llama_cpp_says_today():
 
 def as_file(source: str | Checkpoint, path: Path) -> Path:
     """A synthetic model as the GGUF file that it would be."""
-    before = jax.config.values["jax_disable_most_optimizations"]
-    jax.config.update("jax_disable_most_optimizations", True)  # the weights are the same bits, sooner
     checkpoint = open_checkpoint(source) if isinstance(source, str) else source
     tensors = [Tensor(t.name, t.format, t.shape, np.asarray(blocks(t))) for t in checkpoint.tensors.values()]
-    jax.config.update("jax_disable_most_optimizations", before)
     write_gguf(path, checkpoint.metadata, tensors)
     return path
-
-
-EVERY_DAY = {  # each architecture exactly, and one format of each family
-    "tiny-qwen3": ("f32", "q1_0", "q4_k_m"),
-    "tiny-llama": ("f32",),
-    "tiny-qwen2": ("f32", "q8_0"),
-    "tiny-qwen35": (),  # test_oracle_lengths.py, in F32
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "format"),
-    [
-        pytest.param(name, format, marks=[] if format in every_day else pytest.mark.slow)
-        for name, every_day in EVERY_DAY.items()
-        for format in ("f32", "q8_0", "q4_k_m", "q1_0")
-    ],
-)
-def test_tiny_models_of_every_architecture_run_in_llama_cpp_and_here(name, format, tmp_path):
-    """F32 weights compare exactly. On quantized ones llama.cpp rounds activations to 8 bits."""
-    path = as_file(f"synth:{name}:{format}", tmp_path / "tiny.gguf")
-    model = bj.load(str(path))
-    ids = [np.random.default_rng(seed).integers(0, 256, 3 + 20 * seed).tolist() for seed in range(2)]
-    found = agreement(model, answers(path, model.tokenizer, ids, 24))
-    print(f"{name} {format}: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
-    assert found.kl < (1e-6 if format == "f32" else 2e-3)
-    assert found.same_top > (0.999 if format == "f32" else 0.95)
-
-
-@pytest.mark.parametrize(
-    "format", ["q4_k_m", *(pytest.param(name, marks=pytest.mark.slow) for name in ("q8_0", "q1_0"))]
-)
-def test_a_quantized_mixture_of_experts_is_llama_cpp_s_on_the_same_weights(format, tmp_path):
-    """Decoded to F32 for llama.cpp, and not rounded here: between two experts that are nearly as likely what
-    rounds activations chooses another, and the tiny model's text is another."""
-    from tests.bonsai_jax.llama_cpp import write_float32
-
-    path = as_file(f"synth:tiny-qwen3moe:{format}", tmp_path / "tiny.gguf")
-    write_float32(open_checkpoint(str(path)), tmp_path / "exact.gguf")
-    model = bj.load(str(path), bj.RunConfig(activation_bits=16))
-    ids = [np.random.default_rng(seed).integers(0, 256, 3 + 20 * seed).tolist() for seed in range(2)]
-    found = agreement(model, answers(tmp_path / "exact.gguf", model.tokenizer, ids, 16))
-    print(f"tiny-qwen3moe {format}: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
-    assert found.kl < 1e-6 and found.same_top == 1
-
-
-def test_a_changed_tensor_changes_the_text(tmp_path):
-    """The comparison would notice: the same check with one matrix of one layer replaced fails."""
-    path = as_file("synth:tiny-llama:f32", tmp_path / "tiny.gguf")
-    ids = [list(range(20))]
-    checkpoint = open_checkpoint(str(path))
-    rows = answers(path, bj.Tokenizer.from_checkpoint(checkpoint), ids, 16)
-    other = dict(checkpoint.tensors)
-    other["blk.1.attn_k.weight"] = dataclasses.replace(
-        other["blk.2.attn_k.weight"], name="blk.1.attn_k.weight"
-    )
-    broken = bj.from_checkpoint(Checkpoint(str(path), "gguf", checkpoint.metadata, other))
-    assert agreement(broken, rows).kl > 1e-3
 
 
 if __name__ == "__main__":

@@ -8,16 +8,17 @@ import struct
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures
+from bonsai_jax import architectures, drawing, params
 from bonsai_jax.params import blocks
-from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint, write_gguf
-from pallas_kernels import dequantize, from_blocks
+from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
+from pallas_kernels import dequantize, formats, from_blocks
 from pallas_kernels.qtensor import Rows
 
 ROOT = Path(__file__).parents[2]
@@ -37,19 +38,34 @@ def changed(**tensors) -> Checkpoint:
 
 @pytest.mark.parametrize("source", ["synth:tiny-qwen2:q4_k_m", "synth:tiny-llama:q8_0"])
 def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(source, tmp_path):
-    """What is drawn goes another way: every array is compared."""
+    """As on a GPU a program makes them of blocks: every array is compared."""
     from tests.bonsai_jax.test_oracle import as_file
 
-    drawn, path = bj.load(source), as_file(source, tmp_path / "model.gguf")
+    with mock.patch.object(params, "_as_it_lies", lambda *_: False):
+        made = bj.load(source)
+    path = as_file(source, tmp_path / "model.gguf")
     compiled = []
     listener = lambda event, seconds, **_: compiled.append(event)  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listener)
     read = bj.load(str(path))
     jax.monitoring.unregister_event_duration_listener(listener)
     assert not [event for event in compiled if event.endswith("backend_compile_duration")]
-    assert jax.tree.structure(read.params) == jax.tree.structure(drawn.params)
-    for ours, theirs in zip(jax.tree.leaves(read.params), jax.tree.leaves(drawn.params), strict=True):
+    assert jax.tree.structure(read.params) == jax.tree.structure(made.params)
+    for ours, theirs in zip(jax.tree.leaves(read.params), jax.tree.leaves(made.params), strict=True):
         assert ours.dtype == theirs.dtype and np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+@pytest.mark.parametrize("format", ["f32", "q8_0", "q4_k", "iq4_nl", "tq1_0"])
+def test_random_tensors_of_many_shapes_are_drawn_by_one_program(format):
+    """The same blocks as by a program for each shape."""
+    module, draw, programs = formats.get(format), jax.jit(formats.random_fields, static_argnums=(0, 2)), []
+    for seed, shape in enumerate([(3, 256), (7, 2, 512)]):
+        t = RandomTensor("w", format, shape, seed, 0.5, 0.02, 0)
+        lead = (*shape[:-1], shape[-1] // module.WEIGHTS)
+        fields = draw(format, jax.random.key(seed), lead, 0.5, 0.02)
+        np.testing.assert_array_equal(drawing.read(t).data, formats.pack(format, fields))
+        programs.append(drawing._fields._cache_size())
+    assert programs[0] == programs[1]
 
 
 def test_a_missing_tensor_is_named():

@@ -87,6 +87,20 @@ def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
 
 
 @pytest.mark.parametrize("format", formats.names())
+def test_a_model_is_planned_as_the_list_says(format, monkeypatch):
+    *_, plan = planned(f"synth:tiny-qwen3:{format}", monkeypatch)
+    matrices = [matrix for _, matrix in plan.matrices]
+    matrices += [matrix for stack in plan.stacks for part in stack.parts for matrix in part]
+    assert {matrix.products.tiled for matrix in matrices} == {formats.family(format) is not None}
+
+
+EVERY_DAY = ("f32", "q1_0", "q4_k", "q8_0", "tq1_0", "mxfp4")  # a plan is executed without knowing formats
+
+
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(name, marks=[] if name in EVERY_DAY else pytest.mark.slow) for name in formats.names()],
+)
 def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     *args, _ = planned(f"synth:tiny-qwen3:{format}", monkeypatch)
     params = loaded(*args)

@@ -1,6 +1,6 @@
 """Qwen3.5's layers: the gated delta net and its state beside the cache, gated attention with partial rope.
 
-Held against a forward in numpy's float64 that shares no code with us; test_oracle.py holds them to llama.cpp.
+Held against a forward in numpy's float64 that shares no code with us; llama.cpp: test_oracle_lengths.py.
 """
 
 import dataclasses

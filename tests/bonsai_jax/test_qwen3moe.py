@@ -1,6 +1,6 @@
 """Qwen3 with a mixture of experts: routing, products by expert, dense layers among those of experts.
 
-Held against a forward in numpy's float64 that shares no code with us; test_oracle.py holds it to llama.cpp.
+Held against a forward in numpy's float64 that shares no code with us; llama.cpp: test_oracle_tiny.py.
 """
 
 import dataclasses

@@ -29,15 +29,14 @@ def shapes(format, N, K):
     return jax.eval_shape(lambda: tile(QTensor(draw(), format, (N, K))).fields)
 
 
-@pytest.mark.parametrize(
-    ("format", "N", "K"),
-    [
-        (format, N, K)
-        for format in INTEGER
-        for N, K in [(32, 512), (40, 768), (24, 576), (16, 640)]
-        if K % formats.get(format).WEIGHTS == 0
-    ],
-)
+def sizes(format):
+    """Whole tiles, and tiles of which as much is beyond the matrix as the format lets be; others are slow."""
+    every = [(32, 512), (24, 576), (40, 768), (16, 640)]
+    able = [(N, K) for N, K in every if K % formats.get(format).WEIGHTS == 0]
+    return [pytest.param(format, *of, marks=[] if of in able[:2] else pytest.mark.slow) for of in able]
+
+
+@pytest.mark.parametrize(("format", "N", "K"), [case for format in INTEGER for case in sizes(format)])
 def test_tile_and_untile_keep_every_bit(format, N, K):
     module, (w, tiled, dense) = formats.get(format), drawn(format, (2, N, K), N)
     untiled, of_tiles = jax.jit(lambda tiled: (module.untile(tiled.fields, (N, K)), dequantize(tiled)))(tiled)
