@@ -180,7 +180,9 @@ class Runner:
             self._note_tables(device, of)
             there[:, 0], there[:, 2:] = at, self._tables[device, at]
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
-        return Call(on_device.decode_rows, [columns], (self.model.config,), options)
+        many = rows >= on_device.LOOP_ROWS and self.model.mesh is None
+        function = on_device.decode_many_rows if many else on_device.decode_rows
+        return Call(function, [columns], (self.model.config,), options)
 
     def nobodys(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
         """A program's, without a row: decode of so many, a shape of prefill, or None: `note`."""
