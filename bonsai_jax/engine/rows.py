@@ -321,9 +321,9 @@ note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
 decode_rows = jitted.donating(decode, "pool")
 
-# The same with its loop inside the CUDA graph. Else the host launches each step as a graph, after it has asked
-# whether to go on, and brings the graph of a first step up to date, launch by launch, while the device waits.
-# That is 2 ms for hundreds of launches and little for a few, whose steps a graph's own loop makes 30 us longer.
+# The same with its loop inside the CUDA graph. Else the host launches each step as a graph, after it has
+# asked whether to go on, and brings the graph of a first step up to date, launch by launch, while the device
+# waits: 2 ms for hundreds of launches, and little for a few, whose steps a graph's loop makes 30 us longer.
 LOOP_IN_GRAPH = {  # XLA's own choice, and WHILE
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,WHILE"
