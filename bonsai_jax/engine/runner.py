@@ -2,9 +2,10 @@
 
     plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Drawn
 
-On a GPU a dispatch returns when its steps are nearly over: a loop on the device asks the host after each of
-them whether to go on. So `Engine` has a thread that dispatches, one plan behind the other, and another that
-plans and reads meanwhile. `generate` and `stream` dispatch in the thread of their caller.
+On a GPU a dispatch of few rows, or over a mesh, returns when its steps are nearly over: its loop asks the
+host after each of them whether to go on. That of many rows returns at once (rows.decode_many_rows). So
+`Engine` has a thread that dispatches, one plan behind the other, and another that plans and reads meanwhile.
+`generate` and `stream` dispatch in the thread of their caller.
 """
 
 import concurrent.futures
