@@ -18,11 +18,11 @@ from bonsai_jax import decoding
 from bonsai_jax.checks import STATIC
 
 
-def donating(function: Callable, donated: str | None = None) -> Any:
+def donating(function: Callable, donated: str | None = None, **options: Any) -> Any:
     """jax.jit of a function whose arguments that are no arrays (checks.STATIC) decide what is compiled."""
     parameters = inspect.signature(function).parameters
     static = [name for name in STATIC if name in parameters]
-    return jax.jit(function, static_argnames=static, donate_argnames=donated)
+    return jax.jit(function, static_argnames=static, donate_argnames=donated, **options)
 
 
 prefill = donating(decoding.prefill, "state")

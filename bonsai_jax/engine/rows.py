@@ -29,6 +29,7 @@ from bonsai_jax.taps import Taps
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
+LOOP_ROWS = 17  # from so many on a step is hundreds of launches on a GPU, below a few
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # none
 
 
@@ -319,3 +320,12 @@ def _noted(state: State, chunk: dict[str, Any]) -> State:
 note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
 decode_rows = jitted.donating(decode, "pool")
+
+# The same with its loop inside the CUDA graph. Else the host launches each step as a graph, after it has
+# asked whether to go on, and brings the graph of a first step up to date, launch by launch, while the device
+# waits: 2 ms for hundreds of launches, and little for a few, whose steps a graph's loop makes 30 us longer.
+LOOP_IN_GRAPH = {  # XLA's own choice, and WHILE
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
+    "DYNAMIC_SLICE_FUSION,WHILE"
+}
+decode_many_rows = jitted.donating(decode, "pool", compiler_options=LOOP_IN_GRAPH)

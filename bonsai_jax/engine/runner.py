@@ -2,9 +2,10 @@
 
     plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Drawn
 
-On a GPU a dispatch returns when its steps are nearly over: a loop on the device asks the host after each of
-them whether to go on. So `Engine` has a thread that dispatches, one plan behind the other, and another that
-plans and reads meanwhile. `generate` and `stream` dispatch in the thread of their caller.
+On a GPU a dispatch of few rows, or over a mesh, returns when its steps are nearly over: its loop asks the
+host after each of them whether to go on. That of many rows returns at once (rows.decode_many_rows). So
+`Engine` has a thread that dispatches, one plan behind the other, and another that plans and reads meanwhile.
+`generate` and `stream` dispatch in the thread of their caller.
 """
 
 import concurrent.futures
@@ -180,7 +181,9 @@ class Runner:
             self._note_tables(device, of)
             there[:, 0], there[:, 2:] = at, self._tables[device, at]
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
-        return Call(on_device.decode_rows, [columns], (self.model.config,), options)
+        many = rows >= on_device.LOOP_ROWS and self.model.mesh is None
+        function = on_device.decode_many_rows if many else on_device.decode_rows
+        return Call(function, [columns], (self.model.config,), options)
 
     def nobodys(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
         """A program's, without a row: decode of so many, a shape of prefill, or None: `note`."""

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.engine import rows as on_device
 
 pytestmark = pytest.mark.gpu
 
@@ -29,3 +30,28 @@ def test_the_same_bits_alone_and_in_a_crowd(source, max_rows):
             other.result(600)
     assert crowd.tokens == alone.tokens
     np.testing.assert_array_equal(crowd.logprobs.token, alone.logprobs.token)
+
+
+@pytest.mark.parametrize(
+    ("source", "speculate"),
+    [
+        ("bonsai-1.7b:q1_0", None),
+        ("tiny-llama:q4_k_m", "ngram"),
+        ("tiny-qwen35:pq2_0", None),
+        ("tiny-qwen3moe:q4_k_m", None),
+    ],
+)
+def test_a_loop_inside_its_graph_draws_what_a_loop_outside_does(source, speculate, monkeypatch):
+    """The first call runs without a graph, the second makes one, the third finds it."""
+    model = bj.load(f"synth:{source}", bj.RunConfig(context=256, rows=on_device.LOOP_ROWS))
+    ids = [prompt(5 + 3 * i, i) for i in range(on_device.LOOP_ROWS)]
+    how = {"max_new_tokens": NEW, "ignore_eos": True, "speculate": speculate}
+
+    def drawn():
+        params = [bj.SamplingParams(seed=i) for i in range(len(ids))]
+        return [output.tokens for output in bj.generate(model, ids, sampling=params, **how)]
+
+    inside = [drawn() for _ in range(3)]
+    assert on_device.decode_many_rows._cache_size()
+    monkeypatch.setattr(on_device, "decode_many_rows", on_device.decode_rows)
+    assert inside == [drawn()] * 3

@@ -2,12 +2,14 @@
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from bonsai_jax import decoding as core
+from bonsai_jax.engine import rows as on_device
 from checkpoints import synth
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
 
@@ -50,6 +52,25 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
 )
 def test_decode_compiles_with_its_cache_aliased(source):
     check_decode(source, (9, 0))
+
+
+def test_a_dispatch_of_many_rows_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
+    """So nothing in it waits for the host."""
+    rows = on_device.LOOP_ROWS
+    with as_on_a_gpu((9, 0)):
+        params, pool, config = shapes("synth:tiny-qwen3:q1_0", rows=rows, context=256)
+        columns = jax.ShapeDtypeStruct((rows, 2 + pool.cache.block_table.shape[1]), jnp.int32)
+        compile_for_gpu(
+            lambda params, pool, columns: on_device.decode(params, pool, columns, config, size=8),
+            params,
+            pool,
+            columns,
+            donate_argnums=1,
+            compiler_options=on_device.LOOP_IN_GRAPH | {"xla_dump_to": str(tmp_path)},
+        )
+    (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    on_host = re.findall(r"^\d+: (\w+)", file.read_text(), re.MULTILINE)
+    assert on_host == ["kCommandBuffer"]
 
 
 @pytest.mark.parametrize(("format", "most"), [("q1_0", 8), ("q4_k", 9)])
