@@ -1,0 +1,254 @@
+"""1-bit weights (Q1_0) of a large matrix, an output matrix above all, times up to 16 rows of activations: as
+many bytes on their way as shared memory holds.
+
+q1_decode_b1.py and q1_decode_s8.py have weights in registers, so that a multiprocessor asks for the next ones
+when it has multiplied the last. Here each multiprocessor has one block, and the block its tiles of 16 rows in
+rounds, of which all stages of a ring of shared memory but one are under way at any time:
+
+    per round: its weights are there -> products, sums per warp -> shared memory
+               -> the stage is asked for a later round; sum over warps, 1 / rms -> out
+
+While the ring fills, the block quantizes all rows for itself, as a step's launch does for all blocks
+(rows_product.py): on the binary tensor cores up to 4 rows, on the integer ones more.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import device
+from pallas_kernels.gpu import lanes, memory, shared_memory
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.values import index, integer, minimum
+from pallas_kernels.matmul import q1_decode
+from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
+from pallas_kernels.step import rows_of_planes
+from pallas_kernels.step.rows_of_bytes import RowsOfBytes
+from pallas_kernels.step.rows_of_planes import RowsOfPlanes
+from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct, Section
+
+PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
+SCALE_BYTES = 2 * 16 * 2
+MOST_STAGES, LEAST_STAGES = 8, 3
+AT_ONCE = 4  # rows of groups that a warp quantizes together, to hide one's latency behind another's
+
+
+def run(*arguments) -> jax.Array:
+    """Products of 1 to 16 rows (execute.py)."""
+    return q1_decode.run(q1_decode_ring, "q1_decode_ring", _plan_for, *arguments)
+
+
+def _plan_for(n_tiles: int, pairs: int, matrices: int, bits: int, **sizes) -> None:
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What a block does: the product of a round, how many rounds, and stages of its ring."""
+
+    product: RowsProduct
+    rounds: int
+    stages: int
+
+    @property
+    def tiles(self) -> int:
+        """Of a block."""
+        return self.rounds * self.product.tiles
+
+    @property
+    def stage_words(self) -> int:
+        return self.product.tiles * self.product.pairs * (PAIR_BYTES + SCALE_BYTES) // 4
+
+    @property
+    def activation_words(self) -> int:
+        """Of all rows, quantized."""
+        return self.product.groups * self.product.rows * self.product.words
+
+    @property
+    def buffers(self) -> tuple[int, int, int]:
+        """Words of shared memory: the ring with its mbarriers behind it, activations, sums."""
+        return self.stages * (self.stage_words + 2), self.activation_words, self.product.scratch
+
+
+def plan(rows: int, columns: int, n_tiles: int, pairs: int, **rest) -> Plan | None:
+    """For so many rows and columns of activations, with as few tiles of a block and rounds as may be; None
+    where shared memory has no room for three stages."""
+    kind = RowsOfBytes if rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
+    warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
+    each, found = -(-n_tiles // device.multiprocessors()), []
+    for tiles in range(1, min(each, kind.most_tiles) + 1):
+        product = kind(
+            rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles, **rest
+        )
+        if product.section_rows < rows or product.together < tiles:
+            continue
+        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
+            p = Plan(product, -(-each // tiles), stages)
+            if shared_memory.bytes_taken(*(4 * words for words in p.buffers)) <= device.shared_bytes():
+                found.append(p)
+                break
+    return min(found, key=lambda p: (p.tiles, p.rounds), default=None)
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
+def q1_decode_ring(
+    x: jax.Array,
+    weights: tuple[tuple[jax.Array, jax.Array], ...],
+    layers: jax.Array,
+    *,
+    gamma: jax.Array | None = None,
+    eps: float = 0.0,
+    residual: jax.Array | None = None,
+    activation_bits: int = 8,
+) -> jax.Array:
+    """y = x W.T
+
+    x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    weights   ((words, scales),) of W: a tiled stack (q1_decode_b1.py)
+    layers    int32 [2 or more], the index into the weights' stack and the one into gamma's
+    residual  float32 [rows, N], added to y
+    Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
+    """
+    (words, scales), rows = weights[0], len(x)
+    n_tiles, pairs = words.shape[1:3]
+    found = plan(rows, x.shape[1], n_tiles, pairs, normed=gamma is not None, eps=eps)
+    if found is None or len(weights) > 1 or activation_bits != 8 or rows > MOST_ROWS:
+        raise NotImplementedError(
+            f"{rows} rows of {x.shape[1]} activations, {activation_bits} bits, {len(weights)} matrices"
+        )
+    ring, activations, sums = found.buffers
+    return launch(
+        lambda **refs: _Block(found, **refs).run(),
+        {
+            "words_gmem": words, "scales_gmem": scales, "x_gmem": x, "layers_gmem": layers,
+            "gamma_gmem": gamma, "residual_gmem": residual,
+        },
+        {"out_gmem": jax.ShapeDtypeStruct((rows, n_tiles * 16), jnp.float32)},
+        name="q1_decode_ring",
+        blocks=-(-n_tiles // found.tiles),
+        threads=32 * found.product.warps,
+        scratch={
+            "ring_smem": plgpu.SMEM((ring,), jnp.int32),
+            "activations_smem": plgpu.SMEM((activations,), jnp.int32),
+            "sums_smem": plgpu.SMEM((sums,), jnp.float32),
+        },
+    )  # fmt: skip
+
+
+class _Block:
+    """What a block of threads does, as one of its lanes sees it."""
+
+    def __init__(
+        self, plan: Plan, words_gmem, scales_gmem, x_gmem, layers_gmem, gamma_gmem, residual_gmem, out_gmem,
+        ring_smem, activations_smem, sums_smem,
+    ):  # fmt: skip
+        self.plan, self.product = plan, plan.product
+        self.gmem, self.x, self.gamma, self.residual = (words_gmem, scales_gmem), x_gmem, gamma_gmem, residual_gmem
+        self.out, self.ring, self.activations, self.sums = out_gmem, ring_smem, activations_smem, sums_smem
+        self.layer, self.norm_layer = (index(memory.load(layers_gmem, i)) for i in (0, 1))
+        self.first_tile = lanes.block() * plan.tiles
+        self.count = minimum(self.product.n_tiles - self.first_tile, plan.tiles)
+        self.address = memory.shared_address(ring_smem)
+        self.mbarriers = self.address + 4 * plan.stages * plan.stage_words
+        self.words_of_stage = self.product.tiles * self.product.pairs * (PAIR_BYTES // 4)
+
+    def run(self):
+        p, plan = self.product, self.plan
+        with lanes.when(lanes.thread() == 0):
+            for stage in range(plan.stages):
+                memory.mbarrier_init(self.mbarriers + 8 * stage)
+            for stage in range(plan.stages):
+                self.request(index(stage))
+        self.quantize()
+        lanes.block_barrier()
+        me, section = LaneColumns.of(p), Section(index(0), p.rows)
+        x = p.receive(me, section, self.load_activations)
+        with p.busy_warps(me):
+            p.store_squares(me, section, x, self.sums)
+
+        def one_round(first, carry):
+            number = first // p.tiles
+            stage = number % plan.stages
+            memory.mbarrier_wait(self.mbarriers + integer(stage) * 8, integer(number // plan.stages % 2))
+            begin = stage * plan.stage_words
+            tile = [minimum(index(u), self.count - first - 1) for u in range(p.tiles)]
+            mine = p.my_outputs(me, section, index(0), self.first_tile + first)
+            with p.busy_warps(me):
+                sums = p.multiply(
+                    me, x,
+                    lambda m, u, pair: memory.load_vector(
+                        4, self.ring,
+                        [begin + (tile[u] * p.pairs + me.pair[pair]) * (PAIR_BYTES // 4) + me.lane * 4],
+                    ),
+                    lambda m, u, pair, h: memory.load(
+                        self.ring,
+                        begin + self.words_of_stage
+                        + (tile[u] * (2 * p.pairs) + me.scale_group[pair, h]) * (SCALE_BYTES // 8) + me.g,
+                    ),
+                )  # fmt: skip
+                p.store_sums(me, section, sums, self.sums)
+            lanes.block_barrier()
+            with lanes.when(lanes.thread() == 0):
+                self.request(number + plan.stages)
+            p.outputs(section, self.sums, mine, self.store)
+            lanes.block_barrier()  # the next round has the same shared memory
+            return carry
+
+        lanes.loop(0, self.count, p.tiles, [], one_round)
+
+    def request(self, number):
+        """A round's weights, by one thread, if there is such a round."""
+        p, plan = self.product, self.plan
+        first = number * p.tiles
+        with lanes.when(first < self.count):
+            stage, tiles = integer(number % plan.stages), minimum(self.count - first, p.tiles)
+            mbarrier = self.mbarriers + stage * 8
+            memory.mbarrier_expect(mbarrier, integer(tiles * (p.pairs * (PAIR_BYTES + SCALE_BYTES))))
+            to = self.address + stage * (4 * plan.stage_words)
+            tile = self.layer * p.n_tiles + self.first_tile + first
+            for ref, each, at in zip(
+                self.gmem, (PAIR_BYTES, SCALE_BYTES), (0, 4 * self.words_of_stage), strict=True
+            ):
+                size = integer(tiles * (p.pairs * each))
+                memory.copy_to_shared(to + at, ref, tile * (p.pairs * each // 4), size, mbarrier)
+
+    def quantize(self):
+        """All rows of all groups, a warp each."""
+        p = self.product
+        warp, items = lanes.thread() // 32, p.groups * p.rows
+
+        def some(first, carry):
+            chosen = []
+            for i in range(AT_ONCE):
+                item = first + i * p.warps + warp
+                at = minimum(item, items - 1)
+                group, row = at % p.groups, at // p.groups
+                columns = p.columns_of_lane(group)
+                x = [memory.load(self.x, row, at + more) for at, more in columns]
+                gamma = self.gamma and [memory.load(self.gamma, self.norm_layer, at + more) for at, more in columns]
+                chosen.append((item < items, group, row, x, gamma))
+            for there, group, row, x, gamma in chosen:
+                words = p.quantize(
+                    group, row, lambda _, x=x: x, gamma and (lambda _, gamma=gamma: gamma), integer(0)
+                )
+                with lanes.when(there):
+                    for place, word, condition in words:
+                        with lanes.when(there if condition is None else condition):
+                            memory.store(word, self.activations, group * (p.words * p.rows) + index(place))
+            return carry
+
+        lanes.loop(0, items, AT_ONCE * p.warps, [], some)
+
+    def load_activations(self, places) -> list:
+        out = []
+        for at, constant, count in places:
+            out += memory.load_words(count, self.activations, [index(at) + constant])
+        return out
+
+    def store(self, k, row, n, y):
+        if self.residual is not None:
+            y = y + memory.load(self.residual, row, n)
+        memory.store(y, self.out, row, n)
