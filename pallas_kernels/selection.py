@@ -227,6 +227,14 @@ def _q1_decode_s8(problem: Matmul) -> str | None:
     return None if room else f"integers of {problem.k} activations a row leave no room for weights"
 
 
+def _q1_decode_ring(problem: Matmul) -> str | None:
+    if reason := _on_hopper("q1", problem):
+        return reason
+    from pallas_kernels.matmul import q1_decode_ring  # only GPUs need it
+
+    return q1_decode_ring.refuses(problem.n, problem.k, problem.matrices, problem.bits)
+
+
 def _on_hopper(family: str, problem: Matmul) -> str | None:
     if problem.platform != "sm_90":
         return NEEDS_HOPPER
@@ -466,6 +474,7 @@ def _never(problem: Problem) -> None:
 # In order of preference.
 CANDIDATES: dict[type, dict[str, Candidate]] = {
     Matmul: {
+        "q1_decode_ring": Candidate(_q1_decode_ring, 1, 8),
         "q1_decode_s8": Candidate(_q1_decode_s8, 4, 8),
         "q1_decode_b1": Candidate(lambda problem: _of_family("q1", problem), 1, 8),
         "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), range_of=_rows_of_kq_prefill),

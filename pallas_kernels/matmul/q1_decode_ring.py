@@ -29,16 +29,30 @@ from pallas_kernels.step import rows_of_planes
 from pallas_kernels.step.rows_of_bytes import RowsOfBytes
 from pallas_kernels.step.rows_of_planes import RowsOfPlanes
 from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct, Section
+from pallas_kernels.tiles import COLUMNS, ROWS
 
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
 MOST_STAGES, LEAST_STAGES = 8, 3
+LEAST_TILES = 16  # of a block
 AT_ONCE = 4  # rows of groups that a warp quantizes together, to hide one's latency behind another's
 
 
 def run(*arguments) -> jax.Array:
     """Products of 1 to 16 rows (execute.py)."""
     return q1_decode.run(q1_decode_ring, "q1_decode_ring", _plan_for, *arguments)
+
+
+def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
+    """Why it is not for a matrix of n outputs and k inputs, or two, or None."""
+    if matrices > 1 or bits != 8:
+        return "is for one matrix, and activations of 8 bits"
+    n_tiles, least = -(-n // ROWS), LEAST_TILES * device.multiprocessors()
+    if n_tiles < least:
+        return f"is for {ROWS * least} outputs or more, of which every block has rounds"
+    pairs = -(-k // COLUMNS)
+    room = all(plan(rows, k, n_tiles, pairs) for rows in (1, rows_of_planes.MOST_ROWS, MOST_ROWS))
+    return None if room else f"{MOST_ROWS} rows of {k} activations leave no room for weights"
 
 
 def _plan_for(n_tiles: int, pairs: int, matrices: int, bits: int, **sizes) -> None:
@@ -77,7 +91,7 @@ def plan(rows: int, columns: int, n_tiles: int, pairs: int, **rest) -> Plan | No
     """For so many rows and columns of activations, with as few tiles of a block and rounds as may be; None
     where shared memory has no room for three stages."""
     kind = RowsOfBytes if rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
-    warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
+    warps = min((8, 12), key=lambda w: -(-pairs // w) * w)
     each, found = -(-n_tiles // device.multiprocessors()), []
     for tiles in range(1, min(each, kind.most_tiles) + 1):
         product = kind(
