@@ -34,8 +34,9 @@ from pallas_kernels.tiles import COLUMNS, ROWS
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
 MOST_STAGES, LEAST_STAGES = 8, 3
+ROUND_BYTES = 40_000  # at most: the last round's are multiplied when nothing is on its way any more
 LEAST_TILES = 16  # of a block
-AT_ONCE = 4  # rows of groups that a warp quantizes together, to hide one's latency behind another's
+AT_ONCE = 8  # rows of groups that a warp quantizes together, to hide one's latency behind another's
 
 
 def run(*arguments) -> jax.Array:
@@ -82,18 +83,18 @@ class Plan:
         return self.product.groups * self.product.rows * self.product.words
 
     @property
-    def buffers(self) -> tuple[int, int, int]:
-        """Words of shared memory: the ring with its mbarriers behind it, activations, sums."""
-        return self.stages * (self.stage_words + 2), self.activation_words, self.product.scratch
+    def buffers(self) -> tuple[int, int, int, int]:
+        """Words of shared memory: the ring with its mbarriers behind it, activations, sums of two rounds."""
+        ring = self.stages * (self.stage_words + 2)
+        return ring, self.activation_words, *[self.product.scratch] * 2
 
 
 def plan(rows: int, columns: int, n_tiles: int, pairs: int, **rest) -> Plan | None:
-    """For so many rows and columns of activations, with as few tiles of a block and rounds as may be; None
-    where shared memory has no room for three stages."""
+    """For so many rows and columns of activations; None where shared memory has no room for three stages."""
     kind = RowsOfBytes if rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
     warps = min((8, 12), key=lambda w: -(-pairs // w) * w)
     each, found = -(-n_tiles // device.multiprocessors()), []
-    for tiles in range(1, min(each, kind.most_tiles) + 1):
+    for tiles in range(1, min(each, max(1, ROUND_BYTES // (pairs * (PAIR_BYTES + SCALE_BYTES)))) + 1):
         product = kind(
             rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles, **rest
         )
@@ -133,7 +134,7 @@ def q1_decode_ring(
         raise NotImplementedError(
             f"{rows} rows of {x.shape[1]} activations, {activation_bits} bits, {len(weights)} matrices"
         )
-    ring, activations, sums = found.buffers
+    ring, activations, *sums = found.buffers
     return launch(
         lambda **refs: _Block(found, **refs).run(),
         {
@@ -147,7 +148,7 @@ def q1_decode_ring(
         scratch={
             "ring_smem": plgpu.SMEM((ring,), jnp.int32),
             "activations_smem": plgpu.SMEM((activations,), jnp.int32),
-            "sums_smem": plgpu.SMEM((sums,), jnp.float32),
+            **{f"sums{i}_smem": plgpu.SMEM((size,), jnp.float32) for i, size in enumerate(sums)},
         },
     )  # fmt: skip
 
@@ -157,11 +158,12 @@ class _Block:
 
     def __init__(
         self, plan: Plan, words_gmem, scales_gmem, x_gmem, layers_gmem, gamma_gmem, residual_gmem, out_gmem,
-        ring_smem, activations_smem, sums_smem,
+        ring_smem, activations_smem, sums0_smem, sums1_smem,
     ):  # fmt: skip
         self.plan, self.product = plan, plan.product
         self.gmem, self.x, self.gamma, self.residual = (words_gmem, scales_gmem), x_gmem, gamma_gmem, residual_gmem
-        self.out, self.ring, self.activations, self.sums = out_gmem, ring_smem, activations_smem, sums_smem
+        self.out, self.ring, self.activations = out_gmem, ring_smem, activations_smem
+        self.sums = sums0_smem, sums1_smem
         self.layer, self.norm_layer = (index(memory.load(layers_gmem, i)) for i in (0, 1))
         self.first_tile = lanes.block() * plan.tiles
         self.count = minimum(self.product.n_tiles - self.first_tile, plan.tiles)
@@ -174,44 +176,55 @@ class _Block:
         with lanes.when(lanes.thread() == 0):
             for stage in range(plan.stages):
                 memory.mbarrier_init(self.mbarriers + 8 * stage)
-            for stage in range(plan.stages):
+        lanes.block_barrier()
+        for stage in range(plan.stages):  # by a warp each: a copy takes a thread a while
+            with lanes.when(lanes.thread() == stage % p.warps * 32):
                 self.request(index(stage))
         self.quantize()
         lanes.block_barrier()
         me, section = LaneColumns.of(p), Section(index(0), p.rows)
         x = p.receive(me, section, self.load_activations)
         with p.busy_warps(me):
-            p.store_squares(me, section, x, self.sums)
+            p.store_squares(me, section, x, self.sums[0])
+        lanes.block_barrier()
+        outputs = lambda tile: p.my_outputs(me, section, index(0), tile)  # noqa: E731
+        norms = [p.norm(self.sums[0], row) for *_, row in outputs(self.first_tile)]
 
-        def one_round(first, carry):
+        def one_round(first, sums_smem):
             number = first // p.tiles
             stage = number % plan.stages
             memory.mbarrier_wait(self.mbarriers + integer(stage) * 8, integer(number // plan.stages % 2))
-            begin = stage * plan.stage_words
-            tile = [minimum(index(u), self.count - first - 1) for u in range(p.tiles)]
-            mine = p.my_outputs(me, section, index(0), self.first_tile + first)
             with p.busy_warps(me):
-                sums = p.multiply(
-                    me, x,
-                    lambda m, u, pair: memory.load_vector(
-                        4, self.ring,
-                        [begin + (tile[u] * p.pairs + me.pair[pair]) * (PAIR_BYTES // 4) + me.lane * 4],
-                    ),
-                    lambda m, u, pair, h: memory.load(
-                        self.ring,
-                        begin + self.words_of_stage
-                        + (tile[u] * (2 * p.pairs) + me.scale_group[pair, h]) * (SCALE_BYTES // 8) + me.g,
-                    ),
-                )  # fmt: skip
-                p.store_sums(me, section, sums, self.sums)
+                p.store_sums(me, section, self.multiply(me, x, stage, self.count - first), sums_smem)
             lanes.block_barrier()
-            with lanes.when(lanes.thread() == 0):
+            # By the last warp, which has the fewest outputs: a copy takes a thread as long as one of those.
+            with lanes.when(lanes.thread() == 32 * (p.warps - 1)):
                 self.request(number + plan.stages)
-            p.outputs(section, self.sums, mine, self.store)
-            lanes.block_barrier()  # the next round has the same shared memory
+            p.outputs(section, sums_smem, outputs(self.first_tile + first), self.store, norms)
+
+        def two_rounds(first, carry):
+            # Sums of the next round lie elsewhere, so that whoever has its outputs goes on.
+            one_round(first, self.sums[0])
+            with lanes.when(first + p.tiles < self.count):
+                one_round(first + p.tiles, self.sums[1])
             return carry
 
-        lanes.loop(0, self.count, p.tiles, [], one_round)
+        lanes.loop(0, self.count, 2 * p.tiles, [], two_rounds)
+
+    def multiply(self, me: LaneColumns, x, stage, there) -> dict:
+        """A round's sums of this warp; of tiles that are not there another's."""
+        p, begin = self.product, stage * self.plan.stage_words
+        tile = [minimum(index(u), there - 1) * p.pairs for u in range(p.tiles)]
+
+        def words(m, u, pair):
+            at = begin + (tile[u] + me.pair[pair]) * (PAIR_BYTES // 4) + me.lane * 4
+            return memory.load_vector(4, self.ring, [at])
+
+        def scales(m, u, pair, h):
+            at = (tile[u] * 2 + me.scale_group[pair, h]) * (SCALE_BYTES // 8) + me.g
+            return memory.load(self.ring, begin + self.words_of_stage + at)
+
+        return p.multiply(me, x, words, scales)
 
     def request(self, number):
         """A round's weights, by one thread, if there is such a round."""
@@ -233,10 +246,12 @@ class _Block:
         """All rows of all groups, a warp each."""
         p = self.product
         warp, items = lanes.thread() // 32, p.groups * p.rows
+        each = -(-items // p.warps)
+        at_once = -(-each // -(-each // AT_ONCE))
 
         def some(first, carry):
             chosen = []
-            for i in range(AT_ONCE):
+            for i in range(at_once):
                 item = first + i * p.warps + warp
                 at = minimum(item, items - 1)
                 group, row = at % p.groups, at // p.groups
@@ -254,7 +269,7 @@ class _Block:
                             memory.store(word, self.activations, group * (p.words * p.rows) + index(place))
             return carry
 
-        lanes.loop(0, items, AT_ONCE * p.warps, [], some)
+        lanes.loop(0, items, at_once * p.warps, [], some)
 
     def load_activations(self, places) -> list:
         out = []

@@ -52,7 +52,7 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    copies, most_tiles, apart = 1, 8, 4
+    copies, most_tiles, most_products, apart = 1, 8, 24, 4
 
     @property
     def words(self) -> int:

@@ -50,7 +50,7 @@ class Rows:
 
 
 class RowsOfPlanes(RowsProduct):
-    copies, most_tiles, apart = 2, 12, 4
+    copies, most_tiles, most_products, apart = 2, 12, 48, 4
 
     @property
     def of_row(self) -> int:
