@@ -161,7 +161,8 @@ class _Block:
         ring_smem, activations_smem, sums0_smem, sums1_smem,
     ):  # fmt: skip
         self.plan, self.product = plan, plan.product
-        self.gmem, self.x, self.gamma, self.residual = (words_gmem, scales_gmem), x_gmem, gamma_gmem, residual_gmem
+        self.gmem, self.x, self.residual = (words_gmem, scales_gmem), x_gmem, residual_gmem
+        self.gamma = gamma_gmem
         self.out, self.ring, self.activations = out_gmem, ring_smem, activations_smem
         self.sums = sums0_smem, sums1_smem
         self.layer, self.norm_layer = (index(memory.load(layers_gmem, i)) for i in (0, 1))
@@ -244,32 +245,36 @@ class _Block:
 
     def quantize(self):
         """All rows of all groups, a warp each."""
-        p = self.product
-        warp, items = lanes.thread() // 32, p.groups * p.rows
+        p, warp = self.product, lanes.thread() // 32
+        items = p.groups * p.rows
         each = -(-items // p.warps)
         at_once = -(-each // -(-each // AT_ONCE))
 
         def some(first, carry):
-            chosen = []
-            for i in range(at_once):
-                item = first + i * p.warps + warp
-                at = minimum(item, items - 1)
-                group, row = at % p.groups, at // p.groups
-                columns = p.columns_of_lane(group)
-                x = [memory.load(self.x, row, at + more) for at, more in columns]
-                gamma = self.gamma and [memory.load(self.gamma, self.norm_layer, at + more) for at, more in columns]
-                chosen.append((item < items, group, row, x, gamma))
-            for there, group, row, x, gamma in chosen:
-                words = p.quantize(
-                    group, row, lambda _, x=x: x, gamma and (lambda _, gamma=gamma: gamma), integer(0)
-                )
-                with lanes.when(there):
-                    for place, word, condition in words:
-                        with lanes.when(there if condition is None else condition):
-                            memory.store(word, self.activations, group * (p.words * p.rows) + index(place))
+            wanted = [first + i * p.warps + warp for i in range(at_once)]
+            loaded = [self.load(minimum(item, items - 1)) for item in wanted]
+            for item, (group, row, x, gamma) in zip(wanted, loaded, strict=True):
+                of_columns = None if gamma is None else lambda _, gamma=gamma: gamma
+                words = p.quantize(group, row, lambda _, x=x: x, of_columns, integer(0))
+                for place, word, condition in words:
+                    there = item < items if condition is None else (item < items) & condition
+                    with lanes.when(there):
+                        at = group * (p.words * p.rows) + index(place)
+                        memory.store(word, self.activations, at)
             return carry
 
         lanes.loop(0, items, at_once * p.warps, [], some)
+
+    def load(self, item) -> tuple:
+        """Group, row, this lane's columns of x and gamma."""
+        p = self.product
+        group, row = item % p.groups, item // p.groups
+        columns = [at + more for at, more in p.columns_of_lane(group)]
+        x = [memory.load(self.x, row, at) for at in columns]
+        gamma = None
+        if self.gamma is not None:
+            gamma = [memory.load(self.gamma, self.norm_layer, at) for at in columns]
+        return group, row, x, gamma
 
     def load_activations(self, places) -> list:
         out = []

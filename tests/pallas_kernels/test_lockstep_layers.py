@@ -72,6 +72,17 @@ CASES = [
 CASES = [(*case, layout) for case, layout in zip(CASES, itertools.cycle(cache_layouts.names()), strict=False)]
 
 
+@pytest.mark.parametrize("rows", range(5, 17))
+@pytest.mark.parametrize("sizes", [(4096, 12288, 32), (2560, 9728, 32), (2048, 6144, 16)])
+def test_a_layer_s_code_stays_small(sizes, rows):
+    """Twice as many products in a round are a third more time: a layer's code is more than a multiprocessor
+    keeps."""
+    shapes = decode_layers.Shapes(rows, *sizes, 8, 128, blocks=132)
+    for p in shapes.products().values():
+        eights = -(-p.section_rows // 8)
+        assert p.together * p.matrices * p.per_warp * 2 * eights <= 24
+
+
 def both(case):
     """(x, keys, values) by the kernel and by definition, and the page table."""
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, layout = case
