@@ -1,4 +1,4 @@
-"""1-bit weights (Q1_0) of a large matrix, an output matrix above all, times up to 16 rows of activations: as
+"""1-bit weights (Q1_0) of a large matrix, an output matrix above all, times 1 to 8 rows of activations: as
 many bytes on their way as shared memory holds.
 
 q1_decode_b1.py and q1_decode_s8.py have weights in registers, so that a multiprocessor asks for the next ones
@@ -23,16 +23,13 @@ from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.matmul import q1_decode
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
-from pallas_kernels.step import rows_of_planes
-from pallas_kernels.step.rows_of_bytes import RowsOfBytes
-from pallas_kernels.step.rows_of_planes import RowsOfPlanes
-from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct, Section
+from pallas_kernels.matmul import q1_decode, rows_of_planes
+from pallas_kernels.matmul.q1_decode_b1 import PAIR_BYTES, SCALE_BYTES, LaneColumns
+from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
+from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
+from pallas_kernels.matmul.rows_product import WIDTH, RowsProduct, Section
 from pallas_kernels.tiles import COLUMNS, ROWS
 
-PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
-SCALE_BYTES = 2 * 16 * 2
 MOST_STAGES, LEAST_STAGES = 8, 3
 ROUND_BYTES = 40_000  # at most: the last round's are multiplied when nothing is on its way any more
 LEAST_TILES = 16  # of a block
@@ -40,8 +37,8 @@ AT_ONCE = 8  # rows of groups that a warp quantizes together, to hide one's late
 
 
 def run(*arguments) -> jax.Array:
-    """Products of 1 to 16 rows (execute.py)."""
-    return q1_decode.run(q1_decode_ring, "q1_decode_ring", _plan_for, *arguments)
+    """Products of 1 to 8 rows (execute.py)."""
+    return q1_decode.run(q1_decode_ring, "q1_decode_ring", None, *arguments)
 
 
 def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
@@ -52,12 +49,8 @@ def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     if n_tiles < least:
         return f"is for {ROWS * least} outputs or more, of which every block has rounds"
     pairs = -(-k // COLUMNS)
-    room = all(plan(rows, k, n_tiles, pairs) for rows in (1, rows_of_planes.MOST_ROWS, MOST_ROWS))
-    return None if room else f"{MOST_ROWS} rows of {k} activations leave no room for weights"
-
-
-def _plan_for(n_tiles: int, pairs: int, matrices: int, bits: int, **sizes) -> None:
-    return None
+    room = all(plan(rows, k, n_tiles, pairs) for rows in (1, rows_of_planes.MOST_ROWS, WIDTH))
+    return None if room else f"{WIDTH} rows of {k} activations leave no room for weights"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +114,7 @@ def q1_decode_ring(
 ) -> jax.Array:
     """y = x W.T
 
-    x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   ((words, scales),) of W: a tiled stack (q1_decode_b1.py)
     layers    int32 [2 or more], the index into the weights' stack and the one into gamma's
     residual  float32 [rows, N], added to y
@@ -130,9 +123,10 @@ def q1_decode_ring(
     (words, scales), rows = weights[0], len(x)
     n_tiles, pairs = words.shape[1:3]
     found = plan(rows, x.shape[1], n_tiles, pairs, normed=gamma is not None, eps=eps)
-    if found is None or len(weights) > 1 or activation_bits != 8 or rows > MOST_ROWS:
+    if found is None or len(weights) > 1 or activation_bits != 8:
         raise NotImplementedError(
-            f"{rows} rows of {x.shape[1]} activations, {activation_bits} bits, {len(weights)} matrices"
+            f"{len(weights)} matrices, {rows} rows of {x.shape[1]} activations of {activation_bits} bits: this is "
+            "for one matrix, 8 bits, and what leaves room for weights; leave the choice to selection.py"
         )
     ring, activations, *sums = found.buffers
     return launch(

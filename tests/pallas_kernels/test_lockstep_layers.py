@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels import attend, cache_layouts
 from pallas_kernels.gpu import lanes
-from pallas_kernels.step import decode_layers, rows_of_bytes, workspace
+from pallas_kernels.matmul import rows_of_bytes
+from pallas_kernels.step import decode_layers, workspace
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
 
