@@ -79,7 +79,7 @@ class Plan:
     def buffers(self) -> tuple[int, int, int, int]:
         """Words of shared memory: the ring with its mbarriers behind it, activations, sums of two rounds."""
         ring = self.stages * (self.stage_words + 2)
-        return ring, self.activation_words, *[self.product.scratch] * 2
+        return ring, self.activation_words, self.product.scratch, self.product.scratch
 
 
 def plan(rows: int, columns: int, n_tiles: int, pairs: int, **rest) -> Plan | None:
@@ -125,8 +125,8 @@ def q1_decode_ring(
     found = plan(rows, x.shape[1], n_tiles, pairs, normed=gamma is not None, eps=eps)
     if found is None or len(weights) > 1 or activation_bits != 8:
         raise NotImplementedError(
-            f"{len(weights)} matrices, {rows} rows of {x.shape[1]} activations of {activation_bits} bits: this "
-            "is for one matrix, 8 bits, and what leaves room for weights; leave the choice to selection.py"
+            f"{len(weights)} matrices, {rows} rows of {x.shape[1]} activations of {activation_bits} bits: "
+            "this is for one matrix, 8 bits, and what leaves room for weights; leave the choice to selection.py"
         )
     ring, activations, *sums = found.buffers
     return launch(
