@@ -125,8 +125,8 @@ def q1_decode_ring(
     found = plan(rows, x.shape[1], n_tiles, pairs, normed=gamma is not None, eps=eps)
     if found is None or len(weights) > 1 or activation_bits != 8:
         raise NotImplementedError(
-            f"{len(weights)} matrices, {rows} rows of {x.shape[1]} activations, {activation_bits} bits: this is "
-            "for one matrix, 8 bits, and what leaves room for weights; leave the choice to selection.py"
+            f"{len(weights)} matrices, {rows} rows of {x.shape[1]} activations, {activation_bits} bits: this "
+            "is for one matrix, 8 bits, and what leaves room for weights; leave the choice to selection.py"
         )
     ring, activations, *sums = found.buffers
     return launch(
