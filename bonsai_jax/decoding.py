@@ -279,7 +279,7 @@ def read(
     size = chunk_size(cache, B)
     if size >= T:
         hidden, cache = _forward(params, cache, tokens, positions, config, taps)
-        return hidden[jnp.arange(B), lengths - 1], cache
+        return (hidden[:, 0] if T == 1 else hidden[jnp.arange(B), lengths - 1]), cache
 
     def read_chunk(i, carry):
         last, cache = carry

@@ -154,7 +154,8 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
     kernel = piece.products.of(rows)
     if kernel in ("reference", "cublas", "kq_prefill_sm90"):
         return card.arithmetic("half")
-    kind = "planes" if kernel == "q1_decode_b1" else "int8"
+    by_planes = kernel == "q1_decode_b1" or (kernel == "q1_decode_ring" and rows <= 4)
+    kind = "planes" if by_planes else "int8"
     return card.arithmetic(kind) * 8 / piece.products.activation_bits
 
 

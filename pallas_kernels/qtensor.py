@@ -78,6 +78,8 @@ class QTensor(struct.PyTreeNode):
         back where they are stored rotated."""
         if self.rotation is not None:
             return self.rotation.back(self.replace(rotation=None).rows(ids))
+        if self.tiled and (rows := getattr(formats.get(self.format), "rows", None)):
+            return rows(self.fields, ids, self.shape[1])
         if self.tiled:
             # Whole tiles of 16 rows, as matrices of one tile.
             fields = {

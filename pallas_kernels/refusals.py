@@ -23,6 +23,14 @@ def never(problem: Problem) -> None:
 # Matmul
 
 
+def q1_decode_ring(problem: Matmul) -> str | None:
+    if reason := _on_hopper(problem) or q1_decode_b1(problem):
+        return reason
+    from pallas_kernels.matmul import q1_decode_ring as kernel  # only GPUs need it
+
+    return kernel.refuses(problem.n, problem.k, problem.matrices, problem.bits)
+
+
 def q1_decode_s8(problem: Matmul) -> str | None:
     if reason := q1_decode_b1(problem):
         return reason

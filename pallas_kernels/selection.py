@@ -1,7 +1,8 @@
 """Which kernel runs an op: chosen once, at load, from the problem's sizes alone, and explained.
 
     op         weights or cache    rows                        GPU        kernel
-    Matmul     q1 (1 bit)          1 to 3                      from 8.0   q1_decode_b1
+    Matmul     q1, large matrices  1 to 8                      9.0        q1_decode_ring
+               q1 (1 bit)          1 to 3                      from 8.0   q1_decode_b1
                                    4 to 8                                 q1_decode_s8, or q1_decode_b1
                                    from 9                      9.0        q1_prefill_sm90
                kq (2 to 8 bits)    1 to 8, 1 to 16             from 8.0   kq_decode
@@ -79,6 +80,7 @@ def _rows_of_kq_prefill(problem: Matmul) -> tuple[int, int | None]:
 # In order of preference.
 CANDIDATES: dict[type, dict[str, Candidate]] = {
     Matmul: {
+        "q1_decode_ring": Candidate(refusals.q1_decode_ring, 1, 8),
         "q1_decode_s8": Candidate(refusals.q1_decode_s8, 4, 8),
         "q1_decode_b1": Candidate(refusals.q1_decode_b1, 1, 8),
         "kq_prefill_sm90": Candidate(refusals.kq_prefill_sm90, range_of=_rows_of_kq_prefill),

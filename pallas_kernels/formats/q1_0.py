@@ -70,6 +70,20 @@ def untile(tiled, shape):
     return {"d": d, "qs": qs.reshape(*qs.shape[:-2], 16)}
 
 
+def rows(tiled, ids, columns):
+    """Decoded rows of a tiled matrix, float32 [*ids.shape, columns]. By words: as blocks of bytes a GPU would
+    make them in three launches, of a step's few."""
+    tiles, pairs, _, _ = tiled["words"].shape
+    tile, r, g = ids // 16, ids // 8 % 2, ids % 8
+    words = tiled["words"].reshape(tiles, pairs, 8, 4, 2, 2)  # g, t, h, r
+    words = jnp.moveaxis(words[tile, :, g, :, :, r], -1, -2).reshape(*ids.shape, 2 * pairs, 4, 1)
+    d = tiled["scales"][tile, :, g] >> (16 * r)[..., None].astype(jnp.uint32)
+    d = jax.lax.bitcast_convert_type(d.astype(jnp.uint16), jnp.float16).astype(jnp.float32)
+    bits = (words >> np.arange(32, dtype=np.uint32)) & 1
+    x = jnp.where(bits.reshape(*d.shape, 128) == 1, d[..., None], -d[..., None])
+    return x.reshape(*ids.shape, -1)[..., :columns]
+
+
 def _codes(load):
     """0 for -1, 2 for 1."""
     bits = load("qs").bits()

@@ -73,6 +73,8 @@ def module(kernel: str) -> ModuleType:
     match kernel:
         case "q1_decode_b1":
             from pallas_kernels.matmul import q1_decode_b1 as found
+        case "q1_decode_ring":
+            from pallas_kernels.matmul import q1_decode_ring as found
         case "q1_decode_s8":
             from pallas_kernels.matmul import q1_decode_s8 as found
         case "q1_prefill_sm90":

@@ -1,4 +1,5 @@
-"""What the two decode kernels of 1-bit weights are called with (q1_decode_b1.py, q1_decode_s8.py)."""
+"""What the decode kernels of 1-bit weights are called with (q1_decode_b1.py, q1_decode_s8.py,
+q1_decode_ring.py)."""
 
 import functools
 from collections.abc import Callable
@@ -12,13 +13,14 @@ from pallas_kernels.tiles import COLUMNS, ROWS
 
 
 def run(
-    kernel: Callable, name: str, plan: Callable, x, weights, part_layer, layer, gamma, eps, residual
+    kernel: Callable, name: str, plan: Callable | None, x, weights, part_layer, layer, gamma, eps, residual
 ) -> jax.Array:
     """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
 
     kernel  (x, stacks, layers, **options) -> y
     name    of it, under which its sizes are tuned
-    plan    (tiles of 16 rows, pairs of groups, matrices, bits, **sizes) -> None where they do not fit
+    plan    (tiles of 16 rows, pairs of groups, matrices, bits, **sizes) -> None where they do not fit; None:
+            its sizes are not tuned
     """
     lead, n = x.shape[:-1], weights[0].shape[0]
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
@@ -29,7 +31,10 @@ def run(
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
     n_tiles, steps = pairs[0][0].shape[1:3]
-    problem = tuned.Problem(name, (("q1_0", ROWS * n_tiles),), COLUMNS * steps, len(pairs), len(x), bits)
+    sizes = {}
+    if plan is not None:
+        problem = tuned.Problem(name, (("q1_0", ROWS * n_tiles),), COLUMNS * steps, len(pairs), len(x), bits)
+        sizes = tuned.settings(problem, functools.partial(plan, n_tiles, steps, len(pairs), bits))
     y = kernel(
         x,
         pairs,
@@ -39,6 +44,6 @@ def run(
         eps=eps,
         residual=residual,
         activation_bits=bits,
-        **tuned.settings(problem, functools.partial(plan, n_tiles, steps, len(pairs), bits)),
+        **sizes,
     )
     return y[:, :n].reshape(*lead, n)

@@ -48,6 +48,7 @@ from pallas_kernels.matmul import epilogue, q1_decode
 from pallas_kernels.matmul.quantize_activations import largest_of_group
 
 GROUP = 128
+PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # of a tile and a pair of groups
 SUM, SUM_WORD = 1.5 * 2**23 + 2, 0x4B400002  # a float and its bits, of which a third is a whole number
 LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
 

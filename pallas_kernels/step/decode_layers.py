@@ -34,7 +34,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
-from pallas_kernels.step.rows_product import RowsProduct, Section
+from pallas_kernels.matmul.rows_product import RowsProduct, Section
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words

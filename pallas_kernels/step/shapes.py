@@ -9,14 +9,12 @@ from pallas_kernels import device
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct
-from pallas_kernels.step import rows_of_planes
-from pallas_kernels.step.rows_of_bytes import RowsOfBytes
-from pallas_kernels.step.rows_of_planes import RowsOfPlanes
-from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct
+from pallas_kernels.matmul import rows_of_planes
+from pallas_kernels.matmul.q1_decode_b1 import GROUP, PAIR_BYTES, SCALE_BYTES, BitProduct
+from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
+from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
+from pallas_kernels.matmul.rows_product import MOST_ROWS, RowsProduct
 
-PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
-SCALE_BYTES = 2 * 16 * 2
 MOST_SPLITS = 4
 Product = BitProduct | RowsProduct
 

@@ -3,6 +3,7 @@ reference."""
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ import bonsai_jax as bj
 from bonsai_jax import cache as kv
 from bonsai_jax import jitted
 from checkpoints import synth
+from pallas_kernels import QTensor, for_device, formats, matmul
 from tests.agreement import divergence, log_softmax
 
 pytestmark = pytest.mark.gpu
@@ -73,3 +75,25 @@ def test_a_step_reads_keys_of_16_bits(rows, keys, models):
     kl = divergence(want, got)
     print(f"{rows} rows, {keys} keys: KL {kl.mean():.2e}, of a row at most {kl.max():.2e}")
     assert 0 < kl.max() < KL
+
+
+@pytest.mark.parametrize("rows", [1, 3, 4, 8])
+@pytest.mark.parametrize("K", [2048, 2560, 4096])
+def test_an_output_matrix_is_what_its_parts_are(K, rows):
+    """By a kernel of its own, which parts are too small for."""
+    N, part = 151_669, 5000
+    fields = jax.jit(lambda: formats.random_fields("q1_0", jax.random.key(K), (N, K // 128), 0.0, 0.02))()
+    x, gamma = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate([(rows, K), (K,)]))
+
+    def product(first, n):
+        chosen = {name: field[first : first + n] for name, field in fields.items()}
+        w = for_device(QTensor(chosen, "q1_0", (n, K)))
+        y = jax.jit(lambda x: matmul(x, w, gamma=gamma, eps=1e-6))(x)
+        return w.products.of(rows), np.asarray(y, np.float64)
+
+    kernel, y = product(0, N)
+    for first in (0, 70_000, N - part):
+        other, want = product(first, part)
+        assert kernel == "q1_decode_ring" != other
+        got = y[:, first : first + part]
+        assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)

@@ -14,7 +14,7 @@ from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.delta import chunks, step
 from pallas_kernels.experts import grouped, kq_experts
-from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
+from pallas_kernels.matmul import execute
 from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.kq_decode import kq_decode
 from pallas_kernels.matmul.kq_dequantize import kq_dequantize
@@ -37,9 +37,9 @@ def tiles_of_1_bit(n, k, layers=36):
 
 
 def product(n, k, matrices, rows, layers=36):
-    gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 else None
+    gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 or layers == 1 else None
     chosen = choose(Matmul(device.platform(), "q1_0", n, k, matrices=matrices), rows)
-    kernel = {"q1_decode_b1": q1_decode_b1.q1_decode_b1, "q1_decode_s8": q1_decode_s8.q1_decode_s8}[chosen]
+    kernel = getattr(execute.module(chosen), chosen)
     f = lambda x, weights, index, gamma: kernel(x, weights, index, gamma=gamma, eps=1e-6)  # noqa: E731
     x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     return f, (x, (tiles_of_1_bit(n, k, layers),) * matrices, index, gamma)

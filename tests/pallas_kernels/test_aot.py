@@ -123,6 +123,10 @@ HOT_ON_HOPPER = {
     ),
     "rotated and rounded": lambda: rotated(2048, 5120, rounded=True, group=32),
     "rotated and rounded, 17408 wide": lambda: rotated(2048, 17408, normed=False, rounded=True, group=32),
+    **{
+        f"output matrix, {rows} rows of {k}": functools.partial(product, 151680, k, 1, rows, layers=1)
+        for rows, k in ((1, 4096), (4, 4096), (8, 4096), (3, 2560))
+    },
     "many: output matrix": lambda: many_rows(151669, 4096, 1, 256),
     "many: q6_k output matrix": lambda: many_rows_of_integers("q6_k", 151669, 4096, 1, 256),
     "many: out, 16 bits": lambda: many_rows(4096, 4096, 1, 2048, bits=16),

@@ -1,12 +1,14 @@
 """The 1-bit kernels in numpy (lockstep) against float64: q1_decode_b1 for 1 to 3 rows, q1_decode_s8 for
-more."""
+more; q1_decode_ring."""
+
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Products
-from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
+from pallas_kernels import Products, device
+from pallas_kernels.matmul import q1_decode_b1, q1_decode_ring, q1_decode_s8
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
@@ -28,6 +30,26 @@ CASES = [
 
 @pytest.mark.parametrize(("N", "K", "rows", "kind", "bits"), CASES)
 def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
+    check(q1_decode_b1 if rows < 4 else q1_decode_s8, N, K, rows, kind, bits)
+
+
+@pytest.mark.parametrize(
+    ("N", "K", "rows", "kind"),
+    [
+        (2100, 384, 1, "added"),  # neither whole tiles nor whole pairs of groups; three warps have columns
+        (5000, 256, 3, "normed"),  # twice around the ring
+        (200, 2560, 4, "normed"),  # 12 warps
+        (640, 4096, 8, "plain"),
+    ],
+)
+def test_the_ring_in_lockstep_is_the_product(N, K, rows, kind, monkeypatch):
+    """By two blocks, the second of which has fewer tiles."""
+    two = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=2)
+    monkeypatch.setattr(device, "default", lambda: two)
+    check(q1_decode_ring, N, K, rows, kind, 8)
+
+
+def check(kernel, N, K, rows, kind, bits):
     rng = np.random.default_rng(K + rows)
     top, layer = 2 ** (bits - 1) - 1, 1
     x = rng.integers(-top, top + 1, (rows, K // 128, 128))  # exact for groups of 128
@@ -45,7 +67,6 @@ def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
     want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
     want = want + residual if kind == "added" else want
     with lockstep(at_a_time=16):
-        kernel = q1_decode_b1 if rows < 4 else q1_decode_s8
         got = kernel.run(
             jnp.asarray(x), tiled, layer, layer, jnp.asarray(gamma) if normed else None,
             1e-6, jnp.asarray(residual) if kind == "added" else None,

@@ -10,7 +10,8 @@ import pytest
 
 from pallas_kernels import attend, cache_layouts
 from pallas_kernels.gpu import lanes
-from pallas_kernels.step import decode_layers, rows_of_bytes, workspace
+from pallas_kernels.matmul import rows_of_bytes
+from pallas_kernels.step import decode_layers, workspace
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
 
@@ -70,6 +71,17 @@ CASES = [
     (2, 384, 2176, 4, 2, 24, [5, 9, 40, 20, -1, 2, 3, 4, 17, 0, 16], 8, True, True, False),
 ]
 CASES = [(*case, layout) for case, layout in zip(CASES, itertools.cycle(cache_layouts.names()), strict=False)]
+
+
+@pytest.mark.parametrize("rows", range(5, 17))
+@pytest.mark.parametrize("sizes", [(4096, 12288, 32), (2560, 9728, 32), (2048, 6144, 16)])
+def test_a_layer_s_code_stays_small(sizes, rows):
+    """Twice as many products in a round are a third more time: a layer's code is more than a multiprocessor
+    keeps."""
+    shapes = decode_layers.Shapes(rows, *sizes, 8, 128, blocks=132)
+    for p in shapes.products().values():
+        eights = -(-p.section_rows // 8)
+        assert p.together * p.matrices * p.per_warp * 2 * eights <= 24
 
 
 def both(case):

@@ -124,6 +124,10 @@ def test_the_table_of_kernels(monkeypatch):
     exact = kernels("q4_k", "sm_90", bits=16)
     assert [exact[rows] for rows in (16, 17, 512)] == ["kq_decode"] + ["kq_prefill_sm90"] * 2
     assert kernels("q1_0", "sm_90", n=4000)[9] == "cublas"  # no whole tiles of 64 outputs
+    head = kernels("q1_0", "sm_90", n=151669)
+    assert [head[rows] for rows in (1, 8, 9)] == ["q1_decode_ring"] * 2 + ["q1_prefill_sm90"]
+    for rest in ({"bits": 16}, {"matrices": 2}, {"k": 12288}):  # of which none is for
+        assert kernels("q1_0", "sm_90", **{"n": 151669, **rest})[1] == "q1_decode_b1"
     # Integers of 8 rows of so many columns are more than the shared memory of a block.
     wide = kernels("q1_0", "sm_90", k=32768)
     assert wide[8] == wide[1] == "q1_decode_b1"

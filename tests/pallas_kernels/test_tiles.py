@@ -67,7 +67,7 @@ def test_a_code_that_is_no_ternary_weight_is_kept(format):
     np.testing.assert_array_equal(np.asarray(dense).reshape(*d.shape, -1).max(-1), 2 * d)
 
 
-@pytest.mark.parametrize("format", INTEGER)
+@pytest.mark.parametrize("format", ["q1_0", *INTEGER])
 def test_rows_of_tiled_weights(format):
     w, ids = drawn(format, (40, 768)), np.array([[0, 39], [17, 8]])
     got, want = jax.jit(lambda *of: [w.rows(ids) for w in of])(w.tiled, w.blocks)

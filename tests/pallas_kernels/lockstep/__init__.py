@@ -38,6 +38,7 @@ from pallas_kernels.matmul import (
     kq_decode,
     kq_dequantize,
     q1_decode_b1,
+    q1_decode_ring,
     q1_decode_s8,
 )
 from pallas_kernels.sampling import kernel as sampling
@@ -141,6 +142,7 @@ def lockstep(at_a_time: int | None = None):
     running = _Running(at_a_time)
     kernels = [
         *((q1_decode_b1, "q1_decode_b1"), (q1_decode_s8, "q1_decode_s8"), (q1_decode_s8, "quantize_rows")),
+        (q1_decode_ring, "q1_decode_ring"),
         *((kq_decode, "kq_decode"), (kq_dequantize, "kq_dequantize")),
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
         (activations_rotated, "activations_rotated"),

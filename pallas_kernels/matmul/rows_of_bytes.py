@@ -32,7 +32,7 @@ from pallas_kernels.gpu.values import (
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 from pallas_kernels.matmul.q1_decode_s8 import UNIT, bits_as_bytes, multiply_group
 from pallas_kernels.matmul.quantize_activations import largest_of_group
-from pallas_kernels.step.rows_product import WIDTH, RowsProduct, Section
+from pallas_kernels.matmul.rows_product import WIDTH, RowsProduct, Section
 
 TOP = 127
 KEPT_WORDS = 9  # of a group, of each eight rows, while they are multiplied
@@ -52,7 +52,7 @@ class Rows:
 
 
 class RowsOfBytes(RowsProduct):
-    copies, most_tiles, apart = 1, 8, 4
+    copies, most_tiles, most_products, apart = 1, 8, 24, 4
 
     @property
     def words(self) -> int:

@@ -46,11 +46,14 @@ class RowsProduct(abc.ABC):
                 as much less of what is passed on; their sums go to who adds them to the residual stream
     copies      of what is passed on, each for as many blocks: all want the same lines at once
     most_tiles  of a round, of both matrices and each eight rows: so few have their sums in registers
+    most_products  of a round, of a tile with a group and eight rows each, where it is less: they are straight
+                code, and all of a layer's has to stay near the multiprocessor
     apart       words between rows' sums, so that rows that are stored together lie in other banks
     """
 
     copies: ClassVar[int]
     most_tiles: ClassVar[int]
+    most_products: ClassVar[int]
     apart: ClassVar[int]
 
     rows: int
@@ -88,7 +91,8 @@ class RowsProduct(abc.ABC):
         """Tiles of a round: their sums meet in shared memory."""
         room = MOST_SUMS // (self.matrices * self.section_rows * self.sums_of_row)
         of_tile = self.matrices * -(-self.section_rows // WIDTH)
-        most = min(self.tiles, room, self.most_tiles // of_tile)
+        products = 2 * self.per_warp * of_tile
+        most = max(1, min(self.tiles, room, self.most_tiles // of_tile, self.most_products // products))
         return -(-self.tiles // -(-self.tiles // most))
 
     @property
@@ -132,20 +136,25 @@ class RowsProduct(abc.ABC):
             out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, of_all))
         return out
 
-    def outputs(self, section: Section, scratch_smem, mine: list, store: Callable):
-        """Behind a block barrier: store(i, row of all, n, y) for each of my_outputs."""
-
-        def over_warps(at, stride):
-            return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
-
+    def outputs(self, section: Section, scratch_smem, mine: list, store: Callable, norms: list | None = None):
+        """Behind a block barrier: store(i, row of all, n, y) for each of my_outputs; norms: of each, where
+        they are known."""
         for i, (valid, u, row, inside, n, of_all) in enumerate(mine):
             with lanes.when(valid):
-                y = [over_warps(self.place(section, u, m, row) + inside, 16) for m in range(self.matrices)]
-                norm = None
-                if self.normed:
-                    squares = over_warps(of_all * self.busy + self.sums, 1)
-                    norm = epilogue.inverse_rms(squares, self.columns, self.eps)
+                places = [self.place(section, u, m, row) + inside for m in range(self.matrices)]
+                y = [self._over_warps(scratch_smem, at, 16) for at in places]
+                norm = norms[i] if norms else self.norm(scratch_smem, of_all)
                 store(i, of_all, n, epilogue.finished(y, norm))
+
+    def norm(self, scratch_smem, row):
+        """Of a row, behind a block barrier; None where the phase norms nothing."""
+        if not self.normed:
+            return None
+        squares = self._over_warps(scratch_smem, row * self.busy + self.sums, 1)
+        return epilogue.inverse_rms(squares, self.columns, self.eps)
+
+    def _over_warps(self, scratch_smem, at, stride: int):
+        return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
 
     @staticmethod
     @abc.abstractmethod

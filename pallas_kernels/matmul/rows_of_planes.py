@@ -27,7 +27,7 @@ from typing import Any
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import fma, integer, minimum, real, select, sum_of_squares
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, bit_planes, over_lanes
-from pallas_kernels.step.rows_product import RowsProduct, Section
+from pallas_kernels.matmul.rows_product import RowsProduct, Section
 
 PLANES = 8
 MOST_ROWS = 4  # of 5 on a row would have one column: more instructions than bytes take
@@ -50,7 +50,7 @@ class Rows:
 
 
 class RowsOfPlanes(RowsProduct):
-    copies, most_tiles, apart = 2, 12, 4
+    copies, most_tiles, most_products, apart = 2, 12, 48, 4
 
     @property
     def of_row(self) -> int:
