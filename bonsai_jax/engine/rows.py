@@ -29,7 +29,6 @@ from bonsai_jax.taps import Taps
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
-LOOP_ROWS = 17  # from so many on a step is hundreds of launches on a GPU, below a few
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # none
 
 
@@ -319,13 +318,13 @@ def _noted(state: State, chunk: dict[str, Any]) -> State:
 
 note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
-decode_rows = jitted.donating(decode, "pool")
 
-# The same with its loop inside the CUDA graph. Else the host launches each step as a graph, after it has
-# asked whether to go on, and brings the graph of a first step up to date, launch by launch, while the device
-# waits: 2 ms for hundreds of launches, and little for a few, whose steps a graph's loop makes 30 us longer.
-LOOP_IN_GRAPH = {  # XLA's own choice, and WHILE
+# XLA's own choice and WHILE: the loop of steps is inside the CUDA graph, and a dispatch waits for nothing.
+# Else the host launches each step, after it has asked the device whether to go on, and the device waits for
+# the host at each dispatch: 2 to 5 ms where a step is hundreds of launches.
+LOOP_IN_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,WHILE"
 }
-decode_many_rows = jitted.donating(decode, "pool", compiler_options=LOOP_IN_GRAPH)
+decode_rows = jitted.donating(decode, "pool", compiler_options=LOOP_IN_GRAPH)
+decode_rows_over_mesh = jitted.donating(decode, "pool")  # loops of several devices in graphs: not measured

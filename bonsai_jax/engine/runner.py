@@ -2,8 +2,8 @@
 
     plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Drawn
 
-On a GPU a dispatch of few rows, or over a mesh, returns when its steps are nearly over: its loop asks the
-host after each of them whether to go on. That of many rows returns at once (rows.decode_many_rows). So
+On one GPU a dispatch returns at once: its loop of steps is inside a CUDA graph (rows.decode_rows). Over a
+mesh it returns when its steps are nearly over, as the host is asked after each of them whether to go on. So
 `Engine` has a thread that dispatches, one plan behind the other, and another that plans and reads meanwhile.
 `generate` and `stream` dispatch in the thread of their caller.
 """
@@ -181,8 +181,8 @@ class Runner:
             self._note_tables(device, of)
             there[:, 0], there[:, 2:] = at, self._tables[device, at]
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
-        many = rows >= on_device.LOOP_ROWS and self.model.mesh is None
-        function = on_device.decode_many_rows if many else on_device.decode_rows
+        alone = self.model.mesh is None
+        function = on_device.decode_rows if alone else on_device.decode_rows_over_mesh
         return Call(function, [columns], (self.model.config,), options)
 
     def nobodys(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:

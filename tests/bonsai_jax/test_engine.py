@@ -211,7 +211,7 @@ def test_a_recurrent_state_survives_preemption_and_is_shared_at_page_borders():
 
 
 def test_the_next_dispatch_is_asked_for_while_one_is_running(engine, monkeypatch):
-    """On a GPU a dispatch of few rows returns when its steps are nearly over. Here it returns when the next
+    """On GPUs of a mesh a dispatch returns when its steps are nearly over. Here it returns when the next
     plan is made; and the first ones are short, as nobody knows how long a step takes."""
     plan, decode, planned, steps, late = Scheduler.plan, on_device.decode_rows, [], [], []
 
@@ -235,14 +235,6 @@ def test_the_next_dispatch_is_asked_for_while_one_is_running(engine, monkeypatch
     assert_same([engine.submit(ids, GREEDY, max_new_tokens=MOST, ignore_eos=True).result(300).tokens], want)
     assert not late and len(steps) > 3
     assert steps[0] == 1 and all(b <= 2 * a for a, b in itertools.pairwise(steps))
-
-
-def test_many_rows_run_the_program_with_its_loop_inside_a_graph():
-    most = on_device.LOOP_ROWS
-    loop = Loop(tiny(), running.Options(most, pages=1, context=16))
-    chosen = [loop.runner.nobodys(rows, None).function for rows in (most - 1, most)]
-    loop.close()
-    assert chosen == [on_device.decode_rows, on_device.decode_many_rows]
 
 
 def test_a_warmup_compiles_side_by_side(warmed):

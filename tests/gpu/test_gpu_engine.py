@@ -9,6 +9,7 @@ from bonsai_jax.engine import rows as on_device
 pytestmark = pytest.mark.gpu
 
 NEW = 24
+ROWS = 17
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -43,8 +44,8 @@ def test_the_same_bits_alone_and_in_a_crowd(source, max_rows):
 )
 def test_a_loop_inside_its_graph_draws_what_a_loop_outside_does(source, speculate, monkeypatch):
     """The first call runs without a graph, the second makes one, the third finds it."""
-    model = bj.load(f"synth:{source}", bj.RunConfig(context=256, rows=on_device.LOOP_ROWS))
-    ids = [prompt(5 + 3 * i, i) for i in range(on_device.LOOP_ROWS)]
+    model = bj.load(f"synth:{source}", bj.RunConfig(context=256, rows=ROWS))
+    ids = [prompt(5 + 3 * i, i) for i in range(ROWS)]
     how = {"max_new_tokens": NEW, "ignore_eos": True, "speculate": speculate}
 
     def drawn():
@@ -52,6 +53,5 @@ def test_a_loop_inside_its_graph_draws_what_a_loop_outside_does(source, speculat
         return [output.tokens for output in bj.generate(model, ids, sampling=params, **how)]
 
     inside = [drawn() for _ in range(3)]
-    assert on_device.decode_many_rows._cache_size()
-    monkeypatch.setattr(on_device, "decode_many_rows", on_device.decode_rows)
+    monkeypatch.setattr(on_device, "decode_rows", on_device.decode_rows_over_mesh)
     assert inside == [drawn()] * 3

@@ -54,9 +54,9 @@ def test_decode_compiles_with_its_cache_aliased(source):
     check_decode(source, (9, 0))
 
 
-def test_a_dispatch_of_many_rows_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
+def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
     """So nothing in it waits for the host."""
-    rows = on_device.LOOP_ROWS
+    rows = 2
     with as_on_a_gpu((9, 0)):
         params, pool, config = shapes("synth:tiny-qwen3:q1_0", rows=rows, context=256)
         columns = jax.ShapeDtypeStruct((rows, 2 + pool.cache.block_table.shape[1]), jnp.int32)
