@@ -41,25 +41,29 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
     return 2 * KEYS * plan.head_dim * 2
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, asked=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
-    slot        address of this warp's `visit_bytes` of shared memory; None: keys and values go to registers
+    slot        address of this warp's `visit_bytes` of shared memory, and what makes it that of its second
+                ones by xor, 0 if there are none, or None if no warp has them; None: keys and values go to
+                registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    next_layer  its first keys and values are asked for, into the L2 cache
     asked       whether this warp's first are on their way to the slot (`copy_first`); None: they are not
     """
-    warp, fetched = Warp.of(plan, cache, share, layer), None
+    warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
     # Before q is asked for, which other blocks may still be making.
     if slot is not None:
+        slot, flip = slot
         copy_first(plan, cache, share, layer, slot, asked)
+        if flip is not None:
+            with lanes.when((first < share.stop) & (flip != 0)):
+                for which in (0, 1):
+                    warp.copy_behind(which, first + step, warp.page_of(first + step), slot ^ flip)
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
     behind = warp.page_of(first + step) if fetched is not None and warp.fetches_ahead else None
-    if next_layer is not None:
-        ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
@@ -67,10 +71,11 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     def next_visit(base, carry):
         warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
         base = lanes.anew(integer(base))
-        return jax.tree.leaves(visit(warp, token, base, step, slot, *jax.tree.unflatten(structure, carry)))
+        state = jax.tree.unflatten(structure, carry)
+        return jax.tree.leaves(visit(warp, token, base, step, flip, *state))
 
     state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
-    carry, structure = jax.tree.flatten((state, fetched, behind))
+    carry, structure = jax.tree.flatten((state, slot, fetched, behind))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
@@ -230,22 +235,20 @@ class Warp:
         return place(self.plan, self.cache, self.share, self.layer, j, part, page)
 
 
-def ask_for(plan: Plan, cache: Cache, share: Share, layer):
-    """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
-    cache cannot hold beside the weights is read twice."""
-    lane, warp = integer(lanes.thread() % 32), integer(lanes.thread() // 32)
-    key, half = lane // 2, lane % 2
-    part = half * (plan.head_dim // 2)
-
-    j = share.start + warp * KEYS + key
-    page = share.page if plan.page_size % KEYS == 0 else None
-    with lanes.when(j < share.stop):
-        at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
-        for ref in jax.tree.leaves((cache.keys, cache.values)):
-            memory.prefetch(ref, at[: len(ref.type.shape)])
+def ask_ahead(plan: Plan, cache: Cache, share: Share, layer, visits: int):
+    """This warp's keys and values of the first visits of a layer into the L2 cache, half a row a lane."""
+    lane, warp = integer(lanes.thread() % 32), Warp.of(plan, cache, share, layer)
+    key, part = lane // 2, lane % 2 * (plan.head_dim // 2)
+    for v in range(visits):
+        base = share.start + (warp.number + v * plan.team) * KEYS
+        with lanes.when(base + key < share.stop):
+            page = warp.page_of(base) if v else warp.first_page
+            at = warp.place(stored_key(share.length, base + key), part, page)
+            for ref in jax.tree.leaves((cache.keys, cache.values)):
+                memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, page_behind: Any):
+def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: Any, page_behind: Any):
     """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
     are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
     none, and they are asked for when they are wanted. Where registers have room for both, they are asked for
@@ -255,17 +258,18 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
              for each (c, i) those at 64 c + 16 t + i and + 8
     fetched  (keys, scales, values), or None
     page_behind  `page_of` the keys `step` behind, if it must be known at once
-    Returns state, fetched and page_behind of the next visit.
+    Returns state, slot, fetched and page_behind of the next visit.
     """
     share, layout, zero = warp.share, warp.cache.layout, real(0)
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
     copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
+    if flip is not None:
+        behind = behind + select(flip != 0, step, 0)
     more, ahead = behind < share.stop, fetched is not None and warp.fetches_ahead
     page = page_behind if ahead else warp.page_of(base if wide else behind)
     if copied:
-        memory.wait_copies(1)
-        lanes.warp_barrier()
+        wait_oldest(flip)
         fetched = warp.copied_keys(slot), [[None] * 4] * 2, None
     elif wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
@@ -300,8 +304,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     weights = scaled(weights, value_scales)
     (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
     if copied:
-        memory.wait_copies(1)
-        lanes.warp_barrier()
+        wait_oldest(flip)
         values = warp.copied_values(slot)
     elif wide:
         values = warp.fetch_values(base, page)
@@ -309,12 +312,24 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
     if copied:
         warp.copy_behind(1, behind, page, slot)
-    if copied or wide:
-        return state, None, None
+        return state, slot if flip is None else slot ^ flip, None, None
+    if wide:
+        return state, None, None, None
     if ahead:
-        return state, next_fetched, page_behind
+        return state, None, next_fetched, page_behind
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return state, (keys, scales, values), None
+    return state, None, (keys, scales, values), None
+
+
+def wait_oldest(flip):
+    """Until the oldest keys or values on their way to the warp's slots, one or two, are there."""
+    if flip is None:
+        memory.wait_copies(1)
+    else:
+        for condition, pending in ((flip == 0, 1), (flip != 0, 3)):
+            with lanes.when(condition):
+                memory.wait_copies(pending)
+    lanes.warp_barrier()
 
 
 def chosen(condition, values, otherwise):
