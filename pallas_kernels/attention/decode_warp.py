@@ -28,15 +28,15 @@ from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share, team_barrier, team_begin
 from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, tensor_cores
-from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
+from pallas_kernels.gpu.values import greatest, index, integer, long, maximum, minimum, real, select
 
 MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 
 
 def visit_bytes(plan: Plan, layout: ModuleType) -> int:
-    """Of shared memory, for 16 keys and values on their way; 0 if these go to registers."""
-    if plan.head_dim > WIDEST_AT_ONCE or jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) != 2:
+    """Of shared memory, for 16 keys and values of a page on their way; 0 if these go to registers."""
+    if plan.head_dim > WIDEST_AT_ONCE or plan.page_size % KEYS or jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) != 2:
         return 0
     return 2 * KEYS * plan.head_dim * 2
 
@@ -153,14 +153,19 @@ class Warp:
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
     def copy(self, which: int, base, page, slot):
-        """16 keys (0) or values (1) into the warp's slot, in rows; pieces of 16 bytes are where no two of 8
-        lanes that read at once meet."""
-        refs = (self.cache.keys, self.cache.values)[which]
-        lane, pieces = integer(lanes.thread() % 32), self.plan.head_dim // 8
-        for first in range(0, KEYS, 32 // pieces):
-            row, piece = lane // pieces + first, lane % pieces
-            at = self.place(stored_key(self.share.length, base + row), piece * 8, page)
-            memory.copy_element(self.piece(which, slot, row, piece), refs, at)
+        """16 keys (0) or values (1) of one page into the warp's slot, in rows; pieces of 16 bytes are where no
+        two of 8 lanes that read at once meet."""
+        plan, refs = self.plan, (self.cache.keys, self.cache.values)[which]
+        lane, pieces = integer(lanes.thread() % 32), plan.head_dim // 8
+        row, piece, together = lane // pieces, lane % pieces, 32 // pieces
+        # Of one page as they are, 16 keys take few instructions: a row that is not stored yet is the last one.
+        base = stored_key(self.share.length, base)
+        last = maximum(self.share.length, 1) - 1 - base
+        source = memory.address_of(refs, self.place(base, piece * 8, page))
+        row_bytes = plan.kv_heads * plan.head_dim * 2
+        for first in range(0, KEYS, together):
+            at = source + long(minimum(row + first, last) * row_bytes)
+            memory.copy_async(self.piece(which, slot, row, piece, first), at, 16)
 
     def copy_behind(self, which: int, base, page, slot):
         """When all lanes have read what is there."""
@@ -169,10 +174,11 @@ class Warp:
             self.copy(which, base, page, slot)
         memory.commit_copies()
 
-    def piece(self, which: int, slot, row, piece):
-        """Address of a piece of a row."""
-        place = row * (self.plan.head_dim // 8) + (piece ^ (row & 6) ^ (row & 1) * 4)
-        return slot + place * 16 + which * (KEYS * self.plan.head_dim * 2)
+    def piece(self, which: int, slot, row, piece, more: int = 0):
+        """Address of a piece of a row; `more`, a power of two above all of row, or a multiple, is added to it."""
+        place = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
+        width = self.plan.head_dim * 2
+        return slot + row * width + place + (more * width + which * (KEYS * width))
 
     def copied_keys(self, slot):
         return self._copied(0, slot, [self.g, self.g + 8], self.key_part)
