@@ -204,6 +204,15 @@ def store_for_others(word, ref, at):
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
 
 
+def store_words_for_others(words: list, ref, at):
+    """1, 2 or 4 words, from a multiple of as many on."""
+    if len(words) == 1:
+        return store_for_others(words[0], ref, at)
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"st.relaxed.gpu.global.v{len(words)}.u32 [$0], {{{names}}};"
+    lanes.ptx(None, [_pointer(ref, at), *words], text, "l" + ",r" * len(words) + ",~{memory}", effects=True)
+
+
 def store_four_for_others(words: list, ref, at):
     """Four words, from a multiple of four on, as one: who reads one of them as they are now has all."""
     text = """{
