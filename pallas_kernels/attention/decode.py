@@ -154,13 +154,14 @@ class Kept:
 
     position     of the new token, or -1
     start, stop  of the split's keys, the new one among them
-    page         of this warp's first keys, where pages have whole 16 keys
+    page, second_page  of this warp's first keys and of those of its second visit, where pages have whole 16
     """
 
     position: Any
     start: Any
     stop: Any
     page: Any
+    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +178,15 @@ class Attention(Plan):
         start = minimum(keys, split * chunk)
         stop = minimum(keys, start + chunk)
         length = index(arith.maxsi(position, integer(0)))
-        base = stored_key(length, start + team_warp(self) * KEYS)
-        page = memory.load(cache.table, row, base // self.page_size)
-        return Kept(position, integer(start), integer(stop), page)
+        pages = []
+        for visit in (0, 1):
+            base = stored_key(length, start + (team_warp(self) + visit * self.team) * KEYS)
+            pages.append(memory.load(cache.table, row, base // self.page_size))
+        return Kept(position, integer(start), integer(stop), *pages)
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange,
-        pass_on=None, behind_keys=None, slots=None, asked=None,
+        pass_on=None, behind_keys=None, slots=None, asked=None, behind_q=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -192,6 +195,7 @@ class Attention(Plan):
         exchange    where splits meet (Exchange)
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
+        behind_q    called by all threads when q is there
         behind_keys  called by all threads when all keys have been read
         slots       address of a warp's `visit_bytes` of shared memory, by its number; None: keys and values
                     go to registers
@@ -200,7 +204,7 @@ class Attention(Plan):
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            state = attend(self, cache, share, layer, smem, slot, load_qkv, asked)
+            state = attend(self, cache, share, layer, smem, slot, load_qkv, asked, behind_q)
             combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):
@@ -249,7 +253,7 @@ class Attention(Plan):
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()
-        words = (kept.position, kept.start, kept.stop, kept.page)
-        position, start, stop, page = (lanes.anew(word) for word in words)
+        words = (kept.position, kept.start, kept.stop, kept.page, kept.second_page)
+        position, start, stop, *pages = (lanes.anew(word) for word in words)
         _, length, active, splits = self._splits(position)
-        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, page)
+        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, *pages)

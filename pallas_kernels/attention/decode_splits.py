@@ -43,7 +43,7 @@ class Share:
     row, heads   the two
     split, splits
     length       keys before the new one, i32; active: whether the row has a new one
-    start, stop, page  as decode.Kept has them
+    start, stop, page, second_page  as decode.Kept has them
     """
 
     owner: Any
@@ -56,6 +56,7 @@ class Share:
     start: Any
     stop: Any
     page: Any
+    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, long, maximum, minimum, real, select
 
+VALUES_LATE, TALL = True, True
 MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 
@@ -41,7 +42,7 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
     return 2 * KEYS * plan.head_dim * 2
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, asked=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, asked=None, behind_q=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
     slot        address of this warp's `visit_bytes` of shared memory, and what makes it that of its second
@@ -55,11 +56,13 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     # Before q is asked for, which other blocks may still be making.
     if slot is not None:
         slot, flip = slot
-        copy_first(plan, cache, share, layer, slot, asked)
+        copy_first(plan, cache, share, layer, slot, asked, (0,) if VALUES_LATE else (0, 1))
+        if VALUES_LATE:
+            copy_first(plan, cache, share, layer, slot, None, (1,))
         if flip is not None:
             with lanes.when((first < share.stop) & (flip != 0)):
                 for which in (0, 1):
-                    warp.copy_behind(which, first + step, warp.page_of(first + step), slot ^ flip)
+                    warp.copy_behind(which, first + step, share.second_page, slot ^ flip)
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
@@ -67,6 +70,8 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
+    if behind_q is not None:
+        behind_q()
 
     def next_visit(base, carry):
         warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
@@ -74,23 +79,26 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         state = jax.tree.unflatten(structure, carry)
         return jax.tree.leaves(visit(warp, token, base, step, flip, *state))
 
-    state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
+    state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4 * (1 + TALL))
     carry, structure = jax.tree.flatten((state, slot, fetched, behind))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
+    if TALL:
+        o = [o[4 * i + k] + o[4 * i + k + 2] for i in range(len(o) // 4) for k in (0, 1)]
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
     return maximum, lanes.warp_sum_real(total, 4), o
 
 
-def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
+def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None, which_ones=None):
     """Ask for a warp's first keys and values, if that has not been done."""
     warp = Warp.of(plan, cache, share, layer)
     first = share.start + warp.number * KEYS
     wanted = first < share.stop
+    which_ones = which_ones or ((0,) if VALUES_LATE else (0, 1))
     if asked is not None:
         wanted = wanted & ~asked
     with lanes.when(wanted):
-        for which in (0, 1):
+        for which in which_ones:
             warp.copy(which, first, warp.first_page, slot)
             memory.commit_copies()
 
@@ -242,16 +250,18 @@ class Warp:
 
 
 def ask_ahead(plan: Plan, cache: Cache, share: Share, layer, visits: int):
-    """This warp's keys and values of the first visits of a layer into the L2 cache, half a row a lane."""
+    """The keys and values of a team's first visits of a layer into the L2 cache. A key of all KV heads lies
+    together: of a warp's 16, each of the row's teams asks for its part."""
     lane, warp = integer(lanes.thread() % 32), Warp.of(plan, cache, share, layer)
-    key, part = lane // 2, lane % 2 * (plan.head_dim // 2)
+    teams = plan.owners // plan.rows
     for v in range(visits):
         base = share.start + (warp.number + v * plan.team) * KEYS
-        with lanes.when(base + key < share.stop):
-            page = warp.page_of(base) if v else warp.first_page
-            at = warp.place(stored_key(share.length, base + key), part, page)
+        j = base + lane
+        with lanes.when((lane < KEYS) & (lane % teams == integer(share.heads)) & (j < share.stop)):
+            page = [warp.first_page, share.second_page][v] if v < 2 else warp.page_of(base)
+            at = warp.place(stored_key(share.length, j), 0, page)
             for ref in jax.tree.leaves((cache.keys, cache.values)):
-                memory.prefetch(ref, at[: len(ref.type.shape)])
+                memory.prefetch_rows(ref, at[:3])
 
 
 def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: Any, page_behind: Any):
@@ -372,6 +382,16 @@ def multiplied(layout, operands, unit, keys) -> list:
 def weighted(layout, high, low, values, o) -> list:
     """The sums o, and the values weighted by pairs of weights added."""
     none, zero = integer(0), real(0)
+    if TALL:
+        operand, out = [high[0], low[0], high[1], low[1]], []
+        for c in range(len(values[0])):
+            ahead, behind = (layout.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
+            for i in range(8):
+                acc = o[4 * (8 * c + i) : 4 * (8 * c + i) + 4]
+                for b in zip(ahead[i], behind[i], strict=True):
+                    acc = tensor_cores.add_product(acc, operand, b, layout.OPERAND)
+                out += acc
+        return out
     # One after the other into the same sums, where rows 8 to 15 would be as many registers again.
     operands = [[pairs[0], none, pairs[1], none] for pairs in (high, low)]
     out = []
