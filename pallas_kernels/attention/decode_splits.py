@@ -81,9 +81,9 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A team's (m, l, o) of its split, in shared memory as its warps have them: whoever reads sums weighs them.
+    """A team's (m, l, o) of its split, in shared memory as its warps have them: who reads sums weighs them.
 
-    begin  of the team's in shared memory
+    begin   of the team's in shared memory
     thread  of the team
     """
 
@@ -123,9 +123,9 @@ class Block:
     def of_head(self, g):
         """(m, l, weights of its warps) of head g."""
         team = self.plan.team
+        load = lambda at: memory.load_reals(min(4, team), self.smem, [at])  # noqa: E731
         maxima, totals = (
-            [v for w in range(0, team, 4) for v in memory.load_reals(min(4, team), self.smem, [g * team + w + at])]
-            for at in self._places
+            [v for w in range(0, team, 4) for v in load(g * team + w + place)] for place in self._places
         )
         largest = functools.reduce(largest_of, maxima)
         weights = [lanes.exp2(m - largest) for m in maxima]

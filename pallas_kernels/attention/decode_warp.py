@@ -30,35 +30,34 @@ from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, long, maximum, minimum, real, select
 
-VALUES_LATE, TALL = True, True
 MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 
 
 def visit_bytes(plan: Plan, layout: ModuleType) -> int:
     """Of shared memory, for 16 keys and values of a page on their way; 0 if these go to registers."""
-    if plan.head_dim > WIDEST_AT_ONCE or plan.page_size % KEYS or jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) != 2:
+    of_16_bits = jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) == 2
+    if plan.head_dim > WIDEST_AT_ONCE or plan.page_size % KEYS or not of_16_bits:
         return 0
     return 2 * KEYS * plan.head_dim * 2
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, asked=None, behind_q=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
-    slot        address of this warp's `visit_bytes` of shared memory, and what makes it that of its second
-                ones by xor, 0 if there are none, or None if no warp has them; None: keys and values go to
-                registers
+    slot        address of this warp's `visit_bytes` of shared memory, and the same xor that of its second, 0
+                if it has none, None if no warp has; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    asked       whether this warp's first are on their way to the slot (`copy_first`); None: they are not
+    next_layer  its first keys and values are asked for, into the L2 cache
+    asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """
     warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
     # Before q is asked for, which other blocks may still be making.
     if slot is not None:
         slot, flip = slot
-        copy_first(plan, cache, share, layer, slot, asked, (0,) if VALUES_LATE else (0, 1))
-        if VALUES_LATE:
-            copy_first(plan, cache, share, layer, slot, None, (1,))
+        copy_first(0, plan, cache, share, layer, slot, asked)
+        copy_first(1, plan, cache, share, layer, slot)
         if flip is not None:
             with lanes.when((first < share.stop) & (flip != 0)):
                 for which in (0, 1):
@@ -67,11 +66,11 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
     behind = warp.page_of(first + step) if fetched is not None and warp.fetches_ahead else None
+    if next_layer is not None:
+        ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
-    if behind_q is not None:
-        behind_q()
 
     def next_visit(base, carry):
         warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
@@ -79,28 +78,27 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         state = jax.tree.unflatten(structure, carry)
         return jax.tree.leaves(visit(warp, token, base, step, flip, *state))
 
-    state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4 * (1 + TALL))
+    apart = slot is not None
+    state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // (2 if apart else 4))
     carry, structure = jax.tree.flatten((state, slot, fetched, behind))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
-    if TALL:
-        o = [o[4 * i + k] + o[4 * i + k + 2] for i in range(len(o) // 4) for k in (0, 1)]
+    if apart:
+        o = [o[i + k] + o[i + k + 2] for i in range(0, len(o), 4) for k in (0, 1)]
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
     return maximum, lanes.warp_sum_real(total, 4), o
 
 
-def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None, which_ones=None):
-    """Ask for a warp's first keys and values, if that has not been done."""
+def copy_first(which: int, plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
+    """Ask for a warp's first keys (0) or values (1), if that has not been done."""
     warp = Warp.of(plan, cache, share, layer)
     first = share.start + warp.number * KEYS
     wanted = first < share.stop
-    which_ones = which_ones or ((0,) if VALUES_LATE else (0, 1))
     if asked is not None:
         wanted = wanted & ~asked
     with lanes.when(wanted):
-        for which in which_ones:
-            warp.copy(which, first, warp.first_page, slot)
-            memory.commit_copies()
+        warp.copy(which, first, warp.first_page, slot)
+        memory.commit_copies()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,12 +159,12 @@ class Warp:
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
     def copy(self, which: int, base, page, slot):
-        """16 keys (0) or values (1) of one page into the warp's slot, in rows; pieces of 16 bytes are where no
-        two of 8 lanes that read at once meet."""
+        """16 keys (0) or values (1) of one page into the warp's slot, in rows; pieces of 16 bytes are where
+        no two of 8 lanes that read at once meet."""
         plan, refs = self.plan, (self.cache.keys, self.cache.values)[which]
         lane, pieces = integer(lanes.thread() % 32), plan.head_dim // 8
         row, piece, together = lane // pieces, lane % pieces, 32 // pieces
-        # Of one page as they are, 16 keys take few instructions: a row that is not stored yet is the last one.
+        # They are of one page, from one address on; in place of a row that is not stored yet, the last.
         base = stored_key(self.share.length, base)
         last = maximum(self.share.length, 1) - 1 - base
         source = memory.address_of(refs, self.place(base, piece * 8, page))
@@ -183,7 +181,7 @@ class Warp:
         memory.commit_copies()
 
     def piece(self, which: int, slot, row, piece, more: int = 0):
-        """Address of a piece of a row; `more`, a power of two above all of row, or a multiple, is added to it."""
+        """Address of a piece of row + more, of which `more` has no bit at or below row's highest."""
         place = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
         width = self.plan.head_dim * 2
         return slot + row * width + place + (more * width + which * (KEYS * width))
@@ -249,19 +247,19 @@ class Warp:
         return place(self.plan, self.cache, self.share, self.layer, j, part, page)
 
 
-def ask_ahead(plan: Plan, cache: Cache, share: Share, layer, visits: int):
-    """The keys and values of a team's first visits of a layer into the L2 cache. A key of all KV heads lies
-    together: of a warp's 16, each of the row's teams asks for its part."""
-    lane, warp = integer(lanes.thread() % 32), Warp.of(plan, cache, share, layer)
-    teams = plan.owners // plan.rows
-    for v in range(visits):
-        base = share.start + (warp.number + v * plan.team) * KEYS
-        j = base + lane
-        with lanes.when((lane < KEYS) & (lane % teams == integer(share.heads)) & (j < share.stop)):
-            page = [warp.first_page, share.second_page][v] if v < 2 else warp.page_of(base)
-            at = warp.place(stored_key(share.length, j), 0, page)
-            for ref in jax.tree.leaves((cache.keys, cache.values)):
-                memory.prefetch_rows(ref, at[:3])
+def ask_for(plan: Plan, cache: Cache, share: Share, layer):
+    """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
+    cache cannot hold beside the weights is read twice."""
+    lane, warp = integer(lanes.thread() % 32), integer(lanes.thread() // 32)
+    key, half = lane // 2, lane % 2
+    part = half * (plan.head_dim // 2)
+
+    j = share.start + warp * KEYS + key
+    page = share.page if plan.page_size % KEYS == 0 else None
+    with lanes.when(j < share.stop):
+        at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
+        for ref in jax.tree.leaves((cache.keys, cache.values)):
+            memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
 def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: Any, page_behind: Any):
@@ -271,7 +269,7 @@ def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: A
     at once.
 
     state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
-             for each (c, i) those at 64 c + 16 t + i and + 8
+             for each (c, i) those at 64 c + 16 t + i and + 8; where keys are copied, of both parts of weights
     fetched  (keys, scales, values), or None
     page_behind  `page_of` the keys `step` behind, if it must be known at once
     Returns state, slot, fetched and page_behind of the next visit.
@@ -325,7 +323,7 @@ def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: A
     elif wide:
         values = warp.fetch_values(base, page)
     values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
-    state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
+    state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o, copied)]
     if copied:
         warp.copy_behind(1, behind, page, slot)
         return state, slot if flip is None else slot ^ flip, None, None
@@ -379,29 +377,22 @@ def multiplied(layout, operands, unit, keys) -> list:
     return scores if unit is None else [s * unit for s in scores]
 
 
-def weighted(layout, high, low, values, o) -> list:
-    """The sums o, and the values weighted by pairs of weights added."""
-    none, zero = integer(0), real(0)
-    if TALL:
-        operand, out = [high[0], low[0], high[1], low[1]], []
-        for c in range(len(values[0])):
-            ahead, behind = (layout.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
-            for i in range(8):
-                acc = o[4 * (8 * c + i) : 4 * (8 * c + i) + 4]
-                for b in zip(ahead[i], behind[i], strict=True):
-                    acc = tensor_cores.add_product(acc, operand, b, layout.OPERAND)
-                out += acc
-        return out
-    # One after the other into the same sums, where rows 8 to 15 would be as many registers again.
-    operands = [[pairs[0], none, pairs[1], none] for pairs in (high, low)]
+def weighted(layout, high, low, values, o, apart: bool) -> list:
+    """The sums o, and the values weighted by pairs of weights added: by high parts in the tensor core's first
+    8 rows and by low parts in the others (apart), or by one after the other into the same sums, which takes
+    half of the registers and twice the products."""
+    none, zero, size = integer(0), real(0), 4 if apart else 2
+    operands = [[high[0], low[0], high[1], low[1]]]
+    if not apart:
+        operands = [[pairs[0], none, pairs[1], none] for pairs in (high, low)]
     out = []
     for c in range(len(values[0])):
         ahead, behind = (layout.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
         for i in range(8):
-            at = 2 * (8 * c + i)
-            acc = o[at : at + 2]
+            at = size * (8 * c + i)
+            acc = o[at : at + size]
             for b in zip(ahead[i], behind[i], strict=True):
                 for operand in operands:
-                    acc = tensor_cores.add_product([*acc, zero, zero], operand, b, layout.OPERAND)[:2]
+                    acc = tensor_cores.add_product([*acc, zero, zero][:4], operand, b, layout.OPERAND)[:size]
             out += acc
     return out

@@ -3,7 +3,6 @@ of the same launch. Called while a kernel is traced, as lanes.py is. An index of
 or an i32."""
 
 import functools
-import math
 import operator
 
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
@@ -137,18 +136,9 @@ def wait_copies(pending: int):
     lanes.ptx(None, [], f"cp.async.wait_group {pending};", "~{memory}", effects=True)
 
 
-def prefetch_rows(ref, indices):
-    """Ask for all elements of a ref that begin with these indices, into the L2 cache: bytes in whole 16, or at
-    most 128."""
-    rest = ref.type.shape[len(indices) :]
-    size = math.prod(rest) * lanes.bits_of(ref.type.element_type) // 8
-    pointer = _element(ref, [*indices, *[0] * len(rest)])
-    if size % 16:
-        assert size <= 128
-        lanes.ptx(None, [pointer], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
-    else:
-        text = f"cp.async.bulk.prefetch.L2.global [$0], {size};"
-        lanes.ptx(None, [pointer], text, "l,~{memory}", effects=True)
+def prefetch(ref, indices):
+    """Ask for the cache line of an element of a ref, into the L2 cache."""
+    lanes.ptx(None, [_element(ref, indices)], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
 
 
 def fence_of_copies():

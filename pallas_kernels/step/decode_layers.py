@@ -39,7 +39,6 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-ASK_AHEAD_DURING, VISITS_AHEAD = None, 1
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -169,10 +168,7 @@ class _Step:
         if phase == Phase.QKV:
             without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
             with lanes.when(without_keys):
-                for moment in ("q", Phase.ATTENTION, "end"):
-                    self.weights.request_during(moment, layer)
-        if phase == ASK_AHEAD_DURING:
-            self.attention.ask_ahead(self.cache, self.kept, minimum(layer + 1, self.layers - 1), VISITS_AHEAD)
+                self.weights.request_during(Phase.ATTENTION, layer)
 
     def _asked(self):
         """Whether this warp's first keys are asked for while q is made."""
@@ -199,10 +195,9 @@ class _Step:
         return first, select(warp < len(more), first ^ address(warp, more), 0) if more else None
 
     def _attend(self, layer):
-        workspace, behind_keys, behind_q = self.workspace, None, None
+        workspace, behind_keys = self.workspace, None
         if self.has_slots:
             behind_keys = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
-            behind_q = functools.partial(self.weights.request_during, "q", layer)
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -213,14 +208,11 @@ class _Step:
                 workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_keys=behind_keys, behind_q=behind_q,
+            behind_keys=behind_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
         )  # fmt: skip
         lanes.block_barrier()
-        if self.has_slots:
-            with lanes.when(self.attention.has_share(self.kept)):
-                self.weights.request_during("end", layer)
 
     def _product(self, phase: Phase, layer):
         p = self.products[phase]

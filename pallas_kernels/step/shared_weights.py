@@ -10,9 +10,6 @@ from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.step.shapes import PAIR_BYTES, SCALE_BYTES, Phase, Shapes
 
 
-SCHEDULE = "s2"
-
-
 class SharedWeights:
     def __init__(self, shapes: Shapes, layers: int, weights, weights_smem, mbarriers):
         """weights: refs of (words, scales) of qkv, o, gate, up and down, stacked by layer."""
@@ -45,25 +42,19 @@ class SharedWeights:
             with lanes.when(self.takes_part(phase)):
                 self._request(phase, index(0))
 
-    def request_during(self, phase, layer):
+    def request_during(self, phase: Phase, layer):
         """By all threads, when the activations of a phase are there: what can be asked for, in parts that are
         there before the next phase waits for activations. A wait during a copy takes three times as long. In
         place of attention: by blocks without keys with those of QKV."""
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
-        rest, first, second = (Phase.GATE_UP, most, None), (Phase.DOWN, 0, half), (Phase.DOWN, half, None)
-        plans = {
-            "s0": ([rest], [], [first], [], [second]),
-            "s1": ([], [rest], [first], [], [second]),
-            "s2": ([], [rest], [], [], [(Phase.DOWN, 0, None)]),
-            "s3": ([rest], [], [], [], [(Phase.DOWN, 0, None)]),
-            "s4": ([], [rest], [], [first], [second]),
-            "s5": ([rest], [], [], [first], [second]),
-        }
-        parts = (dict(zip((Phase.QKV, "q", Phase.ATTENTION, "end", Phase.O), plans[SCHEDULE], strict=True)) | {
+        parts = {
+            Phase.QKV: [(Phase.GATE_UP, most, None)],
+            Phase.ATTENTION: [(Phase.DOWN, 0, half)],
+            Phase.O: [(Phase.DOWN, half, None)],
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
             Phase.DOWN: [(Phase.GATE_UP, 0, most)],
-        })[phase]
+        }[phase]
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
         for wanted, first, end in parts:

@@ -243,12 +243,6 @@ def _prefetch(machine, match, pointer):
         assert (at < ref.cells.size).all()
 
 
-@instruction(r"cp\.async\.bulk\.prefetch\.L2\.global \[\$0\], (\d+)")
-def _prefetch_rows(machine, match, pointer):
-    for _, ref, at in machine.pointed(pointer):
-        assert (at + int(match[1]) // ref.cells.itemsize <= ref.cells.size).all()
-
-
 @instruction(r"ld\.shared(?:\.v(\d))?\.u32 .*\+(\d+)\]")
 def _load_shared(machine, match, address):
     return machine.load_shared(address, int(match[2]), int(match[1] or 1))
