@@ -98,16 +98,16 @@ class Block:
         self = cls(plan, smem, team_begin(plan), team_thread(plan))
         warp, lane = self.thread // 32, self.thread % 32
         g, t = lane // 4, lane % 4
-        team_barrier(plan)()  # all have read the new token, which lies there
+        with lanes.when((g < plan.heads) & (t == 0)):
+            for value, place in zip((maximum, total), self._places, strict=True):
+                memory.store(value, smem, g * plan.team + warp + place)
+        team_barrier(plan)()  # all have read the new token, which lies where sums go
         with lanes.when(g < plan.heads):
             for c, values in enumerate(o):
                 for i in range(0, 16, 4):
                     element = self._spread(g * plan.head_dim + t * 16 + (64 * c + i))
                     at = element + warp * (plan.heads * plan.head_dim) + self.begin
                     memory.store_reals(values[i : i + 4], smem, [at])
-            with lanes.when(t == 0):
-                for value, place in zip((maximum, total), self._places, strict=True):
-                    memory.store(value, smem, g * plan.team + warp + place)
         team_barrier(plan)()
         return self
 
