@@ -30,7 +30,7 @@ from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
+from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total, true
 from pallas_kernels.matmul import activations_int8
 from pallas_kernels.matmul.activations_int8 import GROUP, columns_of_lane, store_group
 
@@ -185,7 +185,7 @@ class Attention(Plan):
         return Kept(position, integer(start), integer(stop), *pages)
 
     def run(
-        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
+        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None, most_ahead=None,
         pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
@@ -194,6 +194,7 @@ class Attention(Plan):
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
         next_layer  its first keys and values are asked for, into the L2 cache
+        most_ahead  not where rows have as many keys as this row and there are more in all; None: always
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         behind_keys  called by all threads when all keys have been read
@@ -204,7 +205,11 @@ class Attention(Plan):
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            state = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
+            ahead = None
+            if next_layer is not None:
+                few = true() if most_ahead is None else share.length < most_ahead // self.rows
+                ahead = next_layer, few
+            state = attend(self, cache, share, layer, smem, slot, load_qkv, ahead, asked)
             combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):

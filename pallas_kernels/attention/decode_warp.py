@@ -42,13 +42,13 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
     return 2 * KEYS * plan.head_dim * 2
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, ahead=None, asked=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
     slot        address of this warp's `visit_bytes` of shared memory, and the same xor that of its second, 0
                 if it has none, None if no warp has; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    next_layer  its first keys and values are asked for, into the L2 cache
+    ahead       (a layer, whether its first keys and values are asked for, into the L2 cache), or None
     asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """
     warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
@@ -66,8 +66,10 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
     behind = warp.page_of(first + step) if fetched is not None and warp.fetches_ahead else None
-    if next_layer is not None:
-        ask_for(plan, cache, share, next_layer)
+    if ahead is not None:
+        next_layer, wanted = ahead
+        with lanes.when(wanted):
+            ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
