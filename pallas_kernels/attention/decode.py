@@ -185,8 +185,8 @@ class Attention(Plan):
         return Kept(position, integer(start), integer(stop), *pages)
 
     def run(
-        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None, most_ahead=None,
-        pass_on=None, behind_keys=None, slots=None, asked=None,
+        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
+        most_ahead=None, pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -194,7 +194,7 @@ class Attention(Plan):
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
         next_layer  its first keys and values are asked for, into the L2 cache
-        most_ahead  not where rows have as many keys as this row and there are more in all; None: always
+        most_ahead  if a row has fewer keys than its share of so many; None: always
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         behind_keys  called by all threads when all keys have been read

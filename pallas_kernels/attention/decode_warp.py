@@ -9,8 +9,9 @@ long as q and k agree.) Tensor cores multiply pairs of 16-bit numbers, the cache
 weights are split into two of them, whose sum has 16 bits of mantissa in bfloat16 and 22 in float16. Of the 16
 rows of a tensor core the first 8 have the high parts of the heads, the others the low parts.
 
-Keys and values of a warp's first visit are on their way while q is made; those of a later one are asked for
-as soon as the place that they go to has been read. Those of 16 bits go to shared memory: what a lane loads
+Keys and values of a warp's first visit are on their way before q is there; those of a later one are asked for
+as soon as the place that they go to has been read, of which the first warps may have two. Those of 16 bits go
+to shared memory: what a lane loads
 goes through the multiprocessor's own cache, of which weights in shared memory leave 28 KB, and no more can be
 on its way (benchmarks/LOG.md).
 """

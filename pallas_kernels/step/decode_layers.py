@@ -39,7 +39,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-MOST_AHEAD = 512  # keys of a layer that are asked for a layer ahead: weights asked for meanwhile keep few back
+MOST_AHEAD = 512  # keys of all rows: fewer are asked for a layer ahead, or they would wait behind weights
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
