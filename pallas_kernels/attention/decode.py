@@ -30,7 +30,7 @@ from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
+from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total, true
 from pallas_kernels.matmul import activations_int8
 from pallas_kernels.matmul.activations_int8 import GROUP, columns_of_lane, store_group
 
@@ -139,7 +139,7 @@ def _body(*refs, phase: "Attention", layout, structure):
         exchange = Exchange(workspace, 0, tag)
         size, slots = visit_bytes(phase, layout), None
         if size:
-            slots = lambda warp: memory.shared_address(slots_smem) + warp * size  # noqa: E731
+            slots = lambda warp: (memory.shared_address(slots_smem) + warp * size, None)  # noqa: E731
         phase.run(
             cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
             pass_on=pass_on if len(out) > 1 else None, slots=slots,
@@ -154,13 +154,14 @@ class Kept:
 
     position     of the new token, or -1
     start, stop  of the split's keys, the new one among them
-    page         of this warp's first keys, where pages have whole 16 keys
+    page, second_page  of this warp's first keys, and of its second visit's, where pages have whole 16 keys
     """
 
     position: Any
     start: Any
     stop: Any
     page: Any
+    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,13 +178,15 @@ class Attention(Plan):
         start = minimum(keys, split * chunk)
         stop = minimum(keys, start + chunk)
         length = index(arith.maxsi(position, integer(0)))
-        base = stored_key(length, start + team_warp(self) * KEYS)
-        page = memory.load(cache.table, row, base // self.page_size)
-        return Kept(position, integer(start), integer(stop), page)
+        pages = []
+        for visit in (0, 1):
+            base = stored_key(length, start + (team_warp(self) + visit * self.team) * KEYS)
+            pages.append(memory.load(cache.table, row, base // self.page_size))
+        return Kept(position, integer(start), integer(stop), *pages)
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        pass_on=None, behind_keys=None, slots=None, asked=None,
+        most_ahead=None, pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -191,24 +194,30 @@ class Attention(Plan):
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
         next_layer  its first keys and values are asked for, into the L2 cache
+        most_ahead  if a row has fewer keys than its share of so many; None: always
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         behind_keys  called by all threads when all keys have been read
-        slots       address of a warp's `visit_bytes` of shared memory, by its number; None: keys and values
-                    go to registers
-        asked       whether this warp's first keys and values have been asked for (`ask`)
+        slots       a warp's places in shared memory by its number, as `attend` has `slot`; None: keys and
+                    values go to registers
+        asked       whether this warp's first keys have been asked for (`ask`)
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            state = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
+            ahead = None
+            if next_layer is not None:
+                few = true() if most_ahead is None else share.length < most_ahead // self.rows
+                ahead = next_layer, few
+            state = attend(self, cache, share, layer, smem, slot, load_qkv, ahead, asked)
             combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):
-        """Ask for the first keys and values of a layer, before `run`; not by warps that are late."""
+        """Ask for the first keys of a layer, before `run`; not by warps that are late. (Values have time: to
+        ask for them would keep back the making of q.)"""
         share = self._share(kept)
         with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
-            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32)), late)
+            copy_first(0, self, cache, share, layer, slots(integer(lanes.thread() // 32))[0], late)
 
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""
@@ -247,4 +256,5 @@ class Attention(Plan):
         words = (kept.position, kept.start, kept.stop, kept.page)
         position, start, stop, page = (lanes.anew(word) for word in words)
         _, length, active, splits = self._splits(position)
-        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, page)
+        pages = page, kept.second_page
+        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, *pages)

@@ -9,8 +9,9 @@ long as q and k agree.) Tensor cores multiply pairs of 16-bit numbers, the cache
 weights are split into two of them, whose sum has 16 bits of mantissa in bfloat16 and 22 in float16. Of the 16
 rows of a tensor core the first 8 have the high parts of the heads, the others the low parts.
 
-Keys and values of a warp's first visit are on their way while q is made; those of a later one are asked for
-as soon as the place that they go to has been read. Those of 16 bits go to shared memory: what a lane loads
+Keys and values of a warp's first visit are on their way before q is there; those of a later one are asked for
+as soon as the place that they go to has been read, of which the first warps may have two. Those of 16 bits go
+to shared memory: what a lane loads
 goes through the multiprocessor's own cache, of which weights in shared memory leave 28 KB, and no more can be
 on its way (benchmarks/LOG.md).
 """
@@ -28,38 +29,48 @@ from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share, team_barrier, team_begin
 from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, tensor_cores
-from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
+from pallas_kernels.gpu.values import greatest, index, integer, long, maximum, minimum, real, select
 
 MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 
 
 def visit_bytes(plan: Plan, layout: ModuleType) -> int:
-    """Of shared memory, for 16 keys and values on their way; 0 if these go to registers."""
-    if plan.head_dim > WIDEST_AT_ONCE or jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) != 2:
+    """Of shared memory, for 16 keys and values of a page on their way; 0 if these go to registers."""
+    of_16_bits = jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) == 2
+    if plan.head_dim > WIDEST_AT_ONCE or plan.page_size % KEYS or not of_16_bits:
         return 0
     return 2 * KEYS * plan.head_dim * 2
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, ahead=None, asked=None):
     """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
 
-    slot        address of this warp's `visit_bytes` of shared memory; None: keys and values go to registers
+    slot        address of this warp's `visit_bytes` of shared memory, and the same xor that of its second, 0
+                if it has none, None if no warp has; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    next_layer  its first keys and values are asked for, into the L2 cache
-    asked       whether this warp's first are on their way to the slot (`copy_first`); None: they are not
+    ahead       (a layer, whether its first keys and values are asked for, into the L2 cache), or None
+    asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """
-    warp, fetched = Warp.of(plan, cache, share, layer), None
+    warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
     # Before q is asked for, which other blocks may still be making.
     if slot is not None:
-        copy_first(plan, cache, share, layer, slot, asked)
+        slot, flip = slot
+        copy_first(0, plan, cache, share, layer, slot, asked)
+        copy_first(1, plan, cache, share, layer, slot)
+        if flip is not None:
+            with lanes.when((first < share.stop) & (flip != 0)):
+                for which in (0, 1):
+                    warp.copy_behind(which, first + step, share.second_page, slot ^ flip)
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
     behind = warp.page_of(first + step) if fetched is not None and warp.fetches_ahead else None
-    if next_layer is not None:
-        ask_for(plan, cache, share, next_layer)
+    if ahead is not None:
+        next_layer, wanted = ahead
+        with lanes.when(wanted):
+            ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
@@ -67,27 +78,30 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     def next_visit(base, carry):
         warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
         base = lanes.anew(integer(base))
-        return jax.tree.leaves(visit(warp, token, base, step, slot, *jax.tree.unflatten(structure, carry)))
+        state = jax.tree.unflatten(structure, carry)
+        return jax.tree.leaves(visit(warp, token, base, step, flip, *state))
 
-    state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
-    carry, structure = jax.tree.flatten((state, fetched, behind))
+    apart = slot is not None
+    state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // (2 if apart else 4))
+    carry, structure = jax.tree.flatten((state, slot, fetched, behind))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
+    if apart:
+        o = [o[i + k] + o[i + k + 2] for i in range(0, len(o), 4) for k in (0, 1)]
     o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
     return maximum, lanes.warp_sum_real(total, 4), o
 
 
-def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
-    """Ask for a warp's first keys and values, if that has not been done."""
+def copy_first(which: int, plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
+    """Ask for a warp's first keys (0) or values (1), if that has not been done."""
     warp = Warp.of(plan, cache, share, layer)
     first = share.start + warp.number * KEYS
     wanted = first < share.stop
     if asked is not None:
         wanted = wanted & ~asked
     with lanes.when(wanted):
-        for which in (0, 1):
-            warp.copy(which, first, warp.first_page, slot)
-            memory.commit_copies()
+        warp.copy(which, first, warp.first_page, slot)
+        memory.commit_copies()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +162,19 @@ class Warp:
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
     def copy(self, which: int, base, page, slot):
-        """16 keys (0) or values (1) into the warp's slot, in rows; pieces of 16 bytes are where no two of 8
-        lanes that read at once meet."""
-        refs = (self.cache.keys, self.cache.values)[which]
-        lane, pieces = integer(lanes.thread() % 32), self.plan.head_dim // 8
-        for first in range(0, KEYS, 32 // pieces):
-            row, piece = lane // pieces + first, lane % pieces
-            at = self.place(stored_key(self.share.length, base + row), piece * 8, page)
-            memory.copy_element(self.piece(which, slot, row, piece), refs, at)
+        """16 keys (0) or values (1) of one page into the warp's slot, in rows; pieces of 16 bytes are where
+        no two of 8 lanes that read at once meet."""
+        plan, refs = self.plan, (self.cache.keys, self.cache.values)[which]
+        lane, pieces = integer(lanes.thread() % 32), plan.head_dim // 8
+        row, piece, together = lane // pieces, lane % pieces, 32 // pieces
+        # They are of one page, from one address on; in place of a row that is not stored yet, the last.
+        base = stored_key(self.share.length, base)
+        last = maximum(self.share.length, 1) - 1 - base
+        source = memory.address_of(refs, self.place(base, piece * 8, page))
+        row_bytes = plan.kv_heads * plan.head_dim * 2
+        for first in range(0, KEYS, together):
+            at = source + long(minimum(row + first, last) * row_bytes)
+            memory.copy_async(self.piece(which, slot, row, piece, first), at, 16)
 
     def copy_behind(self, which: int, base, page, slot):
         """When all lanes have read what is there."""
@@ -164,10 +183,11 @@ class Warp:
             self.copy(which, base, page, slot)
         memory.commit_copies()
 
-    def piece(self, which: int, slot, row, piece):
-        """Address of a piece of a row."""
-        place = row * (self.plan.head_dim // 8) + (piece ^ (row & 6) ^ (row & 1) * 4)
-        return slot + place * 16 + which * (KEYS * self.plan.head_dim * 2)
+    def piece(self, which: int, slot, row, piece, more: int = 0):
+        """Address of a piece of row + more, of which `more` has no bit at or below row's highest."""
+        place = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
+        width = self.plan.head_dim * 2
+        return slot + row * width + place + (more * width + which * (KEYS * width))
 
     def copied_keys(self, slot):
         return self._copied(0, slot, [self.g, self.g + 8], self.key_part)
@@ -245,27 +265,28 @@ def ask_for(plan: Plan, cache: Cache, share: Share, layer):
             memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, page_behind: Any):
+def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: Any, page_behind: Any):
     """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
     are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
     none, and they are asked for when they are wanted. Where registers have room for both, they are asked for
     at once.
 
     state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
-             for each (c, i) those at 64 c + 16 t + i and + 8
+             for each (c, i) those at 64 c + 16 t + i and + 8; where keys are copied, of both parts of weights
     fetched  (keys, scales, values), or None
     page_behind  `page_of` the keys `step` behind, if it must be known at once
-    Returns state, fetched and page_behind of the next visit.
+    Returns state, slot, fetched and page_behind of the next visit.
     """
     share, layout, zero = warp.share, warp.cache.layout, real(0)
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
     copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
+    if flip is not None:
+        behind = behind + select(flip != 0, step, 0)
     more, ahead = behind < share.stop, fetched is not None and warp.fetches_ahead
     page = page_behind if ahead else warp.page_of(base if wide else behind)
     if copied:
-        memory.wait_copies(1)
-        lanes.warp_barrier()
+        wait_oldest(flip)
         fetched = warp.copied_keys(slot), [[None] * 4] * 2, None
     elif wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
@@ -300,21 +321,32 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     weights = scaled(weights, value_scales)
     (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
     if copied:
-        memory.wait_copies(1)
-        lanes.warp_barrier()
+        wait_oldest(flip)
         values = warp.copied_values(slot)
     elif wide:
         values = warp.fetch_values(base, page)
     values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
-    state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
+    state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o, copied)]
     if copied:
         warp.copy_behind(1, behind, page, slot)
-    if copied or wide:
-        return state, None, None
+        return state, slot if flip is None else slot ^ flip, None, None
+    if wide:
+        return state, None, None, None
     if ahead:
-        return state, next_fetched, page_behind
+        return state, None, next_fetched, page_behind
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return state, (keys, scales, values), None
+    return state, None, (keys, scales, values), None
+
+
+def wait_oldest(flip):
+    """Until the oldest keys or values on their way to the warp's slots, one or two, are there."""
+    if flip is None:
+        memory.wait_copies(1)
+    else:
+        for condition, pending in ((flip == 0, 1), (flip != 0, 3)):
+            with lanes.when(condition):
+                memory.wait_copies(pending)
+    lanes.warp_barrier()
 
 
 def chosen(condition, values, otherwise):
@@ -348,19 +380,22 @@ def multiplied(layout, operands, unit, keys) -> list:
     return scores if unit is None else [s * unit for s in scores]
 
 
-def weighted(layout, high, low, values, o) -> list:
-    """The sums o, and the values weighted by pairs of weights added."""
-    none, zero = integer(0), real(0)
-    # One after the other into the same sums, where rows 8 to 15 would be as many registers again.
-    operands = [[pairs[0], none, pairs[1], none] for pairs in (high, low)]
+def weighted(layout, high, low, values, o, apart: bool) -> list:
+    """The sums o, and the values weighted by pairs of weights added: by high parts in the tensor core's first
+    8 rows and by low parts in the others (apart), or by one after the other into the same sums, which takes
+    half of the registers and twice the products."""
+    none, zero, size = integer(0), real(0), 4 if apart else 2
+    operands = [[high[0], low[0], high[1], low[1]]]
+    if not apart:
+        operands = [[pairs[0], none, pairs[1], none] for pairs in (high, low)]
     out = []
     for c in range(len(values[0])):
         ahead, behind = (layout.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
         for i in range(8):
-            at = 2 * (8 * c + i)
-            acc = o[at : at + 2]
+            at = size * (8 * c + i)
+            acc = o[at : at + size]
             for b in zip(ahead[i], behind[i], strict=True):
                 for operand in operands:
-                    acc = tensor_cores.add_product([*acc, zero, zero], operand, b, layout.OPERAND)[:2]
+                    acc = tensor_cores.add_product([*acc, zero, zero][:4], operand, b, layout.OPERAND)[:size]
             out += acc
     return out

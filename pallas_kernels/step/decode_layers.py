@@ -39,6 +39,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
+MOST_AHEAD = 512  # keys of all rows: fewer are asked for a layer ahead, or they would wait behind weights
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -181,13 +182,18 @@ class _Step:
         return fits and self.shapes.slots != []
 
     def _slot(self, warp):
-        """Address of a warp's slot."""
+        """Address of a warp's first slot, and what makes it that of its second by xor; 0 if it has none."""
         size, slots = self.shapes.slot_bytes, self.shapes.slots
-        at = warp * size + slots[0]
-        for w in range(1, WARPS):
-            if slots[w] != slots[w - 1] + size:
-                at = select(warp < w, at, (warp - w) * size + slots[w])
-        return self.weights.address + at
+
+        def address(warp, slots):
+            at = warp * size + slots[0]
+            for w in range(1, len(slots)):
+                if slots[w] != slots[w - 1] + size:
+                    at = select(warp < w, at, (warp - w) * size + slots[w])
+            return self.weights.address + at
+
+        first, more = address(warp, slots[:WARPS]), slots[WARPS:]
+        return first, select(warp < len(more), first ^ address(warp, more), 0) if more else None
 
     def _attend(self, layer):
         workspace, behind_keys = self.workspace, None
@@ -203,6 +209,7 @@ class _Step:
                 workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
+            most_ahead=MOST_AHEAD,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
             behind_keys=behind_keys,
             slots=self._slot if self.has_slots else None,

@@ -16,6 +16,7 @@ from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
 from pallas_kernels.matmul.rows_product import MOST_ROWS, RowsProduct
 
 MOST_SPLITS = 4
+MOST_SLOTS = 2 * WARPS
 Product = BitProduct | RowsProduct
 
 
@@ -121,22 +122,25 @@ class Shapes:
     def slots(self) -> list[int]:
         """Where keys and values of attention's warps are in the shared memory for weights, in bytes: in place
         of those of down and of q, k and v, which are asked for later, and behind all; none if there is no
-        room."""
+        room. Where there is more, the first warps have a second one (of 9 rows on there are no registers)."""
         size, products = self.slot_bytes, self.products()
         within = lambda phase: [  # noqa: E731
             self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
-        behind = [self.weight_bytes + i * size for i in range(WARPS - len(down) - len(qkv))]
-        places = [*down, *behind, *qkv][:WARPS]
-        end = max(self.weight_bytes, max(places) + size)
-        fits = shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes()
-        return places if fits else []
+        most = MOST_SLOTS if self.rows <= 8 else WARPS
+        for count in range(most, WARPS - 1, -1):
+            behind = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
+            places = [*down, *behind, *qkv][:count]
+            end = max(self.weight_bytes, max(places) + size)
+            if shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes():
+                return places
+        return []
 
     @property
     def early_slots(self) -> int:
         """Of so many warps they do not lie in place of weights of q, k and v."""
-        return sum(place >= self.begins[Phase.O, 0] for place in self.slots)
+        return sum(place >= self.begins[Phase.O, 0] for place in self.slots[:WARPS])
 
     @property
     def slot_bytes(self) -> int:
