@@ -190,7 +190,7 @@ def _body(
     outputs = 64 // matrices  # of a block
     pair, member = lax.axis_index("pair"), lax.axis_index("member")
     number = lax.axis_index("warpgroup")
-    team, warpgroup = (0, number) if teams == 1 else (lax.div(number, warpgroups), lax.rem(number, warpgroups))
+    team, warpgroup = lax.div(number, warpgroups), lax.rem(number, warpgroups)
     count = lax.div(rows * columns * splits - pair + pairs - 1, pairs)  # tiles of the product for this block
 
     def rows_of(i):
@@ -208,7 +208,7 @@ def _body(
     def split_of(i):
         return 0 if tiles_of else lax.div(pair + i * pairs, rows * columns)
 
-    @pl.when(number < teams * warpgroups)
+    @pl.when(team < teams)
     def _multiply():
         plgpu.set_max_registers(for_products, action="increase")
         # What of a tile's results leaves together: (block, first token).
@@ -236,17 +236,6 @@ def _body(
             before."""
             return decoded_smem.at[team * matrices + lax.rem(turn, matrices), warpgroup * blocks + block]
 
-        def slots_of(i, item):
-            """Of an item's steps the slots of activations, and of the last step of the team's item before."""
-            if slots == STEPS:
-                return range(STEPS), STEPS - 1
-            first = i * steps + item * STEPS
-            before = lax.rem(first + slots - 1 - (teams - 1) * STEPS, slots)
-            if slots % STEPS:
-                return [lax.rem(first + step, slots) for step in range(STEPS)], before
-            first = lax.rem(first, slots)
-            return [first + step for step in range(STEPS)], before
-
         def products(i, token):
             """The products of a tile, without their scales."""
 
@@ -262,9 +251,9 @@ def _body(
                         kq_float16.put_scales(kq, shapes, fields, scales_of(turn, block))
                     if matrices == 2:
                         kq_float16.seen()
-                    a_slots, slot_before = slots_of(i, item)
                     for step in range(STEPS):
-                        a_slot = a_slots[step]
+                        at = i * steps + item * STEPS + step
+                        a_slot = step if slots == STEPS else lax.rem(at, slots)
                         for block in range(blocks):
                             w = kq_float16.operand(
                                 kq, step, words_of(slot, block, "words"), scales_of(turn, block)
@@ -274,10 +263,18 @@ def _body(
                             plgpu.wgmma(sums[block], w, a_smem.at[a_slot].transpose((1, 0)))
                             plgpu.wgmma_wait(1)  # the one before: its registers and its slot are free
                             if block == 0:
+                                apart = 1 if step else 1 + (teams - 1) * STEPS
+                                before = (
+                                    (step - 1) % STEPS
+                                    if slots == STEPS
+                                    else lax.rem(at + slots - apart, slots)
+                                )
                                 if step:
-                                    plgpu.barrier_arrive(a_free.at[a_slots[step - 1]])
+                                    plgpu.barrier_arrive(a_free.at[before])
                                 else:
-                                    pl.when(k > 0)(lambda: plgpu.barrier_arrive(a_free.at[slot_before]))
+                                    pl.when(k > 0)(
+                                        lambda before=before: plgpu.barrier_arrive(a_free.at[before])
+                                    )
                     plgpu.barrier_arrive(weights_free.at[slot])
 
                     @pl.when((k == 0) & (team == 0))
@@ -352,7 +349,7 @@ def _body(
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(number == teams * warpgroups)
+    @pl.when(team == teams)
     def _bring():
         plgpu.set_max_registers(for_copies, action="decrease")
         # Warps issue from four schedulers, whose time counts: each brings one step of four, where slots are
