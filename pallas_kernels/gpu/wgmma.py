@@ -3,7 +3,6 @@
 
 import math
 
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -13,7 +12,7 @@ from pallas_kernels.gpu.values import as_real, as_word, index, integer, of
 
 # By the warpgroups that multiply: registers of a thread of theirs, and of the one that brings operands. Their
 # sum is what the launch has: more would wait forever.
-REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32), 6: (80, 24)}
+REGISTERS = {2: (232, 40), 3: (160, 32), 4: (112, 32)}
 STEP_BYTES = 128  # of a token's activations in a step: the widest swizzle, 64 columns of float16
 STEP = STEP_BYTES // 2
 
@@ -95,40 +94,3 @@ def stored_by_lane(sums, scale, stage, stored: int, first: int, matrices: int, a
                     (there,) = memory.load_shared(1, places[e, r], at)
                     out = out + as_real(there)
                 memory.store_shared([as_word(out)], places[e, r], at)
-
-
-def put_sums(sums, place):
-    """A warpgroup's sums, float32 [64, tokens], to shared memory of as many, for `with_sums` of another."""
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WGMMA))
-    def put(ctx, place, sums):
-        for j, pair in enumerate(sums.registers.flat):
-            words = [as_word(lanes.element(pair, e)) for e in (0, 1)]
-            memory.store_shared(words, _own_pairs(place), j * 128 * 8)
-
-    put(place, sums)
-
-
-def with_sums(sums, places):
-    """sums + those of each place, in order."""
-    shape = sums.shape
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),) * len(places) + (plgpu.Layout.WGMMA,),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def add(ctx, *arguments):
-        *places, sums = arguments
-        pairs = list(sums.registers.flat)
-        for place in places:
-            for j, pair in enumerate(pairs):
-                there = memory.load_shared(2, _own_pairs(place), j * 128 * 8)
-                values = [lanes.element(pair, e) + as_real(there[e]) for e in (0, 1)]
-                pairs[j] = lanes.real_vector(values)
-        return fragment(pairs, shape, fragments.WGMMA_LAYOUT)
-
-    return add(*places, sums)
-
-
-def _own_pairs(place):
-    return memory.shared_address(place) + integer(lanes.thread()) % 128 * 8

@@ -28,7 +28,6 @@ class Plan(NamedTuple):
     slots       steps of activations in shared memory
     stored      tokens of a block that go out at a time
     splits      of the columns: each makes a part of the sums
-    teams       of so many warpgroups, which take turns at 256 columns of the same rows; their sums are added
     """
 
     warpgroups: int
@@ -37,7 +36,6 @@ class Plan(NamedTuple):
     slots: int
     stored: int
     splits: int = 1
-    teams: int = 1
 
 
 class Tiles(NamedTuple):
@@ -107,11 +105,10 @@ def shared_bytes(plan: Plan, matrices: int, words: Sequence[int], scale_bytes: i
     """Shared memory that a block of threads takes."""
     buffers = [
         plan.slots * plan.tokens * STEP_BYTES,
-        *(4 * WEIGHT_SLOTS * plan.teams * 4 * plan.warpgroups * plan.blocks * each for each in words),
-        matrices * plan.teams * plan.warpgroups * plan.blocks * 4 * scale_bytes,
-        max(1, (plan.teams - 1) * plan.warpgroups * plan.blocks) * 64 * plan.tokens * 4,
+        *(4 * WEIGHT_SLOTS * 4 * plan.warpgroups * plan.blocks * each for each in words),
+        matrices * plan.warpgroups * plan.blocks * 4 * scale_bytes,
         plan.warpgroups * STAGES * plan.stored * 64 // matrices * 4,
         (WEIGHT_SLOTS + 1) * (plan.tokens + -plan.tokens % 32) * 4,
     ]
-    barriers = 2 * plan.slots + (2 * plan.teams + 1) * WEIGHT_SLOTS + 1 + plan.warpgroups * (STAGES + 2)
+    barriers = 2 * plan.slots + 3 * WEIGHT_SLOTS + 1 + plan.warpgroups * STAGES
     return shared_memory.bytes_taken(*buffers, barriers=barriers)

@@ -39,7 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, formats
-from pallas_kernels.gpu.wgmma import REGISTERS, STEP, put_sums, stage_results, swizzled, with_sums
+from pallas_kernels.gpu.wgmma import REGISTERS, STEP, stage_results, swizzled
 from pallas_kernels.matmul import kq_float16, stacks
 from pallas_kernels.matmul.activations_float16 import activations_float16
 from pallas_kernels.matmul.activations_rotated import activations_rotated
@@ -95,7 +95,7 @@ def kq_prefill_sm90(
     items = weights[0]["words"].shape[2]
     sizes = (m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
     plan = plan or planned(*sizes, tiles_of, summed)
-    warpgroups, blocks, tokens, slots, stored, splits, teams = plan
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows = -(-m // tokens) if listed is None else len(listed[0])
     columns = -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
@@ -118,27 +118,18 @@ def kq_prefill_sm90(
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
         "weights_smem": {
-            name: plgpu.SMEM(
-                (WEIGHT_SLOTS * teams, 4 * warpgroups * blocks, *_shape_by_lanes(shape)), jnp.uint32
-            )
+            name: plgpu.SMEM((WEIGHT_SLOTS, 4 * warpgroups * blocks, *_shape_by_lanes(shape)), jnp.uint32)
             for name, shape in zip(names, shapes, strict=True)
         },
-        "decoded_smem": plgpu.SMEM(
-            (len(weights) * teams, warpgroups * blocks, 4, scale_bytes // 4), jnp.float32
-        ),
-        "others_smem": plgpu.SMEM((max(1, (teams - 1) * warpgroups * blocks), 64 * tokens), jnp.float32),
+        "decoded_smem": plgpu.SMEM((len(weights), warpgroups * blocks, 4, scale_bytes // 4), jnp.float32),
         "stage_smem": plgpu.SMEM((warpgroups * STAGES, stored, outputs), jnp.float32, transforms=swizzled(4)),
         "scale_smem": plgpu.SMEM((WEIGHT_SLOTS + 1, tokens + -tokens % 32), jnp.float32),
         "a_full": plgpu.Barrier(num_arrivals=1, num_barriers=slots),
         "a_free": plgpu.ClusterBarrier(
             collective_axes=("member",), num_arrivals=warpgroups, num_barriers=slots
         ),
-        "weights_full": plgpu.Barrier(
-            num_arrivals=len(weights) * len(names), num_barriers=WEIGHT_SLOTS * teams
-        ),
-        "weights_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=WEIGHT_SLOTS * teams),
-        "others_full": plgpu.Barrier(num_arrivals=max(1, teams - 1), num_barriers=warpgroups),
-        "others_free": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
+        "weights_full": plgpu.Barrier(num_arrivals=len(weights) * len(names), num_barriers=WEIGHT_SLOTS),
+        "weights_free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=WEIGHT_SLOTS),
         "scale_full": plgpu.Barrier(num_arrivals=1, num_barriers=WEIGHT_SLOTS + 1),
         "stage_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups * STAGES),
     }
@@ -149,7 +140,7 @@ def kq_prefill_sm90(
         grid_names=("pair",),
         cluster=(PAIR,),
         cluster_names=("member",),
-        num_threads=teams * warpgroups + 1,
+        num_threads=warpgroups + 1,
         thread_name="warpgroup",
         kernel_name="kq_prefill_sm90",  # as profilers show it
         scratch_types=scratch,
@@ -170,8 +161,8 @@ def _by_lanes(field: jax.Array) -> jax.Array:
 
 def _body(
     a_gmem, scale_gmem, layer_gmem, *refs,
-    a_smem, weights_smem, decoded_smem, others_smem, stage_smem, scale_smem,
-    a_full, a_free, weights_full, weights_free, others_full, others_free, scale_full, stage_full,
+    a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
+    a_full, a_free, weights_full, weights_free, scale_full, stage_full,
     kq, names, shapes, plan, grid, pairs, matrices, added, tiles_of,
 ):  # fmt: skip
     refs = list(refs)
@@ -179,18 +170,17 @@ def _body(
     weights = [{name: refs.pop(0) for name in names} for _ in range(matrices)]
     residual_gmem = refs.pop(0) if added else None
     (out_gmem,) = refs
-    warpgroups, blocks, tokens, slots, stored, splits, teams = plan
+    warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
     if tiles_of:
         rows = count_gmem[0]
-    for_products, for_copies = REGISTERS[teams * warpgroups]
+    for_products, for_copies = REGISTERS[warpgroups]
     items = weights[0]["words"].shape[2] // splits
-    steps, turns = STEPS * items, items // teams
+    steps = STEPS * items
     tiles = 4 * warpgroups * blocks // matrices  # of a matrix in a tile of the product
     outputs = 64 // matrices  # of a block
     pair, member = lax.axis_index("pair"), lax.axis_index("member")
-    number = lax.axis_index("warpgroup")
-    team, warpgroup = lax.div(number, warpgroups), lax.rem(number, warpgroups)
+    warpgroup = lax.axis_index("warpgroup")
     count = lax.div(rows * columns * splits - pair + pairs - 1, pairs)  # tiles of the product for this block
 
     def rows_of(i):
@@ -208,7 +198,7 @@ def _body(
     def split_of(i):
         return 0 if tiles_of else lax.div(pair + i * pairs, rows * columns)
 
-    @pl.when(team < teams)
+    @pl.when(warpgroup < warpgroups)
     def _multiply():
         plgpu.set_max_registers(for_products, action="increase")
         # What of a tile's results leaves together: (block, first token).
@@ -231,24 +221,24 @@ def _body(
             first = (warpgroup * blocks + block) * own
             return [weights_smem[name].at[slot, pl.ds(m * tiles + first, own)] for m in range(matrices)]
 
-        def scales_of(turn, block):
+        def scales_of(at_weights, block):
             """With two matrices a warp's are for another too, which may still want those of the item
             before."""
-            return decoded_smem.at[team * matrices + lax.rem(turn, matrices), warpgroup * blocks + block]
+            return decoded_smem.at[lax.rem(at_weights, matrices), warpgroup * blocks + block]
 
         def products(i, token):
             """The products of a tile, without their scales."""
 
             def multiply(*sums):
-                @pl.loop(0, turns)
-                def _item(k):
-                    item, turn = k * teams + team, i * turns + k
-                    slot = lax.rem(i * items + item, WEIGHT_SLOTS * teams)
+                @pl.loop(0, items)
+                def _item(item):
+                    at_weights = i * items + item
+                    slot = lax.rem(at_weights, WEIGHT_SLOTS)
                     plgpu.barrier_wait(weights_full.at[slot])
                     for block in range(blocks):
                         of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
                         fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
-                        kq_float16.put_scales(kq, shapes, fields, scales_of(turn, block))
+                        kq_float16.put_scales(kq, shapes, fields, scales_of(at_weights, block))
                     if matrices == 2:
                         kq_float16.seen()
                     for step in range(STEPS):
@@ -256,28 +246,25 @@ def _body(
                         a_slot = step if slots == STEPS else lax.rem(at, slots)
                         for block in range(blocks):
                             w = kq_float16.operand(
-                                kq, step, words_of(slot, block, "words"), scales_of(turn, block)
+                                kq, step, words_of(slot, block, "words"), scales_of(at_weights, block)
                             )
                             if block == 0:
                                 plgpu.barrier_wait(a_full.at[a_slot])
                             plgpu.wgmma(sums[block], w, a_smem.at[a_slot].transpose((1, 0)))
                             plgpu.wgmma_wait(1)  # the one before: its registers and its slot are free
                             if block == 0:
-                                apart = 1 if step else 1 + (teams - 1) * STEPS
                                 before = (
-                                    (step - 1) % STEPS
-                                    if slots == STEPS
-                                    else lax.rem(at + slots - apart, slots)
+                                    (step - 1) % STEPS if slots == STEPS else lax.rem(at + slots - 1, slots)
                                 )
                                 if step:
                                     plgpu.barrier_arrive(a_free.at[before])
                                 else:
-                                    pl.when(k > 0)(
+                                    pl.when(item > 0)(
                                         lambda before=before: plgpu.barrier_arrive(a_free.at[before])
                                     )
                     plgpu.barrier_arrive(weights_free.at[slot])
 
-                    @pl.when((k == 0) & (team == 0))
+                    @pl.when(item == 0)
                     def _stages():  # by now the results of the tile before have left
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                         if added:
@@ -285,16 +272,15 @@ def _body(
                                 bring_residual(i, token, part)
 
                 plgpu.wgmma_wait(0)
-                last = i * steps + steps - 1 - (teams - 1 - team) * STEPS
-                plgpu.barrier_arrive(a_free.at[lax.rem(last, slots)])
+                plgpu.barrier_arrive(a_free.at[lax.rem(i * steps + steps - 1, slots)])
                 return [total[...] for total in sums]
 
             return pl.run_scoped(multiply, *[plgpu.ACC((64, tokens), jnp.float32)] * blocks)
 
-        def of_others(other, block):
-            return (other * warpgroups + warpgroup) * blocks + block
-
-        def leave(i, token, end, sums):
+        @pl.loop(0, count)
+        def _tile(i):
+            _, token, end = rows_of(i)
+            sums = products(i, token)
             scale_slot = lax.rem(i, WEIGHT_SLOTS + 1)
             plgpu.barrier_wait(scale_full.at[scale_slot])
 
@@ -322,34 +308,9 @@ def _body(
                 else:
                     put(part)
 
-        @pl.loop(0, count)
-        def _tile(i):
-            _, token, end = rows_of(i)
-            sums = products(i, token)
-            if teams == 1:
-                leave(i, token, end, sums)
-                return
-
-            @pl.when(team > 0)
-            def _give():
-                pl.when(i > 0)(lambda: plgpu.barrier_wait(others_free.at[warpgroup]))
-                for block in range(blocks):
-                    put_sums(sums[block], others_smem.at[of_others(team - 1, block)])
-                plgpu.barrier_arrive(others_full.at[warpgroup])
-
-            @pl.when(team == 0)
-            def _take():
-                plgpu.barrier_wait(others_full.at[warpgroup])
-                added_up = [
-                    with_sums(sums[block], [others_smem.at[of_others(k, block)] for k in range(teams - 1)])
-                    for block in range(blocks)
-                ]
-                plgpu.barrier_arrive(others_free.at[warpgroup])
-                leave(i, token, end, added_up)
-
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    @pl.when(team == teams)
+    @pl.when(warpgroup == warpgroups)
     def _bring():
         plgpu.set_max_registers(for_copies, action="decrease")
         # Warps issue from four schedulers, whose time counts: each brings one step of four, where slots are
@@ -358,9 +319,9 @@ def _body(
 
         def bring_weights(i, matrix, item):
             at_weights = i * items + item
-            slot = lax.rem(at_weights, WEIGHT_SLOTS * teams)
+            slot = lax.rem(at_weights, WEIGHT_SLOTS)
 
-            @pl.when(at_weights >= WEIGHT_SLOTS * teams)
+            @pl.when(at_weights >= WEIGHT_SLOTS)
             def _wait():
                 plgpu.barrier_wait(weights_free.at[slot])
 
