@@ -47,7 +47,7 @@ def activations_float16(
     eps: float = 0.0,
     places: jax.Array | None = None,
     *,
-    group: int | None = None,
+    group: int | tuple[int, int] | None = None,
     rows: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
@@ -56,7 +56,8 @@ def activations_float16(
     gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
     layer       int32 []; None for a stack of one
     group       a has kq_prefill_sm90's order of columns for groups of so many, 16 or 32, and zeros behind
-                them up to a multiple of 256; None for the order that they have
+                them up to a multiple of 256; None for the order that they have; (32, 16): a in the one and
+                a in the other order are returned, and s
     places      int32 [M, copies]: row i is at places[i, :] of a and s, but for places below 0; where no row
                 is they are undefined
     rows        M, where x has more; with places, rows of a and s
@@ -65,17 +66,18 @@ def activations_float16(
     """
     m, columns = prologue.sizes(x, rows if places is None else None)
     width, held = columns, m if places is None or rows is None else rows
+    orders = group if isinstance(group, tuple) else (group,)
+    assert orders in ((None,), (16,), (32,), (32, 16)), orders
     if group is not None:
         width += -columns % COLUMNS
     warps = prologue.warps_of_block(m, width)
-    results = {
-        "a_gmem": jax.ShapeDtypeStruct((held, width), jnp.float16),
-        "scale_gmem": jax.ShapeDtypeStruct((held,), jnp.float32),
-    }
+    rounded = jax.ShapeDtypeStruct((held, width), jnp.float16)
+    results = {"a_gmem": rounded, **{"by_16_gmem": rounded for _ in orders[1:]}}
+    results["scale_gmem"] = jax.ShapeDtypeStruct((held,), jnp.float32)
     if isinstance(x, prologue.Parts):
         results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
-        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, group=group),
+        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, group=orders[0]),
         x,
         m,
         gamma,
@@ -90,7 +92,7 @@ def activations_float16(
 
 def _round_row(
     x_gmem, gamma_gmem, layer_gmem, places_gmem, a_gmem, scale_gmem, shared_smem, sum_gmem=None,
-    *, columns, width, warps, eps, group,
+    by_16_gmem=None, *, columns, width, warps, eps, group,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     warp = index(thread // 32)
@@ -143,8 +145,12 @@ def _round_row(
         with lanes.when(here & (thread == 0)):
             memory.store(scale, scale_gmem, copy)
         for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
+            written = {a_gmem: pairs}
+            if by_16_gmem is not None:
+                written[by_16_gmem] = _by_16(pairs, piece)
             with lanes.when(here if inside is None else here & inside):
-                memory.store_halves(pairs, a_gmem, [copy, piece * WIDTH])
+                for ref, of_ref in written.items():
+                    memory.store_halves(of_ref, ref, [copy, piece * WIDTH])
 
 
 def power_of_two(largest) -> tuple:
@@ -176,6 +182,15 @@ def _first_four(piece, group: int):
     of_group = group // WIDTH
     number, q = piece // of_group, piece % of_group
     return number * group + q // 2 * 4, q % 2
+
+
+def _by_16(pairs: list, piece) -> list:
+    """Of a piece in the order of groups of 32, the same piece in that of 16. Pieces 2 s + h of 32 columns: pair
+    t of the one order is of columns 8 t + 4 s + h and 2 more, of the other of 16 s + 4 t + h and 2 more."""
+    second = piece % 4 // 2 == 1
+    kept, given = ([select(second, pairs[i + a], pairs[i + b]) for i in (0, 1)] for a, b in ((2, 0), (0, 2)))
+    taken = [lanes.swapped(pair, 2) for pair in given]
+    return [select(second, *of) for k, t in zip(kept, taken, strict=True) for of in ((t, k), (k, t))]
 
 
 def _columns(piece, group: int | None) -> list:
