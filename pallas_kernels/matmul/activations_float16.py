@@ -6,9 +6,9 @@ where there is one.
 s brings a row's largest |a| into [1, 2). A block of threads has a row in its registers, so that it is read
 once; XLA reads it for its largest, and again to round it.
 
-A lane writes 16 bytes at a time, 8 neighbouring places of a row. In the order of columns they are 8
-neighbouring columns. In the order of kq_prefill_sm90.py they are four pairs, each two of four neighbours: two
-lanes load the same, and each keeps its half of it.
+A lane reads 8 neighbouring columns and writes 8 neighbouring places of a row, 16 bytes. In the order of
+kq_prefill_sm90.py the places are of four pairs, each two of four neighbours; lanes exchange them when they are
+rounded.
 
 For a mixture of experts a row goes to several places, one for each expert of its token (experts/places.py).
 """
@@ -77,7 +77,7 @@ def activations_float16(
     if isinstance(x, prologue.Parts):
         results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
-        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, group=orders[0]),
+        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, orders=orders),
         x,
         m,
         gamma,
@@ -92,7 +92,7 @@ def activations_float16(
 
 def _round_row(
     x_gmem, gamma_gmem, layer_gmem, places_gmem, a_gmem, scale_gmem, shared_smem, sum_gmem=None,
-    by_16_gmem=None, *, columns, width, warps, eps, group,
+    by_16_gmem=None, *, columns, width, warps, eps, orders,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     warp = index(thread // 32)
@@ -110,16 +110,14 @@ def _round_row(
     ]
 
     def load(ref, *row):
-        if group is None:
-            return [_load(ref, row, piece) for piece in source]
-        return [_load_apart(ref, row, piece, group) for piece in source]
+        return [_load(ref, row, piece) for piece in source]
 
     n = prologue.row_of(load, x_gmem, row)
     if sum_gmem is not None:
         for values, piece, inside in zip(n, source, in_row, strict=True):
             with lanes.when(true() if inside is None else inside):
-                for v, column in zip(values, _columns(piece, group), strict=True):
-                    memory.store(v, sum_gmem, row, column)
+                for i in range(0, WIDTH, 4):
+                    memory.store_reals(values[i : i + 4], sum_gmem, [row, index(piece * WIDTH) + i])
     n = prologue.zeros_behind(n, in_row)
     if gamma_gmem is not None:
         gamma = prologue.gamma_of_layer(load, gamma_gmem, layer_gmem)
@@ -136,7 +134,7 @@ def _round_row(
     packed = []
     for values in n:
         a = [v * inverse for v in values]
-        packed.append([lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)])
+        packed.append(_in_orders(a, orders))
     copies = [row]
     if places_gmem is not None:
         copies = [memory.load(places_gmem, row, j) for j in range(places_gmem.type.shape[1])]
@@ -145,12 +143,9 @@ def _round_row(
         with lanes.when(here & (thread == 0)):
             memory.store(scale, scale_gmem, copy)
         for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
-            written = {a_gmem: pairs}
-            if by_16_gmem is not None:
-                written[by_16_gmem] = _by_16(pairs, piece)
             with lanes.when(here if inside is None else here & inside):
-                for ref, of_ref in written.items():
-                    memory.store_halves(of_ref, ref, [copy, piece * WIDTH])
+                for of_order, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
+                    memory.store_halves(of_order, ref, [copy, piece * WIDTH])
 
 
 def power_of_two(largest) -> tuple:
@@ -166,36 +161,25 @@ def _load(ref, row, piece) -> list:
     return [v for first in range(0, WIDTH, 4) for v in memory.load_reals(4, ref, [*row, start + first])]
 
 
-def _load_apart(ref, row, piece, group: int) -> list:
-    """A piece of kq_prefill_sm90's order: piece 2 s + h of a group has columns 4 s + h and 4 s + h + 2 of
-    each quarter of it."""
-    start, second = _first_four(piece, group)
-    values = []
-    for t in range(4):
-        four = memory.load_reals(4, ref, [*row, index(start) + group // 4 * t])
-        values += [select(second == 1, four[i + 1], four[i]) for i in (0, 2)]
-    return values
+def _in_orders(a: list, orders) -> list[list]:
+    """A lane's 8 columns as pairs of float16, in each of the orders (None, 16 or 32).
+
+    Of four lanes t has columns 8 t .. 8 t + 7, as pairs (4 s + h, 4 s + h + 2). Lane 2 s + h has in groups of
+    32 pair (s, h) of each lane; in groups of 16 each two lanes do so: lane h has both pairs h of each."""
+    if orders == (None,):
+        return [[lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]]
+    pairs = [lanes.half_pair(a[4 * s + h], a[4 * s + h + 2]) for s in (0, 1) for h in (0, 1)]
+    by_16 = _exchanged(pairs[0::2], pairs[1::2], 1)
+    by_32 = _exchanged(by_16[0::2], by_16[1::2], 2) if 32 in orders else None
+    return [by_16 if order == 16 else by_32 for order in orders]
 
 
-def _first_four(piece, group: int):
-    """The first column of the first four that a piece has two of, and whether it is their second and last."""
-    of_group = group // WIDTH
-    number, q = piece // of_group, piece % of_group
-    return number * group + q // 2 * 4, q % 2
-
-
-def _by_16(pairs: list, piece) -> list:
-    """Of a piece in the order of groups of 32, the same piece in that of 16. Pieces 2 s + h of 32 columns: pair
-    t of the one order is of columns 8 t + 4 s + h and 2 more, of the other of 16 s + 4 t + h and 2 more."""
-    second = piece % 4 // 2 == 1
-    kept, given = ([select(second, pairs[i + a], pairs[i + b]) for i in (0, 1)] for a, b in ((2, 0), (0, 2)))
-    taken = [lanes.swapped(pair, 2) for pair in given]
-    return [select(second, *of) for k, t in zip(kept, taken, strict=True) for of in ((t, k), (k, t))]
-
-
-def _columns(piece, group: int | None) -> list:
-    """Of a piece's values, in their order."""
-    if group is None:
-        return [index(piece * WIDTH) + i for i in range(WIDTH)]
-    start, second = _first_four(piece, group)
-    return [index(start + second) + (group // 4 * t + i) for t in range(4) for i in (0, 2)]
+def _exchanged(first: list, second: list, distance: int) -> list:
+    """Of two lanes whose numbers differ in the bit `distance`: the lower gets what `first` is for both, its own
+    before the other's, the upper what `second` is."""
+    upper = integer(lanes.thread()) // distance % 2 == 1
+    kept = [select(upper, b, a) for a, b in zip(first, second, strict=True)]
+    given = [select(upper, a, b) for a, b in zip(first, second, strict=True)]
+    taken = [lanes.swapped(v, distance) for v in given]
+    of_lower = [select(upper, t, k) for k, t in zip(kept, taken, strict=True)]
+    return of_lower + [select(upper, k, t) for k, t in zip(kept, taken, strict=True)]
