@@ -7,8 +7,7 @@ s brings a row's largest |a| into [1, 2). A block of threads has a row in its re
 once; XLA reads it for its largest, and again to round it.
 
 A lane reads 8 neighbouring columns and writes 8 neighbouring places of a row, 16 bytes. In the order of
-kq_prefill_sm90.py the places are of four pairs, each two of four neighbours; lanes exchange them when they are
-rounded.
+kq_prefill_sm90.py the places are four pairs, each two of four neighbours; lanes exchange rounded pairs.
 
 For a mixture of experts a row goes to several places, one for each expert of its token (experts/places.py).
 """
@@ -72,7 +71,7 @@ def activations_float16(
         width += -columns % COLUMNS
     warps = prologue.warps_of_block(m, width)
     rounded = jax.ShapeDtypeStruct((held, width), jnp.float16)
-    results = {"a_gmem": rounded, **{"by_16_gmem": rounded for _ in orders[1:]}}
+    results = dict.fromkeys(("a_gmem", "by_16_gmem")[: len(orders)], rounded)
     results["scale_gmem"] = jax.ShapeDtypeStruct((held,), jnp.float32)
     if isinstance(x, prologue.Parts):
         results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
@@ -175,8 +174,8 @@ def _in_orders(a: list, orders) -> list[list]:
 
 
 def _exchanged(first: list, second: list, distance: int) -> list:
-    """Of two lanes whose numbers differ in the bit `distance`: the lower gets what `first` is for both, its own
-    before the other's, the upper what `second` is."""
+    """Of two lanes whose numbers differ in the bit `distance` the lower gets both lanes' `first`, its own
+    before the other's, the upper both lanes' `second`."""
     upper = integer(lanes.thread()) // distance % 2 == 1
     kept = [select(upper, b, a) for a, b in zip(first, second, strict=True)]
     given = [select(upper, a, b) for a, b in zip(first, second, strict=True)]
