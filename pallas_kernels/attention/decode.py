@@ -54,11 +54,15 @@ def decode_attention(
 ) -> tuple[Any, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """The kernel behind pallas_kernels.attention.attend; arguments and results are described there.
 
-    qkv may be [splits, rows or more, width], parts that nobody has added yet. With integers the output is
+    qkv may be several arrays, columns beside columns, each [splits, rows or more, width]: parts that nobody
+    has added yet. With integers the output is
     (q, scale), as `activations_int8` makes them of it: by the same launch, where its blocks make whole
     groups."""
     page_size, kv_heads, head_dim = cache_layouts.shape(k_pages)[2:]
-    batch, width = len(positions), (qkv.shape[-1] - 2 * kv_heads * head_dim) // (1 + gated)
+    beside = tuple(qkv) if isinstance(qkv, (tuple, list)) else (qkv,)
+    assert not gated or len(beside) == 1
+    width = sum(part.shape[-1] for part in beside)
+    batch, width = len(positions), (width - 2 * kv_heads * head_dim) // (1 + gated)
     phase = Attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
@@ -77,7 +81,7 @@ def decode_attention(
     if integers and phase.makes_groups:
         out_type = tuple(activations_int8.results_of(batch, width).values())
     kernel = plgpu.kernel(
-        functools.partial(_body, phase=phase, layout=layout, structure=structure),
+        functools.partial(_body, phase=phase, layout=layout, structure=structure, beside=len(beside)),
         out_type=out_type,
         grid=(phase.blocks,),
         grid_names=("block",),
@@ -91,17 +95,17 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
     angles = (cos, sin) if phase.turned else ()
-    operands = [qkv, *angles, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
+    operands = [*beside, *angles, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
     out = kernel(*operands, *(norms or ()), *refs, workspace)
     if integers and not phase.makes_groups:
         out = activations_int8.activations_int8(out)
     return out, *jax.tree.map(jax.freeze, pages), jax.freeze(workspace)
 
 
-def _body(*refs, phase: "Attention", layout, structure):
+def _body(*refs, phase: "Attention", layout, structure, beside: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
-        qkv, *refs = refs
+        qkv, refs = refs[:beside], refs[beside:]
         cos, sin, *refs = refs if phase.turned else (None, None, *refs)
         positions, table, layer_gmem, *refs = refs
         q_gamma, k_gamma, *refs = refs if phase.normed else (None, None, *refs)
@@ -110,16 +114,21 @@ def _body(*refs, phase: "Attention", layout, structure):
         keys, values = jax.tree.unflatten(structure, pages)
 
         def load_qkv(row, columns):
-            if len(qkv.type.shape) == 2:
-                return [v for first, i in columns for v in memory.load_reals(4, qkv, [row, first + i])]
-            splits = range(qkv.type.shape[0])
-            parts = ([memory.load_reals(4, qkv, [s, row, first + i]) for s in splits] for first, i in columns)
-            return [total(of) for of_column in parts for of in zip(*of_column, strict=True)]
+            if len(qkv) > 1:
+                return [v for first, i in columns for v in load_beside(qkv, row, first, i)]
+            (parts,) = qkv
+            if len(parts.type.shape) == 2:
+                return [v for first, i in columns for v in memory.load_reals(4, parts, [row, first + i])]
+            splits = range(parts.type.shape[0])
+            of_each = (
+                [memory.load_reals(4, parts, [s, row, first + i]) for s in splits] for first, i in columns
+            )
+            return [total(of) for of_column in of_each for of in zip(*of_column, strict=True)]
 
         def store_out(value, row, n):
             if phase.gated:
                 head, at = n // phase.head_dim, n % phase.head_dim
-                gate = memory.load(qkv, row, head * (2 * phase.head_dim) + at + phase.head_dim)
+                gate = memory.load(qkv[0], row, head * (2 * phase.head_dim) + at + phase.head_dim)
                 value = value * lanes.reciprocal(exp(-gate) + 1)
             memory.store(value, out[0], row, n)
 
@@ -146,6 +155,24 @@ def _body(*refs, phase: "Attention", layout, structure):
         )  # fmt: skip
 
     kernel(*refs)
+
+
+def load_beside(refs, row, first, i: int) -> list:
+    """4 float32 from column first + i on, of parts [splits, rows, width] that lie beside each other: their
+    sum, in order. Lanes may want different ones; a head is of one."""
+    begin, values = 0, None
+    for ref in refs:
+        splits, _, width = ref.type.shape
+        inside = integer(first - begin) < width  # what is below 0 is large
+        at = select(inside, first - begin, index(0))
+        parts = [memory.load_reals(4, ref, [s, row, at + i]) for s in range(splits)]
+        added = [total(list(of)) for of in zip(*parts, strict=True)]
+        if values is None:
+            values = added
+        else:
+            values = [select(inside, new, old) for new, old in zip(added, values, strict=True)]
+        begin += width
+    return values
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,9 +6,8 @@ where there is one.
 s brings a row's largest |a| into [1, 2). A block of threads has a row in its registers, so that it is read
 once; XLA reads it for its largest, and again to round it.
 
-A lane writes 16 bytes at a time, 8 neighbouring places of a row. In the order of columns they are 8
-neighbouring columns. In the order of kq_prefill_sm90.py they are four pairs, each two of four neighbours: two
-lanes load the same, and each keeps its half of it.
+A lane reads 8 neighbouring columns and writes 8 neighbouring places of a row, 16 bytes. In the order of
+kq_prefill_sm90.py the places are four pairs, each two of four neighbours; lanes exchange rounded pairs.
 
 For a mixture of experts a row goes to several places, one for each expert of its token (experts/places.py).
 """
@@ -47,7 +46,7 @@ def activations_float16(
     eps: float = 0.0,
     places: jax.Array | None = None,
     *,
-    group: int | None = None,
+    group: int | tuple[int, int] | None = None,
     rows: int | None = None,
 ) -> tuple[jax.Array, ...]:
     """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
@@ -56,7 +55,8 @@ def activations_float16(
     gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
     layer       int32 []; None for a stack of one
     group       a has kq_prefill_sm90's order of columns for groups of so many, 16 or 32, and zeros behind
-                them up to a multiple of 256; None for the order that they have
+                them up to a multiple of 256; None for the order that they have; (32, 16): a in the one and
+                a in the other order are returned, and s
     places      int32 [M, copies]: row i is at places[i, :] of a and s, but for places below 0; where no row
                 is they are undefined
     rows        M, where x has more; with places, rows of a and s
@@ -65,17 +65,18 @@ def activations_float16(
     """
     m, columns = prologue.sizes(x, rows if places is None else None)
     width, held = columns, m if places is None or rows is None else rows
+    orders = group if isinstance(group, tuple) else (group,)
+    assert orders in ((None,), (16,), (32,), (32, 16)), orders
     if group is not None:
         width += -columns % COLUMNS
     warps = prologue.warps_of_block(m, width)
-    results = {
-        "a_gmem": jax.ShapeDtypeStruct((held, width), jnp.float16),
-        "scale_gmem": jax.ShapeDtypeStruct((held,), jnp.float32),
-    }
+    rounded = jax.ShapeDtypeStruct((held, width), jnp.float16)
+    results = dict.fromkeys(("a_gmem", "by_16_gmem")[: len(orders)], rounded)
+    results["scale_gmem"] = jax.ShapeDtypeStruct((held,), jnp.float32)
     if isinstance(x, prologue.Parts):
         results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(
-        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, group=group),
+        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, orders=orders),
         x,
         m,
         gamma,
@@ -90,7 +91,7 @@ def activations_float16(
 
 def _round_row(
     x_gmem, gamma_gmem, layer_gmem, places_gmem, a_gmem, scale_gmem, shared_smem, sum_gmem=None,
-    *, columns, width, warps, eps, group,
+    by_16_gmem=None, *, columns, width, warps, eps, orders,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     warp = index(thread // 32)
@@ -108,16 +109,14 @@ def _round_row(
     ]
 
     def load(ref, *row):
-        if group is None:
-            return [_load(ref, row, piece) for piece in source]
-        return [_load_apart(ref, row, piece, group) for piece in source]
+        return [_load(ref, row, piece) for piece in source]
 
     n = prologue.row_of(load, x_gmem, row)
     if sum_gmem is not None:
         for values, piece, inside in zip(n, source, in_row, strict=True):
             with lanes.when(true() if inside is None else inside):
-                for v, column in zip(values, _columns(piece, group), strict=True):
-                    memory.store(v, sum_gmem, row, column)
+                for i in range(0, WIDTH, 4):
+                    memory.store_reals(values[i : i + 4], sum_gmem, [row, index(piece * WIDTH) + i])
     n = prologue.zeros_behind(n, in_row)
     if gamma_gmem is not None:
         gamma = prologue.gamma_of_layer(load, gamma_gmem, layer_gmem)
@@ -134,7 +133,7 @@ def _round_row(
     packed = []
     for values in n:
         a = [v * inverse for v in values]
-        packed.append([lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)])
+        packed.append(_in_orders(a, orders))
     copies = [row]
     if places_gmem is not None:
         copies = [memory.load(places_gmem, row, j) for j in range(places_gmem.type.shape[1])]
@@ -144,7 +143,8 @@ def _round_row(
             memory.store(scale, scale_gmem, copy)
         for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
             with lanes.when(here if inside is None else here & inside):
-                memory.store_halves(pairs, a_gmem, [copy, piece * WIDTH])
+                for of_order, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
+                    memory.store_halves(of_order, ref, [copy, piece * WIDTH])
 
 
 def power_of_two(largest) -> tuple:
@@ -160,27 +160,25 @@ def _load(ref, row, piece) -> list:
     return [v for first in range(0, WIDTH, 4) for v in memory.load_reals(4, ref, [*row, start + first])]
 
 
-def _load_apart(ref, row, piece, group: int) -> list:
-    """A piece of kq_prefill_sm90's order: piece 2 s + h of a group has columns 4 s + h and 4 s + h + 2 of
-    each quarter of it."""
-    start, second = _first_four(piece, group)
-    values = []
-    for t in range(4):
-        four = memory.load_reals(4, ref, [*row, index(start) + group // 4 * t])
-        values += [select(second == 1, four[i + 1], four[i]) for i in (0, 2)]
-    return values
+def _in_orders(a: list, orders) -> list[list]:
+    """A lane's 8 columns as pairs of float16, in each of the orders (None, 16 or 32).
+
+    Of four lanes t has columns 8 t .. 8 t + 7, as pairs (4 s + h, 4 s + h + 2). Lane 2 s + h has in groups of
+    32 pair (s, h) of each lane; in groups of 16 each two lanes do so: lane h has both pairs h of each."""
+    if orders == (None,):
+        return [[lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]]
+    pairs = [lanes.half_pair(a[4 * s + h], a[4 * s + h + 2]) for s in (0, 1) for h in (0, 1)]
+    by_16 = _exchanged(pairs[0::2], pairs[1::2], 1)
+    by_32 = _exchanged(by_16[0::2], by_16[1::2], 2) if 32 in orders else None
+    return [by_16 if order == 16 else by_32 for order in orders]
 
 
-def _first_four(piece, group: int):
-    """The first column of the first four that a piece has two of, and whether it is their second and last."""
-    of_group = group // WIDTH
-    number, q = piece // of_group, piece % of_group
-    return number * group + q // 2 * 4, q % 2
-
-
-def _columns(piece, group: int | None) -> list:
-    """Of a piece's values, in their order."""
-    if group is None:
-        return [index(piece * WIDTH) + i for i in range(WIDTH)]
-    start, second = _first_four(piece, group)
-    return [index(start + second) + (group // 4 * t + i) for t in range(4) for i in (0, 2)]
+def _exchanged(first: list, second: list, distance: int) -> list:
+    """Of two lanes whose numbers differ in the bit `distance` the lower gets both lanes' `first`, its own
+    before the other's, the upper both lanes' `second`."""
+    upper = integer(lanes.thread()) // distance % 2 == 1
+    kept = [select(upper, b, a) for a, b in zip(first, second, strict=True)]
+    given = [select(upper, a, b) for a, b in zip(first, second, strict=True)]
+    taken = [lanes.swapped(v, distance) for v in given]
+    of_lower = [select(upper, t, k) for k, t in zip(kept, taken, strict=True)]
+    return of_lower + [select(upper, k, t) for k, t in zip(kept, taken, strict=True)]

@@ -31,6 +31,7 @@ tokens, not the same weights: an expert's weights are read once for each of its 
 
 import functools
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -382,12 +383,25 @@ def _body(
 
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
-    """Activations as float16 in the order of columns above (prefill.py)."""
-    group = formats.get(weights[0].format).LANES.group
+    """Activations as float16 in the order of columns above (prefill.py); for weights with groups of 32 and
+    with groups of 16 in the one order and in the other (`order_of`)."""
+    group, *others = sorted({_group(w) for w in weights}, reverse=True)
     gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
     if (rotation := weights[0].rotation) is not None:
+        assert not others
         return activations_rotated(x, rotation, gamma, index, eps, rounded=True, group=group)
+    group = (group, *others) if others else group
     return activations_float16(x, gamma, index, eps, group=group, rows=rows)
+
+
+def order_of(activations: Sequence[jax.Array], w) -> tuple[jax.Array, jax.Array]:
+    """(a, scale) for one of several weights, of what `prologue` made for all."""
+    *orders, scale = activations
+    return orders[-1 if _group(w) == 16 else 0], scale
+
+
+def _group(w) -> int:
+    return formats.get(w.format).LANES.group
 
 
 def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:

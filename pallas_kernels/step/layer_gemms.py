@@ -7,10 +7,11 @@ is done by the one or the other.
 Each [launch] is a kernel that there is: a prologue and a GEMM of matmul/prefill.py, and decode_attention.
 Where blocks have parts of a product's columns, who reads the product adds them, in the same order as ever,
 and writes the residual stream once. For weights of 1 bit a block of attention rounds what it makes: whole
-groups of 128 outputs of a row. Others want the largest of a whole row, and a launch for it; and where q, k
-and v differ in format, XLA adds the parts of both products.
+groups of 128 outputs of a row. Others want the largest of a whole row, and a launch for it. Where q, k and v
+differ in format they are a product each, of activations that are rounded once for all.
 """
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -62,24 +63,26 @@ def run(
         of_each = [w for ((w, _),) in matrices]
         return _gemm(w).gemm(*activations, of_each, at, None, summed=False)
 
-    def rounded(x, matrix: "Pieces", gamma=None):
-        """x as the GEMM with a matrix wants it; of Parts also their sum."""
-        (w, _), *_ = matrix
-        return _gemm(w).prologue(x, (w,), layer, gamma, eps, rows)
+    def rounded(x, pieces: "Pieces", gamma=None):
+        """x as the GEMM with each of the pieces wants it; of Parts also their sum."""
+        of_each = [w for w, _ in pieces]
+        return _gemm(of_each[0]).prologue(x, of_each, layer, gamma, eps, rows)
 
     qkv, o, gate, up, down = (_pieces(stack, layer) for stack in weights)
-    *activations, x_before = rounded(x, qkv, norms[0])
-    joined = product(activations, qkv[:1])
-    if len(qkv) > 1 or bias is not None:
-        sums = [in_order(joined, None)]
-        for piece in qkv[1:]:
-            activations = rounded(x_before, [piece], norms[0])
-            sums.append(in_order(product(activations, [piece]), None))
-        joined = jnp.concatenate([y[:rows] for y in sums], axis=-1)
-        joined = joined if bias is None else joined + bias[layer]
+    joined = []
+    for gemm, pieces in itertools.groupby(qkv, lambda piece: _gemm(piece[0])):
+        pieces = list(pieces)
+        *activations, x_before = rounded(x, pieces, norms[0])
+        for piece in pieces:
+            several = gemm is kq_prefill_sm90
+            own = kq_prefill_sm90.order_of(activations, piece[0]) if several else activations
+            joined.append(product(own, [piece]))
+        x = Parts(x_before[None])
+    if bias is not None:
+        joined = [jnp.concatenate([in_order(y, None)[:rows] for y in joined], axis=-1) + bias[layer]]
     as_integers = _gemm(o[0][0]) is q1_prefill_sm90
     attended, k_pages, v_pages, workspace = decode_attention(
-        joined, k_pages, v_pages, block_table, positions, layer, *rotation, head_norms, workspace,
+        tuple(joined), k_pages, v_pages, block_table, positions, layer, *rotation, head_norms, workspace,
         eps=eps, interleaved=interleaved, integers=as_integers,
     )  # fmt: skip
     activations = attended if as_integers else rounded(attended, o)

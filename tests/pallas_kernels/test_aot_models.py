@@ -73,9 +73,10 @@ def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
     assert on_host == ["kCommandBuffer"]
 
 
-@pytest.mark.parametrize(("format", "most"), [("q1_0", 8), ("q4_k", 9)])
-def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(format, most):
-    """K-quants' activations have one scale a row, which no block of attention knows."""
+@pytest.mark.parametrize(("format", "most", "mixed"), [("q1_0", 8, 0), ("q4_k", 9, 0), ("q4_k_m", 9, 1)])
+def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(format, most, mixed):
+    """K-quants' activations have one scale a row, which no block of attention knows; v of another format,
+    which one of the layers has, is a launch more."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes(f"synth:tiny-qwen3:{format}", rows=64, context=256)
         assert params.step.schedule(64) == "layer_gemms"
@@ -83,7 +84,7 @@ def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(fo
         tokens, ones = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 1), (64,)))
         compiled = compile_for_gpu(step, params, state.cache, tokens, ones, donate_argnums=1)
     text = compiled.as_text()
-    assert text.count('custom_call_target="mosaic_gpu') == most * config.num_layers
+    assert text.count('custom_call_target="mosaic_gpu') == most * config.num_layers + mixed
     assert "add_fusion" not in text.split("ENTRY")[1]
 
 

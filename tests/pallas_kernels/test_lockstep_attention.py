@@ -1,5 +1,6 @@
 """Decode attention in numpy (lockstep) against the reference; what prefill's attention by mma brings."""
 
+import itertools
 from unittest import mock
 
 import jax
@@ -68,6 +69,11 @@ def test_attention_in_lockstep_adds_parts_and_rounds_what_it_makes(H, Hkv, D, mo
         behind = (*pages, table, positions[:, 0], layer, *angles, rest["norms"], None, 1e-6, False)
         want, *want_pages, _ = decode.decode_attention(qkv, *behind)
         got, *got_pages, _ = decode.decode_attention(parts, *behind, integers=True)
+        begins = np.cumsum([0, H * D, Hkv * D, Hkv * D])
+        beside = [parts[..., i:j] for i, j in itertools.pairwise(begins)]
+        beside[2] = np.concatenate([beside[2], 0 * beside[2]])  # of more splits than the others
+        apart, *_ = decode.decode_attention(beside, *behind)
+        np.testing.assert_array_equal(apart, want)
         want = activations_int8.activations_int8(want)
     for a, b in zip(got, want, strict=True):
         np.testing.assert_array_equal(np.asarray(a)[:, :, :5], np.asarray(b)[:, :, :5])

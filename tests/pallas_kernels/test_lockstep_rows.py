@@ -44,6 +44,19 @@ def test_rows_in_lockstep_are_scaled_rounded_and_ordered_as_defined(columns, gro
     np.testing.assert_array_equal(np.asarray(got).view(np.uint16), want.view(np.uint16))
 
 
+@pytest.mark.parametrize("columns", [544, 4096])
+def test_rows_in_lockstep_are_rounded_once_for_both_orders(columns):
+    rng = np.random.default_rng(columns)
+    x, gamma = rng.standard_normal((3, columns)), rng.uniform(0.5, 2, (1, columns))
+    x, gamma = (v.astype(np.float32) for v in (x, gamma))
+    with lockstep():
+        of = lambda group: activations_float16.activations_float16(x, gamma, None, 1e-6, group=group)  # noqa: E731
+        by_32, by_16, scale = of((32, 16))
+        for got, (want, alone) in zip((by_32, by_16), (of(32), of(16)), strict=True):
+            np.testing.assert_array_equal(np.asarray(got).view(np.uint16), np.asarray(want).view(np.uint16))
+            np.testing.assert_array_equal(scale, alone)
+
+
 @pytest.mark.parametrize("layer", [None, 1])
 @pytest.mark.parametrize(("columns", "group"), orders(256, 576, 896, 2048, 12320, 12416))
 def test_rows_in_lockstep_are_normed_as_defined(columns, layer, group):
