@@ -27,7 +27,7 @@ from pallas_kernels.attention.decode_cache import Cache, place, stored_key, team
 from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share, team_barrier, team_begin
 from pallas_kernels.attention.decode_token import NewToken
-from pallas_kernels.gpu import lanes, memory, tensor_cores
+from pallas_kernels.gpu import lanes, memory, pairs, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
 MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
@@ -142,7 +142,8 @@ class Warp:
         return self.load(self.cache.values, self.keys_of(base)[1], self.value_part, page)
 
     def fetch_scales(self, base, page):
-        """Of keys, and of values: those of this lane's scores and weights."""
+        """Of keys, and of values: those of this lane's scores and weights, as they are stored: to widen them
+        here would be to wait for them."""
         scale, length = self.cache.layout.load_scale, self.share.length
         heads = [self.place(stored_key(length, j), 0, page)[:-1] for j in self.keys_of(base)[1]]
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
@@ -186,7 +187,7 @@ class Warp:
         of_numbers = max(leaves, key=lambda ref: len(ref.type.shape)).type.element_type
         per_word = 32 // lanes.bits_of(of_numbers) if lanes.bits_of(of_numbers) < 32 else 1
         zero = lanes.vector_of([integer(0)] * (8 // per_word), of_numbers, per_word)
-        scales = [real(0) if len(leaves) > 1 else None] * 4
+        scales = [pairs.rounded_to_bfloat16([real(0)]) if len(leaves) > 1 else None] * 4
         return [[[zero]] * len(self.key_part)] * 2, [scales] * 2, [[[zero]] * len(self.value_part)] * 4
 
     @property
@@ -270,10 +271,11 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     elif wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     assert fetched is not None
-    keys, scales, values = fetched
+    keys, stored_scales, values = fetched
     if ahead:
         next_fetched = chosen(more, lambda: warp.fetch(behind, page), fetched)
         page_behind = warp.page_of(behind + step)
+    scales = [[None if x is None else lanes.reals(x)[0] for x in of] for of in stored_scales]
     keys, scales = chosen(
         has_new, lambda: warp.with_new(token, key_js, keys, value_js, scales), [keys, scales]
     )
@@ -283,8 +285,10 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     if copied:
         warp.copy_behind(0, behind, page, slot)
     elif not wide and not ahead:
-        keys, scales = chosen(
-            more, lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)], [keys, scales]
+        keys, stored_scales = chosen(
+            more,
+            lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)],
+            [keys, stored_scales],
         )
     valid = [j < share.stop for j in value_js]
     scores = [select(ok, s, LOWEST) for ok, s in zip(valid, scores, strict=True)]
@@ -314,7 +318,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     if ahead:
         return state, next_fetched, page_behind
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return state, (keys, scales, values), None
+    return state, (keys, stored_scales, values), None
 
 
 def chosen(condition, values, otherwise):
