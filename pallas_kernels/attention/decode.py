@@ -201,8 +201,8 @@ class Attention(Plan):
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            state = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
-            combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
+            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
+            combine(self, share, smem, of_heads, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):
         """Ask for the first keys and values of a layer, before `run`; not by warps that are late."""

@@ -46,6 +46,12 @@ class Plan:
         return next(n for n in range(MOST_HEADS, 0, -1) if self.group % n == 0)
 
     @property
+    def columns(self) -> int:
+        """Of a tensor core's 8 columns those of a head: 2, of its high and of its low parts, or 1, for which
+        parts are multiplied one after the other."""
+        return 2 if self.heads <= 4 else 1
+
+    @property
     def owners(self) -> int:
         """Rows times blocks of query heads."""
         return self.rows * self.kv_heads * self.group // self.heads

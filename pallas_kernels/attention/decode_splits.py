@@ -82,8 +82,7 @@ class Block:
 
     begin       of the team's in shared memory
     thread, warp  of the team
-    first_lane  whether this lane is the first of head g's
-    largest     m of head g
+    largest     (whether this lane is the first that has it, head, m) of this lane's heads
     """
 
     plan: Plan
@@ -91,40 +90,37 @@ class Block:
     begin: Any
     thread: Any
     warp: Any
-    g: Any
-    first_lane: Any
-    largest: Any
+    largest: list
 
     @classmethod
-    def of(cls, plan: Plan, smem, maximum, total, o) -> "Block":
+    def of(cls, plan: Plan, smem, of_heads) -> "Block":
         """The warps' (m, l, o) into shared memory, l and o with the m of the team."""
         heads, head_dim, team = plan.heads, plan.head_dim, plan.team
         thread, begin, barrier = team_thread(plan), team_begin(plan), team_barrier(plan)
         warp, lane = thread // 32, thread % 32
-        g, t = lane // 4, lane % 4
-        present = g < heads
+        g = lane // 4
         maxima, totals = (place + begin for place in cls._places(plan))
 
-        first_lane = present & (t == 0)
-        with lanes.when(first_lane):
-            memory.store(maximum, smem, g * team + maxima + warp)
+        for head, maximum, _, _ in of_heads:
+            with lanes.when((head < heads) & (g == 0)):
+                memory.store(maximum, smem, head * team + maxima + warp)
         barrier()
-        head = minimum(g, heads - 1)
-        largest = functools.reduce(
-            largest_of,
-            [memory.load(smem, head * team + (maxima + w)) for w in range(team)],
-        )
-        weight = lanes.exp2(maximum - largest)
-        with lanes.when(present):
-            for c, values in enumerate(o):
-                for i in range(0, 16, 4):
-                    scaled = [v * weight for v in values[i : i + 4]]
-                    element = cls._spread(g * head_dim + t * 16 + (64 * c + i), head_dim)
-                    memory.store_reals(scaled, smem, [element + warp * (heads * head_dim) + begin])
-            with lanes.when(t == 0):
-                memory.store(total * weight, smem, g * team + totals + warp)
+        found = []
+        for head, maximum, total, o in of_heads:
+            there = minimum(head, heads - 1) * team + maxima
+            largest = functools.reduce(largest_of, [memory.load(smem, there + w) for w in range(team)])
+            found.append(((head < heads) & (g == 0), head, largest))
+            weight = lanes.exp2(maximum - largest)
+            with lanes.when(head < heads):
+                for c, values in enumerate(o):
+                    for i in range(0, 8, 4):
+                        scaled = [v * weight for v in values[i : i + 4]]
+                        element = cls._spread(head * head_dim + g * 8 + (64 * c + i), head_dim)
+                        memory.store_reals(scaled, smem, [element + warp * (heads * head_dim) + begin])
+                with lanes.when(g == 0):
+                    memory.store(total * weight, smem, head * team + totals + warp)
         barrier()
-        return cls(plan, smem, begin, thread, warp, g, first_lane, largest)
+        return cls(plan, smem, begin, thread, warp, found)
 
     @staticmethod
     def _places(plan: Plan) -> tuple[int, int]:
@@ -133,8 +129,10 @@ class Block:
 
     @staticmethod
     def _spread(element, head_dim: int):
-        """Where an element of [heads, head_dim] lies: 8 lanes that store 4 each at once do not meet."""
-        return element ^ ((element >> 4) & 3 ^ (element // head_dim) & 1) * 4
+        """Where an element of [heads, head_dim] lies: 8 lanes, of 4 heads, that store 4 each at once do not
+        meet."""
+        head = element // head_dim
+        return element ^ (head & 1) * 4 ^ (head & 2) * 8
 
     def sum_of(self, element):
         """o of an element of [heads, head_dim]."""
@@ -174,14 +172,13 @@ def quotient(x, total):
 
 
 def combine(
-    plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange, pass_on=None,
-    behind_keys=None,
+    plan: Plan, share: Share, smem, of_heads, store_out, exchange: Exchange, pass_on=None, behind_keys=None
 ):  # fmt: skip
-    """The warps' (m, l, o) -> the split's -> with those of the other splits, the output. A row's only split
+    """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the output. A row's only split
     gives it to `pass_on` by warps, where that is not None; `behind_keys` is called when all warps have read
     their keys (decode.Attention.run)."""
     size = plan.heads * plan.head_dim
-    block = Block.of(plan, smem, maximum, total, o)
+    block = Block.of(plan, smem, of_heads)
     if behind_keys is not None:
         behind_keys()
 
@@ -201,10 +198,11 @@ def combine(
     with lanes.when(~alone):
         begin = (share.split + share.owner * plan.splits) * plan.partial
         block.outputs(lambda element, output: exchange.send(begin + element, output))
-        with lanes.when(block.first_lane & (block.warp == 0)):
-            total = block.total_of(block.g)
-            of_head = select(total > 0.0, block.largest + lanes.log2(total), LOWEST)
-            exchange.send(begin + size + block.g, of_head)
+        for first_lane, head, largest in block.largest:
+            with lanes.when(first_lane & (block.warp == 0)):
+                total = block.total_of(head)
+                of_head = select(total > 0.0, largest + lanes.log2(total), LOWEST)
+                exchange.send(begin + size + head, of_head)
         _make(plan, share, exchange, block.thread, store)
 
 

@@ -1,13 +1,17 @@
 """What a warp of decode attention does: 16 keys at a time.
 
-    lane = 4 g + t    of the scores                       of the weighted values
-    queries, weights  head g, dimensions 32 c + 8 t + i   head g, keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9
-    keys, values      keys g and g + 8, the same          the same keys, dimensions 64 c + 8 g + i
+    lane = 4 g + t    of the scores                         of the weighted values
+    keys, values      keys g and g + 8,                     keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9,
+                      dimensions 32 c + 8 t + i             dimensions 64 c + 8 g + i
+    queries, weights  column g, the same dimensions         column g, the same keys
+    results           keys g and g + 8, columns 2 t, 2 t + 1  dimensions 64 c + 8 g + i, columns 2 t, 2 t + 1
 
 (i from 0 to 7: loads of 16 bytes, if numbers have two. Which of a head's dimensions a lane has is free, as
 long as q and k agree.) Tensor cores multiply pairs of 16-bit numbers, the cache layout's OPERAND; queries and
-weights are split into two of them, whose sum has 16 bits of mantissa in bfloat16 and 22 in float16. Of the 16
-rows of a tensor core the first 8 have the high parts of the heads, the others the low parts.
+weights are split into two of them, whose sum has 16 bits of mantissa in bfloat16 and 22 in float16. Keys, or
+dimensions of values, are the 16 rows of a tensor core. Of its 8 columns a head has 2, of the high and of the
+low parts, and lane 4 g + t head t; of 5 to 7 heads each has one, the parts are multiplied one after the
+other, and the lane has heads 2 t and 2 t + 1.
 
 Keys and values of a warp's first visit are on their way while q is made; those of a later one are asked for
 as soon as the place that they go to has been read. Those of 16 bits go to shared memory: what a lane loads
@@ -42,7 +46,8 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
 
 
 def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
-    """(maximum, sum of weights, weighted values) of a warp's keys, for the heads of its lanes.
+    """(head, maximum, sum of weights, weighted values) of a warp's keys, for each of a lane's heads: of these
+    values [c][i].
 
     slot        address of this warp's `visit_bytes` of shared memory; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
@@ -69,12 +74,21 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         base = lanes.anew(integer(base))
         return jax.tree.leaves(visit(warp, token, base, step, slot, *jax.tree.unflatten(structure, carry)))
 
-    state = [real(LOWEST)] + [real(0)] * (1 + plan.head_dim // 4)
+    heads = warp.heads
+    state = [real(LOWEST)] * len(heads), [real(0)] * len(heads), [real(0)] * (plan.head_dim // 4)
     carry, structure = jax.tree.flatten((state, fetched, behind))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
-    maximum, total, *o = jax.tree.unflatten(structure, carry)[0]
-    o = [[o[2 * (8 * c + i) + k] for k in (0, 1) for i in range(8)] for c in range(plan.head_dim // 64)]
-    return maximum, lanes.warp_sum_real(total, 4), o
+    maxima, totals, o = jax.tree.unflatten(structure, carry)[0]
+    totals = [lanes.warp_sum_real(total, 32, first=4) for total in totals]
+    # Of results two columns of each row: of one head what is to be added, or of two heads.
+    rows = [of_columns(plan, o[i : i + 2]) for i in range(0, len(o), 2)]
+    values = [[of_head[i : i + 8] for i in range(0, len(of_head), 8)] for of_head in zip(*rows, strict=True)]
+    return list(zip(heads, maxima, totals, values, strict=True))
+
+
+def of_columns(plan: Plan, two) -> list:
+    """What this lane's heads have of a row of results, of which it has two columns."""
+    return [two[0] + two[1]] if plan.columns == 2 else two
 
 
 def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
@@ -115,9 +129,15 @@ class Warp:
         value_part = [g * 8 + c for c in range(0, plan.head_dim, 64)]
         return cls(plan, cache, share, layer, warp, g, t, key_part, value_part)
 
+    @property
+    def heads(self) -> list:
+        """Of this lane's scores; behind the last head of a block there are more, which nobody reads."""
+        columns = self.plan.columns
+        return [index(self.t)] if columns == 2 else [index(self.t) * 2 + i for i in (0, 1)]
+
     def keys_of(self, base):
-        """Of 16 keys from `base` on: g and g + 8 as a lane's keys, 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 as its
-        values and scores."""
+        """Of 16 keys from `base` on: g and g + 8 as a lane's keys and scores, 2 t, 2 t + 1, 2 t + 8 and
+        2 t + 9 as its values."""
         return (
             [base + self.g + u * 8 for u in (0, 1)],
             [base + self.t * 2 + i for i in (0, 1, 8, 9)],
@@ -145,7 +165,7 @@ class Warp:
         """Of keys, and of values: those of this lane's scores and weights, as they are stored: to widen them
         here would be to wait for them."""
         scale, length = self.cache.layout.load_scale, self.share.length
-        heads = [self.place(stored_key(length, j), 0, page)[:-1] for j in self.keys_of(base)[1]]
+        heads = [self.place(stored_key(length, j), 0, page)[:-1] for j in self.keys_of(base)[0]]
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
     def copy(self, which: int, base, page, slot):
@@ -187,7 +207,7 @@ class Warp:
         of_numbers = max(leaves, key=lambda ref: len(ref.type.shape)).type.element_type
         per_word = 32 // lanes.bits_of(of_numbers) if lanes.bits_of(of_numbers) < 32 else 1
         zero = lanes.vector_of([integer(0)] * (8 // per_word), of_numbers, per_word)
-        scales = [pairs.rounded_to_bfloat16([real(0)]) if len(leaves) > 1 else None] * 4
+        scales = [pairs.rounded_to_bfloat16([real(0)]) if len(leaves) > 1 else None] * 2
         return [[[zero]] * len(self.key_part)] * 2, [scales] * 2, [[[zero]] * len(self.value_part)] * 4
 
     @property
@@ -202,13 +222,13 @@ class Warp:
         base = stored_key(self.share.length, base)
         return memory.load(self.cache.table, self.share.row, base // self.plan.page_size)
 
-    def with_new(self, token, js, keys, of_scales, scales):
-        """The new key in its place among the keys js, and scales among those of_scales."""
+    def with_new(self, token, js, keys, scales):
+        """The new key, and scales, in their place among those of js."""
         length = self.share.length
         scales = [
             [
                 None if old is None else select(j == length, token.scale(which), old)
-                for j, old in zip(of_scales, of, strict=True)
+                for j, old in zip(js, of, strict=True)
             ]
             for which, of in enumerate(scales)
         ]
@@ -252,8 +272,8 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     none, and they are asked for when they are wanted. Where registers have room for both, they are asked for
     at once.
 
-    state    of head g its largest score, this lane's share of the sum of weights, and of the weighted values
-             for each (c, i) those at 64 c + 16 t + i and + 8
+    state    of this lane's heads the largest scores; its shares of the sums of weights; of the weighted values
+             for each (c, i) two columns of dimension 64 c + 8 g + i
     fetched  (keys, scales, values), or None
     page_behind  `page_of` the keys `step` behind, if it must be known at once
     Returns state, fetched and page_behind of the next visit.
@@ -267,7 +287,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     if copied:
         memory.wait_copies(1)
         lanes.warp_barrier()
-        fetched = warp.copied_keys(slot), [[None] * 4] * 2, None
+        fetched = warp.copied_keys(slot), [[None] * 2] * 2, None
     elif wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     assert fetched is not None
@@ -277,11 +297,15 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
         page_behind = warp.page_of(behind + step)
     scales = [[None if x is None else lanes.reals(x)[0] for x in of] for of in stored_scales]
     keys, scales = chosen(
-        has_new, lambda: warp.with_new(token, key_js, keys, value_js, scales), [keys, scales]
+        has_new, lambda: warp.with_new(token, key_js, keys, scales), [keys, scales]
     )
     key_scales, value_scales = scales
-    operands, unit = token.queries(index(warp.g), index(warp.t))
-    scores = scaled(multiplied(layout, operands, unit, keys), key_scales)
+    sums = multiplied(layout, token.queries(index(warp.g), index(warp.t)), keys)
+    scores = [of_columns(warp.plan, sums[i : i + 2]) for i in (0, 2)]  # [key][head]
+    scores = [
+        scaled([s if unit is None else s * unit for s in of_head], key_scales)
+        for of_head, unit in zip(zip(*scores, strict=True), token.units(warp.heads), strict=True)
+    ]
     if copied:
         warp.copy_behind(0, behind, page, slot)
     elif not wide and not ahead:
@@ -290,19 +314,16 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
             lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)],
             [keys, stored_scales],
         )
-    valid = [j < share.stop for j in value_js]
-    scores = [select(ok, s, LOWEST) for ok, s in zip(valid, scores, strict=True)]
-    largest = lanes.largest_of_warp(greatest(with_exponents(scores, value_scales)), 4)
-    if layout.WEIGHT_EXPONENT:
-        largest = largest - layout.WEIGHT_EXPONENT
-    so_far, total, *o = state
-    new_maximum = maximum(so_far, largest)
-    keep = lanes.exp2(so_far - new_maximum)
-    total, *o = (v * keep for v in (total, *o))
-    weights = [select(ok, lanes.exp2(s - new_maximum), zero) for ok, s in zip(valid, scores, strict=True)]
-    total = functools.reduce(operator.add, weights, total)
-    weights = scaled(weights, value_scales)
-    (high0, low0), (high2, low2) = (layout.split(*weights[k : k + 2]) for k in (0, 2))
+    valid = [j < share.stop for j in key_js]
+    scores = [[select(ok, s, LOWEST) for ok, s in zip(valid, of, strict=True)] for of in scores]
+    largest = [greatest(with_exponents(of, value_scales)) - layout.WEIGHT_EXPONENT for of in scores]
+    maxima, totals, o = raised(state, largest)
+    weights = [
+        [select(ok, lanes.exp2(s - m), zero) for ok, s in zip(valid, of, strict=True)]
+        for of, m in zip(scores, maxima, strict=True)
+    ]
+    totals = [functools.reduce(operator.add, of, total) for of, total in zip(weights, totals, strict=True)]
+    weights = across_keys(layout, [scaled(of, value_scales) for of in weights])
     if copied:
         memory.wait_copies(1)
         lanes.warp_barrier()
@@ -310,7 +331,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     elif wide:
         values = warp.fetch_values(base, page)
     values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
-    state = [new_maximum, total, *weighted(layout, (high0, high2), (low0, low2), values, o)]
+    state = maxima, totals, weighted(layout, weights, values, o)
     if copied:
         warp.copy_behind(1, behind, page, slot)
     if copied or wide:
@@ -339,32 +360,55 @@ def with_exponents(scores, scales) -> list:
     return [s if scale is None else s + lanes.log2(maximum(scale, 2.0**-60)) for s, scale in pairs]
 
 
-def multiplied(layout, operands, unit, keys) -> list:
-    """Scores of head g with the keys 2 t, 2 t + 1, 2 t + 8 and 2 t + 9."""
-    scores = []
-    for of_key in keys:
-        c = [[real(0)] * 4 for _ in range(2)]  # a chain each for half of the dimensions
-        words = [pair for part in of_key for pair in layout.pairs(part)]
-        for step, operand in enumerate(operands):
-            for b in zip(words[2 * step], words[2 * step + 1], strict=True):
-                c[step % 2] = tensor_cores.add_product(c[step % 2], operand, b, layout.OPERAND)
-        scores += [(c[0][i] + c[1][i]) + (c[0][i + 2] + c[1][i + 2]) for i in (0, 1)]
-    return scores if unit is None else [s * unit for s in scores]
+def multiplied(layout, queries, keys) -> list:
+    """Products of keys g and g + 8 with columns 2 t and 2 t + 1 of the queries, [key, column]."""
+    c = [[real(0)] * 4 for _ in range(2)]  # a chain each for half of the dimensions
+    first, second = ([pair for part in of_key for pair in layout.pairs(part)] for of_key in keys)
+    for i in range(0, len(first), 2):
+        for a in zip(first[i], second[i], first[i + 1], second[i + 1], strict=True):
+            for b in queries:
+                c[i // 2 % 2] = tensor_cores.add_product(c[i // 2 % 2], a, b[i : i + 2], layout.OPERAND)
+    return [x + y for x, y in zip(*c, strict=True)]
 
 
-def weighted(layout, high, low, values, o) -> list:
+def raised(state, largest):
+    """The state with the largest scores of the warp; where none grows, as it mostly is, nothing is done."""
+    maxima, _, _ = state
+    grows = functools.reduce(operator.or_, [new > m for new, m in zip(largest, maxima, strict=True)])
+
+    def scaled_to_new():
+        maxima, totals, o = state
+        new = [
+            maximum(m, lanes.largest_of_warp(of, 32, first=4)) for m, of in zip(maxima, largest, strict=True)
+        ]
+        keep = [lanes.exp2(m - of) for m, of in zip(maxima, new, strict=True)]
+        totals = [total * k for total, k in zip(totals, keep, strict=True)]
+        return new, totals, [v * keep[i % len(keep)] for i, v in enumerate(o)]
+
+    return chosen(lanes.any_lane(select(grows, 1, 0)), scaled_to_new, state)
+
+
+def across_keys(layout, weights) -> list:
+    """Weights [head][key] of keys g and g + 8 -> pairs of column g, of keys 2 t and 2 t + 1, and of those + 8:
+    for each product that values are to be weighted by."""
+    if len(weights) == 1:
+        high, low = layout.split(*weights[0])
+        products = [[lanes.bytes_of(high, low, selector) for selector in (0x5410, 0x7632)]]
+    else:
+        products = zip(*(layout.split(*of_key) for of_key in zip(*weights, strict=True)), strict=True)
+    return [[lanes.transposed_pairs(word) for word in words] for words in products]
+
+
+def weighted(layout, weights, values, o) -> list:
     """The sums o, and the values weighted by pairs of weights added."""
-    none, zero = integer(0), real(0)
-    # One after the other into the same sums, where rows 8 to 15 would be as many registers again.
-    operands = [[pairs[0], none, pairs[1], none] for pairs in (high, low)]
     out = []
     for c in range(len(values[0])):
         ahead, behind = (layout.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
-        for i in range(8):
+        for i in range(0, 8, 2):
             at = 2 * (8 * c + i)
-            acc = o[at : at + 2]
-            for b in zip(ahead[i], behind[i], strict=True):
-                for operand in operands:
-                    acc = tensor_cores.add_product([*acc, zero, zero], operand, b, layout.OPERAND)[:2]
+            acc = o[at : at + 4]
+            for a in zip(ahead[i], ahead[i + 1], behind[i], behind[i + 1], strict=True):
+                for b in weights:
+                    acc = tensor_cores.add_product(acc, a, b, layout.OPERAND)
             out += acc
     return out
