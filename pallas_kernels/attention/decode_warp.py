@@ -40,9 +40,10 @@ WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and va
 
 def visit_bytes(plan: Plan, layout: ModuleType) -> int:
     """Of shared memory, for 16 keys and values on their way; 0 if these go to registers."""
-    if plan.head_dim > WIDEST_AT_ONCE or jax.tree.map(lambda dtype: dtype.itemsize, layout.DTYPE) != 2:
+    itemsize = jax.tree.leaves(layout.DTYPE)[0].itemsize
+    if plan.head_dim > WIDEST_AT_ONCE or itemsize > 2 or plan.head_dim * itemsize < 128:
         return 0
-    return 2 * KEYS * plan.head_dim * 2
+    return 2 * KEYS * plan.head_dim * itemsize
 
 
 def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
@@ -59,10 +60,13 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     # Before q is asked for, which other blocks may still be making.
     if slot is not None:
         copy_first(plan, cache, share, layer, slot, asked)
+        fetch = functools.partial(warp.fetch_scales, first, warp.first_page)
+        fetched = None, chosen(first < share.stop, fetch, warp.nothing()[1]), None
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
-    behind = warp.page_of(first + step) if fetched is not None and warp.fetches_ahead else None
+    ahead = slot is None and fetched is not None and warp.fetches_ahead
+    behind = warp.page_of(first + step) if ahead else None
     if next_layer is not None:
         ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
@@ -152,8 +156,11 @@ class Warp:
     def fetches_ahead(self) -> bool:
         """Whether what is fetched next is asked for before this has been read, else a warp waits for memory
         at each 16 keys: where registers have room for both."""
-        numbers = jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
-        return self.plan.head_dim * numbers <= MOST_AHEAD
+        return self.plan.head_dim * self.itemsize <= MOST_AHEAD
+
+    @property
+    def itemsize(self) -> int:
+        return jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
 
     def fetch_keys(self, base, page):
         return self.load(self.cache.keys, self.keys_of(base)[0], self.key_part, page)
@@ -171,12 +178,12 @@ class Warp:
     def copy(self, which: int, base, page, slot):
         """16 keys (0) or values (1) into the warp's slot, in rows; pieces of 16 bytes are where no two of 8
         lanes that read at once meet."""
-        refs = (self.cache.keys, self.cache.values)[which]
-        lane, pieces = integer(lanes.thread() % 32), self.plan.head_dim // 8
+        numbers = jax.tree.leaves((self.cache.keys, self.cache.values)[which])[0]
+        lane, pieces = integer(lanes.thread() % 32), self.plan.head_dim * self.itemsize // 16
         for first in range(0, KEYS, 32 // pieces):
             row, piece = lane // pieces + first, lane % pieces
-            at = self.place(stored_key(self.share.length, base + row), piece * 8, page)
-            memory.copy_element(self.piece(which, slot, row, piece), refs, at)
+            at = self.place(stored_key(self.share.length, base + row), piece * (16 // self.itemsize), page)
+            memory.copy_element(self.piece(which, slot, row, piece), numbers, at)
 
     def copy_behind(self, which: int, base, page, slot):
         """When all lanes have read what is there."""
@@ -187,8 +194,9 @@ class Warp:
 
     def piece(self, which: int, slot, row, piece):
         """Address of a piece of a row."""
-        place = row * (self.plan.head_dim // 8) + (piece ^ (row & 6) ^ (row & 1) * 4)
-        return slot + place * 16 + which * (KEYS * self.plan.head_dim * 2)
+        of_row = self.plan.head_dim * self.itemsize
+        place = row * (of_row // 16) + (piece ^ (row & 6) ^ (row & 1) * 4)
+        return slot + place * 16 + which * (KEYS * of_row)
 
     def copied_keys(self, slot):
         return self._copied(0, slot, [self.g, self.g + 8], self.key_part)
@@ -197,9 +205,14 @@ class Warp:
         return self._copied(1, slot, [self.t * 2 + i for i in (0, 1, 8, 9)], self.value_part)
 
     def _copied(self, which: int, slot, rows, parts):
-        element = self.cache.keys.type.element_type
-        load = lambda row, part: memory.load_shared(4, self.piece(which, slot, row, part // 8))  # noqa: E731
-        return [[[lanes.vector_of(load(row, part), element, 2)] for part in parts] for row in rows]
+        element = jax.tree.leaves(self.cache.keys)[0].type.element_type
+
+        def load(row, part):
+            at = part * self.itemsize
+            words = memory.load_shared(2 * self.itemsize, self.piece(which, slot, row, at // 16) + at % 16)
+            return [lanes.vector_of(words, element, 4 // self.itemsize)]
+
+        return [[load(row, part) for part in parts] for row in rows]
 
     def nothing(self):
         """In place of what is fetched."""
@@ -282,17 +295,18 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
     copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
-    more, ahead = behind < share.stop, fetched is not None and warp.fetches_ahead
+    more, ahead = behind < share.stop, not copied and not wide and warp.fetches_ahead
     page = page_behind if ahead else warp.page_of(base if wide else behind)
-    if copied:
-        memory.wait_copies(1)
-        lanes.warp_barrier()
-        fetched = warp.copied_keys(slot), [[None] * 2] * 2, None
-    elif wide:
+    if wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     assert fetched is not None
     keys, stored_scales, values = fetched
-    if ahead:
+    if copied:
+        next_scales = chosen(more, lambda: warp.fetch_scales(behind, page), stored_scales)
+        memory.wait_copies(1)
+        lanes.warp_barrier()
+        keys = warp.copied_keys(slot)
+    elif ahead:
         next_fetched = chosen(more, lambda: warp.fetch(behind, page), fetched)
         page_behind = warp.page_of(behind + step)
     scales = [[None if x is None else lanes.reals(x)[0] for x in of] for of in stored_scales]
@@ -334,7 +348,9 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     state = maxima, totals, weighted(layout, weights, values, o)
     if copied:
         warp.copy_behind(1, behind, page, slot)
-    if copied or wide:
+    if copied:
+        return state, (None, next_scales, None), None
+    if wide:
         return state, None, None
     if ahead:
         return state, next_fetched, page_behind
@@ -345,6 +361,8 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
 def chosen(condition, values, otherwise):
     """values() where the condition holds for a whole warp, else `otherwise`: lists of lists of values."""
     leaves, structure = jax.tree.flatten(otherwise)
+    if not leaves:
+        return otherwise
     return jax.tree.unflatten(structure, lanes.choose(condition, lambda: jax.tree.leaves(values()), leaves))
 
 
