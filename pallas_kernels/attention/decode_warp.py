@@ -199,20 +199,22 @@ class Warp:
         return slot + place * 16 + which * (KEYS * of_row)
 
     def copied_keys(self, slot):
-        return self._copied(0, slot, [self.g, self.g + 8], self.key_part)
+        return self._copied(0, slot, [(self.g, 0), (self.g, 8)], self.key_part)
 
     def copied_values(self, slot):
-        return self._copied(1, slot, [self.t * 2 + i for i in (0, 1, 8, 9)], self.value_part)
+        rows = [(self.t * 2 + i, more) for more in (0, 8) for i in (0, 1)]
+        return self._copied(1, slot, rows, self.value_part)
 
     def _copied(self, which: int, slot, rows, parts):
         element = jax.tree.leaves(self.cache.keys)[0].type.element_type
 
-        def load(row, part):
+        def load(row, more, part):
             at = part * self.itemsize
-            words = memory.load_shared(2 * self.itemsize, self.piece(which, slot, row, at // 16) + at % 16)
+            address = self.piece(which, slot, row, at // 16) + at % 16
+            words = memory.load_shared(2 * self.itemsize, address, more * self.plan.head_dim * self.itemsize)
             return [lanes.vector_of(words, element, 4 // self.itemsize)]
 
-        return [[load(row, part) for part in parts] for row in rows]
+        return [[load(row, more, part) for part in parts] for row, more in rows]
 
     def nothing(self):
         """In place of what is fetched."""
@@ -310,9 +312,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
         next_fetched = chosen(more, lambda: warp.fetch(behind, page), fetched)
         page_behind = warp.page_of(behind + step)
     scales = [[None if x is None else lanes.reals(x)[0] for x in of] for of in stored_scales]
-    keys, scales = chosen(
-        has_new, lambda: warp.with_new(token, key_js, keys, scales), [keys, scales]
-    )
+    keys, scales = chosen(has_new, lambda: warp.with_new(token, key_js, keys, scales), [keys, scales])
     key_scales, value_scales = scales
     sums = multiplied(layout, token.queries(index(warp.g), index(warp.t)), keys)
     scores = [of_columns(warp.plan, sums[i : i + 2]) for i in (0, 2)]  # [key][head]
