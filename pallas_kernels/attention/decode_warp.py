@@ -65,8 +65,7 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
-    ahead = slot is None and fetched is not None and warp.fetches_ahead
-    behind = warp.page_of(first + step) if ahead else None
+    behind = warp.page_of(first + step) if slot is not None or warp.fetches_ahead else None
     if next_layer is not None:
         ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
@@ -298,7 +297,9 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     has_new = (share.length - base < KEYS) & token.has_new
     copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
     more, ahead = behind < share.stop, not copied and not wide and warp.fetches_ahead
-    page = page_behind if ahead else warp.page_of(base if wide else behind)
+    page = page_behind if ahead or copied else warp.page_of(base if wide else behind)
+    if ahead or copied:
+        page_behind = warp.page_of(behind + step)
     if wide:
         fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
     assert fetched is not None
@@ -310,7 +311,6 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
         keys = warp.copied_keys(slot)
     elif ahead:
         next_fetched = chosen(more, lambda: warp.fetch(behind, page), fetched)
-        page_behind = warp.page_of(behind + step)
     scales = [[None if x is None else lanes.reals(x)[0] for x in of] for of in stored_scales]
     keys, scales = chosen(has_new, lambda: warp.with_new(token, key_js, keys, scales), [keys, scales])
     key_scales, value_scales = scales
@@ -349,7 +349,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     if copied:
         warp.copy_behind(1, behind, page, slot)
     if copied:
-        return state, (None, next_scales, None), None
+        return state, (None, next_scales, None), page_behind
     if wide:
         return state, None, None
     if ahead:
