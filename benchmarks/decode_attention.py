@@ -18,7 +18,7 @@ import one_op
 
 from bonsai_jax import ModelConfig, architectures, bench
 from checkpoints import open_checkpoint
-from pallas_kernels import attend, cache_layouts, device, selection
+from pallas_kernels import attend, cache_layouts, device, problems, selection
 from pallas_kernels.attention import empty_workspace
 
 EPS = 1e-6
@@ -31,7 +31,7 @@ def measure_one(
 ) -> one_op.Row:
     page_size = arguments.page_size
     heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    impl = selection.choose(selection.Attention(device.platform(), "decode", *heads, page_size, dtype))
+    impl = selection.choose(problems.Attention(device.platform(), "decode", *heads, page_size, dtype))
     if keys % page_size:
         raise SystemExit(f"--keys {keys} is no multiple of the page size of {page_size}")
     of_head = cache_layouts.bytes_per_head(dtype, config.head_dim)

@@ -24,8 +24,10 @@ from bonsai_jax.plan import attention_kernels
 from bonsai_jax.specs import match
 from checkpoints import Checkpoint
 from pallas_kernels import QTensor, cache_layouts, device
+from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import leaves, tiled_nbytes
-from pallas_kernels.selection import NEEDS_LLVM, Matmul, Verdict, choose, explain, products
+from pallas_kernels.refusals import NEEDS_LLVM
+from pallas_kernels.selection import Verdict, choose, explain, products
 
 # Bytes per second of a large device-to-device copy, read plus written, as measured (benchmarks/LOG.md).
 MEASURED_COPY = {"NVIDIA H200": 4.3e12}

@@ -17,7 +17,7 @@ from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RunConf
 from bonsai_jax.placement import Placement, Share
 from bonsai_jax.specs import Source, Spec, match
 from checkpoints import Checkpoint, Folding, RandomTensor, folding
-from pallas_kernels import device, selection
+from pallas_kernels import device, problems, refusals, selection
 from pallas_kernels.qtensor import Products
 from pallas_kernels.tiles import ROWS
 
@@ -30,7 +30,7 @@ JOINED = {
 SWIGLU = ("w_gate", "w_up", "expert_gate", "expert_up")
 # Rows of a step, first and most: of one launch twice the columns of a tensor core; more of layer_products are
 # not measured (LOG.md); fewer than 9 have products of their own.
-ROWS_OF_STEP = {"one_launch": (1, 16), "layer_products": (1, 2), "layer_gemms": (9, selection.STEP_ROWS)}
+ROWS_OF_STEP = {"one_launch": (1, 16), "layer_products": (1, 2), "layer_gemms": (9, refusals.STEP_ROWS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Matrix:
     """
 
     fields: tuple[str, ...]
-    problem: selection.Matmul
+    problem: problems.Matmul
     products: Products
 
     @property
@@ -137,7 +137,7 @@ class LoadPlan:
     stacks: tuple[Stack, ...]
     matrices: tuple[tuple[Member, Matrix], ...]
     step: StepPlan
-    problem: selection.Step
+    problem: problems.Step
     folding: Folding | None = None
     v_heads: tuple[int, int] | None = None
     naming: str = "gguf"
@@ -255,15 +255,13 @@ def joined_name(field: str) -> str | None:
     return next((name for name, of in JOINED.items() if field in of), None)
 
 
-def attention_problems(
-    config: ModelConfig, run: RunConfig
-) -> tuple[selection.Attention, selection.Attention]:
+def attention_problems(config: ModelConfig, run: RunConfig) -> tuple[problems.Attention, problems.Attention]:
     """What the choice of attention depends on: for one token a row, and for many. `run` must be resolved."""
     sizes = (config.num_heads, config.num_kv_heads, config.head_dim, run.page_size, str(run.cache_dtype))
     rest = {"window": config.window, "scale": config.attention_scale, "rotated": config.rotated}
     return (
-        selection.Attention(device.platform(), "decode", *sizes, **rest),
-        selection.Attention(device.platform(), "prefill", *sizes, **rest),
+        problems.Attention(device.platform(), "decode", *sizes, **rest),
+        problems.Attention(device.platform(), "prefill", *sizes, **rest),
     )
 
 
@@ -275,11 +273,11 @@ def attention_kernels(config: ModelConfig, run: RunConfig) -> tuple[str, str]:
     return selection.choose(decode, impl=run.impl), selection.choose(prefill, impl=of_many)
 
 
-def delta_problems(sizes: DeltaConfig) -> tuple[selection.DeltaNet, selection.DeltaNet]:
+def delta_problems(sizes: DeltaConfig) -> tuple[problems.DeltaNet, problems.DeltaNet]:
     """As `attention_problems`, of a gated delta net."""
     of = (sizes.k_heads, sizes.v_heads, sizes.k_dim, sizes.v_dim, sizes.conv)
     platform = device.platform()
-    return selection.DeltaNet(platform, "decode", *of), selection.DeltaNet(platform, "prefill", *of)
+    return problems.DeltaNet(platform, "decode", *of), problems.DeltaNet(platform, "prefill", *of)
 
 
 def delta_kernels(sizes: DeltaConfig, run: RunConfig) -> tuple[str, str]:
@@ -309,7 +307,7 @@ def _member(
 
 
 def _is_tiled(member: Member, run: RunConfig) -> bool:
-    problem = selection.Matmul(device.platform(), member.stored, *member.shape, bits=run.activation_bits)
+    problem = problems.Matmul(device.platform(), member.stored, *member.shape, bits=run.activation_bits)
     return selection.products(problem, run.impl).tiled
 
 
@@ -343,7 +341,7 @@ def _as_stored(member: Member) -> tuple[str, bool]:
 
 
 def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
-    problem = selection.Matmul(
+    problem = problems.Matmul(
         device.platform(),
         members[0].stored,
         sum(member.own_shape[0] for member in members),
@@ -356,9 +354,7 @@ def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
     return Matrix(fields, problem, selection.products(problem, run.impl))
 
 
-def _step_problem(
-    stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool
-) -> selection.Step:
+def _step_problem(stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, split: bool) -> problems.Step:
     whole = {stack.fields: stack for stack in stacks}  # not where what could be joined is apart
     products: dict[Mixer | Channels, list[tuple[str, ...]]] = {
         "attention": [JOINED["wqkv"], ("wo",)],
@@ -389,7 +385,7 @@ def _step_problem(
         delta.v_width if mixer == "delta" and delta else config.q_width for mixer, _ in config.kinds
     )
     decode, _ = attention_problems(config, run)
-    return selection.Step(
+    return problems.Step(
         device.platform(),
         1,
         config.hidden,
@@ -406,7 +402,7 @@ def _step_problem(
     )
 
 
-def _step_plan(problem: selection.Step, stacks: Sequence[Stack], run: RunConfig) -> StepPlan:
+def _step_plan(problem: problems.Step, stacks: Sequence[Stack], run: RunConfig) -> StepPlan:
     tiled = any(matrix.products.tiled for stack in stacks for part in stack.parts for matrix in part)
     selection.choose(problem, impl=run.schedule)  # raises where what was asked for cannot run
     schedules, rows = [], 0

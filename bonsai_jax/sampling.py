@@ -12,7 +12,7 @@ from jax.experimental import multihost_utils
 from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 
 from bonsai_jax.config import SamplingParams
-from pallas_kernels import device, selection, serializable
+from pallas_kernels import device, problems, selection, serializable
 from pallas_kernels.sampling import Rules, draw
 
 NO_TOKEN = -1  # in place of a token: there is none
@@ -152,7 +152,7 @@ def keys(seeds: UInt32[Array | np.ndarray, "B"]) -> Key[Array, "B"]:
 
 def kernel(vocab_size: int, impl: str = "auto") -> str:
     """What draws tokens on the default device."""
-    return selection.choose(selection.Sampling(device.platform(), vocab_size), impl=impl)
+    return selection.choose(problems.Sampling(device.platform(), vocab_size), impl=impl)
 
 
 def any_seed() -> int:

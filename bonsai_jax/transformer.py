@@ -194,7 +194,7 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
     w = params.layers
     assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
     parts = [stack.parts[0] for stack in (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)]
-    stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see selection.Step
+    stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see problems.Step
     shape = (x.shape[0], config.hidden, config.ffn, config.num_heads, config.num_kv_heads, config.head_dim)
     kernel = functools.partial(
         decode_layers,
@@ -230,7 +230,7 @@ def _one_launch_of_experts(x, cache: KVCache, params: Params, positions, rotatio
     y, k_pages, v_pages = experts_layers.run(
         joined(x, w.wqkv, 0, w.attn_norm, config.rms_norm_eps)[:, 0],
         x[:, 0],
-        (*w.wqkv, w.wo, w.expert_gate, w.expert_up, w.expert_down),  # five: see selection.Step
+        (*w.wqkv, w.wo, w.expert_gate, w.expert_up, w.expert_down),  # five: see problems.Step
         w.router,
         (w.experts_norm, w.attn_norm),
         (w.q_norm, w.k_norm),
@@ -259,7 +259,7 @@ def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, c
 
     of_kind = {"attention": (w.attn_norm, *w.wqkv, w.wo), "delta": (w.delta_norm, *w.delta_in, w.delta_out)}
     used = [of_kind[mixer] for mixer in dict.fromkeys(mixer for mixer, _ in config.kinds)]
-    _, inputs, outputs = zip(*used, strict=True)  # joined: see selection.Step
+    _, inputs, outputs = zip(*used, strict=True)  # joined: see problems.Step
     rounded = layer_products.rounded_vectors(outputs, (w.w_gate, w.w_up, w.w_down), inputs, rows)
 
     def of_mixer(layer: int) -> tuple[OfLayer, OfLayer, OfLayer]:
@@ -294,7 +294,7 @@ def _by_layer_gemms(x, cache: KVCache, params: Params, positions, rotation, conf
 
     w = params.layers
     assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
-    stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see selection.Step
+    stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see problems.Step
     head_norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
     workspace = empty_workspace(x.shape[0], config.num_heads, cache.k)
     of_step = (cache.block_table, positions[:, 0], (rotation[0][:, 0], rotation[1][:, 0]))

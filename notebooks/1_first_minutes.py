@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 import bonsai_jax as bj
 from checkpoints import open_checkpoint
-from pallas_kernels import device, selection
+from pallas_kernels import device, problems, selection
 
 try:
     import matplotlib.pyplot as plt  # uv run --group notebook ...
@@ -104,7 +104,7 @@ if plt:
 # Which implementation was chosen for a product, and why not another:
 
 # %%
-product = selection.Matmul(device.platform(), layers.wo.parts[0].format, *layers.wo.shape)
+product = problems.Matmul(device.platform(), layers.wo.parts[0].format, *layers.wo.shape)
 for verdict in selection.explain(product):
     print("->" if verdict.taken else "  ", verdict.kernel, "-", verdict.reason)
 

@@ -25,147 +25,19 @@
     Sampling   any                 any                         from 8.0   two_launches
                any                 any                         or none    reference
 
-A family is what a format's file says its tiles are for (pallas_kernels/formats). Candidates are asked in the
-order of the table; each says why it cannot, or takes the problem.
+A family is what a format's file says its tiles are for (pallas_kernels/formats). Problems are in problems.py,
+and why a kernel cannot run one in refusals.py. CANDIDATES are asked in their order: the first that can takes
+the problem.
 """
 
 import dataclasses
-import importlib.util
 from collections.abc import Callable
-from typing import Literal
 
-from pallas_kernels import cache_layouts, device, formats
+from pallas_kernels import cache_layouts, device, formats, refusals
+from pallas_kernels.problems import Attention, DeltaNet, Matmul, Problem, Sampling, Step
 from pallas_kernels.qtensor import Products, QTensor, tile
-from pallas_kernels.tiles import COLUMNS, ROWS
 
-
-@dataclasses.dataclass(frozen=True)
-class Matmul:
-    """A product of activations with one matrix, or with two of the same shape (SwiGLU).
-
-    platform  "cpu", "tpu", or "sm_90" for a GPU of compute capability 9.0
-    format    in which the matrix is stored
-    n, k      outputs and inputs
-    matrices  2 for SwiGLU's gate and up
-    bits      to which kernels may round activations
-    mixed     whether other layers of its stack, or what it is joined with, have other formats
-    """
-
-    platform: str
-    format: str
-    n: int
-    k: int
-    matrices: int = 1
-    bits: int = 8
-    mixed: bool = False
-
-    def __str__(self):
-        where = "in a mixed stack " * self.mixed
-        return f"matmul {self.format} {self.n} x {self.k} {where}on {self.platform}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Attention:
-    """Attention of one query a row ("decode") or of many ("prefill") against a paged cache.
-
-    window  keys that a query sees, itself among them; None: all before it
-    scale   of scores; None: 1 / sqrt(head_dim)
-    rotated  values of a head that rope turns; None: all
-    """
-
-    platform: str
-    phase: Literal["decode", "prefill"]
-    heads: int
-    kv_heads: int
-    head_dim: int
-    page_size: int
-    cache_dtype: str
-    window: int | None = None
-    scale: float | None = None
-    rotated: int | None = None
-
-    def __str__(self):
-        heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"
-        return f"{self.phase} attention {heads}, {self.cache_dtype} cache on {self.platform}"
-
-
-Parts = tuple[tuple[str, int], ...]  # of a product: (format, rows) that lie below each other
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """All layers of a decode step.
-
-    rows        sequences
-    layers      of each layer its five products (q, k and v joined, o, gate, up, down; a delta net's inputs
-                and output in place of the first two), each as the (format, rows) that lie below each other;
-                None where q, k and v are not joined or a matrix has no tiles
-    widths      of each layer the inputs of o; (): as many as q is wide
-    plain       whether all layers mix tokens by attention without gates
-    folded      whether weights are folded (rotation.py)
-    attention   of one query a row
-    activation  of the feed-forward's gate
-    split       whether layers are split over devices, which add their parts within each
-    experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
-                one of each
-    """
-
-    platform: str
-    rows: int
-    hidden: int
-    ffn: int
-    layers: tuple[tuple[Parts, ...], ...] | None
-    attention: Attention
-    bits: int = 8
-    activation: str = "silu"
-    split: bool = False
-    widths: tuple[int, ...] = ()
-    plain: bool = True
-    folded: bool = False
-    experts: tuple[int, int] | None = None
-
-    def __str__(self):
-        sizes = f"{self.hidden} wide, feed-forward {self.ffn}"
-        return f"decode step, rows: {self.rows}, {sizes} on {self.platform}"
-
-    @property
-    def inputs_of_o(self) -> tuple[int, ...]:
-        """Of each layer."""
-        return self.widths or (self.attention.heads * self.attention.head_dim,) * len(self.layers or ())
-
-
-@dataclasses.dataclass(frozen=True)
-class Sampling:
-    """The draw of each row's next token from logits over a vocabulary."""
-
-    platform: str
-    vocabulary: int
-
-    def __str__(self):
-        return f"sampling of {self.vocabulary} tokens on {self.platform}"
-
-
-@dataclasses.dataclass(frozen=True)
-class DeltaNet:
-    """A gated delta net of one token a row ("decode") or of many ("prefill").
-
-    conv  tokens that its convolution sees
-    """
-
-    platform: str
-    phase: Literal["decode", "prefill"]
-    k_heads: int
-    v_heads: int
-    k_dim: int
-    v_dim: int
-    conv: int
-
-    def __str__(self):
-        heads = f"{self.k_heads} x {self.k_dim}, {self.v_heads} x {self.v_dim}"
-        return f"{self.phase} delta net {heads} on {self.platform}"
-
-
-Problem = Matmul | Attention | Step | Sampling | DeltaNet
+FIRST = "the first that can run it"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,309 +65,50 @@ class Candidate:
     range_of: Callable[..., tuple[int, int | None]] | None = None
     pallas: bool = True
 
-    def rows(self, problem: "Problem") -> tuple[int, int | None]:
+    def rows(self, problem: Problem) -> tuple[int, int | None]:
         """The first and the last number of rows that it is for."""
         return self.range_of(problem) if self.range_of else (self.first, self.last)
-
-
-FIRST = "the first that can run it"
-STEP_ROWS = 256  # of a decode step, at most
-NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
-NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
-NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
-
-
-def _older_than(platform: str, capability: int) -> bool:
-    return not platform.startswith("sm_") or int(platform[3:]) < capability
-
-
-def _of_family(family: str, problem: Matmul) -> str | None:
-    if _older_than(problem.platform, 80):
-        return NEEDS_AMPERE
-    if (own := formats.family(problem.format)) is None:
-        return f"no kernel for matmul of {problem.format} in this version"
-    return None if own == family else f"is for tiles of {family}; those of {problem.format} are {own}"
-
-
-def _q1_decode_s8(problem: Matmul) -> str | None:
-    if reason := _of_family("q1", problem):
-        return reason
-    from pallas_kernels.matmul import q1_decode_s8  # only GPUs need it
-
-    n_tiles, steps = -(-problem.n // ROWS), -(-problem.k // COLUMNS)
-    room = q1_decode_s8.plan(n_tiles, steps, problem.matrices, problem.bits, device.shared_bytes())
-    return None if room else f"integers of {problem.k} activations a row leave no room for weights"
-
-
-def _on_hopper(family: str, problem: Matmul) -> str | None:
-    if problem.platform != "sm_90":
-        return NEEDS_HOPPER
-    if reason := _of_family(family, problem):
-        return reason
-    if family == "q1" and -(-problem.n // 16) % 4:
-        return "its tiles are 64 outputs"
-    return None
 
 
 def _rows_of_kq_prefill(problem: Matmul) -> tuple[int, int | None]:
     """It rounds activations to float16: to more bits than 8, but to fewer than 16. In a loop of layers, as
     prefill's, XLA branches by the format that a layer has, and the GPU waits for the host."""
-    return 9 if problem.bits == 8 else 17, STEP_ROWS if problem.mixed else None
-
-
-def _cublas(problem: Matmul) -> str | None:
-    if not problem.platform.startswith("sm_"):
-        return "needs an NVIDIA GPU: elsewhere float16 is no faster than the reference"
-    return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
-
-
-def _cpu(problem: Matmul) -> str | None:
-    if problem.platform != "cpu":
-        return "is for CPUs"
-    if not hasattr(formats.get(problem.format), "CPU"):
-        if problem.format == "f32":
-            return "float32 weights are multiplied as fast by the reference"
-        return f"no kernel for matmul of {problem.format} on CPUs in this version"
-    if importlib.util.find_spec("llvmlite") is None:
-        return NEEDS_LLVM
-    return None
-
-
-def _attention(problem: Attention) -> str | None:
-    if _older_than(problem.platform, 80):
-        return NEEDS_AMPERE
-    if problem.window is not None:
-        return f"a query sees {problem.window} keys; the kernel knows no window"
-    if problem.scale is not None:
-        return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
-    if problem.head_dim not in (64, 128, 256):
-        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
-    return None
-
-
-def _cpu_attention(problem: Attention) -> str | None:
-    if problem.platform != "cpu":
-        return "is for CPUs"
-    if problem.cache_dtype not in ("float32", "float16", "bfloat16", "int8"):
-        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16, bfloat16 and int8"
-    if problem.head_dim % 16:
-        return f"head_dim is {problem.head_dim}; the kernel has multiples of 16"
-    return NEEDS_LLVM if importlib.util.find_spec("llvmlite") is None else None
-
-
-def _phase(phase: str) -> Callable[[Attention], str | None]:
-    def refuses(problem: Attention) -> str | None:
-        return None if problem.phase == phase else f"is for {phase}"
-
-    return refuses
-
-
-def _prefill_sm80(problem: Attention) -> str | None:
-    if problem.phase == "prefill" and problem.head_dim > 128:
-        return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
-    return _many_queries(problem)
-
-
-def _many_queries(problem: Attention) -> str | None:
-    if reason := _phase("prefill")(problem) or _attention(problem):
-        return reason
-    if cache_layouts.get(problem.cache_dtype).PREFILL is None:
-        return f"the cache is {problem.cache_dtype}, which tensor cores do not multiply as it lies"
-    return None
-
-
-def _prefill_sm90(problem: Attention) -> str | None:
-    if problem.phase == "prefill" and problem.platform != "sm_90":
-        return NEEDS_HOPPER
-    if reason := _many_queries(problem):
-        return reason
-    return f"pages of {problem.page_size} are no multiple of 64" if problem.page_size % 64 else None
-
-
-def _one_launch(problem: Step) -> str | None:
-    if problem.experts is not None:
-        return _experts_layers(problem)
-    if _older_than(problem.platform, 90):
-        return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
-    if reason := _several_phases(problem):
-        return reason
-    if problem.layers is None:
-        return "not all layers' weights are Q1_0, joined by layer"
-    if others := _not_of_family("q1", problem.layers):
-        return f"not all layers' weights are Q1_0, joined by layer: {others}"
-    if reason := _attention(problem.attention):
-        return reason
-    if reason := _plain(problem):
-        return reason
-    if problem.attention.rotated is not None:
-        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns all"
-    from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
-
-    a = problem.attention
-    sizes = (problem.rows, problem.hidden, problem.ffn, a.heads, a.kv_heads, a.head_dim)
-    return Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses()
-
-
-def _layer_products(problem: Step) -> str | None:
-    if _older_than(problem.platform, 80):
-        return NEEDS_AMPERE
-    if problem.experts is not None:
-        return "is for layers without experts"
-    if reason := _several_phases(problem) or _in_tiles(problem):
-        return reason
-    assert problem.layers is not None
-    from pallas_kernels.step import layer_products  # only GPUs need it
-
-    rest = {"bits": problem.bits, "rotated": problem.folded}
-    alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))
-    reasons = (
-        layer_products.refuses(problem.rows, width, problem.hidden, problem.ffn, layer, behind, **rest)
-        for width, layer, behind in alike
-    )
-    return next(filter(None, reasons), None)
-
-
-def _experts_layers(problem: Step) -> str | None:
-    if _older_than(problem.platform, 80):
-        return NEEDS_AMPERE
-    if reason := _several_phases(problem) or _in_tiles(problem) or _attention(problem.attention):
-        return reason
-    if reason := _plain(problem):
-        return reason
-    if problem.rows > 1:
-        return f"with experts it is for one row: {problem.rows} have experts of their own"
-    from pallas_kernels.step import experts_plan  # only GPUs need it
-
-    assert problem.layers is not None and problem.experts is not None
-    a, (count, used) = problem.attention, problem.experts
-    return experts_plan.refuses(
-        problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
-        experts_plan.Experts(count, used, True), problem.bits, problem.layers,
-    )  # fmt: skip
-
-
-def _layer_gemms(problem: Step) -> str | None:
-    if problem.platform != "sm_90":
-        return NEEDS_HOPPER
-    if problem.experts is not None:
-        return "is for layers without experts"
-    if reason := _several_phases(problem) or _plain(problem):
-        return reason
-    if not 9 <= problem.rows <= STEP_ROWS:
-        return f"is for 9 to {STEP_ROWS} rows"
-    if problem.layers is None:
-        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if problem.bits != 8:
-        return f"activations are rounded to 8 bits, or to float16; {problem.bits} bits were asked for"
-    for _, o, gate, up, down in problem.layers:
-        if gate != up:
-            return "gate and up have different formats"
-        if max(map(len, (o, gate, down))) > 1:
-            return "a matrix is of several formats"
-    pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
-    if any(formats.family(format) == "q1" and n % 64 for format, n in pieces):
-        return "its tiles are 64 outputs"
-    if reason := _attention(problem.attention):
-        return reason
-    if problem.attention.rotated is not None:
-        return f"rope turns {problem.attention.rotated} values of a head; the kernel turns all"
-    return None
-
-
-def _several_phases(problem: Step) -> str | None:
-    """Why not even two phases of a layer can be one launch, or None."""
-    if problem.split:
-        return "between a layer's phases devices that share weights must add their parts"
-    if problem.activation != "silu":
-        return f"the feed-forward's activation is {problem.activation}; the kernel has silu"
-    return None
-
-
-def _plain(problem: Step) -> str | None:
-    """Why a kernel of all layers does not have their kind, or None."""
-    if not problem.plain or problem.folded:
-        return "the kernel has attention without gates, and weights that are not folded"
-    return None
-
-
-def _in_tiles(problem: Step) -> str | None:
-    """Why not all products are kq_decode's, or None."""
-    if problem.layers is None:
-        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if others := _not_of_family("kq", problem.layers):
-        return f"not all layers' weights have 2 to 8 bits: {others}"
-    sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
-    for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
-        if size % COLUMNS:
-            return f"{what} is {size} wide, no multiple of {COLUMNS}"
-    return None
-
-
-def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
-    found = {format for layer in layers for parts in layer for format, _ in parts}
-    return ", ".join(sorted(format for format in found if formats.family(format) != family))
-
-
-def _delta_chunks(problem: DeltaNet) -> str | None:
-    if reason := _delta(problem, "prefill"):
-        return reason
-    from pallas_kernels.delta import chunks  # only GPUs need it
-
-    room, needed = device.shared_bytes(), chunks.shared_bytes(problem.k_dim)
-    return f"a block needs {needed} bytes of shared memory, of {room}" if needed > room else None
-
-
-def _delta(problem: DeltaNet, phase: str) -> str | None:
-    if problem.phase != phase:
-        return f"is for {phase}"
-    if _older_than(problem.platform, 80):
-        return NEEDS_AMPERE
-    if not {problem.k_dim, problem.v_dim} <= {64, 128}:
-        return f"heads are {problem.k_dim} and {problem.v_dim} wide; the kernel has 64 and 128"
-    return f"the convolution sees {problem.conv} tokens; the kernel has 4" if problem.conv != 4 else None
-
-
-def _two_launches(problem: Sampling) -> str | None:
-    return NEEDS_AMPERE if _older_than(problem.platform, 80) else None
-
-
-def _never(problem: Problem) -> None:
-    return None
+    return 9 if problem.bits == 8 else 17, refusals.STEP_ROWS if problem.mixed else None
 
 
 # In order of preference.
 CANDIDATES: dict[type, dict[str, Candidate]] = {
     Matmul: {
-        "q1_decode_s8": Candidate(_q1_decode_s8, 4, 8),
-        "q1_decode_b1": Candidate(lambda problem: _of_family("q1", problem), 1, 8),
-        "kq_prefill_sm90": Candidate(lambda problem: _on_hopper("kq", problem), range_of=_rows_of_kq_prefill),
-        "kq_decode": Candidate(lambda problem: _of_family("kq", problem), 1, 16),
-        "q1_prefill_sm90": Candidate(lambda problem: _on_hopper("q1", problem), 9),
-        "cublas": Candidate(_cublas, 9, pallas=False),
-        "cpu": Candidate(_cpu, pallas=False),
-        "reference": Candidate(_never, pallas=False),
+        "q1_decode_s8": Candidate(refusals.q1_decode_s8, 4, 8),
+        "q1_decode_b1": Candidate(refusals.q1_decode_b1, 1, 8),
+        "kq_prefill_sm90": Candidate(refusals.kq_prefill_sm90, range_of=_rows_of_kq_prefill),
+        "kq_decode": Candidate(refusals.kq_decode, 1, 16),
+        "q1_prefill_sm90": Candidate(refusals.q1_prefill_sm90, 9),
+        "cublas": Candidate(refusals.cublas, 9, pallas=False),
+        "cpu": Candidate(refusals.cpu_matmul, pallas=False),
+        "reference": Candidate(refusals.never, pallas=False),
     },
     Attention: {
-        "decode": Candidate(lambda problem: _phase("decode")(problem) or _attention(problem)),
-        "prefill_sm90": Candidate(_prefill_sm90),
-        "prefill_sm80": Candidate(_prefill_sm80),
-        "cpu": Candidate(lambda problem: _phase("decode")(problem) or _cpu_attention(problem), pallas=False),
-        "reference": Candidate(_never, pallas=False),
+        "decode": Candidate(refusals.decode_attention),
+        "prefill_sm90": Candidate(refusals.prefill_attention_sm90),
+        "prefill_sm80": Candidate(refusals.prefill_attention_sm80),
+        "cpu": Candidate(refusals.cpu_attention, pallas=False),
+        "reference": Candidate(refusals.never, pallas=False),
     },
     Step: {
-        "one_launch": Candidate(_one_launch),
-        "layer_products": Candidate(_layer_products),
-        "layer_gemms": Candidate(_layer_gemms),
-        "launches": Candidate(_never),
+        "one_launch": Candidate(refusals.one_launch),
+        "layer_products": Candidate(refusals.layer_products),
+        "layer_gemms": Candidate(refusals.layer_gemms),
+        "launches": Candidate(refusals.never),
     },
     DeltaNet: {
-        "delta_step": Candidate(lambda problem: _delta(problem, "decode")),
-        "delta_chunks": Candidate(_delta_chunks),
-        "reference": Candidate(_never, pallas=False),
+        "delta_step": Candidate(refusals.delta_step),
+        "delta_chunks": Candidate(refusals.delta_chunks),
+        "reference": Candidate(refusals.never, pallas=False),
     },
     Sampling: {
-        "two_launches": Candidate(_two_launches),
-        "reference": Candidate(_never, pallas=False),
+        "two_launches": Candidate(refusals.two_launches),
+        "reference": Candidate(refusals.never, pallas=False),
     },
 }
 

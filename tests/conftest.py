@@ -71,6 +71,16 @@ def optimized():
     jax.clear_caches()
 
 
+@pytest.fixture(scope="session")
+def compilers(tmp_path_factory):
+    """Processes that compile for GPUs, which all aot tests share."""
+    from tests.pallas_kernels.aot import Compilers
+
+    made = Compilers(tmp_path_factory.mktemp("compilers"))
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
     """A Hub with one model, an empty cache, and no second try until a test says so."""

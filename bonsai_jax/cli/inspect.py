@@ -174,9 +174,9 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     """For every matrix, attention, the decode step and sampling the kernel for each number of rows, and why
     those before it in the order of preference were not taken."""
     from bonsai_jax.plan import attention_problems, delta_problems
-    from pallas_kernels import selection
+    from pallas_kernels import problems, selection
 
-    def entry(what: str, problem: selection.Problem, times: int, rows_impls: dict[str, tuple[int, str]]):
+    def entry(what: str, problem: problems.Problem, times: int, rows_impls: dict[str, tuple[int, str]]):
         kernels, reasons = {}, {}
         for name, (rows, impl) in rows_impls.items():
             for verdict in selection.explain(problem, rows, impl):
@@ -205,7 +205,7 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     if plan.step.schedules:
         step["kernels"] = {f"to {rows} rows": schedule for rows, schedule in plan.step.schedules}
         step["kernels"]["more"] = "launches"
-    draw = selection.Sampling(decode.platform, config.vocab_size)
+    draw = problems.Sampling(decode.platform, config.vocab_size)
     return [*found, step, entry("sampling", draw, 1, {"any": (1, run.impl)})]
 
 

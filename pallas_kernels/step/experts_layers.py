@@ -369,7 +369,7 @@ class _Layer:
         """Of this block's expert among those from `first` on, in the columns of this lane's activations."""
         expert = minimum(lanes.block() + first, self.experts.count - 1)
         steps, activations = block.sizes.steps, block.activations
-        assert isinstance(activations, WarpActivations)  # nothing is rotated: see selection.Step
+        assert isinstance(activations, WarpActivations)  # nothing is rotated: see problems.Step
         step = [minimum(block.first_step + u, steps - 1) for u in range(activations.at_once)]
         columns = [index(s * COLUMNS + block.lane * 8) for s in step]
         load = lambda at: memory.load_reals(4, self.of.router, [self.layer, expert, at])  # noqa: E731

@@ -14,13 +14,20 @@ import zlib
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, use_abstract_mesh
+
+import bonsai_jax as bj
+from bonsai_jax import architectures, decoding, model
+from checkpoints import open_checkpoint
+from pallas_kernels import device
 
 TARGETS = [(8, 0), (8, 9), (9, 0)]  # compute capabilities: every kernel is compiled for them (slow)
 OTHERS = [(8, 6), (10, 0), (12, 0)]  # one of each kind is
@@ -86,6 +93,27 @@ def _topology(capability, devices=1):
         text = re.sub(r"cuda_compute_capability \{[^}]*\}", described, text)
         text = re.sub(r"Compute Capability [0-9.]+a?", f"Compute Capability {major}.{minor}", text)
     return topologies.get_topology_desc(platform="cuda", target_config=text, topology=f"1x1x{devices}")
+
+
+def as_on_a_gpu(capability):
+    """Choose implementations as a GPU of this compute capability would."""
+    return mock.patch.object(device, "default", lambda: device.GPUS["sm_{}{}".format(*capability)])
+
+
+def shapes(source, rows=1, context=2048, cache_dtype="bfloat16"):
+    """Shapes of a model's weights and of a generation state, as a GPU would hold them; nothing is
+    allocated."""
+    checkpoint = open_checkpoint(source)
+    config = architectures.config_of(checkpoint)
+    run = model.resolve(bj.RunConfig(weights="packed", cache_dtype=cache_dtype), checkpoint, config)
+    params = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
+
+    def state():
+        cache = bj.cache.empty(config, run, rows, context)
+        sampler = bj.sampling.sampler(bj.SamplingParams(seed=0), rows, config.vocab_size)
+        return decoding.start(cache, sampler, jnp.zeros((rows, 2), jnp.int32), jnp.ones(rows, jnp.int32))
+
+    return params, jax.eval_shape(state), config
 
 
 def compile_for_gpu(f, *shapes, compute_capability=(9, 0), **jit_options):

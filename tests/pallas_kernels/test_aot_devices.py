@@ -1,7 +1,5 @@
 """What several GPUs run compiles for them, and a device makes no more than its share of a weight."""
 
-from unittest import mock
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -11,10 +9,10 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, params, plan
 from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, QTensor, device, for_device, formats
+from pallas_kernels import LayerStack, QTensor, for_device, formats
 from pallas_kernels.matmul import sent_product
 from pallas_kernels.step import all_reduce
-from tests.pallas_kernels.aot import compile_for_mesh, gpu_mesh
+from tests.pallas_kernels.aot import as_on_a_gpu, compile_for_mesh, gpu_mesh
 
 pytestmark = pytest.mark.aot
 
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.aot
 def test_a_device_makes_its_share_of_a_weight_only():
     mesh, checkpoint = gpu_mesh(4), open_checkpoint("synth:llama-70b:q4_k_m")
     placement = Placement(mesh, architectures.config_of(checkpoint))
-    with mock.patch.object(device, "default", lambda: device.GPUS["sm_90"]):
+    with as_on_a_gpu((9, 0)):
         for field, name in (("w_gate", "ffn_gate"), ("w_down", "ffn_down")):
             t = checkpoint.tensors[f"blk.0.{name}.weight"]
             run = bj.RunConfig(weights="packed", cache_dtype="float16")
@@ -74,7 +72,7 @@ def test_a_product_sends_what_it_makes_itself(format, columns, rows):
     blocks = jax.eval_shape(
         lambda: formats.random_fields(format, jax.random.key(0), (1, n, columns // 256), 0.0, 0.02)
     )
-    with mock.patch.object(device, "default", lambda: device.GPUS["sm_90"]):
+    with as_on_a_gpu((9, 0)):
         whole = jax.eval_shape(lambda fields: for_device(QTensor(fields, format, (n, columns))), blocks)
     names = sorted(whole.fields)
 
@@ -89,7 +87,7 @@ def test_a_product_sends_what_it_makes_itself(format, columns, rows):
             x, h, peers, *fields
         )
 
-    with mock.patch.object(device, "default", lambda: device.GPUS["sm_90"]):
+    with as_on_a_gpu((9, 0)):
         compiled = compile_for_mesh(
             total,
             mesh,

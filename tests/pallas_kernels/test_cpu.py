@@ -17,8 +17,9 @@ import pytest
 
 from pallas_kernels import attention, formats, from_blocks, gated, matmul, selection
 from pallas_kernels.attention import cpu
+from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import Products
-from pallas_kernels.selection import Matmul, choose, explain, for_device
+from pallas_kernels.selection import choose, explain, for_device
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_ops import naive_attention
 

@@ -6,7 +6,8 @@ import sys
 import pytest
 
 from pallas_kernels import formats
-from pallas_kernels.selection import Matmul, products
+from pallas_kernels.problems import Matmul
+from pallas_kernels.selection import products
 from tests.pallas_kernels import (
     test_gemm,
     test_lockstep,

@@ -11,8 +11,9 @@ from bonsai_jax import architectures, model
 from bonsai_jax.params import Params
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
+from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
 from pallas_kernels.qtensor import leaves
-from pallas_kernels.selection import Attention, DeltaNet, Matmul, Sampling, Step, choose, explain, products
+from pallas_kernels.selection import choose, explain, products
 from pallas_kernels.step import decode_layers
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")

@@ -13,7 +13,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.step.decode_layers import Shapes
-from tests.pallas_kernels.test_aot import HOT, HOT_ON_HOPPER, as_on_a_gpu, one_launch
+from tests.pallas_kernels.aot import as_on_a_gpu
+from tests.pallas_kernels.aot_kernels import one_launch
+from tests.pallas_kernels.test_aot import HOT, HOT_ON_HOPPER
 
 KB = 1024
 # Of a block of threads, by compute capability: CUDA C++ Programming Guide.

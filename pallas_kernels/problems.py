@@ -1,0 +1,133 @@
+"""What is asked of a kernel: one dataclass for each op, with the sizes from which selection.py chooses."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class Matmul:
+    """A product of activations with one matrix, or with two of the same shape (SwiGLU).
+
+    platform  "cpu", "tpu", or "sm_90" for a GPU of compute capability 9.0
+    format    in which the matrix is stored
+    n, k      outputs and inputs
+    matrices  2 for SwiGLU's gate and up
+    bits      to which kernels may round activations
+    mixed     whether other layers of its stack, or what it is joined with, have other formats
+    """
+
+    platform: str
+    format: str
+    n: int
+    k: int
+    matrices: int = 1
+    bits: int = 8
+    mixed: bool = False
+
+    def __str__(self):
+        where = "in a mixed stack " * self.mixed
+        return f"matmul {self.format} {self.n} x {self.k} {where}on {self.platform}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """Attention of one query a row ("decode") or of many ("prefill") against a paged cache.
+
+    window  keys that a query sees, itself among them; None: all before it
+    scale   of scores; None: 1 / sqrt(head_dim)
+    rotated  values of a head that rope turns; None: all
+    """
+
+    platform: str
+    phase: Literal["decode", "prefill"]
+    heads: int
+    kv_heads: int
+    head_dim: int
+    page_size: int
+    cache_dtype: str
+    window: int | None = None
+    scale: float | None = None
+    rotated: int | None = None
+
+    def __str__(self):
+        heads = f"{self.heads} x {self.kv_heads} x {self.head_dim}"
+        return f"{self.phase} attention {heads}, {self.cache_dtype} cache on {self.platform}"
+
+
+Parts = tuple[tuple[str, int], ...]  # of a product: (format, rows) that lie below each other
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """All layers of a decode step.
+
+    rows        sequences
+    layers      of each layer its five products (q, k and v joined, o, gate, up, down; a delta net's inputs
+                and output in place of the first two), each as the (format, rows) that lie below each other;
+                None where q, k and v are not joined or a matrix has no tiles
+    widths      of each layer the inputs of o; (): as many as q is wide
+    plain       whether all layers mix tokens by attention without gates
+    folded      whether weights are folded (rotation.py)
+    attention   of one query a row
+    activation  of the feed-forward's gate
+    split       whether layers are split over devices, which add their parts within each
+    experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
+                one of each
+    """
+
+    platform: str
+    rows: int
+    hidden: int
+    ffn: int
+    layers: tuple[tuple[Parts, ...], ...] | None
+    attention: Attention
+    bits: int = 8
+    activation: str = "silu"
+    split: bool = False
+    widths: tuple[int, ...] = ()
+    plain: bool = True
+    folded: bool = False
+    experts: tuple[int, int] | None = None
+
+    def __str__(self):
+        sizes = f"{self.hidden} wide, feed-forward {self.ffn}"
+        return f"decode step, rows: {self.rows}, {sizes} on {self.platform}"
+
+    @property
+    def inputs_of_o(self) -> tuple[int, ...]:
+        """Of each layer."""
+        return self.widths or (self.attention.heads * self.attention.head_dim,) * len(self.layers or ())
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """The draw of each row's next token from logits over a vocabulary."""
+
+    platform: str
+    vocabulary: int
+
+    def __str__(self):
+        return f"sampling of {self.vocabulary} tokens on {self.platform}"
+
+
+@dataclasses.dataclass(frozen=True)
+class DeltaNet:
+    """A gated delta net of one token a row ("decode") or of many ("prefill").
+
+    conv  tokens that its convolution sees
+    """
+
+    platform: str
+    phase: Literal["decode", "prefill"]
+    k_heads: int
+    v_heads: int
+    k_dim: int
+    v_dim: int
+    conv: int
+
+    def __str__(self):
+        heads = f"{self.k_heads} x {self.k_dim}, {self.v_heads} x {self.v_dim}"
+        return f"{self.phase} delta net {heads} on {self.platform}"
+
+
+Problem = Matmul | Attention | Step | Sampling | DeltaNet

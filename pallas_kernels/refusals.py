@@ -1,0 +1,302 @@
+"""Why a kernel cannot run a problem: for each kernel a function that gives the reason, or None where it can.
+
+`selection.CANDIDATES` asks them. How many rows of activations a kernel of Matmul is for stands there.
+"""
+
+import importlib.util
+
+from pallas_kernels import cache_layouts, device, formats
+from pallas_kernels.problems import Attention, DeltaNet, Matmul, Parts, Problem, Sampling, Step
+from pallas_kernels.tiles import COLUMNS, ROWS
+
+STEP_ROWS = 256  # of a decode step, at most
+NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
+NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
+NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
+
+
+def never(problem: Problem) -> None:
+    """Of what runs every problem."""
+    return None
+
+
+# Matmul
+
+
+def q1_decode_s8(problem: Matmul) -> str | None:
+    if reason := q1_decode_b1(problem):
+        return reason
+    from pallas_kernels.matmul.q1_decode_s8 import plan  # only GPUs need it
+
+    n_tiles, steps = -(-problem.n // ROWS), -(-problem.k // COLUMNS)
+    room = plan(n_tiles, steps, problem.matrices, problem.bits, device.shared_bytes())
+    return None if room else f"integers of {problem.k} activations a row leave no room for weights"
+
+
+def q1_decode_b1(problem: Matmul) -> str | None:
+    return _of_family("q1", problem)
+
+
+def q1_prefill_sm90(problem: Matmul) -> str | None:
+    if reason := _on_hopper(problem) or _of_family("q1", problem):
+        return reason
+    return "its tiles are 64 outputs" if -(-problem.n // 16) % 4 else None
+
+
+def kq_decode(problem: Matmul) -> str | None:
+    return _of_family("kq", problem)
+
+
+def kq_prefill_sm90(problem: Matmul) -> str | None:
+    return _on_hopper(problem) or _of_family("kq", problem)
+
+
+def cublas(problem: Matmul) -> str | None:
+    if not problem.platform.startswith("sm_"):
+        return "needs an NVIDIA GPU: elsewhere float16 is no faster than the reference"
+    return "float32 weights were asked for, and it rounds them" if problem.format == "f32" else None
+
+
+def cpu_matmul(problem: Matmul) -> str | None:
+    if problem.platform != "cpu":
+        return "is for CPUs"
+    if not hasattr(formats.get(problem.format), "CPU"):
+        if problem.format == "f32":
+            return "float32 weights are multiplied as fast by the reference"
+        return f"no kernel for matmul of {problem.format} on CPUs in this version"
+    return _needs_llvm()
+
+
+def _of_family(family: str, problem: Matmul) -> str | None:
+    if reason := _since_ampere(problem):
+        return reason
+    if (own := formats.family(problem.format)) is None:
+        return f"no kernel for matmul of {problem.format} in this version"
+    return None if own == family else f"is for tiles of {family}; those of {problem.format} are {own}"
+
+
+# Attention
+
+
+def decode_attention(problem: Attention) -> str | None:
+    return _phase("decode", problem) or _attention(problem)
+
+
+def prefill_attention_sm90(problem: Attention) -> str | None:
+    if reason := _phase("prefill", problem) or _on_hopper(problem) or _many_queries(problem):
+        return reason
+    return f"pages of {problem.page_size} are no multiple of 64" if problem.page_size % 64 else None
+
+
+def prefill_attention_sm80(problem: Attention) -> str | None:
+    if reason := _phase("prefill", problem):
+        return reason
+    if problem.head_dim > 128:
+        return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
+    return _many_queries(problem)
+
+
+def cpu_attention(problem: Attention) -> str | None:
+    if reason := _phase("decode", problem):
+        return reason
+    if problem.platform != "cpu":
+        return "is for CPUs"
+    if problem.cache_dtype not in ("float32", "float16", "bfloat16", "int8"):
+        return f"the cache is {problem.cache_dtype}; the kernel reads float32, float16, bfloat16 and int8"
+    if problem.head_dim % 16:
+        return f"head_dim is {problem.head_dim}; the kernel has multiples of 16"
+    return _needs_llvm()
+
+
+def _attention(problem: Attention) -> str | None:
+    if reason := _since_ampere(problem):
+        return reason
+    if problem.window is not None:
+        return f"a query sees {problem.window} keys; the kernel knows no window"
+    if problem.scale is not None:
+        return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
+    return None
+
+
+def _many_queries(problem: Attention) -> str | None:
+    if reason := _attention(problem):
+        return reason
+    if cache_layouts.get(problem.cache_dtype).PREFILL is None:
+        return f"the cache is {problem.cache_dtype}, which tensor cores do not multiply as it lies"
+    return None
+
+
+# Step
+
+
+def one_launch(problem: Step) -> str | None:
+    if problem.experts is not None:
+        return _one_launch_with_experts(problem)
+    if _older_than(problem.platform, 90):
+        return "needs bulk copies to shared memory: an NVIDIA GPU of compute capability 9.0 or newer"
+    if reason := _several_phases(problem):
+        return reason
+    if problem.layers is None:
+        return "not all layers' weights are Q1_0, joined by layer"
+    if others := _not_of_family("q1", problem.layers):
+        return f"not all layers' weights are Q1_0, joined by layer: {others}"
+    if reason := _attention(problem.attention) or _plain(problem) or _turned(problem.attention):
+        return reason
+    from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
+
+    a = problem.attention
+    sizes = (problem.rows, problem.hidden, problem.ffn, a.heads, a.kv_heads, a.head_dim)
+    return Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses()
+
+
+def _one_launch_with_experts(problem: Step) -> str | None:
+    if reason := _since_ampere(problem) or _several_phases(problem) or _in_tiles(problem):
+        return reason
+    if reason := _attention(problem.attention) or _plain(problem):
+        return reason
+    if problem.rows > 1:
+        return f"with experts it is for one row: {problem.rows} have experts of their own"
+    from pallas_kernels.step import experts_plan  # only GPUs need it
+
+    assert problem.layers is not None and problem.experts is not None
+    a, (count, used) = problem.attention, problem.experts
+    return experts_plan.refuses(
+        problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
+        experts_plan.Experts(count, used, True), problem.bits, problem.layers,
+    )  # fmt: skip
+
+
+def layer_products(problem: Step) -> str | None:
+    if reason := _since_ampere(problem) or _without_experts(problem):
+        return reason
+    if reason := _several_phases(problem) or _in_tiles(problem):
+        return reason
+    assert problem.layers is not None
+    from pallas_kernels.step.layer_products import refuses  # only GPUs need it
+
+    rest = {"bits": problem.bits, "rotated": problem.folded}
+    alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))
+    reasons = (
+        refuses(problem.rows, width, problem.hidden, problem.ffn, layer, behind, **rest)
+        for width, layer, behind in alike
+    )
+    return next(filter(None, reasons), None)
+
+
+def layer_gemms(problem: Step) -> str | None:
+    if reason := _on_hopper(problem) or _without_experts(problem):
+        return reason
+    if reason := _several_phases(problem) or _plain(problem):
+        return reason
+    if not 9 <= problem.rows <= STEP_ROWS:
+        return f"is for 9 to {STEP_ROWS} rows"
+    if problem.layers is None:
+        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
+    if problem.bits != 8:
+        return f"activations are rounded to 8 bits, or to float16; {problem.bits} bits were asked for"
+    for _, o, gate, up, down in problem.layers:
+        if gate != up:
+            return "gate and up have different formats"
+        if max(map(len, (o, gate, down))) > 1:
+            return "a matrix is of several formats"
+    pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
+    if any(formats.family(format) == "q1" and n % 64 for format, n in pieces):
+        return "its tiles are 64 outputs"
+    return _attention(problem.attention) or _turned(problem.attention)
+
+
+def _several_phases(problem: Step) -> str | None:
+    """Why not even two phases of a layer can be one launch, or None."""
+    if problem.split:
+        return "between a layer's phases devices that share weights must add their parts"
+    if problem.activation != "silu":
+        return f"the feed-forward's activation is {problem.activation}; the kernel has silu"
+    return None
+
+
+def _plain(problem: Step) -> str | None:
+    """Why a kernel of all layers does not have their kind, or None."""
+    if not problem.plain or problem.folded:
+        return "the kernel has attention without gates, and weights that are not folded"
+    return None
+
+
+def _without_experts(problem: Step) -> str | None:
+    return None if problem.experts is None else "is for layers without experts"
+
+
+def _turned(problem: Attention) -> str | None:
+    if problem.rotated is not None:
+        return f"rope turns {problem.rotated} values of a head; the kernel turns all"
+    return None
+
+
+def _in_tiles(problem: Step) -> str | None:
+    """Why not all products are kq_decode's, or None."""
+    if problem.layers is None:
+        return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
+    if others := _not_of_family("kq", problem.layers):
+        return f"not all layers' weights have 2 to 8 bits: {others}"
+    sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
+    for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
+        if size % COLUMNS:
+            return f"{what} is {size} wide, no multiple of {COLUMNS}"
+    return None
+
+
+def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
+    found = {format for layer in layers for parts in layer for format, _ in parts}
+    return ", ".join(sorted(format for format in found if formats.family(format) != family))
+
+
+# DeltaNet and Sampling
+
+
+def delta_step(problem: DeltaNet) -> str | None:
+    return _phase("decode", problem) or _delta(problem)
+
+
+def delta_chunks(problem: DeltaNet) -> str | None:
+    if reason := _phase("prefill", problem) or _delta(problem):
+        return reason
+    from pallas_kernels.delta import chunks  # only GPUs need it
+
+    room, needed = device.shared_bytes(), chunks.shared_bytes(problem.k_dim)
+    return f"a block needs {needed} bytes of shared memory, of {room}" if needed > room else None
+
+
+def _delta(problem: DeltaNet) -> str | None:
+    if reason := _since_ampere(problem):
+        return reason
+    if not {problem.k_dim, problem.v_dim} <= {64, 128}:
+        return f"heads are {problem.k_dim} and {problem.v_dim} wide; the kernel has 64 and 128"
+    return f"the convolution sees {problem.conv} tokens; the kernel has 4" if problem.conv != 4 else None
+
+
+def two_launches(problem: Sampling) -> str | None:
+    return _since_ampere(problem)
+
+
+# Several ops
+
+
+def _older_than(platform: str, capability: int) -> bool:
+    return not platform.startswith("sm_") or int(platform[3:]) < capability
+
+
+def _since_ampere(problem: Problem) -> str | None:
+    return NEEDS_AMPERE if _older_than(problem.platform, 80) else None
+
+
+def _on_hopper(problem: Problem) -> str | None:
+    return None if problem.platform == "sm_90" else NEEDS_HOPPER
+
+
+def _phase(phase: str, problem: Attention | DeltaNet) -> str | None:
+    return None if problem.phase == phase else f"is for {phase}"
+
+
+def _needs_llvm() -> str | None:
+    return NEEDS_LLVM if importlib.util.find_spec("llvmlite") is None else None

@@ -1,0 +1,305 @@
+"""Kernels, and the shapes of their arguments in models that people run: what compile tests compile.
+
+Each function gives (f, arguments) for `aot.compile_for_gpu`.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import Products, QTensor, cache_layouts, delta, device, formats
+from pallas_kernels.attention import prefill_pages
+from pallas_kernels.attention.decode import decode_attention
+from pallas_kernels.delta import chunks, step
+from pallas_kernels.experts import grouped, kq_experts
+from pallas_kernels.matmul import q1_decode_b1, q1_decode_s8
+from pallas_kernels.matmul.activations_rotated import activations_rotated
+from pallas_kernels.matmul.kq_decode import kq_decode
+from pallas_kernels.matmul.kq_dequantize import kq_dequantize
+from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
+from pallas_kernels.matmul.q1_prefill_sm90 import q1_prefill_sm90
+from pallas_kernels.problems import Matmul
+from pallas_kernels.qtensor import tile
+from pallas_kernels.rotation import Rotation
+from pallas_kernels.sampling import Rules
+from pallas_kernels.sampling.kernel import draw
+from pallas_kernels.selection import choose
+from pallas_kernels.step import experts_layers, layer_products
+from pallas_kernels.step.decode_layers import Shapes, decode_layers
+
+
+def tiles_of_1_bit(n, k, layers=36):
+    """Words and scales of 1-bit matrices."""
+    words = jax.ShapeDtypeStruct((layers, n // 16, k // 256, 32, 4), jnp.uint32)
+    return words, jax.ShapeDtypeStruct((layers, n // 16, k // 128, 8), jnp.uint32)
+
+
+def product(n, k, matrices, rows, layers=36):
+    gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 else None
+    chosen = choose(Matmul(device.platform(), "q1_0", n, k, matrices=matrices), rows)
+    kernel = {"q1_decode_b1": q1_decode_b1.q1_decode_b1, "q1_decode_s8": q1_decode_s8.q1_decode_s8}[chosen]
+    f = lambda x, weights, index, gamma: kernel(x, weights, index, gamma=gamma, eps=1e-6)  # noqa: E731
+    x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
+    return f, (x, (tiles_of_1_bit(n, k, layers),) * matrices, index, gamma)
+
+
+def pages_of(layout, *shape):
+    return jax.eval_shape(lambda: cache_layouts.empty(layout, shape))
+
+
+def attention(heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False):
+    f32, i32, pages = jnp.float32, jnp.int32, 40
+    cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
+    angle = jax.ShapeDtypeStruct((rows, pairs or head_dim // 2), f32)
+    gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
+    return functools.partial(decode_attention, eps=1e-6, interleaved=not normed, gated=gated), (
+        jax.ShapeDtypeStruct((rows, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32), cache, cache,
+        jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
+        jax.ShapeDtypeStruct((), i32), angle, angle, (gamma, gamma) if normed else None, None,
+    )  # fmt: skip
+
+
+def delta_step(rows, gates_made=False):
+    """As Bonsai 27B has it."""
+    heads, dim, channels, hidden = 48, 128, 10240, 5120
+    shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    gates = delta.Gates(
+        shape(rows, hidden), shape(3, hidden), shape(3, 2 * heads, hidden, dtype=jnp.bfloat16)
+    )
+    gates = shape(rows, 2 * heads) if gates_made else gates
+    weights = {"conv": shape(3, channels, 4), "norm": shape(3, dim)}
+    weights |= dict.fromkeys(("decay", "dt"), shape(3, heads))
+    return functools.partial(step.delta_step, eps=1e-6, grouped=False), (
+        shape(rows, channels + heads * dim), gates, shape(3, rows, heads, dim, dim),
+        shape(3, rows, 4, channels), shape(rows, dtype=jnp.int32), shape(dtype=jnp.int32), weights,
+    )  # fmt: skip
+
+
+def delta_chunks(tokens, rows=1):
+    """As Bonsai 27B has it."""
+    shape = lambda *sizes, dtype=jnp.float32: jax.ShapeDtypeStruct(sizes, dtype)  # noqa: E731
+    gate = shape(rows, tokens, 48)
+    return functools.partial(chunks.delta_chunks, grouped=False), (
+        shape(rows, tokens, 2, 16, 128), shape(rows, tokens, 48, 128), gate, gate,
+        shape(3, rows, 48, 128, 128), shape(dtype=jnp.int32), shape(rows, dtype=bool),
+    )  # fmt: skip
+
+
+def many_rows(n, k, matrices, rows, bits=8):
+    weights = (tiles_of_1_bit(n, k),) * matrices
+    shape = (bits // 8, 4 * -(-k // 512), rows + -rows % (64 if rows > 64 else 16))
+    q, scale = jax.ShapeDtypeStruct((*shape, 128), jnp.int8), jax.ShapeDtypeStruct(shape, jnp.float32)
+    residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 else None
+
+    def f(q, scale, weights, layer, residual):
+        gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
+        return q1_prefill_sm90(q, scale, weights, layer, n, residual, **gpu)
+
+    return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
+
+
+def many_rows_of_integers(format, n, k, matrices, rows):
+    blocks = (3, n, k // formats.get(format).WEIGHTS)
+    draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
+    fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
+    residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 and n == 4096 else None
+
+    def f(a, scale, weights, layer, residual):
+        gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
+        return kq_prefill_sm90(a, scale, weights, layer, n, residual, format=format, **gpu)
+
+    a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
+    return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
+
+
+def seen_pages(layout):
+    cache, i32 = pages_of(layout, 4, 40, 64, 8, 128), jnp.int32
+    rows = jax.ShapeDtypeStruct((2, 20), i32), jax.ShapeDtypeStruct((2, 128), i32)
+    return prefill_pages.as_float16, (cache, cache, *rows, jax.ShapeDtypeStruct((), i32))
+
+
+def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
+    i32, pages = jnp.int32, 40
+    cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
+    return kernel, (
+        jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
+        jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
+        jax.ShapeDtypeStruct((), i32),
+    )  # fmt: skip
+
+
+def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
+    """As `product`, for formats of the integer kernel; without an index, as in a decode step."""
+    rotation = rotation_of(k, heads) if folded else None
+    blocks = (1, n, k // formats.get(format).WEIGHTS)
+    draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
+    fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
+    gamma = jax.ShapeDtypeStruct((1, k), jnp.float32) if matrices == 2 else None
+    residual = jax.ShapeDtypeStruct((rows, n + -n % 16), jnp.float32) if matrices == 1 else None
+
+    def f(x, weights, gamma, residual, rotation):
+        return kq_decode(
+            x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
+            rotation=rotation, activation_bits=bits, shared=device.shared_bytes(),
+        )  # fmt: skip
+
+    return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual, rotation)
+
+
+def dequantized(formats_of, n, k):
+    """Matrices of one layer to float16, rows below rows; the layer is traced."""
+
+    def fields(format):
+        blocks = (3, n, k // formats.get(format).WEIGHTS)
+        draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
+        return jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
+
+    kinds = tuple((((format, n),),) for format in formats_of)
+    f = lambda weights, places: kq_dequantize(weights, places, kinds=kinds, columns=k)  # noqa: E731
+    places = jax.ShapeDtypeStruct((len(formats_of), 2), jnp.int32)
+    return f, (tuple(((fields(format),),) for format in formats_of), places)
+
+
+def token(rows, vocabulary):
+    """The next token of each row."""
+    columns = {name: jax.ShapeDtypeStruct((rows,), jnp.float32) for name in Rules._fields[:8]}
+    columns |= {
+        name: jax.ShapeDtypeStruct((rows,), dtype)
+        for name, dtype in (("top_k", jnp.int32), ("temperature_first", bool))
+    }
+    tables = [jax.ShapeDtypeStruct((rows, vocabulary), dtype) for dtype in (jnp.float32, bool, jnp.int32)]
+    biases = [jax.ShapeDtypeStruct((rows, 1), dtype) for dtype in (jnp.int32, jnp.float32)]
+    keys, positions = jax.ShapeDtypeStruct((rows, 2), jnp.uint32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    logits, seen, counts = tables
+    return draw, (logits, Rules(**columns, bias_ids=biases[0], bias=biases[1], seen=seen, counts=counts),
+                  keys, positions)  # fmt: skip
+
+
+def of_rows(f, rows, k, normed=True, **options):
+    x, layer = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
+    arguments = (x, jax.ShapeDtypeStruct((36, k), jnp.float32), layer) if normed else (x,)
+    return functools.partial(f, eps=1e-6, **options), arguments
+
+
+def rotated(rows, k, normed=True, heads=None, **options):
+    """A row as Bonsai 2 27B has it."""
+    f, (x, *norm) = of_rows(activations_rotated, rows, k, normed, **options)
+    return f, (x, rotation_of(k, heads), *norm)
+
+
+def rotation_of(k, heads=None):
+    return jax.eval_shape(lambda: Rotation.of(np.ones(k), 1024, heads))
+
+
+def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16"):
+    """All layers of a step, as a Bonsai model has them."""
+    f32, i32, pages = jnp.float32, jnp.int32, 34
+
+    def matrix(n, k):
+        shape = (layers, -(-n // 16), -(-k // 256))
+        scales = (layers, -(-n // 16), 2 * -(-k // 256), 8)
+        return jax.ShapeDtypeStruct((*shape, 32, 4), jnp.uint32), jax.ShapeDtypeStruct(scales, jnp.uint32)
+
+    width, kv_width = heads * head_dim, kv_heads * head_dim
+    sizes = [(width + 2 * kv_width, hidden), (hidden, width), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
+    vector = lambda *shape, dtype=f32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    cache = pages_of(layout, layers, rows * pages, 64, kv_heads, head_dim)
+    shapes = Shapes(
+        rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits, eps=1e-6
+    )
+    return functools.partial(decode_layers, shapes=shapes, interleaved=False), (
+        vector(rows, hidden), tuple(matrix(*size) for size in sizes), (vector(layers, hidden),) * 2,
+        (vector(layers, head_dim),) * 2, None, cache, cache, vector(rows, pages, dtype=i32),
+        vector(rows, dtype=i32), (vector(rows, head_dim // 2),) * 2,
+    )  # fmt: skip
+
+
+def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4096, ffn=12288, folded=False):
+    """The products between two layers' attention, as a Bonsai 8B has them: formats, and (format, rows) of the
+    parts of the next q, k and v. What o, and gate and up make is passed on as integers, where it may be."""
+    sizes = [([(o, hidden)], width, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
+    sizes += [(qkv, hidden, 1)] * bool(qkv)
+    weights = tuple(
+        tuple((layer_products.tiles_of(format, n, k),) * matrices for format, n in parts)
+        for parts, k, matrices in sizes
+    )
+    formats_of = tuple(tuple(format for format, _ in parts) for parts, _, _ in sizes)
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    norms = (None, vector(1, hidden), None, vector(1, hidden))[: len(weights)]
+    workspace = vector(layer_products.workspace_words(rows, hidden, ffn), dtype=jnp.int32)
+    rounded = (rows == 1 and bits == 8 and not folded,) * 2 + (False,)
+    f = functools.partial(
+        layer_products.layer_products, formats_of=formats_of, eps=1e-6, bits=bits, rounded=rounded
+    )
+    number, heads = vector(1, dtype=jnp.int32), ((3, 16), None, None, None)
+    rotations = tuple(
+        rotation_of(k, of) if folded else None for (_, k, _), of in zip(sizes, heads, strict=False)
+    )
+    return f, (vector(rows, width), vector(rows, hidden), weights, norms, number, workspace, rotations)
+
+
+def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
+    """All layers of a step of Qwen3-30B-A3B: for each combination of formats that layers have, that of down,
+    and the parts of q, k and v."""
+    hidden, q, ffn, pages, experts = 2048, 4096, 768, 34, experts_layers.Experts(128, 8, True)
+
+    def stacks(combinations, k, matrices=1, of=1):
+        def stack(format, n):
+            fields = layer_products.tiles_of(format, n, k).items()
+            lead = layers // len(combinations) * of
+            return {name: jax.ShapeDtypeStruct((lead, *f.shape[1:]), f.dtype) for name, f in fields}
+
+        return tuple(tuple((stack(*part),) * matrices for part in parts) for parts in combinations)
+
+    combinations = [[[("q4_k", hidden)]], [[("q4_k", ffn)]], [[(format, hidden)] for format in down], qkv]
+    weights = tuple(
+        stacks(of, *sizes)
+        for of, sizes in zip(combinations, [(q,), (hidden, 2, 128), (ffn, 1, 128), (hidden,)], strict=True)
+    )
+    vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
+    integers = functools.partial(vector, dtype=jnp.int32)
+    cache = pages_of(layout, layers, pages, 64, 4, 128)
+    f = functools.partial(
+        experts_layers.experts_layers, experts=experts, eps=1e-6, interleaved=False,
+        formats_of=tuple(tuple(tuple(f for f, _ in parts) for parts in each) for each in combinations),
+    )  # fmt: skip
+    return f, (
+        vector(1, q + 1024), vector(1, hidden), weights, integers(4, layers, 2),
+        vector(layers, 128, hidden), (vector(layers, hidden),) * 2, (vector(layers, 128),) * 2, None,
+        cache, cache, integers(1, pages), integers(1), (vector(1, 64),) * 2,
+    )  # fmt: skip
+
+
+def experts(format, n, k, matrices, tiles, rows):
+    """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
+    fields = {
+        name: jax.ShapeDtypeStruct((48 * 128, *field.shape[1:]), field.dtype)
+        for name, field in layer_products.tiles_of(format, n, k).items()
+    }
+    arguments = (
+        jax.ShapeDtypeStruct((tiles * rows, k), jnp.float32),
+        (fields,) * matrices,
+        jax.ShapeDtypeStruct((tiles,), jnp.int32),
+        jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
+    )
+    return functools.partial(kq_experts.kq_experts, format=format, shared=device.shared_bytes()), arguments
+
+
+def stack_of_experts(format, n, k, lead=(48, 128), products=None):
+    fields = {
+        name: jax.ShapeDtypeStruct((*lead, *field.shape[1:]), field.dtype)
+        for name, field in layer_products.tiles_of(format, n, k).items()
+    }
+    return QTensor(fields, format, (n, k), tiled=True, products=products or Products())
+
+
+def experts_of_prefill(format, tokens):
+    """A layer's, of Qwen3-30B-A3B: down is in this format."""
+    stack, of_token = stack_of_experts, functools.partial(jax.ShapeDtypeStruct, (tokens, 8))
+    return grouped.feed_forward, (
+        jax.ShapeDtypeStruct((tokens, 2048), jnp.float32),
+        (stack("q4_k", 768, 2048), stack("q4_k", 768, 2048), stack(format, 2048, 768)),
+        *(of_token(jnp.int32), of_token(jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)),
+    )

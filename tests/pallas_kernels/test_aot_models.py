@@ -1,0 +1,222 @@
+"""Decode steps and prefill of whole models compile, in place and without a second copy of anything large."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from bonsai_jax import decoding as core
+from checkpoints import synth
+from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
+
+pytestmark = pytest.mark.aot
+
+
+# Whole models for the oldest and the newest every day: of the kernels one of each kind is compiled for all.
+NOT_HOPPER = [
+    for_target(target, slow=target not in [(8, 0), (12, 0)])
+    for target in TARGETS + OTHERS
+    if target != (9, 0)
+]
+
+
+def check_decode(source, capability, cache_dtype="bfloat16"):
+    """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries."""
+    with as_on_a_gpu(capability):
+        params, state, config = shapes(source, cache_dtype=cache_dtype)
+    assert params.layers.w_down.parts[0].tiled and state.cache.impl == "decode"
+    step = functools.partial(core.decode, config=config, size=8)
+    compiled = compile_for_gpu(
+        lambda params, state: step(params, state, limit=8),
+        params,
+        state,
+        compute_capability=capability,
+        donate_argnums=1,
+    )
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((state.cache.k, state.cache.v)))
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        *("synth:tiny-llama:q4_k_m", "synth:tiny-qwen3:q1_0"),
+        pytest.param("synth:tiny-qwen2:q8_0", marks=pytest.mark.slow),
+    ],
+)
+def test_decode_compiles_with_its_cache_aliased(source):
+    check_decode(source, (9, 0))
+
+
+@pytest.mark.parametrize(("format", "most"), [("q1_0", 8), ("q4_k", 9)])
+def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(format, most):
+    """K-quants' activations have one scale a row, which no block of attention knows."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes(f"synth:tiny-qwen3:{format}", rows=64, context=256)
+        assert params.step.schedule(64) == "layer_gemms"
+        step = functools.partial(core.read, config=config)
+        tokens, ones = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((64, 1), (64,)))
+        compiled = compile_for_gpu(step, params, state.cache, tokens, ones, donate_argnums=1)
+    text = compiled.as_text()
+    assert text.count('custom_call_target="mosaic_gpu') == most * config.num_layers
+    assert "add_fusion" not in text.split("ENTRY")[1]
+
+
+def test_a_model_with_a_cache_of_bytes_compiles():
+    check_decode("synth:tiny-qwen3:q1_0", (9, 0), "int8")
+    check_prefill("synth:tiny-qwen3:q1_0", (9, 0), "int8")
+
+
+@pytest.mark.parametrize("capability", NOT_HOPPER, ids=str)
+def test_decode_compiles_for_other_gpus(capability, compilers):
+    compilers.printed(capability, check_decode, "synth:tiny-qwen3:q1_0", capability)
+
+
+def bytes_of(step: str, memory) -> str:
+    return (
+        f"{step}: a decode step has {memory.temp_size_in_bytes:,} bytes of temporaries and updates "
+        f"{memory.alias_size_in_bytes:,} in place"
+    )
+
+
+def test_the_8b_step_reads_its_weights_in_place():
+    """Through kernels no weight is copied or decoded to memory: the temporaries are a few vectors."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q1_0")
+    compiled = compile_for_gpu(
+        lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
+    )
+    memory = compiled.memory_analysis()
+    print(bytes_of("8B, Q1_0", memory))
+    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.temp_size_in_bytes < 8e6  # the logits and what sampling makes of them
+
+
+def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
+    """Through kernels no weight is copied or decoded to memory: the temporaries are a few vectors."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q4_k_m", rows=2)
+    compiled = compile_for_gpu(
+        lambda params, state: core.step(params, state, config), params, state, donate_argnums=1
+    )
+    memory = compiled.memory_analysis()
+    print(bytes_of("8B, Q4_K_M, 2 rows", memory))
+    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.temp_size_in_bytes < 16e6
+
+
+def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
+    """Bonsai 2 27B's first four layers, three with a delta net: what rotates is within products."""
+    four = dataclasses.replace(synth._MODELS["bonsai-2-27b"], layers=4)
+    monkeypatch.setitem(synth._MODELS, "bonsai-2-27b", four)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-2-27b:ptq1_0")
+        compiled = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+    launches = compiled.as_text().count('custom_call_target="mosaic_gpu')
+    assert launches == 2 * 4 + 1 + 1 + 2  # and the first layer's inputs, the output matrix, a draw
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2e6
+    assert memory.alias_size_in_bytes >= 4 * state.cache.delta.s.size + 2 * 2 * state.cache.k.size
+
+
+def test_experts_are_read_in_place(monkeypatch):
+    """Of a step in one launch, of one of two rows and of 512 tokens: no stack is copied, and no
+    layer's experts are dequantized. Layers of Qwen3-30B-A3B, but four."""
+    few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=4, vocab=2048, specials=2000)
+    monkeypatch.setitem(synth._MODELS, "few-a3b", few)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:few-a3b:q4_k_m")
+        tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        two, _ = shapes("synth:few-a3b:q4_k_m", rows=2)[1:]
+        step, of_two = (
+            compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
+            for state in (state, two)
+        )
+        prefill = compile_for_gpu(
+            lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
+        )
+    one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // 4
+    print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
+    assert step.as_text().count("experts_layers") and "kq_experts" not in step.as_text()
+    assert of_two.as_text().count("kq_experts") >= 2 * 4
+    assert "expert_places" in prefill.as_text() and "kq_experts" not in prefill.as_text()
+    assert step.memory_analysis().temp_size_in_bytes < 1e6
+    assert of_two.memory_analysis().temp_size_in_bytes < 4e6
+    assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
+
+
+def test_prefill_of_the_8b_model_compiles_in_bounded_memory():
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q1_0", context=8192)
+    tokens = jax.ShapeDtypeStruct((1, 4096), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = compile_for_gpu(
+        lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
+    )
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5 * 4 * config.vocab_size * config.hidden
+
+
+@pytest.mark.parametrize("source", ["synth:bonsai-8b:q1_0", "synth:bonsai-8b:q4_k_m"])
+def test_logits_after_every_token_compile(source):
+    """The output matrix as a product of many rows: 151,669 outputs, which TMA does not take as they are."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes(source, context=512)
+        tokens, lengths = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        compile_for_gpu(
+            lambda p, cache, t, n: core.extend(p, cache, t, n, config),
+            params, state.cache, tokens, lengths,
+        )  # fmt: skip
+
+
+def check_prefill(source, capability, cache_dtype="bfloat16"):
+    """Prefill of a model compiles for GPUs that have no wgmma; its attention is a kernel there too."""
+    with as_on_a_gpu(capability):
+        params, state, config = shapes(source, cache_dtype=cache_dtype)
+        assert state.cache.prefill_impl == ("prefill_sm90" if capability == (9, 0) else "prefill_sm80")
+        tokens, lengths = jax.ShapeDtypeStruct((1, 300), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+        compile_for_gpu(
+            lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths,
+            compute_capability=capability,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("capability", NOT_HOPPER, ids=str)
+@pytest.mark.parametrize(
+    "source", ["synth:tiny-llama:q4_k_m", pytest.param("synth:tiny-llama:q1_0", marks=pytest.mark.slow)]
+)
+def test_prefill_compiles_for_other_gpus(source, capability, compilers):
+    compilers.printed(capability, check_prefill, source, capability)
+
+
+def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
+    """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q1_0", context=32768)
+    assert params.layers.w_down.parts[0].products.of(512) == "q1_prefill_sm90"
+    assert state.cache.prefill_impl == "prefill_sm90"
+    tokens = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
+    lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+    compiled = compile_for_gpu(
+        lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
+    )
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.temp_size_in_bytes < 0.3e9
+
+
+def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes("synth:bonsai-8b:q4_k_m", context=4096)
+    assert {part.products.of(512) for part in params.layers.w_down.parts} == {"cublas"}
+    tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+
+    def read(params, cache, tokens, lengths):
+        return core.read(params, cache, tokens, lengths, config)
+
+    with as_on_a_gpu((9, 0)):
+        compiled = compile_for_gpu(read, params, state.cache, tokens, lengths, donate_argnums=1)
+    assert compiled.memory_analysis().temp_size_in_bytes < 1.5e9
