@@ -28,7 +28,7 @@ from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
+from pallas_kernels.attention.decode_warp import ask_ahead, attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
 from pallas_kernels.matmul import activations_int8
@@ -139,7 +139,7 @@ def _body(*refs, phase: "Attention", layout, structure):
         exchange = Exchange(workspace, 0, tag)
         size, slots = visit_bytes(phase, layout), None
         if size:
-            slots = lambda warp: memory.shared_address(slots_smem) + warp * size  # noqa: E731
+            slots = lambda warp: (memory.shared_address(slots_smem) + warp * size, None)  # noqa: E731
         phase.run(
             cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
             pass_on=pass_on if len(out) > 1 else None, slots=slots,
@@ -182,7 +182,7 @@ class Attention(Plan):
         return Kept(position, integer(start), integer(stop), page)
 
     def run(
-        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
+        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange,
         pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
@@ -190,7 +190,6 @@ class Attention(Plan):
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
-        next_layer  its first keys and values are asked for, into the L2 cache
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         behind_keys  called by all threads when all keys have been read
@@ -201,14 +200,20 @@ class Attention(Plan):
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
+            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, asked)
             combine(self, share, smem, of_heads, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):
         """Ask for the first keys and values of a layer, before `run`; not by warps that are late."""
         share = self._share(kept)
         with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
-            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32)), late)
+            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32))[0], late)
+
+    def ask_ahead(self, cache: Cache, kept: Kept, layer, visits: int):
+        """Ask for the keys and values of a layer's first visits, into the L2 cache."""
+        share = self._share(kept)
+        with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
+            ask_ahead(self, cache, share, layer, visits)
 
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""

@@ -67,8 +67,10 @@ class Exchange:
     begin: int
     tag: Any
 
-    def send(self, at, value):
-        memory.store_tagged(value, self.workspace, at + self.begin, self.tag)
+    def send(self, at, values):
+        """1, 2 or 4 neighbours."""
+        words = [memory.tagged(value, self.tag) for value in values]
+        memory.store_words_for_others(words, self.workspace, at + self.begin)
 
     def receive(self, places) -> list:
         """What was sent to ((element, constant), count) places."""
@@ -78,92 +80,87 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A team's (m, l, o) of its split: m by head, l and o in shared memory, as its warps have them.
+    """A team's (m, l, o) of its split, in shared memory as its warps have them: whoever reads sums weighs them.
 
-    begin       of the team's in shared memory
-    thread, warp  of the team
-    largest     (whether this lane is the first that has it, head, m) of this lane's heads
+    begin  of the team's in shared memory
+    thread  of the team
     """
 
     plan: Plan
     smem: Any
     begin: Any
     thread: Any
-    warp: Any
-    largest: list
 
     @classmethod
     def of(cls, plan: Plan, smem, of_heads) -> "Block":
-        """The warps' (m, l, o) into shared memory, l and o with the m of the team."""
-        heads, head_dim, team = plan.heads, plan.head_dim, plan.team
-        thread, begin, barrier = team_thread(plan), team_begin(plan), team_barrier(plan)
-        warp, lane = thread // 32, thread % 32
-        g = lane // 4
-        maxima, totals = (place + begin for place in cls._places(plan))
-
-        for head, maximum, _, _ in of_heads:
-            with lanes.when((head < heads) & (g == 0)):
-                memory.store(maximum, smem, head * team + maxima + warp)
-        barrier()
-        found = []
+        """The warps' (m, l, o) into shared memory."""
+        self = cls(plan, smem, team_begin(plan), team_thread(plan))
+        warp, g = self.thread // 32, self.thread % 32 // 4
+        team_barrier(plan)()  # all have read the new token, which lies there
         for head, maximum, total, o in of_heads:
-            there = minimum(head, heads - 1) * team + maxima
-            largest = functools.reduce(largest_of, [memory.load(smem, there + w) for w in range(team)])
-            found.append(((head < heads) & (g == 0), head, largest))
-            weight = lanes.exp2(maximum - largest)
-            with lanes.when(head < heads):
+            with lanes.when(head < plan.heads):
                 for c, values in enumerate(o):
-                    for i in range(0, 8, 4):
-                        scaled = [v * weight for v in values[i : i + 4]]
-                        element = cls._spread(head * head_dim + g * 8 + (64 * c + i), head_dim)
-                        memory.store_reals(scaled, smem, [element + warp * (heads * head_dim) + begin])
+                    for i in (0, 4):
+                        element = self._spread(head * plan.head_dim + g * 8 + (64 * c + i))
+                        at = element + warp * (plan.heads * plan.head_dim) + self.begin
+                        memory.store_reals(values[i : i + 4], smem, [at])
                 with lanes.when(g == 0):
-                    memory.store(total * weight, smem, head * team + totals + warp)
-        barrier()
-        return cls(plan, smem, begin, thread, warp, found)
+                    for value, place in zip((maximum, total), self._places, strict=True):
+                        memory.store(value, smem, head * plan.team + warp + place)
+        team_barrier(plan)()
+        return self
 
-    @staticmethod
-    def _places(plan: Plan) -> tuple[int, int]:
-        """Where maxima and totals begin, behind the sums."""
-        return plan.sums, plan.sums + plan.heads * plan.team
+    @property
+    def _places(self):
+        """Where maxima and totals [heads, warps] begin, behind the sums."""
+        return [self.begin + self.plan.sums + k * self.plan.heads * self.plan.team for k in (0, 1)]
 
-    @staticmethod
-    def _spread(element, head_dim: int):
+    def _spread(self, element):
         """Where an element of [heads, head_dim] lies: 8 lanes, of 4 heads, that store 4 each at once do not
         meet."""
-        head = element // head_dim
+        head = element // self.plan.head_dim
         return element ^ (head & 1) * 4 ^ (head & 2) * 8
 
-    def sum_of(self, element):
-        """o of an element of [heads, head_dim]."""
-        element = self._spread(element, self.plan.head_dim)
-        return self._over_warps(element, self.plan.heads * self.plan.head_dim)
+    def of_head(self, g):
+        """(m, l, weights of its warps) of head g."""
+        team = self.plan.team
+        maxima, totals = (
+            [
+                v
+                for w in range(0, team, 4)
+                for v in memory.load_reals(min(4, team), self.smem, [g * team + w + at])
+            ]
+            for at in self._places
+        )
+        largest = functools.reduce(largest_of, maxima)
+        weights = [lanes.exp2(m - largest) for m in maxima]
+        return largest, weighted(weights, totals), weights
 
-    def total_of(self, g):
-        """l of a head."""
-        _, totals = self._places(self.plan)
-        return self._over_warps(g * self.plan.team + totals, 1)
-
-    def _over_warps(self, base, stride: int):
-        base = base + self.begin
-        parts = [memory.load(self.smem, base + w * stride) for w in range(self.plan.team)]
-        return functools.reduce(operator.add, parts)
+    def several(self, element, count: int) -> tuple[list, Any, Any]:
+        """Outputs of `count` (1, 2 or 4) neighbouring elements of [heads, head_dim], 0 without keys; m and l
+        of their head."""
+        plan = self.plan
+        largest, total, weights = self.of_head(element // plan.head_dim)
+        at, size = self._spread(element) + self.begin, plan.heads * plan.head_dim
+        sums = [memory.load_reals(count, self.smem, [at + w * size]) for w in range(plan.team)]
+        outputs = [quotient(weighted(weights, of_warps), total) for of_warps in zip(*sums, strict=True)]
+        return outputs, largest, total
 
     def outputs(self, use):
-        """use(element, output) for this thread's elements of [heads, head_dim]; 0 without keys."""
+        """use(first element, outputs, m, l) for this thread's neighbouring elements of [heads, head_dim]."""
         size, threads = self.plan.heads * self.plan.head_dim, 32 * self.plan.team
-
-        def one(element):
-            total = self.total_of(element // self.plan.head_dim)
-            use(element, quotient(self.sum_of(element), total))
-
-        for first in range(0, size, threads):
-            element = self.thread + first
-            if first + threads <= size:
-                one(element)
+        count = next(n for n in (1, 2, 4) if n * threads >= size or n == 4)
+        for first in range(0, size, threads * count):
+            element = self.thread * count + first
+            if first + threads * count <= size:
+                use(element, *self.several(element, count))
                 continue
             with lanes.when(element < size):
-                one(element)
+                use(element, *self.several(element, count))
+
+
+def weighted(weights: list, values: list):
+    return functools.reduce(operator.add, [w * v for w, v in zip(weights, values, strict=True)])
 
 
 def quotient(x, total):
@@ -182,13 +179,13 @@ def combine(
     if behind_keys is not None:
         behind_keys()
 
-    def store(element, output):
-        store_out(output, share.row, element + share.heads * size)
+    def store(element, outputs, *_):
+        for i, output in enumerate(outputs):
+            store_out(output, share.row, element + share.heads * size + i)
 
     def load(columns):
         """Outputs of columns of all heads, an index and a constant each."""
-        elements = [first - share.heads * size + more for first, more in columns]
-        return [quotient(block.sum_of(e), block.total_of(e // plan.head_dim)) for e in elements]
+        return [block.several(first - share.heads * size + more, 1)[0][0] for first, more in columns]
 
     alone = share.splits == 1
     with lanes.when(alone):
@@ -197,12 +194,14 @@ def combine(
         return
     with lanes.when(~alone):
         begin = (share.split + share.owner * plan.splits) * plan.partial
-        block.outputs(lambda element, output: exchange.send(begin + element, output))
-        for first_lane, head, largest in block.largest:
-            with lanes.when(first_lane & (block.warp == 0)):
-                total = block.total_of(head)
+
+        def send(element, outputs, largest, total):
+            exchange.send(begin + element, outputs)
+            with lanes.when(element % plan.head_dim == 0):
                 of_head = select(total > 0.0, largest + lanes.log2(total), LOWEST)
-                exchange.send(begin + size + head, of_head)
+                exchange.send(begin + size + element // plan.head_dim, [of_head])
+
+        block.outputs(send)
         _make(plan, share, exchange, block.thread, store)
 
 
@@ -234,5 +233,4 @@ def _make(plan: Plan, share: Share, exchange: Exchange, thread, store):
         total, *outputs = (lanes.warp_sum_real(v, together) for v in sums)
         inverse = lanes.reciprocal(total)
         with lanes.when(mine & (lane == 0)):
-            for i, output in enumerate(outputs):
-                store(element + i, output * inverse)
+            store(element, [output * inverse for output in outputs])

@@ -32,42 +32,49 @@ from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_splits import LOWEST, Share, team_barrier, team_begin
 from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, pairs, tensor_cores
-from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
+from pallas_kernels.gpu.values import greatest, index, integer, long, maximum, minimum, real, select
 
 MOST_AHEAD = 128  # bytes of a key of which a lane has room for 16, and their values, behind those it works on
 WIDEST_AT_ONCE = 128  # widest heads of which a lane has room for 16 keys and values at once
 
 
 def visit_bytes(plan: Plan, layout: ModuleType) -> int:
-    """Of shared memory, for 16 keys and values on their way; 0 if these go to registers."""
+    """Of shared memory, for 16 keys and values of a page on their way; 0 if these go to registers."""
     itemsize = jax.tree.leaves(layout.DTYPE)[0].itemsize
-    if plan.head_dim > WIDEST_AT_ONCE or itemsize > 2 or plan.head_dim * itemsize < 128:
+    in_rows = itemsize <= 2 and plan.head_dim * itemsize >= 128
+    if plan.head_dim > WIDEST_AT_ONCE or plan.page_size % KEYS or not in_rows:
         return 0
     return 2 * KEYS * plan.head_dim * itemsize
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, asked=None):
     """(head, maximum, sum of weights, weighted values) of a warp's keys, for each of a lane's heads: of these
     values [c][i].
 
-    slot        address of this warp's `visit_bytes` of shared memory; None: keys and values go to registers
+    slot        address of this warp's `visit_bytes` of shared memory, and what makes it that of its second
+                ones by xor, 0 if there are none, or None if no warp has them; None: keys and values go to
+                registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    next_layer  its first keys and values are asked for, into the L2 cache
     asked       whether this warp's first are on their way to the slot (`copy_first`); None: they are not
     """
-    warp, fetched = Warp.of(plan, cache, share, layer), None
+    warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
+    behind = first + step
     # Before q is asked for, which other blocks may still be making.
     if slot is not None:
+        slot, flip = slot
         copy_first(plan, cache, share, layer, slot, asked)
+        if flip is not None:
+            behind = behind + select(flip != 0, step, 0)
+            with lanes.when((first < share.stop) & (flip != 0)):
+                for which in (0, 1):
+                    warp.copy_behind(which, first + step, warp.page_of(first + step), slot ^ flip)
         fetch = functools.partial(warp.fetch_scales, first, warp.first_page)
         fetched = None, chosen(first < share.stop, fetch, warp.nothing()[1]), None
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
-    behind = warp.page_of(first + step) if slot is not None or warp.fetches_ahead else None
-    if next_layer is not None:
-        ask_for(plan, cache, share, next_layer)
+    page_behind = warp.page_of(behind) if slot is not None or warp.fetches_ahead else None
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
@@ -75,11 +82,12 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     def next_visit(base, carry):
         warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
         base = lanes.anew(integer(base))
-        return jax.tree.leaves(visit(warp, token, base, step, slot, *jax.tree.unflatten(structure, carry)))
+        state = jax.tree.unflatten(structure, carry)
+        return jax.tree.leaves(visit(warp, token, base, step, flip, *state))
 
     heads = warp.heads
     state = [real(LOWEST)] * len(heads), [real(0)] * len(heads), [real(0)] * (plan.head_dim // 4)
-    carry, structure = jax.tree.flatten((state, fetched, behind))
+    carry, structure = jax.tree.flatten((state, slot, fetched, page_behind))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maxima, totals, o = jax.tree.unflatten(structure, carry)[0]
     totals = [lanes.warp_sum_real(total, 32, first=4) for total in totals]
@@ -155,11 +163,16 @@ class Warp:
     def fetches_ahead(self) -> bool:
         """Whether what is fetched next is asked for before this has been read, else a warp waits for memory
         at each 16 keys: where registers have room for both."""
-        return self.plan.head_dim * self.itemsize <= MOST_AHEAD
+        return self.row_bytes <= MOST_AHEAD
 
     @property
     def itemsize(self) -> int:
         return jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Of a head's key, or value."""
+        return self.plan.head_dim * self.itemsize
 
     def fetch_keys(self, base, page):
         return self.load(self.cache.keys, self.keys_of(base)[0], self.key_part, page)
@@ -175,14 +188,18 @@ class Warp:
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
     def copy(self, which: int, base, page, slot):
-        """16 keys (0) or values (1) into the warp's slot, in rows; pieces of 16 bytes are where no two of 8
-        lanes that read at once meet."""
-        numbers = jax.tree.leaves((self.cache.keys, self.cache.values)[which])[0]
-        lane, pieces = integer(lanes.thread() % 32), self.plan.head_dim * self.itemsize // 16
-        for first in range(0, KEYS, 32 // pieces):
-            row, piece = lane // pieces + first, lane % pieces
-            at = self.place(stored_key(self.share.length, base + row), piece * (16 // self.itemsize), page)
-            memory.copy_element(self.piece(which, slot, row, piece), numbers, at)
+        """16 keys (0) or values (1) of one page into the warp's slot, in rows; pieces of 16 bytes are where no
+        two of 8 lanes that read at once meet."""
+        plan, numbers = self.plan, jax.tree.leaves((self.cache.keys, self.cache.values)[which])[0]
+        lane, pieces = integer(lanes.thread() % 32), self.row_bytes // 16
+        row, piece, together = lane // pieces, lane % pieces, 32 // pieces
+        # Of one page as they are, 16 keys take few instructions: a row that is not stored yet is the last one.
+        base = stored_key(self.share.length, base)
+        last = maximum(self.share.length, 1) - 1 - base
+        source = memory.address_of(numbers, self.place(base, piece * (16 // self.itemsize), page))
+        for first in range(0, KEYS, together):
+            at = source + long(minimum(row + first, last) * (plan.kv_heads * self.row_bytes))
+            memory.copy_async(self.piece(which, slot, row, piece, first), at, 16)
 
     def copy_behind(self, which: int, base, page, slot):
         """When all lanes have read what is there."""
@@ -191,11 +208,10 @@ class Warp:
             self.copy(which, base, page, slot)
         memory.commit_copies()
 
-    def piece(self, which: int, slot, row, piece):
-        """Address of a piece of a row."""
-        of_row = self.plan.head_dim * self.itemsize
-        place = row * (of_row // 16) + (piece ^ (row & 6) ^ (row & 1) * 4)
-        return slot + place * 16 + which * (KEYS * of_row)
+    def piece(self, which: int, slot, row, piece, more: int = 0):
+        """Address of a piece of a row; `more`, a power of two above all of row, or a multiple, is added to it."""
+        place = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
+        return slot + row * self.row_bytes + place + (more + which * KEYS) * self.row_bytes
 
     def copied_keys(self, slot):
         return self._copied(0, slot, [(self.g, 0), (self.g, 8)], self.key_part)
@@ -210,7 +226,7 @@ class Warp:
         def load(row, more, part):
             at = part * self.itemsize
             address = self.piece(which, slot, row, at // 16) + at % 16
-            words = memory.load_shared(2 * self.itemsize, address, more * self.plan.head_dim * self.itemsize)
+            words = memory.load_shared(2 * self.itemsize, address, more * self.row_bytes)
             return [lanes.vector_of(words, element, 4 // self.itemsize)]
 
         return [[load(row, more, part) for part in parts] for row, more in rows]
@@ -265,22 +281,20 @@ class Warp:
         return place(self.plan, self.cache, self.share, self.layer, j, part, page)
 
 
-def ask_for(plan: Plan, cache: Cache, share: Share, layer):
-    """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
-    cache cannot hold beside the weights is read twice."""
-    lane, warp = integer(lanes.thread() % 32), integer(lanes.thread() // 32)
-    key, half = lane // 2, lane % 2
-    part = half * (plan.head_dim // 2)
-
-    j = share.start + warp * KEYS + key
-    page = share.page if plan.page_size % KEYS == 0 else None
-    with lanes.when(j < share.stop):
-        at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
-        for ref in jax.tree.leaves((cache.keys, cache.values)):
-            memory.prefetch(ref, at[: len(ref.type.shape)])
+def ask_ahead(plan: Plan, cache: Cache, share: Share, layer, visits: int):
+    """This warp's keys and values of the first visits of a layer into the L2 cache, half a row a lane."""
+    lane, warp = integer(lanes.thread() % 32), Warp.of(plan, cache, share, layer)
+    key, part = lane // 2, lane % 2 * (plan.head_dim // 2)
+    for v in range(visits):
+        base = share.start + (warp.number + v * plan.team) * KEYS
+        with lanes.when(base + key < share.stop):
+            page = warp.page_of(base) if v else warp.first_page
+            at = warp.place(stored_key(share.length, base + key), part, page)
+            for ref in jax.tree.leaves((cache.keys, cache.values)):
+                memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
-def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, page_behind: Any):
+def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: Any, page_behind: Any):
     """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
     are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
     none, and they are asked for when they are wanted. Where registers have room for both, they are asked for
@@ -290,12 +304,14 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
              for each (c, i) two columns of dimension 64 c + 8 g + i
     fetched  (keys, scales, values), or None
     page_behind  `page_of` the keys `step` behind, if it must be known at once
-    Returns state, fetched and page_behind of the next visit.
+    Returns state, slot, fetched and page_behind of the next visit.
     """
     share, layout, zero = warp.share, warp.cache.layout, real(0)
     key_js, value_js = warp.keys_of(base)
     has_new = (share.length - base < KEYS) & token.has_new
     copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
+    if flip is not None:
+        behind = behind + select(flip != 0, step, 0)
     more, ahead = behind < share.stop, not copied and not wide and warp.fetches_ahead
     page = page_behind if ahead or copied else warp.page_of(base if wide else behind)
     if ahead or copied:
@@ -305,9 +321,11 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     assert fetched is not None
     keys, stored_scales, values = fetched
     if copied:
-        next_scales = chosen(more, lambda: warp.fetch_scales(behind, page), stored_scales)
-        memory.wait_copies(1)
-        lanes.warp_barrier()
+        following = base + step
+        of_scales = lambda: page if flip is None else warp.page_of(following)  # noqa: E731
+        fetch = lambda: warp.fetch_scales(following, of_scales())  # noqa: E731
+        next_scales = chosen(following < share.stop, fetch, stored_scales)
+        wait_oldest(flip)
         keys = warp.copied_keys(slot)
     elif ahead:
         next_fetched = chosen(more, lambda: warp.fetch(behind, page), fetched)
@@ -339,8 +357,7 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     totals = [functools.reduce(operator.add, of, total) for of, total in zip(weights, totals, strict=True)]
     weights = across_keys(layout, [scaled(of, value_scales) for of in weights])
     if copied:
-        memory.wait_copies(1)
-        lanes.warp_barrier()
+        wait_oldest(flip)
         values = warp.copied_values(slot)
     elif wide:
         values = warp.fetch_values(base, page)
@@ -348,14 +365,24 @@ def visit(warp: Warp, token: NewToken, base, step, slot, state, fetched: Any, pa
     state = maxima, totals, weighted(layout, weights, values, o)
     if copied:
         warp.copy_behind(1, behind, page, slot)
-    if copied:
-        return state, (None, next_scales, None), page_behind
+        return state, slot if flip is None else slot ^ flip, (None, next_scales, None), page_behind
     if wide:
-        return state, None, None
+        return state, None, None, None
     if ahead:
-        return state, next_fetched, page_behind
+        return state, None, next_fetched, page_behind
     values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return state, (keys, stored_scales, values), None
+    return state, None, (keys, stored_scales, values), None
+
+
+def wait_oldest(flip):
+    """Until the oldest keys or values on their way to the warp's slots, one or two, are there."""
+    if flip is None:
+        memory.wait_copies(1)
+    else:
+        for condition, pending in ((flip == 0, 1), (flip != 0, 3)):
+            with lanes.when(condition):
+                memory.wait_copies(pending)
+    lanes.warp_barrier()
 
 
 def chosen(condition, values, otherwise):

@@ -108,13 +108,19 @@ def address(ref):
     return of(llvm.ptrtoint(i64(), mosaic.memref_ptr(ref)))
 
 
+def address_of(ref, indices):
+    """Where an element of a ref of global memory begins, as i64."""
+    return of(llvm.ptrtoint(i64(), _element(ref, indices)))
+
+
 def at_byte(base, item, item_bytes: int, offset):
     """base + item * item_bytes + offset: i64 from an i64 and two i32."""
     return base + long(item) * item_bytes + long(offset)
 
 
 def copy_async(shared, source, count: int, at: int = 0):
-    """Begin to copy `count` bytes (4, 8 or 16) from global to shared memory, both addresses plus `at`."""
+    """Begin to copy `count` bytes (4, 8 or 16) from global to shared memory, both addresses plus `at`; 16 go
+    past the multiprocessor's own cache, which has room for few lines on their way."""
     cache = "cg" if count == 16 else "ca"
     text = f"cp.async.{cache}.shared.global [$0+{at}], [$1+{at}], {count};"
     lanes.ptx(None, [shared, source], text, "r,l,~{memory}", effects=True)
@@ -133,12 +139,6 @@ def wait_copies(pending: int):
 def prefetch(ref, indices):
     """Ask for the cache line of an element of a ref, into the L2 cache."""
     lanes.ptx(None, [_element(ref, indices)], "prefetch.global.L2 [$0];", "l,~{memory}", effects=True)
-
-
-def copy_element(shared, ref, indices):
-    """Begin to copy 16 bytes, from an element of a ref on, to shared memory, past the multiprocessor's own
-    cache: that has room for few lines on their way."""
-    copy_async(shared, _element(ref, indices), 16)
 
 
 def fence_of_copies():
@@ -202,6 +202,15 @@ def store_for_others(word, ref, at):
     """A word to global memory, for other blocks of the same launch."""
     text = "st.relaxed.gpu.global.u32 [$0], $1;"
     lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
+
+
+def store_words_for_others(words: list, ref, at):
+    """1, 2 or 4 words, from a multiple of as many on."""
+    if len(words) == 1:
+        return store_for_others(words[0], ref, at)
+    names = ", ".join(f"${i + 1}" for i in range(len(words)))
+    text = f"st.relaxed.gpu.global.v{len(words)}.u32 [$0], {{{names}}};"
+    lanes.ptx(None, [_pointer(ref, at), *words], text, "l" + ",r" * len(words) + ",~{memory}", effects=True)
 
 
 def store_four_for_others(words: list, ref, at):

@@ -39,6 +39,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
+ASK_AHEAD_DURING, VISITS_AHEAD = Phase.O, 1
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -169,6 +170,8 @@ class _Step:
             without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
             with lanes.when(without_keys):
                 self.weights.request_during(Phase.ATTENTION, layer)
+        if phase == ASK_AHEAD_DURING:
+            self.attention.ask_ahead(self.cache, self.kept, minimum(layer + 1, self.layers - 1), VISITS_AHEAD)
 
     def _asked(self):
         """Whether this warp's first keys are asked for while q is made."""
@@ -181,13 +184,18 @@ class _Step:
         return fits and self.shapes.slots != []
 
     def _slot(self, warp):
-        """Address of a warp's slot."""
+        """Address of a warp's first slot, and what makes it that of its second by xor; 0 if it has none."""
         size, slots = self.shapes.slot_bytes, self.shapes.slots
-        at = warp * size + slots[0]
-        for w in range(1, WARPS):
-            if slots[w] != slots[w - 1] + size:
-                at = select(warp < w, at, (warp - w) * size + slots[w])
-        return self.weights.address + at
+
+        def address(warp, slots):
+            at = warp * size + slots[0]
+            for w in range(1, len(slots)):
+                if slots[w] != slots[w - 1] + size:
+                    at = select(warp < w, at, (warp - w) * size + slots[w])
+            return self.weights.address + at
+
+        first, more = address(warp, slots[:WARPS]), slots[WARPS:]
+        return first, select(warp < len(more), first ^ address(warp, more), 0) if more else None
 
     def _attend(self, layer):
         workspace, behind_keys = self.workspace, None
@@ -202,7 +210,6 @@ class _Step:
             exchange=Exchange(
                 workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
-            next_layer=minimum(layer + 1, self.layers - 1),
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
             behind_keys=behind_keys,
             slots=self._slot if self.has_slots else None,

@@ -18,6 +18,7 @@ from pallas_kernels.step.rows_product import MOST_ROWS, RowsProduct
 PAIR_BYTES = 2 * GROUP * 16 // 8  # of the words of a tile and a pair of groups
 SCALE_BYTES = 2 * 16 * 2
 MOST_SPLITS = 4
+MOST_SLOTS = 2 * WARPS
 Product = BitProduct | RowsProduct
 
 
@@ -129,16 +130,18 @@ class Shapes:
             self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
-        behind = [self.weight_bytes + i * size for i in range(WARPS - len(down) - len(qkv))]
-        places = [*down, *behind, *qkv][:WARPS]
-        end = max(self.weight_bytes, max(places) + size)
-        fits = shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes()
-        return places if fits else []
+        for count in range(MOST_SLOTS, WARPS - 1, -1):
+            behind = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
+            places = [*down, *behind, *qkv][:count]
+            end = max(self.weight_bytes, max(places) + size)
+            if shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes():
+                return places
+        return []
 
     @property
     def early_slots(self) -> int:
         """Of so many warps they do not lie in place of weights of q, k and v."""
-        return sum(place >= self.begins[Phase.O, 0] for place in self.slots)
+        return sum(place >= self.begins[Phase.O, 0] for place in self.slots[:WARPS])
 
     @property
     def slot_bytes(self) -> int:

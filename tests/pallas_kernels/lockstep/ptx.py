@@ -239,9 +239,9 @@ def _store_four(machine, match, pointer, *words):
     machine.send(pointer, *words)
 
 
-@instruction(r"st\.relaxed\.gpu\.global\.u32 \[\$0\], \$1")
-def _store_relaxed(machine, match, pointer, word):
-    machine.send(pointer, word)
+@instruction(r"st\.relaxed\.gpu\.global(?:\.v\d)?\.u32 \[\$0\], ")
+def _store_relaxed(machine, match, pointer, *words):
+    machine.send(pointer, *words)
 
 
 @instruction(r"prefetch\.global\.L2 \[\$0\]")
