@@ -80,7 +80,7 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """A team's (m, l, o) of its split, in shared memory as its warps have them: whoever reads sums weighs them.
+    """A team's (m, l, o) of its split, in shared memory as its warps have them: who reads sums weighs them.
 
     begin  of the team's in shared memory
     thread  of the team
@@ -171,9 +171,9 @@ def quotient(x, total):
 def combine(
     plan: Plan, share: Share, smem, of_heads, store_out, exchange: Exchange, pass_on=None, behind_keys=None
 ):  # fmt: skip
-    """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the output. A row's only split
-    gives it to `pass_on` by warps, where that is not None; `behind_keys` is called when all warps have read
-    their keys (decode.Attention.run)."""
+    """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the
+    output. A row's only split gives it to `pass_on` by warps, where that is not None; `behind_keys` is called
+    when all warps have read their keys (decode.Attention.run)."""
     size = plan.heads * plan.head_dim
     block = Block.of(plan, smem, of_heads)
     if behind_keys is not None:

@@ -188,12 +188,13 @@ class Warp:
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
     def copy(self, which: int, base, page, slot):
-        """16 keys (0) or values (1) of one page into the warp's slot, in rows; pieces of 16 bytes are where no
-        two of 8 lanes that read at once meet."""
+        """16 keys (0) or values (1) of one page into the warp's slot, in rows; pieces of 16 bytes are where
+        no two of 8 lanes that read at once meet."""
         plan, numbers = self.plan, jax.tree.leaves((self.cache.keys, self.cache.values)[which])[0]
         lane, pieces = integer(lanes.thread() % 32), self.row_bytes // 16
         row, piece, together = lane // pieces, lane % pieces, 32 // pieces
-        # Of one page as they are, 16 keys take few instructions: a row that is not stored yet is the last one.
+        # Of one page as they are, 16 keys take few instructions; in place of a row that is not stored yet the
+        # last one.
         base = stored_key(self.share.length, base)
         last = maximum(self.share.length, 1) - 1 - base
         source = memory.address_of(numbers, self.place(base, piece * (16 // self.itemsize), page))
@@ -209,7 +210,7 @@ class Warp:
         memory.commit_copies()
 
     def piece(self, which: int, slot, row, piece, more: int = 0):
-        """Address of a piece of a row; `more`, a power of two above all of row, or a multiple, is added to it."""
+        """Address of a piece of a row; `more`, a multiple of a power of two above row, is added to it."""
         place = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
         return slot + row * self.row_bytes + place + (more + which * KEYS) * self.row_bytes
 
@@ -300,8 +301,8 @@ def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: A
     none, and they are asked for when they are wanted. Where registers have room for both, they are asked for
     at once.
 
-    state    of this lane's heads the largest scores; its shares of the sums of weights; of the weighted values
-             for each (c, i) two columns of dimension 64 c + 8 g + i
+    state    of this lane's heads the largest scores; its shares of the sums of weights; of the weighted
+             values for each (c, i) two columns of dimension 64 c + 8 g + i
     fetched  (keys, scales, values), or None
     page_behind  `page_of` the keys `step` behind, if it must be known at once
     Returns state, slot, fetched and page_behind of the next visit.
@@ -434,7 +435,7 @@ def raised(state, largest):
 
 
 def across_keys(layout, weights) -> list:
-    """Weights [head][key] of keys g and g + 8 -> pairs of column g, of keys 2 t and 2 t + 1, and of those + 8:
+    """Weights [head][key] of keys g and g + 8 -> pairs of column g, of keys 2 t and 2 t + 1 and of those + 8,
     for each product that values are to be weighted by."""
     if len(weights) == 1:
         high, low = layout.split(*weights[0])

@@ -190,12 +190,7 @@ SPILLED = {
     ("many: out", (9, 0)): 4,
     ("many: out, 16 bits", (9, 0)): 12,
     # 8 dimensions of float32 are twice the registers.
-    ("attention, float32", (9, 0)): 24,
-    ("one launch, 1.7B, float32", (9, 0)): 92,
-    ("one launch, A3B", (9, 0)): 8,
-    # Where values lie beside queries and sums, and a new value comes between.
-    ("attention, 256 wide", (8, 9)): 12,
-    ("attention, 256 wide", (9, 0)): 28,
+    ("attention, float32", (9, 0)): 4,
 }
 OF_EACH_KIND = [
     "many queries, by mma", "q4_k gate and up", "q4_k gate and up, 8 rows", "decoded: q4_k gate and up",
