@@ -159,7 +159,7 @@ class Block:
                 use(element, *self.several(element, count))
 
 
-def weighted(weights: list, values: list):
+def weighted(weights, values):
     return functools.reduce(operator.add, [w * v for w, v in zip(weights, values, strict=True)])
 
 
