@@ -28,7 +28,7 @@ from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import ask_ahead, attend, copy_first, visit_bytes
+from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
 from pallas_kernels.matmul import activations_int8
@@ -165,13 +165,14 @@ class Kept:
 
     position     of the new token, or -1
     start, stop  of the split's keys, the new one among them
-    page         of this warp's first keys, where pages have whole 16 keys
+    page, second_page  of this warp's first keys, and of its second visit's, where pages have whole 16 keys
     """
 
     position: Any
     start: Any
     stop: Any
     page: Any
+    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,12 +189,14 @@ class Attention(Plan):
         start = minimum(keys, split * chunk)
         stop = minimum(keys, start + chunk)
         length = index(arith.maxsi(position, integer(0)))
-        base = stored_key(length, start + team_warp(self) * KEYS)
-        page = memory.load(cache.table, row, base // self.page_size)
-        return Kept(position, integer(start), integer(stop), page)
+        pages = []
+        for visit in (0, 1):
+            base = stored_key(length, start + (team_warp(self) + visit * self.team) * KEYS)
+            pages.append(memory.load(cache.table, row, base // self.page_size))
+        return Kept(position, integer(start), integer(stop), *pages)
 
     def run(
-        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange,
+        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
         pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
@@ -201,30 +204,26 @@ class Attention(Plan):
         load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
+        next_layer  its first keys and values are asked for, into the L2 cache
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         behind_keys  called by all threads when all keys have been read
-        slots       address of a warp's `visit_bytes` of shared memory, by its number; None: keys and values
-                    go to registers
-        asked       whether this warp's first keys and values have been asked for (`ask`)
+        slots       a warp's places in shared memory by its number, as `attend` has `slot`; None: keys and
+                    values go to registers
+        asked       whether this warp's first keys have been asked for (`ask`)
         """
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, asked)
+            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
             combine(self, share, smem, of_heads, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):
-        """Ask for the first keys and values of a layer, before `run`; not by warps that are late."""
+        """Ask for the first keys of a layer, before `run`; not by warps that are late. (Values have time: to
+        ask for them would keep back the making of q.)"""
         share = self._share(kept)
         with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
-            copy_first(self, cache, share, layer, slots(integer(lanes.thread() // 32))[0], late)
-
-    def ask_ahead(self, cache: Cache, kept: Kept, layer, visits: int):
-        """Ask for the keys and values of a layer's first visits, into the L2 cache."""
-        share = self._share(kept)
-        with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
-            ask_ahead(self, cache, share, layer, visits)
+            copy_first(0, self, cache, share, layer, slots(integer(lanes.thread() // 32))[0], late)
 
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""
@@ -263,4 +262,5 @@ class Attention(Plan):
         words = (kept.position, kept.start, kept.stop, kept.page)
         position, start, stop, page = (lanes.anew(word) for word in words)
         _, length, active, splits = self._splits(position)
-        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, page)
+        pages = page, kept.second_page
+        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, *pages)

@@ -43,7 +43,7 @@ class Share:
     row, heads   the two
     split, splits
     length       keys before the new one, i32; active: whether the row has a new one
-    start, stop, page  as decode.Kept has them
+    start, stop, page, second_page  as decode.Kept has them
     """
 
     owner: Any
@@ -56,6 +56,7 @@ class Share:
     start: Any
     stop: Any
     page: Any
+    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Exchange:
 class Block:
     """A team's (m, l, o) of its split, in shared memory as its warps have them: who reads sums weighs them.
 
-    begin  of the team's in shared memory
+    begin   of the team's in shared memory
     thread  of the team
     """
 
@@ -124,13 +125,9 @@ class Block:
     def of_head(self, g):
         """(m, l, weights of its warps) of head g."""
         team = self.plan.team
+        load = lambda at: memory.load_reals(min(4, team), self.smem, [at])  # noqa: E731
         maxima, totals = (
-            [
-                v
-                for w in range(0, team, 4)
-                for v in memory.load_reals(min(4, team), self.smem, [g * team + w + at])
-            ]
-            for at in self._places
+            [v for w in range(0, team, 4) for v in load(g * team + w + place)] for place in self._places
         )
         largest = functools.reduce(largest_of, maxima)
         weights = [lanes.exp2(m - largest) for m in maxima]

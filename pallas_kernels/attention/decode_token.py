@@ -31,6 +31,7 @@ from pallas_kernels.gpu.values import (
 )
 
 PART = 8  # numbers of a lane
+FIRST_WARP = 2  # that makes it, of a team: those before may have a second place for keys, and ask for these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +60,8 @@ class NewToken:
         """load_qkv: (row, columns) -> list of float32, 4 from each column on (an index and a constant)."""
         plan, each = self.plan, 32 // self.parts
         for first in range(0, plan.heads + 2, plan.team * each):
-            number = team_warp(plan) * each + first
+            warp = (team_warp(plan) + max(0, plan.team - FIRST_WARP)) % plan.team
+            number = warp * each + first
             if plan.team == 1:
                 self._make(number, load_qkv)
                 continue

@@ -47,15 +47,15 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
     return 2 * KEYS * plan.head_dim * itemsize
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, asked=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
     """(head, maximum, sum of weights, weighted values) of a warp's keys, for each of a lane's heads: of these
     values [c][i].
 
-    slot        address of this warp's `visit_bytes` of shared memory, and what makes it that of its second
-                ones by xor, 0 if there are none, or None if no warp has them; None: keys and values go to
-                registers
+    slot        address of this warp's `visit_bytes` of shared memory, and the same xor that of its second, 0
+                if it has none, None if no warp has; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    asked       whether this warp's first are on their way to the slot (`copy_first`); None: they are not
+    next_layer  its first keys and values are asked for, into the L2 cache
+    asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """
     warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
@@ -63,18 +63,21 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     # Before q is asked for, which other blocks may still be making.
     if slot is not None:
         slot, flip = slot
-        copy_first(plan, cache, share, layer, slot, asked)
+        copy_first(0, plan, cache, share, layer, slot, asked)
+        copy_first(1, plan, cache, share, layer, slot)
         if flip is not None:
             behind = behind + select(flip != 0, step, 0)
             with lanes.when((first < share.stop) & (flip != 0)):
                 for which in (0, 1):
-                    warp.copy_behind(which, first + step, warp.page_of(first + step), slot ^ flip)
+                    warp.copy_behind(which, first + step, share.second_page, slot ^ flip)
         fetch = functools.partial(warp.fetch_scales, first, warp.first_page)
         fetched = None, chosen(first < share.stop, fetch, warp.nothing()[1]), None
     elif plan.head_dim <= WIDEST_AT_ONCE:
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
     page_behind = warp.page_of(behind) if slot is not None or warp.fetches_ahead else None
+    if next_layer is not None:
+        ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
@@ -102,17 +105,16 @@ def of_columns(plan: Plan, two) -> list:
     return [two[0] + two[1]] if plan.columns == 2 else two
 
 
-def copy_first(plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
-    """Ask for a warp's first keys and values, if that has not been done."""
+def copy_first(which: int, plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
+    """Ask for a warp's first keys (0) or values (1), if that has not been done."""
     warp = Warp.of(plan, cache, share, layer)
     first = share.start + warp.number * KEYS
     wanted = first < share.stop
     if asked is not None:
         wanted = wanted & ~asked
     with lanes.when(wanted):
-        for which in (0, 1):
-            warp.copy(which, first, warp.first_page, slot)
-            memory.commit_copies()
+        warp.copy(which, first, warp.first_page, slot)
+        memory.commit_copies()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +195,7 @@ class Warp:
         plan, numbers = self.plan, jax.tree.leaves((self.cache.keys, self.cache.values)[which])[0]
         lane, pieces = integer(lanes.thread() % 32), self.row_bytes // 16
         row, piece, together = lane // pieces, lane % pieces, 32 // pieces
-        # Of one page as they are, 16 keys take few instructions; in place of a row that is not stored yet the
-        # last one.
+        # They are of one page, from one address on; in place of a row that is not stored yet, the last.
         base = stored_key(self.share.length, base)
         last = maximum(self.share.length, 1) - 1 - base
         source = memory.address_of(numbers, self.place(base, piece * (16 // self.itemsize), page))
@@ -210,7 +211,7 @@ class Warp:
         memory.commit_copies()
 
     def piece(self, which: int, slot, row, piece, more: int = 0):
-        """Address of a piece of a row; `more`, a multiple of a power of two above row, is added to it."""
+        """Address of a piece of row + more, of which `more` has no bit at or below row's highest."""
         place = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
         return slot + row * self.row_bytes + place + (more + which * KEYS) * self.row_bytes
 
@@ -282,17 +283,19 @@ class Warp:
         return place(self.plan, self.cache, self.share, self.layer, j, part, page)
 
 
-def ask_ahead(plan: Plan, cache: Cache, share: Share, layer, visits: int):
-    """This warp's keys and values of the first visits of a layer into the L2 cache, half a row a lane."""
-    lane, warp = integer(lanes.thread() % 32), Warp.of(plan, cache, share, layer)
-    key, part = lane // 2, lane % 2 * (plan.head_dim // 2)
-    for v in range(visits):
-        base = share.start + (warp.number + v * plan.team) * KEYS
-        with lanes.when(base + key < share.stop):
-            page = warp.page_of(base) if v else warp.first_page
-            at = warp.place(stored_key(share.length, base + key), part, page)
-            for ref in jax.tree.leaves((cache.keys, cache.values)):
-                memory.prefetch(ref, at[: len(ref.type.shape)])
+def ask_for(plan: Plan, cache: Cache, share: Share, layer):
+    """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
+    cache cannot hold beside the weights is read twice."""
+    lane, warp = integer(lanes.thread() % 32), integer(lanes.thread() // 32)
+    key, half = lane // 2, lane % 2
+    part = half * (plan.head_dim // 2)
+
+    j = share.start + warp * KEYS + key
+    page = share.page if plan.page_size % KEYS == 0 else None
+    with lanes.when(j < share.stop):
+        at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
+        for ref in jax.tree.leaves((cache.keys, cache.values)):
+            memory.prefetch(ref, at[: len(ref.type.shape)])
 
 
 def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: Any, page_behind: Any):

@@ -39,7 +39,6 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-ASK_AHEAD_DURING, VISITS_AHEAD = Phase.O, 1
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -170,8 +169,6 @@ class _Step:
             without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
             with lanes.when(without_keys):
                 self.weights.request_during(Phase.ATTENTION, layer)
-        if phase == ASK_AHEAD_DURING:
-            self.attention.ask_ahead(self.cache, self.kept, minimum(layer + 1, self.layers - 1), VISITS_AHEAD)
 
     def _asked(self):
         """Whether this warp's first keys are asked for while q is made."""

@@ -358,11 +358,10 @@ class _Layer:
             return memory.load_tagged(of.workspace, wanted, self.tag, at_once=True)
 
         with lanes.when(lanes.block() < of.attention.blocks):
-            next_layer = index(minimum(self.layer + 1, of.layers - 1))
-            of.attention.ask_ahead(of.cache, of.kept, next_layer, 1)
             of.attention.run(
                 of.cache, of.kept, index(self.layer), of.attention_smem, load_qkv,
                 lambda y, row, n: self._send(ATTENDED, n, y), Exchange(of.workspace, begin, self.tag),
+                next_layer=index(minimum(self.layer + 1, of.layers - 1)),
             )  # fmt: skip
             lanes.block_barrier()
 
