@@ -97,17 +97,18 @@ class Block:
         """The warps' (m, l, o) into shared memory."""
         self = cls(plan, smem, team_begin(plan), team_thread(plan))
         warp, g = self.thread // 32, self.thread % 32 // 4
-        team_barrier(plan)()  # all have read the new token, which lies there
-        for head, maximum, total, o in of_heads:
+        for head, maximum, total, _ in of_heads:
+            with lanes.when((head < plan.heads) & (g == 0)):
+                for value, place in zip((maximum, total), self._places, strict=True):
+                    memory.store(value, smem, head * plan.team + warp + place)
+        team_barrier(plan)()  # all have read the new token, which lies where sums go
+        for head, _, _, o in of_heads:
             with lanes.when(head < plan.heads):
                 for c, values in enumerate(o):
                     for i in (0, 4):
                         element = self._spread(head * plan.head_dim + g * 8 + (64 * c + i))
                         at = element + warp * (plan.heads * plan.head_dim) + self.begin
                         memory.store_reals(values[i : i + 4], smem, [at])
-                with lanes.when(g == 0):
-                    for value, place in zip((maximum, total), self._places, strict=True):
-                        memory.store(value, smem, head * plan.team + warp + place)
         team_barrier(plan)()
         return self
 
