@@ -26,9 +26,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
+from pallas_kernels.attention.decode_keys import copy_first, visit_bytes
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
+from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
 from pallas_kernels.matmul import activations_int8
