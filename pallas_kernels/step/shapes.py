@@ -130,7 +130,7 @@ class Shapes:
             self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
-        for count in range(MOST_SLOTS, WARPS - 1, -1):
+        for count in range(MOST_SLOTS if self.rows <= 8 else WARPS, WARPS - 1, -1):
             behind = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
             places = [*down, *behind, *qkv][:count]
             end = max(self.weight_bytes, max(places) + size)
