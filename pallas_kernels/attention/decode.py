@@ -31,7 +31,7 @@ from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total
+from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total, true
 from pallas_kernels.matmul import activations_int8
 from pallas_kernels.matmul.activations_int8 import GROUP, columns_of_lane, store_group
 
@@ -198,7 +198,7 @@ class Attention(Plan):
 
     def run(
         self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        pass_on=None, behind_keys=None, slots=None, asked=None,
+        most_ahead=None, pass_on=None, behind_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -206,6 +206,7 @@ class Attention(Plan):
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
         next_layer  its first keys and values are asked for, into the L2 cache
+        most_ahead  if a row has fewer keys than its share of so many; None: always
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
         behind_keys  called by all threads when all keys have been read
@@ -216,7 +217,11 @@ class Attention(Plan):
         share = self._share(kept)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, next_layer, asked)
+            ahead = None
+            if next_layer is not None:
+                few = true() if most_ahead is None else share.length < most_ahead // self.rows
+                ahead = next_layer, few
+            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, ahead, asked)
             combine(self, share, smem, of_heads, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):

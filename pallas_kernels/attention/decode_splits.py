@@ -10,7 +10,7 @@ barrier: so all blocks of a launch must run at once.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from pallas_kernels.attention.decode_plan import Plan
@@ -157,7 +157,7 @@ class Block:
                 use(element, *self.several(element, count))
 
 
-def weighted(weights, values):
+def weighted(weights: Sequence, values: Sequence):
     return functools.reduce(operator.add, [w * v for w, v in zip(weights, values, strict=True)])
 
 

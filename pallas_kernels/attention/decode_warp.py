@@ -14,8 +14,8 @@ dimensions of values, are the 16 rows of a tensor core. Of its 8 columns a head 
 low parts, and lane 4 g + t head t; of 5 to 7 heads each has one, the parts are multiplied one after the
 other, and the lane has heads 2 t and 2 t + 1.
 
-Keys and values of a warp's first visit are on their way while q is made; those of a later one are asked for
-as soon as the place that they go to has been read (decode_keys.py).
+Keys and values of a warp's first visit are on their way before q is there; those of a later one are asked for
+as soon as the place that they go to has been read, of which a warp may have two (decode_keys.py).
 """
 
 import functools
@@ -33,14 +33,14 @@ from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, next_layer=None, asked=None):
+def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, ahead=None, asked=None):
     """(head, maximum, sum of weights, weighted values) of a warp's keys, for each of a lane's heads: of these
     values [c][i].
 
     slot        address of this warp's `visit_bytes` of shared memory, and the same xor that of its second, 0
                 if it has none, None if no warp has; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    next_layer  its first keys and values are asked for, into the L2 cache
+    ahead       (a layer, whether its first keys and values are asked for, into the L2 cache), or None
     asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """
     warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
@@ -62,8 +62,10 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
         fetch = functools.partial(warp.fetch, first, warp.first_page)
         fetched = chosen(first < share.stop, fetch, warp.nothing())
     page_behind = warp.page_of(behind) if slot is not None or warp.fetches_ahead else None
-    if next_layer is not None:
-        ask_for(plan, cache, share, next_layer)
+    if ahead is not None:
+        next_layer, wanted = ahead
+        with lanes.when(wanted):
+            ask_for(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()

@@ -39,6 +39,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
+MOST_AHEAD = 512  # keys of all rows: fewer are asked for a layer ahead, or they would wait behind weights
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -207,6 +208,8 @@ class _Step:
             exchange=Exchange(
                 workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
+            next_layer=minimum(layer + 1, self.layers - 1),
+            most_ahead=MOST_AHEAD,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
             behind_keys=behind_keys,
             slots=self._slot if self.has_slots else None,

@@ -124,13 +124,14 @@ class Shapes:
     def slots(self) -> list[int]:
         """Where keys and values of attention's warps are in the shared memory for weights, in bytes: in place
         of those of down and of q, k and v, which are asked for later, and behind all; none if there is no
-        room."""
+        room. Where there is more, the first warps have a second one (of 9 rows on there are no registers)."""
         size, products = self.slot_bytes, self.products()
         within = lambda phase: [  # noqa: E731
             self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
-        for count in range(MOST_SLOTS if self.rows <= 8 else WARPS, WARPS - 1, -1):
+        most = MOST_SLOTS if self.rows <= 8 else WARPS
+        for count in range(most, WARPS - 1, -1):
             behind = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
             places = [*down, *behind, *qkv][:count]
             end = max(self.weight_bytes, max(places) + size)
