@@ -26,10 +26,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
-from pallas_kernels.attention.decode_plan import KEYS, KEYS_PER_SPLIT, Plan
+from pallas_kernels.attention.decode_keys import copy_first, visit_bytes
+from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
-from pallas_kernels.attention.decode_warp import attend, copy_first, visit_bytes
-from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.attention.decode_warp import attend
+from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total, true
 from pallas_kernels.matmul import activations_int8
 from pallas_kernels.matmul.activations_int8 import GROUP, columns_of_lane, store_group
@@ -80,8 +81,11 @@ def decode_attention(
     layout, out_type = cache_layouts.of(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
     if integers and phase.makes_groups:
         out_type = tuple(activations_int8.results_of(batch, width).values())
+    slots = _slots_of_warp(phase, layout)
     kernel = plgpu.kernel(
-        functools.partial(_body, phase=phase, layout=layout, structure=structure, beside=len(beside)),
+        functools.partial(
+            _body, phase=phase, layout=layout, structure=structure, beside=len(beside), slots=slots
+        ),
         out_type=out_type,
         grid=(phase.blocks,),
         grid_names=("block",),
@@ -90,7 +94,7 @@ def decode_attention(
         kernel_name="decode_attention",  # as profilers show it
         scratch_types=[
             plgpu.SMEM((phase.scratch,), jnp.float32),
-            plgpu.SMEM((max(4, phase.warps * visit_bytes(phase, layout) // 4),), jnp.int32),
+            plgpu.SMEM((max(4, phase.warps * slots * visit_bytes(phase, layout) // 4),), jnp.int32),
         ],
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
@@ -102,7 +106,14 @@ def decode_attention(
     return out, *jax.tree.map(jax.freeze, pages), jax.freeze(workspace)
 
 
-def _body(*refs, phase: "Attention", layout, structure, beside: int):
+def _slots_of_warp(phase: "Attention", layout) -> int:
+    """Two, if a multiprocessor has room for them with as many blocks as are to be on it at once."""
+    scratch, keys = 4 * phase.scratch, 2 * phase.warps * visit_bytes(phase, layout)
+    blocks = 1 if phase.team == WARPS else BLOCKS_AT_ONCE
+    return 2 if blocks * shared_memory.bytes_taken(scratch, keys) <= device.shared_bytes() else 1
+
+
+def _body(*refs, phase: "Attention", layout, structure, beside: int, slots: int):
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         qkv, refs = refs[:beside], refs[beside:]
@@ -146,12 +157,15 @@ def _body(*refs, phase: "Attention", layout, structure, beside: int):
         # The layer before had another tag, and before the first there are zeros.
         tag = integer(layer % 3 + 1)
         exchange = Exchange(workspace, 0, tag)
-        size, slots = visit_bytes(phase, layout), None
-        if size:
-            slots = lambda warp: (memory.shared_address(slots_smem) + warp * size, None)  # noqa: E731
+        size = visit_bytes(phase, layout)
+
+        def slots_of(warp):
+            first = memory.shared_address(slots_smem) + warp * (slots * size)
+            return first, first ^ (first + size) if slots == 2 else None
+
         phase.run(
             cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
-            pass_on=pass_on if len(out) > 1 else None, slots=slots,
+            pass_on=pass_on if len(out) > 1 else None, slots=slots_of if size else None,
         )  # fmt: skip
 
     kernel(*refs)
@@ -236,8 +250,8 @@ class Attention(Plan):
             if next_layer is not None:
                 few = true() if most_ahead is None else share.length < most_ahead // self.rows
                 ahead = next_layer, few
-            state = attend(self, cache, share, layer, smem, slot, load_qkv, ahead, asked)
-            combine(self, share, smem, *state, store_out, exchange, pass_on, behind_keys)
+            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, ahead, asked)
+            combine(self, share, smem, of_heads, store_out, exchange, pass_on, behind_keys)
 
     def ask(self, cache: Cache, kept: Kept, layer, slots, late):
         """Ask for the first keys of a layer, before `run`; not by warps that are late. (Values have time: to

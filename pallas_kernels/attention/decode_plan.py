@@ -6,13 +6,14 @@ do not depend on other rows' keys.
 
 Few rows have a block of 8 warps for each split. Of more rows than there are blocks at once, a block for each
 would wait for one thing after another, alone on its multiprocessor: then a team is a block of 4 warps, of
-which two run at once, or one warp, and the GPU hands out blocks as others end, whatever their rows' lengths.
+which four run at once, or one warp, and the GPU hands out blocks as others end, whatever their rows' lengths.
 """
 
 import dataclasses
 
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
+BLOCKS_AT_ONCE = 4  # of 4 warps on a multiprocessor: 128 registers a thread
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
 KEYS_PER_SPLIT = KEYS * WARPS  # at most of a row's only one: that much is on its way before q is there
 
@@ -44,6 +45,12 @@ class Plan:
     def heads(self) -> int:
         """Query heads of a block."""
         return next(n for n in range(MOST_HEADS, 0, -1) if self.group % n == 0)
+
+    @property
+    def columns(self) -> int:
+        """Of a tensor core's 8 columns those of a head: 2, of its high and of its low parts, or 1, for which
+        parts are multiplied one after the other."""
+        return 2 if self.heads <= 4 else 1
 
     @property
     def owners(self) -> int:

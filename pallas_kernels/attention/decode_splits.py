@@ -93,21 +93,22 @@ class Block:
     thread: Any
 
     @classmethod
-    def of(cls, plan: Plan, smem, maximum, total, o) -> "Block":
+    def of(cls, plan: Plan, smem, of_heads) -> "Block":
         """The warps' (m, l, o) into shared memory."""
         self = cls(plan, smem, team_begin(plan), team_thread(plan))
-        warp, lane = self.thread // 32, self.thread % 32
-        g, t = lane // 4, lane % 4
-        with lanes.when((g < plan.heads) & (t == 0)):
-            for value, place in zip((maximum, total), self._places, strict=True):
-                memory.store(value, smem, g * plan.team + warp + place)
+        warp, g = self.thread // 32, self.thread % 32 // 4
+        for head, maximum, total, _ in of_heads:
+            with lanes.when((head < plan.heads) & (g == 0)):
+                for value, place in zip((maximum, total), self._places, strict=True):
+                    memory.store(value, smem, head * plan.team + warp + place)
         team_barrier(plan)()  # all have read the new token, which lies where sums go
-        with lanes.when(g < plan.heads):
-            for c, values in enumerate(o):
-                for i in range(0, 16, 4):
-                    element = self._spread(g * plan.head_dim + t * 16 + (64 * c + i))
-                    at = element + warp * (plan.heads * plan.head_dim) + self.begin
-                    memory.store_reals(values[i : i + 4], smem, [at])
+        for head, _, _, o in of_heads:
+            with lanes.when(head < plan.heads):
+                for c, values in enumerate(o):
+                    for i in (0, 4):
+                        element = self._spread(head * plan.head_dim + g * 8 + (64 * c + i))
+                        at = element + warp * (plan.heads * plan.head_dim) + self.begin
+                        memory.store_reals(values[i : i + 4], smem, [at])
         team_barrier(plan)()
         return self
 
@@ -117,8 +118,10 @@ class Block:
         return [self.begin + self.plan.sums + k * self.plan.heads * self.plan.team for k in (0, 1)]
 
     def _spread(self, element):
-        """Where an element of [heads, head_dim] lies: 8 lanes that store 4 each at once do not meet."""
-        return element ^ ((element >> 4) & 3 ^ (element // self.plan.head_dim) & 1) * 4
+        """Where an element of [heads, head_dim] lies: 8 lanes, of 4 heads, that store 4 each at once do not
+        meet."""
+        head = element // self.plan.head_dim
+        return element ^ (head & 1) * 4 ^ (head & 2) * 8
 
     def of_head(self, g):
         """(m, l, weights of its warps) of head g."""
@@ -164,14 +167,13 @@ def quotient(x, total):
 
 
 def combine(
-    plan: Plan, share: Share, smem, maximum, total, o, store_out, exchange: Exchange, pass_on=None,
-    behind_keys=None,
+    plan: Plan, share: Share, smem, of_heads, store_out, exchange: Exchange, pass_on=None, behind_keys=None
 ):  # fmt: skip
-    """The warps' (m, l, o) -> the split's -> with those of the other splits, the output. A row's only split
-    gives it to `pass_on` by warps, where that is not None; `behind_keys` is called when all warps have read
-    their keys (decode.Attention.run)."""
+    """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the
+    output. A row's only split gives it to `pass_on` by warps, where that is not None; `behind_keys` is called
+    when all warps have read their keys (decode.Attention.run)."""
     size = plan.heads * plan.head_dim
-    block = Block.of(plan, smem, maximum, total, o)
+    block = Block.of(plan, smem, of_heads)
     if behind_keys is not None:
         behind_keys()
 

@@ -36,8 +36,8 @@ FIRST_WARP = 2  # that makes it, of a team: those before may have a second place
 
 @dataclasses.dataclass(frozen=True)
 class NewToken:
-    """Where it lies in shared memory, from `begin` on, in words: of the queries' pairs [half of a part, head,
-    part, 4]; of key and value what is stored of them, [part, its words]; units of the queries; scales."""
+    """Where it lies in shared memory, from `begin` on, in words: of the queries' pairs [head, part, high or
+    low, 4]; of key and value what is stored of them, [part, its words]; units of the queries; scales."""
 
     plan: Plan
     cache: Cache
@@ -99,11 +99,9 @@ class NewToken:
         scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
         (query,), unit = layout.in_range([[v * scale for v in x]], self.parts)
         with lanes.when(is_query):
-            for half in (0, 1):
-                i = 4 * half
-                (high0, low0), (high2, low2) = (layout.split(*query[k : k + 2]) for k in (i, i + 2))
-                words = [as_real(word) for word in (high0, low0, high2, low2)]
-                memory.store_reals(words, self.smem, [self._of_query(number, part, half)])
+            pairs = [layout.split(*query[i : i + 2]) for i in range(0, PART, 2)]
+            for low, words in enumerate(zip(*pairs, strict=True)):
+                memory.store_reals(list(map(as_real, words)), self.smem, [self._of_query(number, part, low)])
             if unit is not None:
                 with lanes.when(part == 0):
                     memory.store(unit, self.smem, self._units + number)
@@ -163,8 +161,8 @@ class NewToken:
 
     # Places
 
-    def _of_query(self, head, part, half: int):
-        return self.begin + ((head + half * self.plan.heads) * self.parts + part) * 4
+    def _of_query(self, head, part, low):
+        return self.begin + ((head * self.parts + part) * 2 + low) * 4
 
     def _of_stored(self, which: int):
         """Of the key, or of the value: as many words as a float32 would have."""
@@ -181,17 +179,25 @@ class NewToken:
     # What warps take of it
 
     def queries(self, g, t):
-        """(operands of tensor cores, of 16 dimensions each; what scores are to be multiplied by, or None) of
-        query head g; of the last, for lanes behind it. Each visit asks for them anew."""
-        head = minimum(g, self.plan.heads - 1)
-        address = memory.shared_address(self.smem) + integer(self._of_query(head, t, 0)) * 4
-        operands = [
-            memory.load_shared(4, address, 16 * (part + half * self.plan.heads * self.parts))
-            for part in range(0, self.parts, 4)
-            for half in (0, 1)
+        """Pairs of column g, of this lane's dimensions: a list of words for each product that scores are the
+        sum of. Each visit asks for them anew."""
+        columns = self.plan.columns
+        head, low = minimum(g // columns, self.plan.heads - 1), g % columns
+        address = memory.shared_address(self.smem) + integer(self._of_query(head, t, low)) * 4
+        return [
+            [
+                word
+                for part in range(0, self.parts, 4)
+                for word in memory.load_shared(4, address, (2 * part + more) * 16)
+            ]
+            for more in range(3 - columns)
         ]
-        has_unit = self.cache.layout.in_range([[real(0)]], 1)[1] is not None
-        return operands, memory.load(self.smem, self._units + head) if has_unit else None
+
+    def units(self, heads) -> list:
+        """What scores of these heads are to be multiplied by, or None."""
+        if self.cache.layout.in_range([[real(0)]], 1)[1] is None:
+            return [None] * len(heads)
+        return [memory.load(self.smem, self._units + minimum(head, self.plan.heads - 1)) for head in heads]
 
     def stored(self, which: int, part, like):
         """A part of the new key, or value, as it is stored: a list as `like`."""

@@ -56,6 +56,7 @@ def as_float16(
                     stored = layout.load(refs, [*there, at % head_dim])
                     loaded.append((stored, layout.load_scale(refs, there)))
                 for (stored, scale), place in zip(loaded, places, strict=True):
+                    (scale,) = lanes.reals(scale)
                     pairs = [lanes.halves(pair) for (pair,) in layout.pairs(stored)]
                     words = [lanes.half_pair(*(x * scale for x in pair), saturated=True) for pair in pairs]
                     memory.store_halves(words, target, place)

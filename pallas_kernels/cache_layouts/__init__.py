@@ -22,8 +22,9 @@ OPERAND, the first in its low half:
                 None); a query is a lane's numbers of it, lists of 8 float32; so many lanes have it all
     split       two float32 -> [high, low]: pairs whose sum they are
     load        refs of pages, indices of the first number -> stored
-    load_scale  refs of pages, indices of a head -> what its stored numbers are to be multiplied by, float32;
-                None: they are the numbers themselves
+    load_scale  refs of pages, indices of a head -> what its stored numbers are to be multiplied by, a vector
+                of one (`lanes.reals` of it when it is wanted: a lane that widens it waits for memory); None:
+                they are the numbers themselves
     store, store_scale  the inverse: (stored, or the scale), refs of pages, indices
     rotate_lanes  head, distances -> head, as `rotate` has it. A head is a lane's numbers of it, lists of 8
                 float32; the lanes at these distances (xor) have the rest

@@ -72,7 +72,7 @@ def load(pages, at):
 def load_scale(pages, at):
     from pallas_kernels.gpu import memory
 
-    return memory.load_reals(1, pages["scales"], at)[0]
+    return memory.load_stored(1, pages["scales"], at)
 
 
 def store(stored, pages, at):

@@ -171,22 +171,29 @@ def warp_sum(word):
     return ptx(i32(), [word], "redux.sync.add.s32 $0, $1, 0xffffffff;", "=r,r", effects=True)
 
 
-def warp_sum_real(x, lanes: int = 32):
-    """Sum of float32 or s32 over groups of neighbouring lanes (a power of two), in every lane of them."""
-    distance = 1
+def warp_sum_real(x, lanes: int = 32, first: int = 1):
+    """Sum of float32 or s32 over groups of neighbouring lanes (a power of two), in every lane of them; over
+    each `first`th of them."""
+    distance = first
     while distance < lanes:
         x = of(x) + swapped(x, distance)
         distance *= 2
     return x
 
 
-def largest_of_warp(x, lanes: int = 32):
-    """Largest float32 over groups of neighbouring lanes, in every lane of the group."""
-    distance = 1
+def largest_of_warp(x, lanes: int = 32, first: int = 1):
+    """Largest float32 over groups of neighbouring lanes, in every lane of the group; of each `first`th."""
+    distance = first
     while distance < lanes:
         x = maximum(x, swapped(x, distance))
         distance *= 2
     return x
+
+
+def transposed_pairs(word):
+    """Of 8 x 8 numbers of 16 bits, of which lane 4 g + t has [row g, columns 2 t and 2 t + 1]: the same of
+    their transpose."""
+    return ptx(i32(), [word], "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", effects=True)
 
 
 def transposed_bits(word, lane):

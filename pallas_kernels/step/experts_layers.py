@@ -27,9 +27,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode import Attention
+from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.attention.decode_splits import Exchange
-from pallas_kernels.attention.decode_warp import Cache
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, index, integer, minimum, real, select, sum_of_squares, total

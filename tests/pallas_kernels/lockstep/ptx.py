@@ -76,6 +76,13 @@ def _permute(machine, match, low, high, selector=None):
     return i32(out)
 
 
+@instruction(r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16")
+def _transpose_pairs(machine, match, word):
+    rows = _fragment(machine, [word], np.int16).reshape(-1, 8, 8)
+    columns = np.ascontiguousarray(rows.swapaxes(1, 2)).view(np.uint32)
+    return i32(columns.reshape(-1).astype(np.int64))
+
+
 @instruction(r"shf\.l\.wrap\.b32 \$0, \$1, \$1, \$2")
 def _rotate(machine, match, word, by):
     by = (unsigned(by) & 31).astype(np.int64)
