@@ -125,9 +125,9 @@ def _body(*refs, phase: "Attention", layout, structure, beside: int, slots: int)
         keys, values = jax.tree.unflatten(structure, pages)
 
         def load_qkv(row, columns):
-            if len(qkv) > 1:
+            parts, *others = qkv
+            if others:
                 return [v for first, i in columns for v in load_beside(qkv, row, first, i)]
-            (parts,) = qkv
             if len(parts.type.shape) == 2:
                 return [v for first, i in columns for v in memory.load_reals(4, parts, [row, first + i])]
             splits = range(parts.type.shape[0])
@@ -174,17 +174,16 @@ def _body(*refs, phase: "Attention", layout, structure, beside: int, slots: int)
 def load_beside(refs, row, first, i: int) -> list:
     """4 float32 from column first + i on, of parts [splits, rows, width] that lie beside each other: their
     sum, in order. Lanes may want different ones; a head is of one."""
-    begin, values = 0, None
+    begin, values = 0, []
     for ref in refs:
         splits, _, width = ref.type.shape
         inside = integer(first - begin) < width  # what is below 0 is large
         at = select(inside, first - begin, index(0))
         parts = [memory.load_reals(4, ref, [s, row, at + i]) for s in range(splits)]
         added = [total(list(of)) for of in zip(*parts, strict=True)]
-        if values is None:
-            values = added
-        else:
-            values = [select(inside, new, old) for new, old in zip(added, values, strict=True)]
+        if values:
+            added = [select(inside, new, old) for new, old in zip(added, values, strict=True)]
+        values = added
         begin += width
     return values
 

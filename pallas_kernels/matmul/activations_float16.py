@@ -71,7 +71,9 @@ def activations_float16(
         width += -columns % COLUMNS
     warps = prologue.warps_of_block(m, width)
     rounded = jax.ShapeDtypeStruct((held, width), jnp.float16)
-    results = dict.fromkeys(("a_gmem", "by_16_gmem")[: len(orders)], rounded)
+    results = {"a_gmem": rounded}
+    if len(orders) > 1:
+        results["by_16_gmem"] = rounded
     results["scale_gmem"] = jax.ShapeDtypeStruct((held,), jnp.float32)
     if isinstance(x, prologue.Parts):
         results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
@@ -169,8 +171,7 @@ def _in_orders(a: list, orders) -> list[list]:
         return [[lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]]
     pairs = [lanes.half_pair(a[4 * s + h], a[4 * s + h + 2]) for s in (0, 1) for h in (0, 1)]
     by_16 = _exchanged(pairs[0::2], pairs[1::2], 1)
-    by_32 = _exchanged(by_16[0::2], by_16[1::2], 2) if 32 in orders else None
-    return [by_16 if order == 16 else by_32 for order in orders]
+    return [by_16 if order == 16 else _exchanged(by_16[0::2], by_16[1::2], 2) for order in orders]
 
 
 def _exchanged(first: list, second: list, distance: int) -> list:

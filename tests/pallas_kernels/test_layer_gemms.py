@@ -1,9 +1,11 @@
-"""What layer_gemms puts between its GEMMs, in numpy (lockstep), with products by numpy: each GEMM gets what it
-wants, of formats with groups of 32 and of 16 columns, and attention q, k and v, whatever their formats."""
+"""What layer_gemms puts between its GEMMs, in numpy (lockstep), with products by numpy: each GEMM gets what
+it wants, of formats with groups of 32 and of 16 columns, and attention q, k and v, whatever their formats."""
 
+from typing import Any
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -50,7 +52,7 @@ def gemm(a, scale, weights, at, residual, summed):
 )
 def test_a_layer_of_mixed_formats_is_its_definition(qkv, bias):
     rng = np.random.default_rng(len(qkv))
-    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+    draw: Any = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
 
     def stack(*parts, k):
         pieces = tuple(QTensor({"dense": draw(1, n, k) / k**0.5}, f, (n, k)) for f, n in parts)
@@ -82,19 +84,20 @@ def test_a_layer_of_mixed_formats_is_its_definition(qkv, bias):
         mock.patch.object(kq_prefill_sm90, "gemm", gemm),
         mock.patch.object(layer_gemms, "decode_attention", attention),
     ):
-        after, *_ = layer_gemms.run(
-            Parts(x), weights, tuple(gammas), None, of_bias if bias else None, None, None, None, np.zeros(ROWS),
-            (None, None), None, layer=0, eps=EPS, interleaved=False,
+        unused: Any = None  # by this attention
+        parts, *_ = layer_gemms.run(
+            Parts(x), weights, tuple(gammas), None, of_bias if bias else None, unused, unused, unused,
+            jnp.zeros(ROWS), (unused, unused), unused, layer=0, eps=EPS, interleaved=False,
         )  # fmt: skip
-        after = np.asarray(layer_gemms.summed(after))
+        after: Any = np.array(layer_gemms.summed(parts))
 
     def norm(x, gamma):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + EPS) * gamma
 
-    x = np.float64(x).sum(0)[:ROWS]
+    x = np.asarray(x, np.float64).sum(0)[:ROWS]
     want = norm(x, gammas[0]) @ dense(weights[0]).T + (of_bias if bias else 0)
     got = np.concatenate([np.sum(y, axis=0)[:ROWS] if y.ndim == 3 else y for y in given], axis=-1)
     np.testing.assert_allclose(got, want, atol=5e-3)
     x = x + attended @ dense(weights[1]).T
     gate, up = (norm(x, gammas[1]) @ dense(w).T for w in weights[2:4])
-    np.testing.assert_allclose(after[:ROWS], x + (silu(gate) * up) @ dense(weights[4]).T, atol=5e-3)
+    np.testing.assert_allclose(after[:ROWS, :], x + (silu(gate) * up) @ dense(weights[4]).T, atol=5e-3)
