@@ -76,7 +76,7 @@ def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
 @pytest.mark.parametrize(("format", "most", "mixed"), [("q1_0", 8, 0), ("q4_k", 9, 0), ("q4_k_m", 9, 1)])
 def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(format, most, mixed):
     """K-quants' activations have one scale a row, which no block of attention knows; v of another format,
-    which one of the layers has, is a launch more."""
+    which one of the layers has, is a launch more. What is left to add is the last layer's, once."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes(f"synth:tiny-qwen3:{format}", rows=64, context=256)
         assert params.step.schedule(64) == "layer_gemms"
@@ -85,7 +85,7 @@ def test_a_layer_of_a_step_of_many_rows_is_a_few_launches_and_nothing_between(fo
         compiled = compile_for_gpu(step, params, state.cache, tokens, ones, donate_argnums=1)
     text = compiled.as_text()
     assert text.count('custom_call_target="mosaic_gpu') == most * config.num_layers + mixed
-    assert "add_fusion" not in text.split("ENTRY")[1]
+    assert len(re.findall(r"%\S*add_fusion\S* = ", text.split("ENTRY")[1])) == 1 < config.num_layers
 
 
 def test_a_model_with_a_cache_of_bytes_compiles():
