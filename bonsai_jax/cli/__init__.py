@@ -95,4 +95,13 @@ def _options(
 
 def main() -> None:
     gc.set_threshold(50_000)  # at 700 Python searches all that jax has made for cycles again and again
-    app()
+    try:
+        app()
+    except SystemExit as end:
+        if end.code != INTERRUPTED:
+            raise
+        # Not by Python's own end: a step may be under way in XLA's threads, and one of them that then lets go
+        # of a Python object aborts the process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(INTERRUPTED)
