@@ -123,13 +123,13 @@ def test_interrupt_ends_with_130(monkeypatch):
 
 
 def test_ctrl_c_while_the_device_works_ends_with_130():
-    """XLA's threads are in a step then, and aborted the process in about half of all cases."""
+    """XLA's threads are in a step then, and could abort the process."""
     for _ in range(2):
         process = subprocess.Popen(
             [*COMMAND, "generate", "Hi", "-n", "2000", "--ignore-eos"],
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
         )  # fmt: skip
-        assert process.stdout.read(200)
+        assert process.stdout.read(1)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
         assert (process.returncode, stderr) == (130, b"\n")
