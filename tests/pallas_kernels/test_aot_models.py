@@ -75,8 +75,8 @@ def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
 
 
 def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
-    """Of one row the block table is a slice of `columns`, which XLA would hand on as an address within them, by
-    a call inside a fusion, and Mosaic takes multiples of 256 bytes only: prompts of 64 pages failed."""
+    """Of one row the block table is a slice of `columns`, which XLA would hand on as an address within them,
+    by a call inside a fusion, and Mosaic takes multiples of 256 bytes only: prompts of 64 pages failed."""
     with as_on_a_gpu((9, 0)):
         _, pool, config = shapes("synth:tiny-qwen3:q1_0", context=4096)
         layout = on_device.layout(pool, tokens := 64)
