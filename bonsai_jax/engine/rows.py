@@ -92,7 +92,7 @@ def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, An
     Of one row a field is a slice as it lies. XLA would give a kernel the address within `columns`, and Mosaic
     refuses what does not begin at a multiple of 256 bytes; behind a barrier it is an array of its own.
     """
-    out = {}
+    out: dict[str, Any] = {}
     for name, (dtype, offset, *_) in (layout.fields or {}).items():
         part = columns[:, offset // 4 : (offset + dtype.itemsize) // 4]
         if dtype.fields:
