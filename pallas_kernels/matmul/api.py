@@ -114,8 +114,8 @@ def sent_product(
     peers: Int[Array, "devices+2 2"],
 ) -> list[Int[Array, "1"]]:
     """The product with a matrix of which other devices have other columns, on its way to all their mailboxes
-    (step/all_reduce.py): what `all_reduce.receive` wants. By the kernel that makes it, where it can."""
-    from pallas_kernels.step import all_reduce  # only GPUs need it
+    (all_reduce.py): what `all_reduce.receive` wants. By the kernel that makes it, where it can."""
+    from pallas_kernels import all_reduce  # only GPUs need it
 
     if isinstance(layer, int):
         part, i = w.where[layer]

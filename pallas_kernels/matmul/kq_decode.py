@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, formats, tuned
+from pallas_kernels import all_reduce, device, formats, tuned
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -47,7 +47,6 @@ from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.activations_shared import eights
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.rotation import Rotation
-from pallas_kernels.step import all_reduce
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
