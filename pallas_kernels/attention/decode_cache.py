@@ -27,6 +27,11 @@ class Cache:
     q_gamma: Any
     k_gamma: Any
 
+    @classmethod
+    def of(cls, layout: ModuleType, pages, table, positions, rotation, gammas) -> "Cache":
+        """pages of keys and of values; rotation: cos and sin, or None; gammas of q and of k, or None."""
+        return cls(layout, *pages, table, positions, *(rotation or (None, None)), *(gammas or (None, None)))
+
 
 def team_warp(plan: Plan):
     """The warp's number in its team."""

@@ -28,6 +28,7 @@ from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import choose
 from pallas_kernels.step import experts_layers, layer_products
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
+from pallas_kernels.step.inputs import StepInputs
 
 
 def tiles_of_1_bit(n, k, layers=36):
@@ -210,9 +211,12 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
         rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits, eps=1e-6
     )
     return functools.partial(decode_layers, shapes=shapes, interleaved=False), (
-        vector(rows, hidden), tuple(matrix(*size) for size in sizes), (vector(layers, hidden),) * 2,
-        (vector(layers, head_dim),) * 2, None, cache, cache, vector(rows, pages, dtype=i32),
-        vector(rows, dtype=i32), (vector(rows, head_dim // 2),) * 2,
+        vector(rows, hidden), tuple(matrix(*size) for size in sizes),
+        StepInputs(
+            *(vector(layers, hidden),) * 2, None, (vector(layers, head_dim),) * 2,
+            (vector(rows, head_dim // 2),) * 2, cache, cache, vector(rows, pages, dtype=i32),
+            vector(rows, dtype=i32),
+        ),
     )  # fmt: skip
 
 
@@ -267,8 +271,11 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
     )  # fmt: skip
     return f, (
         vector(1, q + 1024), vector(1, hidden), weights, integers(4, layers, 2),
-        vector(layers, 128, hidden), (vector(layers, hidden),) * 2, (vector(layers, 128),) * 2, None,
-        cache, cache, integers(1, pages), integers(1), (vector(1, 64),) * 2,
+        vector(layers, 128, hidden),
+        StepInputs(
+            *(vector(layers, hidden),) * 2, None, (vector(layers, 128),) * 2, (vector(1, 64),) * 2,
+            cache, cache, integers(1, pages), integers(1),
+        ),
     )  # fmt: skip
 
 
