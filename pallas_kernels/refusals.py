@@ -182,7 +182,7 @@ def layer_products(problem: Step) -> str | None:
     if reason := _several_phases(problem) or _in_tiles(problem):
         return reason
     assert problem.layers is not None
-    from pallas_kernels.step.layer_products import refuses  # only GPUs need it
+    from pallas_kernels.step.layer_products_plan import refuses  # only GPUs need it
 
     rest = {"bits": problem.bits, "rotated": problem.folded}
     alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))

@@ -1,5 +1,5 @@
-"""What the decode kernels of 1-bit weights are called with (q1_decode_b1.py, q1_decode_s8.py,
-q1_decode_ring.py)."""
+"""What the decode kernels of 1-bit weights (q1_decode_b1.py, q1_decode_s8.py, q1_decode_ring.py) have in
+common: sizes of their tiles, and how they are called."""
 
 import functools
 from collections.abc import Callable
@@ -11,6 +11,9 @@ from pallas_kernels import tuned
 from pallas_kernels.matmul import stacks
 from pallas_kernels.tiles import COLUMNS, ROWS
 
+GROUP = 128  # columns that share a scale, of weights and of activations
+PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
+
 
 def run(
     kernel: Callable, name: str, plan: Callable | None, x, weights, part_layer, layer, gamma, eps, residual
@@ -21,6 +24,7 @@ def run(
     name    of it, under which its sizes are tuned
     plan    (tiles of 16 rows, pairs of groups, matrices, bits, **sizes) -> None where they do not fit; None:
             its sizes are not tuned
+    Returns float32 [*batch, N].
     """
     lead, n = x.shape[:-1], weights[0].shape[0]
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])

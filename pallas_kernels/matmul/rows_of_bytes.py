@@ -29,8 +29,9 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
     total,
 )
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
-from pallas_kernels.matmul.q1_decode_s8 import UNIT, bits_as_bytes, multiply_group
+from pallas_kernels.matmul.bit_product import LaneColumns
+from pallas_kernels.matmul.byte_product import UNIT, bits_as_bytes, multiply_group
+from pallas_kernels.matmul.q1_decode import GROUP
 from pallas_kernels.matmul.quantize_activations import largest_of_group
 from pallas_kernels.matmul.rows_product import WIDTH, RowsProduct, Section
 

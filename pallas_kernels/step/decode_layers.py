@@ -6,7 +6,7 @@ that phase is done: weights are there before the activations that they wait for.
 
     x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
 
-Each [phase] is the one of q1_decode_b1.py or decode.py. A block has the same tiles of a phase in every
+Each [phase] is the one of bit_product.py or decode.py. A block has the same tiles of a phase in every
 layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
 for them.
 
@@ -33,7 +33,8 @@ from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
+from pallas_kernels.matmul.bit_product import BitProduct, LaneColumns, RowPlanes
+from pallas_kernels.matmul.q1_decode import GROUP
 from pallas_kernels.matmul.rows_product import RowsProduct, Section
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
@@ -58,7 +59,7 @@ def decode_layers(
     x <- x + W_o attention(norm(x));  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x)
 
     x          float32 [rows, hidden]
-    weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (q1_decode_b1.py)
+    weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (formats/q1_0.py)
     Returns x float32 [rows, hidden] and the pages, which are updated in place.
     """
     layers = weights[0][0].shape[0]

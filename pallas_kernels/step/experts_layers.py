@@ -41,7 +41,7 @@ from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.step import router
 from pallas_kernels.step.experts_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Planned, plan, scratch_words
 from pallas_kernels.step.inputs import StepInputs
-from pallas_kernels.step.layer_products import Phase
+from pallas_kernels.step.layer_products_plan import Phase
 from pallas_kernels.step.router import Experts
 from pallas_kernels.step.workspace import tag
 from pallas_kernels.tiles import COLUMNS
