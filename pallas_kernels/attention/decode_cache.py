@@ -29,8 +29,9 @@ class Cache:
 
     @classmethod
     def of(cls, layout: ModuleType, pages, table, positions, rotation, gammas) -> "Cache":
-        """pages of keys and of values; rotation: cos and sin, or None; gammas of q and of k, or None."""
-        return cls(layout, *pages, table, positions, *(rotation or (None, None)), *(gammas or (None, None)))
+        """pages: of keys and of values; rotation: cos and sin; gammas: of q and of k, or None."""
+        (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, gammas or (None, None)
+        return cls(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
 
 
 def team_warp(plan: Plan):
