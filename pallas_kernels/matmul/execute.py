@@ -154,7 +154,7 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
         if isinstance(w, QTensor):
             return _run(exact, x, (w,), layer, layer, gamma, eps, residual)
         return w.at(layer, lambda part, i: _part(exact, x, part, i, layer, gamma, eps, residual))
-    if (together := _same_part(weights[0], weights[1], layer)) is not None:
+    if (together := same_part(weights[0], weights[1], layer)) is not None:
         pair, i = together
         return _run(exact, x, pair, i, layer, gamma, eps, residual)
     g, u = (_of_layer(exact, x, (w,), layer, gamma, eps, None) for w in weights)
@@ -193,7 +193,7 @@ def _rotates(kernel: str, w: QTensor, x: jax.Array) -> bool:
     return able
 
 
-def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
+def same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
     """Both matrices and the index into them, if one launch can take them: the same format, at the same
     index."""
     i = layer
