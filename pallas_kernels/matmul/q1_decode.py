@@ -29,19 +29,21 @@ def run(
     lead, n = x.shape[:-1], weights[0].shape[0]
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     bits = weights[0].products.activation_bits
-    pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
-    pairs, index = stacks.whole(pairs, part_layer)
+    matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
+    matrices, index = stacks.whole(matrices, part_layer)
     gamma, norm_index = stacks.whole(*stacks.of_gamma(gamma, layer))
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
-    n_tiles, steps = pairs[0][0].shape[1:3]
+    n_tiles, pairs = matrices[0][0].shape[1:3]
     sizes = {}
     if plan is not None:
-        problem = tuned.Problem(name, (("q1_0", ROWS * n_tiles),), COLUMNS * steps, len(pairs), len(x), bits)
-        sizes = tuned.settings(problem, functools.partial(plan, n_tiles, steps, len(pairs), bits))
+        problem = tuned.Problem(
+            name, (("q1_0", ROWS * n_tiles),), COLUMNS * pairs, len(matrices), len(x), bits
+        )
+        sizes = tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(matrices), bits))
     y = kernel(
         x,
-        pairs,
+        matrices,
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         jnp.stack([index, norm_index, jnp.int32(-1)]),
         gamma=gamma,

@@ -1,5 +1,5 @@
-"""Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights decoded in
-registers.
+"""Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights dequantized
+in registers.
 
     y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m]) = d s / 64 S,   S = sum(+-64 q), exact
 
@@ -7,7 +7,7 @@ wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a
 warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
 the tiles of formats/q1_0.py the same lane has word t, 32 columns of a group, of the same rows. The order of
 columns within a group is free, as long as the activations follow it (activations_int8.py). So every lane
-decodes its own words, four weights by two instructions, and nothing is exchanged:
+dequantizes its own words, four weights by two instructions, and nothing is exchanged:
 
     -64 or 64 in each byte  <-  ((word << 7 - j) & 0x80808080) ^ 0xC0C0C0C0,   j = 0 .. 7
     position 16 j + 4 t + b of a group  <-  column 32 t + 8 b + j
@@ -414,7 +414,7 @@ def _store(sums, out_smem, matrices: int, added: bool):
                         y = values[2 * j + r][e]
                     memory.store(y + there[j] if added else y, out_smem, *place)
 
-    store(*(sums, out_smem))
+    store(sums, out_smem)
 
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:

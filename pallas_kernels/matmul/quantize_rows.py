@@ -30,7 +30,7 @@ def quantize_rows(
 
     x       float32 [rows, K], 1 to 8 rows; K a multiple of 128
     layers  int32 [2 or more], the second is i
-    Returns codes int32 [K / 128, bits / 8, 2, 32, 4] (for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
+    Returns q int32 [K / 128, bits / 8, 2, 32, 4] (for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
     columns 32 t + 8 b + 0..3 and + 4..7 of row g; the digit of the lowest 8 bits first), scales float32
     [K / 128, 8, 2] (s / 64 and -s sum q of each row) and squares float32 [K / 128, 8] (sum of x^2). Rows that
     are not there have scales of 0.

@@ -87,9 +87,9 @@ Pieces = list[tuple[QTensor, int]]  # rows below rows: stacks of layers, and the
 
 
 def _pieces(stack: LayerStack, layer: int) -> Pieces:
-    part, at = stack.where[layer]
-    held = stack.parts[part]
-    return [(piece, at) for piece in (held.pieces if isinstance(held, Rows) else (held,))]
+    number, at = stack.where[layer]
+    part = stack.parts[number]
+    return [(piece, at) for piece in (part.pieces if isinstance(part, Rows) else (part,))]
 
 
 def _gemm(w: QTensor):

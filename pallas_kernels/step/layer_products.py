@@ -33,7 +33,7 @@ from pallas_kernels.matmul.kq_decode_block import Block, scratch
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.rotation import Rotation
-from pallas_kernels.step.layer_products_plan import Fields, Phase, Planned, plan, turned_words
+from pallas_kernels.step.layer_products_plan import Fields, Phase, Planned, plan, rotated_words
 from pallas_kernels.tiles import ROWS
 
 
@@ -188,7 +188,7 @@ def layer_products(
     ring_words = warps * planned.depth * planned.slot_bytes // 4
     made = scratch(products)
     if rotated:
-        made["turned_smem"] = plgpu.SMEM((turned_words(phases, rows, warps),), jnp.float32)
+        made["rotated_smem"] = plgpu.SMEM((rotated_words(phases, rows, warps),), jnp.float32)
     out = launch(
         functools.partial(_body, planned, rounded, [r and (r.block, r.heads) for r in rotations]),
         {
@@ -207,7 +207,7 @@ def layer_products(
 
 def _body(
     planned: Planned, rounded: tuple[bool, ...], rotations: list, *, weight_gmem, attended_gmem, x_gmem,
-    norm_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem, qkv_gmem=None, turned_smem=None,
+    norm_gmem, flips_gmem, layer_gmem, workspace, x_out_gmem, ring_smem, qkv_gmem=None, rotated_smem=None,
     **refs,
 ):  # fmt: skip
     """Of a block, whose parts its number says."""
@@ -275,12 +275,12 @@ def _body(
         if rounded[number] and norm_gmem[number + 1] is not None
     }
     loads = [functools.partial(eights, attended_gmem), *(functools.partial(receive, at) for at in later)]
-    turns: list[dict | None] = [None] * len(products)
-    if turned_smem is not None:
+    rotating: list[dict | None] = [None] * len(products)
+    if rotated_smem is not None:
         loads = [functools.partial(memory.load_each, attended_gmem)]
         loads += [functools.partial(receive_each, at) for at in later]
-        turns = [
-            {"flips_gmem": flips, "block": block, "heads": heads, "turned_smem": turned_smem}
+        rotating = [
+            {"flips_gmem": flips, "block": block, "heads": heads, "rotated_smem": rotated_smem}
             for flips, (block, heads) in zip(flips_gmem, rotations, strict=True)
         ]
     blocks = [
@@ -288,7 +288,7 @@ def _body(
             Block(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
                 gamma_gmem=norm_gmem[number], norm_layer=integer(0), ahead=gammas.get(number),
-                rounded=number > 0 and rounded[number - 1], rotation=turns[number], **refs,
+                rounded=number > 0 and rounded[number - 1], rotation=rotating[number], **refs,
             )
             for share in shares[number]
         ]

@@ -61,7 +61,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
             )
             for phase, parts in zip(phases, placed, strict=True)
         ]
-        taken = [*map(max, zip(*sizes, strict=True)), *[4 * turned_words(phases, rows, warps)] * rotated]
+        taken = [*map(max, zip(*sizes, strict=True)), *[4 * rotated_words(phases, rows, warps)] * rotated]
         left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depth = min(DEPTH, left // (warps * slot_bytes))
@@ -85,7 +85,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
     return Planned(products, depth, slot_bytes)
 
 
-def turned_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
+def rotated_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
     """Of shared memory, in which activations are rotated."""
     return max(rotated_columns.words(rows, phase.columns, warps) for phase in phases)
 
