@@ -257,7 +257,7 @@ class RunConfig:
     activation_bits  8 or 16, to which kernels may round activations, per group of 128; 16 is nearly exact.
                  The definitions round nothing
     all_reduce   how devices that share weights sum in a decode step: "mailbox", by writing into each
-                 other's memory (pallas_kernels/step/all_reduce.py), or "psum", which is NCCL's on GPUs;
+                 other's memory (pallas_kernels/all_reduce.py), or "psum", which is NCCL's on GPUs;
                  "auto": by mailbox where all devices reach each other's memory
     cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere. "int8": a byte and a scale for
                  each token and head, half of float16's bytes, without derivatives

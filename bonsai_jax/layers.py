@@ -279,7 +279,7 @@ def _add_product(
     if params.axis is None and tap is None:
         return matmul(h, weight, layer, residual=x)
     if params.peers is not None and tap is None and x.shape[-2] == 1:  # a decode step: latency is all
-        from pallas_kernels.step import all_reduce  # only GPUs need it
+        from pallas_kernels import all_reduce  # only GPUs need it
 
         if all_reduce.refuses(x.size) is None:
             peers = params.peers[0, 0]

@@ -88,7 +88,7 @@ class Params(struct.PyTreeNode):
               Split ones exist inside shard_map, and their static shapes are those of one device
     mesh      the devices that the arrays lie on (parallel.over_mesh); None: one device, or inside shard_map
     peers     where devices write into each other's memory for the sums of a decode step
-              (pallas_kernels/step/all_reduce.py); None where they are jax.lax.psum
+              (pallas_kernels/all_reduce.py); None where they are jax.lax.psum
     draft     the draft layer, where it is loaded
     """
 

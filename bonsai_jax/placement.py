@@ -258,7 +258,7 @@ class Placement:
                 "reach each other's memory; leave it to 'psum'"
             )
         mailboxes = [[_mailbox(owner, tuple(row)) for owner in row] for row in grid]
-        from pallas_kernels.step import all_reduce  # only GPUs need it
+        from pallas_kernels import all_reduce  # only GPUs need it
 
         pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
         value = np.array([[all_reduce.addresses(row, me) for me in range(self.parts)] for row in pointers])
@@ -270,9 +270,9 @@ class Placement:
 
 @functools.cache  # for good: what knows its address may live as long as the process
 def _mailbox(owner: Any, group: tuple[Any, ...]) -> jax.Array:
-    """Memory of a device that those of its group write into (pallas_kernels/step/all_reduce.py). A group
+    """Memory of a device that those of its group write into (pallas_kernels/all_reduce.py). A group
     counts its calls there: in a mailbox of two groups it would wait for a number that never comes."""
-    from pallas_kernels.step import all_reduce  # only GPUs need it
+    from pallas_kernels import all_reduce  # only GPUs need it
 
     zeros = np.zeros(all_reduce.mailbox_words(len(group)), np.int32)
     return jax.block_until_ready(jax.device_put(zeros, owner))

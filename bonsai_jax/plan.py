@@ -145,6 +145,27 @@ class LoadPlan:
     v_heads: tuple[int, int] | None = None
     naming: str = "gguf"
 
+    def kernel(self, matrix: Matrix, rows: int) -> str:
+        """What multiplies so many rows with a matrix, or so many tokens with those of their experts."""
+        chosen = selection.choose(self.experts_problem(matrix), rows) if matrix.experts else "tiles"
+        return matrix.products.of(rows) if chosen == "tiles" else chosen
+
+    def experts_problem(self, matrix: Matrix) -> problems.Experts:
+        """Of a matrix that each expert has."""
+        stored = {
+            stack.fields[0]: [_as_stored(member) for of in stack.members for member in of]
+            for stack in self.stacks
+            if stack.members[0][0].experts
+        }
+        kernels = {of.products.of(1) for of, _ in self.each() if of.experts}
+        alike = stored["expert_gate"] == stored["expert_up"]
+        return problems.Experts(
+            device.platform(),
+            matrix.products.of(1),
+            whole=alike and len(kernels) == 1,
+            folded=any(folded for of in stored.values() for _, folded in of),
+        )
+
     def each(self) -> Iterator[tuple[Matrix, int]]:
         """(matrix, number of them in all layers and experts) of every matrix."""
         for _, matrix in self.matrices:

@@ -185,6 +185,26 @@ def replay(
     return jax.lax.scan(layer, cache, each, unroll=UNROLL if params.step.unrolled else 1)[0]
 
 
+def _step_inputs(cache: KVCache, params: Params, positions, rotation):
+    """`StepInputs` of one token a row: positions [B, 1], rotation [B, 1, pairs] each."""
+    from pallas_kernels.step.inputs import StepInputs  # only GPUs need it
+
+    w = params.layers
+    ffn_norm = w.ffn_norm if w.experts_norm is None else w.experts_norm
+    assert w.attn_norm is not None and ffn_norm is not None  # see problems.Step
+    return StepInputs(
+        attn_norm=w.attn_norm,
+        ffn_norm=ffn_norm,
+        bias=w.bqkv,
+        head_norms=None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm),
+        rotation=(rotation[0][:, 0], rotation[1][:, 0]),
+        k_pages=cache.k,
+        v_pages=cache.v,
+        block_table=cache.block_table,
+        positions=positions[:, 0],
+    )
+
+
 def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: ModelConfig):
     """All layers of a decode step, by one kernel."""
     if config.experts is not None:
@@ -209,14 +229,7 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
     y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(
         x[:, 0],
         tuple((part.fields["words"], part.fields["scales"]) for part in stacks),
-        (w.attn_norm, w.ffn_norm),
-        None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm),
-        w.bqkv,
-        cache.k,
-        cache.v,
-        cache.block_table,
-        positions[:, 0],
-        (rotation[0][:, 0], rotation[1][:, 0]),
+        _step_inputs(cache, params, positions, rotation),
     )
     return y[:, None], cache.replace(k=k_pages, v=v_pages)
 
@@ -225,19 +238,14 @@ def _one_launch_of_experts(x, cache: KVCache, params: Params, positions, rotatio
     from pallas_kernels.step import experts_layers  # only GPUs need it
 
     w, sizes = params.layers, config.experts
-    assert sizes is not None and w.experts_norm is not None and w.router is not None
+    assert sizes is not None and w.router is not None
     assert w.expert_gate is not None and w.expert_up is not None and w.expert_down is not None
     y, k_pages, v_pages = experts_layers.run(
         joined(x, w.wqkv, 0, w.attn_norm, config.rms_norm_eps)[:, 0],
         x[:, 0],
         (*w.wqkv, w.wo, w.expert_gate, w.expert_up, w.expert_down),  # five: see problems.Step
         w.router,
-        (w.experts_norm, w.attn_norm),
-        (w.q_norm, w.k_norm),
-        w.bqkv,
-        (cache.k, cache.v, cache.block_table),
-        positions[:, 0],
-        (rotation[0][:, 0], rotation[1][:, 0]),
+        _step_inputs(cache, params, positions, rotation),
         experts=experts_layers.Experts(sizes.count, sizes.used, sizes.normalized),
         eps=config.rms_norm_eps,
         interleaved=config.rope.interleaved,
@@ -295,26 +303,17 @@ def _by_layer_gemms(x, cache: KVCache, params: Params, positions, rotation, conf
     w = params.layers
     assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
     stacks = (*w.wqkv, w.wo, w.w_gate, w.w_up, w.w_down)  # five: see problems.Step
-    head_norms = None if w.q_norm is None or w.k_norm is None else (w.q_norm, w.k_norm)
+    inputs, total = _step_inputs(cache, params, positions, rotation), layer_gemms.Parts(x[None, :, 0])
     workspace = empty_workspace(x.shape[0], config.num_heads, cache.k)
-    of_step = (cache.block_table, positions[:, 0], (rotation[0][:, 0], rotation[1][:, 0]))
-    k_pages, v_pages, total = cache.k, cache.v, layer_gemms.Parts(x[None, :, 0])
     for layer in range(config.num_layers):
         kernels = functools.partial(
             layer_gemms.run, layer=layer, eps=config.rms_norm_eps, interleaved=config.rope.interleaved
         )
         total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(kernels)(
-            total,
-            stacks,
-            (w.attn_norm, w.ffn_norm),
-            head_norms,
-            w.bqkv,
-            k_pages,
-            v_pages,
-            *of_step,
-            workspace,
+            total, stacks, inputs, workspace
         )
-    return layer_gemms.summed(total)[:, None], cache.replace(k=k_pages, v=v_pages)
+        inputs = inputs._replace(k_pages=k_pages, v_pages=v_pages)
+    return layer_gemms.summed(total)[:, None], cache.replace(k=inputs.k_pages, v=inputs.v_pages)
 
 
 def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:

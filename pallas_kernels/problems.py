@@ -30,6 +30,25 @@ class Matmul:
 
 
 @dataclasses.dataclass(frozen=True)
+class Experts:
+    """Products of tokens, which are the rows, with the matrices of their experts.
+
+    kernel  that multiplies one row with such a matrix (qtensor.Products)
+    whole   whether that is the same of a layer's gate, up and down, and gate and up have the same format in
+            each layer: a feed-forward then may be one
+    folded  whether inputs must be rotated before
+    """
+
+    platform: str
+    kernel: str
+    whole: bool = False
+    folded: bool = False
+
+    def __str__(self):
+        return f"products by expert, each by {self.kernel}, on {self.platform}"
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """Attention of one query a row ("decode") or of many ("prefill") against a paged cache.
 
@@ -130,4 +149,4 @@ class DeltaNet:
         return f"{self.phase} delta net {heads} on {self.platform}"
 
 
-Problem = Matmul | Attention | Step | Sampling | DeltaNet
+Problem = Matmul | Experts | Attention | Step | Sampling | DeltaNet

@@ -6,7 +6,7 @@
 import importlib.util
 
 from pallas_kernels import cache_layouts, device, formats
-from pallas_kernels.problems import Attention, DeltaNet, Matmul, Parts, Problem, Sampling, Step
+from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts, Problem, Sampling, Step
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 STEP_ROWS = 256  # of a decode step, at most
@@ -81,6 +81,23 @@ def _of_family(family: str, problem: Matmul) -> str | None:
     if (own := formats.family(problem.format)) is None:
         return f"no kernel for matmul of {problem.format} in this version"
     return None if own == family else f"is for tiles of {family}; those of {problem.format} are {own}"
+
+
+# Experts
+
+
+def grouped(problem: Experts) -> str | None:
+    if reason := kq_experts(problem) or _on_hopper(problem):
+        return reason
+    if not problem.whole:
+        return "gate and up have different formats, or other kernels than down"
+    return None
+
+
+def kq_experts(problem: Experts) -> str | None:
+    if problem.kernel != "kq_decode":
+        return "is for weights that kq_decode multiplies"
+    return "inputs of folded weights are rotated before, tile by tile" if problem.folded else None
 
 
 # Attention
@@ -182,7 +199,7 @@ def layer_products(problem: Step) -> str | None:
     if reason := _several_phases(problem) or _in_tiles(problem):
         return reason
     assert problem.layers is not None
-    from pallas_kernels.step.layer_products import refuses  # only GPUs need it
+    from pallas_kernels.step.layer_products_plan import refuses  # only GPUs need it
 
     rest = {"bits": problem.bits, "rotated": problem.folded}
     alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))

@@ -10,6 +10,9 @@
                not float32         other, from 9               any        cublas
                CPU, not float32    any                         none       cpu
                any                 other                       or none    reference
+    Experts    kq                  from 17                     9.0        grouped
+               kq                  any                         from 8.0   kq_experts
+               any                 any                         any        tiles, each by a kernel of Matmul
     Attention  any                 1 query of each sequence    from 8.0   decode
                8 or 16 bits        more                        9.0        prefill_sm90
                8 or 16, to 128     more                        from 8.0   prefill_sm80
@@ -35,7 +38,7 @@ import dataclasses
 from collections.abc import Callable
 
 from pallas_kernels import cache_layouts, device, formats, refusals
-from pallas_kernels.problems import Attention, DeltaNet, Matmul, Problem, Sampling, Step
+from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Problem, Sampling, Step
 from pallas_kernels.qtensor import Products, QTensor, tile
 
 FIRST = "the first that can run it"
@@ -90,6 +93,11 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
         "cpu": Candidate(refusals.cpu_matmul, pallas=False),
         "reference": Candidate(refusals.never, pallas=False),
     },
+    Experts: {
+        "grouped": Candidate(refusals.grouped, 17),
+        "kq_experts": Candidate(refusals.kq_experts),
+        "tiles": Candidate(refusals.never, pallas=False),
+    },
     Attention: {
         "decode": Candidate(refusals.decode_attention),
         "prefill_sm90": Candidate(refusals.prefill_attention_sm90),
@@ -118,7 +126,7 @@ CANDIDATES: dict[type, dict[str, Candidate]] = {
 def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict]:
     """Every candidate in order of preference, with the reason that it was or was not taken.
 
-    rows  of activations, for Matmul
+    rows  of activations, for Matmul and Experts
     impl  "auto"; "reference"; or "pallas": only Pallas kernels (a GEMM may be cuBLAS's); for Step the name
           of a candidate
     """

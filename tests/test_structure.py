@@ -38,6 +38,18 @@ def test_the_arrows_point_one_way(package):
         assert not imports(path) & FORBIDDEN[package], path
 
 
+# What kernels are written in, products, and what is made of these: each imports those before it alone.
+FOLDERS = ("gpu", "matmul", "attention", "experts", "step")
+
+
+def test_folders_of_kernels_import_no_later_ones():
+    for at, folder in enumerate(FOLDERS):
+        for path in (ROOT / "pallas_kernels" / folder).rglob("*.py"):
+            source = path.read_text()
+            for later in FOLDERS[at + 1 :]:
+                assert f"pallas_kernels.{later}" not in source, path
+
+
 def imports_of(name: str, source: str, files) -> set[str]:
     """Those of `files` that the file called `name` imports anywhere in it, also inside of functions; of
     import_module(f"{__name__}.{...}") every file that it may be."""

@@ -177,7 +177,6 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     those before it in the order of preference were not taken."""
     from bonsai_jax.plan import attention_problems, delta_problems
     from pallas_kernels import problems, selection
-    from pallas_kernels.experts.groups import kernel_of
 
     def entry(what: str, times: int, asked: Mapping[str, tuple[problems.Problem, int, str]]):
         kernels, reasons = {}, {}
@@ -201,7 +200,10 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
         if has_head and matrix.fields == ("embed",):
             found[-1] |= {"kernels": {"any": "look-up of rows"}, "not": {}}
         if matrix.experts:
-            found[-1]["kernels"] = {name: kernel_of(matrix.products, rows) for name, rows in ROWS.items()}
+            problem = plan.experts_problem(matrix)
+            by_expert = entry("", 0, {name: (problem, rows, "auto") for name, rows in ROWS.items()})
+            found[-1]["kernels"] = {name: plan.kernel(matrix, rows) for name, rows in ROWS.items()}
+            found[-1]["not"] |= by_expert["not"]
     of_many = "reference" if run.impl == "reference" else "auto"
     layers = len(config.layers_of("attention"))
     for problem, impl in zip(attention_problems(config, run), (run.impl, of_many), strict=True):

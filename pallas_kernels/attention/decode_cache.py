@@ -27,6 +27,12 @@ class Cache:
     q_gamma: Any
     k_gamma: Any
 
+    @classmethod
+    def of(cls, layout: ModuleType, pages, table, positions, rotation, gammas) -> "Cache":
+        """pages: of keys and of values; rotation: cos and sin; gammas: of q and of k, or None."""
+        (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, gammas or (None, None)
+        return cls(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
+
 
 def team_warp(plan: Plan):
     """The warp's number in its team."""

@@ -8,8 +8,8 @@
       -> of each token the weighted sum of its pairs                   XLA
 
 Each product is one launch, in which tiles of rows come from a list with the expert that multiplies them: an
-expert's weights are decoded once for each of its tiles, and those that nobody has chosen are not read. Where
-a row lies does not change its numbers, and a token's sum is always in the same order.
+expert's weights are dequantized once for each of its tiles, and those that nobody has chosen are not read.
+Where a row lies does not change its numbers, and a token's sum is always in the same order.
 """
 
 import functools
@@ -30,7 +30,7 @@ MOST_TOKENS = 256  # of a tile: sums of 64 outputs with as many are half of a la
 
 def tiles_for(pairs: int, experts: int) -> Tiles:
     """What nearly all experts fit in where all are equally likely: as few tiles as there can be, because
-    weights are decoded once a tile."""
+    weights are dequantized once a tile."""
     likely = pairs / experts + 2 * math.sqrt(pairs / experts)
     each = math.ceil(likely / MOST_TOKENS)
     step = 16 if likely <= 64 else 32

@@ -12,17 +12,18 @@ are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (kq_ex
 many rows of a prefill go through a whole feed-forward once sorted (grouped.py).
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import device
-from pallas_kernels.matmul.execute import differentiated, product
-from pallas_kernels.qtensor import LayerStack, Products, QTensor, leaves
+from pallas_kernels import device, selection
+from pallas_kernels.matmul.execute import differentiated, product, same_part
+from pallas_kernels.problems import Experts
+from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 
 MOST_ROWS = 256  # of a tile
-FEW_ROWS = 16  # that a tile of kq_experts may have
 STRAIGHT = 64  # most tiles that are straight code on a GPU, which would wait for the host in a loop
 
 
@@ -37,14 +38,6 @@ class Tiles(NamedTuple):
     places: jax.Array
 
 
-def kernel_of(products: Products, tokens: int) -> str:
-    """What multiplies so many tokens with their experts: "grouped" or "kq_experts", all tiles in one launch;
-    else the kernel that multiplies a tile."""
-    if products.of(1) != "kq_decode":
-        return products.of(tokens)
-    return "grouped" if device.platform() == "sm_90" and tokens > FEW_ROWS else "kq_experts"
-
-
 def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Array:
     """float32 [*batch, used, N]: of each pair the product with its expert's matrix; of two matrices
     silu(x G.T) * (x U.T).
@@ -52,15 +45,13 @@ def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Arra
     x        [*batch, K], the same for all experts of a token, or [*batch, used, K]
     weights  QTensors or LayerStacks
     """
-    if isinstance(w := weights[0], LayerStack):
-        alike = all(isinstance(of, LayerStack) and of.where == w.where for of in weights)
-        known = isinstance(layer, int)
-        if len(weights) == 2 and not (alike and (known or len(w.parts) == 1)):
+    if len(weights) == 2:
+        if (together := same_part(*weights, layer)) is None:
             gate, up = (by_expert(x, (of,), chosen, layer) for of in weights)
             return jax.nn.silu(gate) * up
-        if len(weights) == 2:
-            part, index = w.where[layer] if known else (0, layer)
-            return _of_stack(x, tuple(of.parts[part] for of in weights), chosen, index)
+        return _of_stack(x, together[0], chosen, together[1])
+    (w,) = weights
+    if isinstance(w, LayerStack):
         return w.at(layer, lambda part, index: _of_stack(x, (part,), chosen, index))  # no Rows: plan.JOINED
     return _of_stack(x, weights, chosen, layer)
 
@@ -71,10 +62,8 @@ def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array
     rows."""
     where = [w.where if isinstance(w, LayerStack) else None for w in stacks[:2]]
     formats = [[part.format for part in leaves(w)] for w in stacks[:2]]
-    matrices, tokens = leaves(stacks), x.size // x.shape[-1]
-    by_kernels = all(_in_one_launch(w) and kernel_of(w.products, tokens) == "grouped" for w in matrices)
     alike = where[0] == where[1] and formats[0] == formats[1]
-    if not (by_kernels and alike):
+    if _chosen(leaves(stacks), x.size // x.shape[-1], alike) != "grouped":
         return None
     from pallas_kernels.experts import grouped  # only GPUs need it
 
@@ -116,7 +105,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     of_row = pairs.size // len(rows)
     valid = (pairs >= 0) & (pairs < experts)
     most_rows, kernel = MOST_ROWS, None
-    if skips and all(_in_one_launch(w) and w.format == weights[0].format for w in weights):
+    if skips and _chosen(weights, 1) == "kq_experts":
         from pallas_kernels.experts import kq_experts as kernel  # only GPUs need it
 
         most_rows = kernel.most_rows(weights)
@@ -144,9 +133,12 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     return y.reshape(*chosen.shape, n)
 
 
-def _in_one_launch(w: QTensor) -> bool:
-    """Whether kq_experts multiplies it; not where inputs must be rotated before."""
-    return w.rotation is None and w.products.of(1) == "kq_decode"
+def _chosen(weights: Sequence[QTensor], tokens: int, alike: bool = False) -> str:
+    """The candidate for so many tokens; alike: gate and up, of a whole feed-forward's weights."""
+    kernel, *others = dict.fromkeys(w.products.of(1) for w in weights)
+    folded = any(w.rotation is not None for w in weights)
+    problem = Experts(device.platform(), kernel, whole=alike and not others, folded=folded)
+    return selection.choose(problem, tokens)
 
 
 def rows_of_tile(pairs: int, experts: int, most: int = MOST_ROWS) -> int:

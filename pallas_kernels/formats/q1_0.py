@@ -30,13 +30,17 @@ def quantize(x):
     return {"d": jnp.abs(x).mean(axis=-1).astype(jnp.float16), "qs": qs}
 
 
-# matmul/q1_decode_b1.py has the layout.
 KERNELS = "q1"
 
 
 def tile(block):
-    """Blocks -> the layout of matmul/q1_decode_b1.py: {"words": uint32 [*lead, N / 16, K / 256, 32, 4],
-    "scales": uint32 [*lead, N / 16, K / 128, 8]}; rows padded to 16, groups to 2, by weights of scale 0."""
+    """Blocks -> tiles of 16 rows, of which a lane of a kernel reads what its fragments of tensor cores hold.
+
+    words   uint32 [*lead, N / 16, K / 256, 32 lanes, 4]: for lane 4 g + t and a pair of groups (h = 0, 1)
+            word t of rows g and g + 8: one 16-byte load
+    scales  uint32 [*lead, N / 16, K / 128, 8]: the float16 scales of rows g and g + 8
+    Rows are padded to 16 and groups to 2, by weights whose scale is 0.
+    """
     *lead, n, groups = block["d"].shape
     row, group = -n % 16, -groups % 2
     padding = [(0, 0)] * len(lead) + [(0, row), (0, group)]

@@ -64,17 +64,17 @@ def activations_float16(
     K is a multiple of 8, or of the group.
     """
     m, columns = prologue.sizes(x, rows if places is None else None)
-    width, held = columns, m if places is None or rows is None else rows
+    width, stored = columns, m if places is None or rows is None else rows
     orders = group if isinstance(group, tuple) else (group,)
     assert orders in ((None,), (16,), (32,), (32, 16)), orders
     if group is not None:
         width += -columns % COLUMNS
     warps = prologue.warps_of_block(m, width)
-    rounded = jax.ShapeDtypeStruct((held, width), jnp.float16)
+    rounded = jax.ShapeDtypeStruct((stored, width), jnp.float16)
     results = {"a_gmem": rounded}
     if len(orders) > 1:
         results["by_16_gmem"] = rounded
-    results["scale_gmem"] = jax.ShapeDtypeStruct((held,), jnp.float32)
+    results["scale_gmem"] = jax.ShapeDtypeStruct((stored,), jnp.float32)
     if isinstance(x, prologue.Parts):
         results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
     return prologue.launch_rows(

@@ -76,14 +76,14 @@ def activations_rotated(
         blocks=rows * parts,
         threads=32 * warps,
         scratch={
-            "turned_smem": plgpu.SMEM((warps * WORDS,), jnp.float32),
+            "rotated_smem": plgpu.SMEM((warps * WORDS,), jnp.float32),
             "shared_smem": plgpu.SMEM((2, warps), jnp.float32),
         },
     )  # fmt: skip
 
 
 def _body(
-    x_gmem, flips_gmem, gamma_gmem, layer_gmem, *, turned_smem, shared_smem, block, heads, places, parts,
+    x_gmem, flips_gmem, gamma_gmem, layer_gmem, *, rotated_smem, shared_smem, block, heads, places, parts,
     warps, eps, group, n_gmem=None, a_gmem=None, scale_gmem=None,
 ):  # fmt: skip
     columns = x_gmem.type.shape[1]
@@ -95,7 +95,7 @@ def _body(
     norm_layer = 0 if layer_gmem is None or gamma_gmem is None else memory.load(layer_gmem, 0)
     my = RotatedColumns(
         functools.partial(memory.load_each, x_gmem), columns, flips_gmem, gamma_gmem, norm_layer, block,
-        heads, turned_smem, warp, lane,
+        heads, rotated_smem, warp, lane,
     )  # fmt: skip
 
     def of_chunk(chunk):

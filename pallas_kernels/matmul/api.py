@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import formats
-from pallas_kernels.matmul.execute import kernel_of, module, product, turned
+from pallas_kernels.matmul.execute import kernel_of, module, product, rotated_input
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
 from pallas_kernels.tiles import ROWS
 
@@ -114,15 +114,15 @@ def sent_product(
     peers: Int[Array, "devices+2 2"],
 ) -> list[Int[Array, "1"]]:
     """The product with a matrix of which other devices have other columns, on its way to all their mailboxes
-    (step/all_reduce.py): what `all_reduce.receive` wants. By the kernel that makes it, where it can."""
-    from pallas_kernels.step import all_reduce  # only GPUs need it
+    (all_reduce.py): what `all_reduce.receive` wants. By the kernel that makes it, where it can."""
+    from pallas_kernels import all_reduce  # only GPUs need it
 
     if isinstance(layer, int):
         part, i = w.where[layer]
         piece = w.parts[part]
         if isinstance(piece, QTensor) and piece.shape[0] % ROWS == 0 and kernel_of(piece, x) == "kq_decode":
             return module("kq_decode").run_and_send(
-                turned(x, piece, layer, kernel="kq_decode")[0], piece, i, peers
+                rotated_input(x, piece, layer, kernel="kq_decode")[0], piece, i, peers
             )
     return [all_reduce.send(matmul(x, w, layer), peers)]
 

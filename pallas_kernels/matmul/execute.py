@@ -21,7 +21,10 @@ from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
 
 
 def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual) -> jax.Array:
-    """norm(x) W.T + residual for one matrix, silu(norm(x) G.T) * (norm(x) U.T) for two."""
+    """norm(x) W.T + residual for one matrix, silu(norm(x) G.T) * (norm(x) U.T) for two: float32 [*batch, N].
+
+    x, layer, gamma, eps, residual   as for api.matmul
+    """
     index = None if isinstance(layer, int) else layer  # a known layer stays one: XLA then need not read it
 
     def by(exact: bool):
@@ -147,22 +150,25 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     folded = {w.rotation is not None for w in leaves(weights)}
     if not exact and len(folded) == 1 and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
-        x, gamma = turned(x, leaves(weights)[0], layer, gamma, eps, "cublas")
+        x, gamma = rotated_input(x, leaves(weights)[0], layer, gamma, eps, "cublas")
         return module("cublas").run(x, weights, layer, layer, gamma, eps, residual)
     if len(weights) == 1:
         (w,) = weights
         if isinstance(w, QTensor):
             return _run(exact, x, (w,), layer, layer, gamma, eps, residual)
         return w.at(layer, lambda part, i: _part(exact, x, part, i, layer, gamma, eps, residual))
-    if (together := _same_part(weights[0], weights[1], layer)) is not None:
+    if (together := same_part(weights[0], weights[1], layer)) is not None:
         pair, i = together
         return _run(exact, x, pair, i, layer, gamma, eps, residual)
     g, u = (_of_layer(exact, x, (w,), layer, gamma, eps, None) for w in weights)
     return jax.nn.silu(g) * u
 
 
-def turned(x, w: QTensor, layer, gamma=None, eps=0.0, kernel="reference"):
-    """x and gamma for the kernel that multiplies; for folded weights norm(x), rotated, and no gamma."""
+def rotated_input(
+    x: jax.Array, w: QTensor, layer, gamma: jax.Array | None = None, eps: float = 0.0, kernel="reference"
+) -> tuple[jax.Array, jax.Array | None]:
+    """x [*batch, K] and gamma for the kernel that multiplies; for folded weights norm(x), rotated, float32,
+    and no gamma."""
     if w.rotation is None:
         return x, gamma
     x = x.astype(jnp.float32)
@@ -193,7 +199,7 @@ def _rotates(kernel: str, w: QTensor, x: jax.Array) -> bool:
     return able
 
 
-def _same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
+def same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
     """Both matrices and the index into them, if one launch can take them: the same format, at the same
     index."""
     i = layer
@@ -217,7 +223,8 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
     if isinstance(w, QTensor):
         return _run(exact, x, (w,), part_layer, layer, gamma, eps, residual)
     # Folded are all pieces or none (plan.py).
-    x, gamma = turned(x, w.pieces[0], layer, gamma, eps, "reference" if exact else kernel_of(w.pieces[0], x))
+    kernel = "reference" if exact else kernel_of(w.pieces[0], x)
+    x, gamma = rotated_input(x, w.pieces[0], layer, gamma, eps, kernel)
     w = Rows(tuple(piece.replace(rotation=None) for piece in w.pieces))
     if not exact and residual is None and all(kernel_of(piece, x) == "kq_decode" for piece in w.pieces):
         return module("kq_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
@@ -229,6 +236,6 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
 def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
     kernel = "reference" if exact else kernel_of(weights[0], x)
     if not _rotates(kernel, weights[0], x):
-        x, gamma = turned(x, weights[0], layer, gamma, eps, kernel)
+        x, gamma = rotated_input(x, weights[0], layer, gamma, eps, kernel)
         weights = tuple(w.replace(rotation=None) for w in weights)
     return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)

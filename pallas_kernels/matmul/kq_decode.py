@@ -38,7 +38,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import device, formats, tuned
+from pallas_kernels import all_reduce, device, formats, tuned
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -47,7 +47,6 @@ from pallas_kernels.matmul.activations_rotated import activations_rotated
 from pallas_kernels.matmul.activations_shared import eights
 from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.rotation import Rotation
-from pallas_kernels.step import all_reduce
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
@@ -61,7 +60,7 @@ def rotates(format: str, columns: int, rows: int) -> bool:
 
 
 def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
-    """matmul's candidate: any leading axes of up to 16 rows, QTensors with or without a layer axis."""
+    """Products of few rows, of which a launch takes up to 16 (execute.py)."""
     y = _run(x, [weights], part_layer, layer, gamma, eps, residual)
     return y[..., : weights[0].shape[0]]
 
@@ -200,14 +199,14 @@ def kq_decode(
     warps = planned.warps
     ring = max(warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
     scratch = {"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **kq_decode_block.scratch([product])}
-    rotates = None
+    rotating = None
     if rotation is not None:
-        scratch["turned_smem"] = plgpu.SMEM((rotated_columns.words(rows, columns, warps),), jnp.float32)
-        rotates = {"block": rotation.block, "heads": rotation.heads}
+        scratch["rotated_smem"] = plgpu.SMEM((rotated_columns.words(rows, columns, warps),), jnp.float32)
+        rotating = {"block": rotation.block, "heads": rotation.heads}
     if devices:
         scratch["sender_smem"] = plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)
     return launch(
-        functools.partial(_body, product, devices, sent_before, rotates),
+        functools.partial(_body, product, devices, sent_before, rotating),
         {
             "weight_gmem": weights,
             "x_gmem": x,
@@ -226,9 +225,9 @@ def kq_decode(
 
 
 def _body(
-    product: kq_decode_block.IntegerProduct, devices: int, sent_before: int, rotates: dict | None,
+    product: kq_decode_block.IntegerProduct, devices: int, sent_before: int, rotating: dict | None,
     *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
-    turned_smem=None, sender_smem=None, **refs,
+    rotated_smem=None, sender_smem=None, **refs,
 ):  # fmt: skip
     """Of a block, whose part its number says."""
     if devices:
@@ -253,9 +252,9 @@ def _body(
             if residual_gmem is not None:
                 residual = functools.partial(memory.load, residual_gmem)
             load_x, rotation = functools.partial(eights, x_gmem), None
-            if rotates is not None:
+            if rotating is not None:
                 load_x = functools.partial(memory.load_each, x_gmem)
-                rotation = {"flips_gmem": flips_gmem, "turned_smem": turned_smem, **rotates}
+                rotation = {"flips_gmem": flips_gmem, "rotated_smem": rotated_smem, **rotating}
             block = kq_decode_block.Block(
                 product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs
             )

@@ -89,7 +89,7 @@ class Block:
     ahead      the same arguments -> what `store` wants to be asked for ahead; None: nothing
     load_x     as in WarpActivations; with a rotation as in RotatedColumns
     rounded    as in WarpActivations; not with a rotation
-    rotation   of the activations: RotatedColumns' flips_gmem, block, heads and turned_smem; None: none
+    rotation   of the activations: RotatedColumns' flips_gmem, block, heads and rotated_smem; None: none
     Refs are named as `kq_decode` names what they are of.
     """
 

@@ -180,8 +180,8 @@ def _decode(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns: in
         for j in range(8):
             behind = (8 * u + j) * group  # columns of the item before this group
             scales = [kq_float16.of_group(values, j, lane) for values in unit.scales]
-            decoded = kq_float16.pairs(unit.a[j], kq.signed, *scales)
-            for r, packed in enumerate(decoded):
+            halves = kq_float16.pairs(unit.a[j], kq.signed, *scales)
+            for r, packed in enumerate(halves):
                 there = []  # what of the last tiles the matrix has
                 if piece.rows % ROWS:
                     there.append(rows[r] < piece.rows)

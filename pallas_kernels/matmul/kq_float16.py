@@ -3,17 +3,17 @@ with many rows (kq_dequantize.py writes them to memory, kq_prefill_sm90.py multi
 
     w = q d - m in float32, rounded to float16
 
-The codes become float32 by their place in 2^23 + q, without a conversion. Products are exact (at most 23
+The integers become float32 by their place in 2^23 + q, without a conversion. Products are exact (at most 23
 bits) wherever something is subtracted from them, so the values are those of the format's `dequantize`, bit
 for bit.
 
 As wgmma's first operand (`operand`) they are 64 rows x 64 columns at a time, of which each warp has 16; the
-order of columns is kq_prefill_sm90's. There every instruction counts, and two weights are decoded at a time:
+order of columns is kq_prefill_sm90's. There every instruction counts, and two weights are made at a time:
 
     w = q s - m in float16, rounded once, with s and m rounded to float16 before
 
-The codes become float16 by their place in 2^10 + q. Where d, or d and m, are float16 in the file, the values
-are still the definition's; of others (Q4_K, Q5_K, Q6_K) they are within about 2^-11 of it.
+The integers become float16 by their place in 2^10 + q. Where d, or d and m, are float16 in the file, the
+values are still the definition's; of others (Q4_K, Q5_K, Q6_K) they are within about 2^-11 of it.
 """
 
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def put_scales(kq: Lanes, shapes, matrices, target):
         warp, number, g, t = lane(kept=True)
         fields = [dict(zip(names, refs[i:], strict=False)) for i in range(0, len(refs), len(names))]
         warp = integer(warp)
-        # With two matrices warps 2 i and 2 i + 1 decode tile i, of one matrix each.
+        # With two matrices warps 2 i and 2 i + 1 dequantize tile i, of one matrix each.
         tile = index(warp // len(fields))
         of_fields = [
             {name: words_of(of[name], shapes[name], tile, number) for name in names} for of in fields
@@ -157,7 +157,7 @@ def scales_of_warp(scales, warp, kq: Lanes, g):
 def operand(kq: Lanes, step: int, matrices, scales):
     """float16 [64, 64]: the weights of a step of 64 columns, as wgmma wants them.
 
-    matrices  refs of the codes of 256 columns: of 4 tiles of one matrix; or of 2 tiles of each of two, and
+    matrices  refs of the words of 256 columns: of 4 tiles of one matrix; or of 2 tiles of each of two, and
               then warp w has of tile w / 2 rows 8 (w % 2) + g, as its row g of the first matrix, as its row
               g + 8 of the second
     scales    what `put_scales` made of them
@@ -167,19 +167,19 @@ def operand(kq: Lanes, step: int, matrices, scales):
         arg_types=(plgpu.RefType(),) * (1 + len(matrices)),
         return_type=plgpu.ShapeDtypeStruct((64, STEP), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
-    def decode(ctx, scales, *matrices):
+    def dequantize(ctx, scales, *matrices):
         warp, number, g, _ = lane(kept=True)
         vectors = vectors_of(matrices, warp, number)
         at = scales_of_warp(scales, warp, kq, g)
         halves = ir.VectorType.get((2,), ir.F16Type.get())
-        held = [llvm.bitcast(halves, pair) for pair in step_pairs(kq, step, vectors, at)]
-        return fragment(held, (64, STEP), fragments.WGMMA_LAYOUT)
+        packed = [llvm.bitcast(halves, pair) for pair in step_pairs(kq, step, vectors, at)]
+        return fragment(packed, (64, STEP), fragments.WGMMA_LAYOUT)
 
-    return decode(scales, *matrices)
+    return dequantize(scales, *matrices)
 
 
 def vectors_of(matrices, warp, number) -> tuple:
-    """(a lane's words of the codes of 256 columns, by four, of each matrix; which of rows g and g + 8 of both
+    """(a lane's words of 256 columns, by four, of each matrix; which of rows g and g + 8 of both
     is its own, for two matrices)."""
     shape = (matrices[0].type.shape[1], 32, 4)
     if len(matrices) == 1:

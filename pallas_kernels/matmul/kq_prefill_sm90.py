@@ -1,11 +1,11 @@
-"""Products of many rows with weights of 2 to 8 bits on Hopper's tensor cores, decoded in registers.
+"""Products of many rows with weights of 2 to 8 bits on Hopper's tensor cores, dequantized in registers.
 
 wgmma takes its first operand from registers, 64 rows x 16 columns at a time, and lane 4 g + t of warp w holds
 of it rows 16 w + g and 16 w + g + 8 and the columns 2 t, 2 t + 1, 2 t + 8, 2 t + 9. In the layout of
 kq_decode (pallas_kernels/tiles.py) the same lane has of each group the columns (group / 4) t .. of the same
-rows. The order of columns within a group is free, as long as the activations follow it, so every lane decodes
-its own words for itself, bytes 0 and 2 of each and then 1 and 3 (kq_float16.py), and nothing but scales is
-exchanged:
+rows. The order of columns within a group is free, as long as the activations follow it, so every lane
+dequantizes its own words for itself, bytes 0 and 2 of each and then 1 and 3 (kq_float16.py), and nothing but
+scales is exchanged:
 
     position 16 s + 8 h + 2 t + e of a group of 32  <-  column 8 t + 4 s + h + 2 e,   s, h, e = 0, 1
     position        8 h + 2 t + e of a group of 16  <-  column 4 t       + h + 2 e
@@ -13,7 +13,7 @@ exchanged:
 Weights are the first operand because they come from registers, so a tile of the product is outputs x tokens.
 Blocks of threads are persistent. Of three or four warpgroups one brings activations (float16, 64 columns at a
 time) and weights as they are packed (256 columns) by TMA; the others multiply, each `blocks` x 64 rows of
-weights with `tokens` tokens. While the tensor cores have one block of weights, the next is decoded. Two
+weights with `tokens` tokens. While the tensor cores have one block of weights, the next is dequantized. Two
 blocks of threads, a pair, have the same tokens and neighbouring outputs: each brings half of the activations
 for both, because the L2 cache does not give all of them twice in the time. For SwiGLU 32 of 64 rows are the
 gate's, and 32 the same of the up projection: rows g and g + 8 of a lane, so that it has both of an output.
@@ -334,9 +334,8 @@ def _body(
                         weights_full.at[slot],
                     )
 
-        def bring_scale(
-            i, token
-        ):  # nobody reads what it overwrites: the tile after that one has been decoded
+        def bring_scale(i, token):
+            # Nobody reads what it overwrites: the tile after that one has been multiplied.
             slot = lax.rem(i, WEIGHT_SLOTS + 1)
             where = pl.ds(token, scale_smem.shape[1])  # TMA brings whole 128 bytes
             plgpu.copy_gmem_to_smem(scale_gmem.at[where], scale_smem.at[slot], scale_full.at[slot])

@@ -14,10 +14,8 @@ from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import select, total
 
 MOST = 48  # float32 of a row that a lane has
-FEW_ROWS, MOST_OF_FEW = (
-    64,
-    16,
-)  # a decode step's: alone on a multiprocessor, a block has the sooner done more lanes
+# Rows of a decode step, at most, and what a lane then has: alone on a multiprocessor, a block has more lanes.
+FEW_ROWS, MOST_OF_FEW = 64, 16
 MOST_WARPS = 32
 
 

@@ -24,7 +24,8 @@ from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.matmul import q1_decode, rows_of_planes
-from pallas_kernels.matmul.q1_decode_b1 import PAIR_BYTES, SCALE_BYTES, LaneColumns
+from pallas_kernels.matmul.bit_product import LaneColumns
+from pallas_kernels.matmul.q1_decode import PAIR_BYTES, SCALE_BYTES
 from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
 from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
 from pallas_kernels.matmul.rows_product import WIDTH, RowsProduct, Section
@@ -115,7 +116,7 @@ def q1_decode_ring(
     """y = x W.T
 
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
-    weights   ((words, scales),) of W: a tiled stack (q1_decode_b1.py)
+    weights   ((words, scales),) of W: a tiled stack (formats/q1_0.py)
     layers    int32 [2 or more], the index into the weights' stack and the one into gamma's
     residual  float32 [rows, N], added to y
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.

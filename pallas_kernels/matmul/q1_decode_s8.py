@@ -3,19 +3,19 @@ become bytes once, for all rows.
 
 q1_decode_b1.py counts bits of one row's eight planes, and each block of threads quantizes the row itself. Of
 more rows, each would cost as much again. Here a column of the tensor core is a row of x, no planes are made,
-and a launch of its own quantizes (`quantize_rows`): otherwise every multiprocessor would read all rows as
-float32, 52 MB for 8 rows of 12,288, more than the weights. With the same codes q and scales s
+and a launch of its own quantizes (quantize_rows.py): otherwise every multiprocessor would read all rows as
+float32, 52 MB for 8 rows of 12,288, more than the weights. With the same integers q and scales s
 
     sum_k w_k x_k = sum over groups of 128 of   d (2 s (sum_k b_k q_k) - s sum_k q_k)        w = d (2 b - 1)
 
-which is exact within a group, as there. In the layout of q1_decode_b1.py lane 4 g + t has word t of rows g
+which is exact within a group, as there. As formats/q1_0.py tiles them, lane 4 g + t has word t of rows g
 and g + 8 of a group, bit 8 b + i of it being column 32 t + 8 b + i. `word << 7 - i & 0x80808080` is therefore
 what mma.m16n8k32 wants as four neighbouring k of a row, a 1 being 128, if the activations' columns are taken
 in the same order.
 
 A block of threads has `tiles` tiles of 16 rows; its warps share the columns in pairs of groups:
 
-    weights of the first round -> registers, its columns' codes and scales -> shared memory
+    weights of the first round -> registers, its columns' integers and scales -> shared memory
     per round of tiles: loads of the next round begin; bits -> bytes -> mma -> float32 sums per warp
                         -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
 """
@@ -29,33 +29,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels.gpu import lanes, memory, shared_memory, tensor_cores
+from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import (
-    as_real,
-    as_word,
-    fma,
-    index,
-    integer,
-    minimum,
-    real,
-    select,
-    sum_of_squares,
-    total,
-)
+from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real, select
 from pallas_kernels.matmul import epilogue, q1_decode
-from pallas_kernels.matmul.quantize_activations import (
-    MAGIC,
-    MAGIC_WORD,
-    largest_of_group,
-    magic_words,
-    packed_digits,
-)
+from pallas_kernels.matmul.byte_product import bits_as_bytes, multiply_group
+from pallas_kernels.matmul.q1_decode import GROUP
+from pallas_kernels.matmul.quantize_rows import ROWS, quantize_rows
 
-GROUP = 128
 ITEMS = 8  # tiles times pairs of a warp in one round: as many 16-byte loads a lane has in flight
-ROWS = 8  # columns of the tensor core
-UNIT = 128  # times sums of products (multiply_group)
 
 
 def run(*arguments) -> jax.Array:
@@ -71,8 +53,8 @@ def plan(
     n_tiles: int, pairs: int, matrices: int, bits: int, shared: int, warps: int | None = None,
     tiles: int | None = None, together: int | None = None,
 ) -> tuple[int, int, int] | None:  # fmt: skip
-    """(warps of a block, tiles of a block, tiles of a round), for the least idle warps; None where codes and
-    sums are more than so many bytes of shared memory, or measured sizes do not go together."""
+    """(warps of a block, tiles of a block, tiles of a round), for the least idle warps; None where
+    integers and sums are more than so many bytes of shared memory, or measured sizes do not go together."""
     warps = warps or min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
     tiles, per_warp = tiles or -(-n_tiles // device.multiprocessors()), -(-pairs // warps)
     if together is None:
@@ -93,68 +75,6 @@ def _sums_of_row(warps: int) -> int:
     return warps * 16 + 4  # 4: rows that are stored together lie in other banks
 
 
-@functools.partial(jax.jit, static_argnames="activation_bits")
-def quantize_rows(
-    x: jax.Array, layers: jax.Array, *, gamma: jax.Array | None = None, activation_bits: int = 8
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Quantize activations, symmetric per group of 128: x, or x gamma[i] with gamma of float32 [L, K].
-
-    x       float32 [rows, K], 1 to 8 rows; K a multiple of 128
-    layers  int32 [2 or more], the second is i
-    Returns codes int32 [K / 128, bits / 8, 2, 32, 4] (for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
-    columns 32 t + 8 b + 0..3 and + 4..7 of row g; the digit of the lowest 8 bits first), scales float32
-    [K / 128, 8, 2] (s / 64 and -s sum q of each row) and squares float32 [K / 128, 8] (sum of x^2). Rows that
-    are not there have scales of 0.
-    """
-    rows, columns = x.shape
-    groups, digits = columns // GROUP, activation_bits // 8
-    return launch(
-        functools.partial(_quantize_group, rows=rows, bits=activation_bits),
-        {"x_gmem": x, "layers_gmem": None if gamma is None else layers, "gamma_gmem": gamma},
-        {
-            "q_gmem": jax.ShapeDtypeStruct((groups, digits, 2, 32, 4), jnp.int32),
-            "scales_gmem": jax.ShapeDtypeStruct((groups, ROWS, 2), jnp.float32),
-            "squares_gmem": jax.ShapeDtypeStruct((groups, ROWS), jnp.float32),
-        },
-        name="quantize_rows",
-        blocks=groups,
-        threads=128,
-    )
-
-
-def _quantize_group(x_gmem, layers_gmem, gamma_gmem, q_gmem, scales_gmem, squares_gmem, *, rows, bits):
-    thread, group = integer(lanes.thread()), integer(lanes.block())
-    # 16 threads a row, 8 neighbouring columns each: part c has byte c % 4 of the words of t = c / 4.
-    row, part = thread // 16, thread % 16
-    t, b = part // 4, part % 4
-    column = index(group * GROUP + part * 8)
-
-    def load(ref, row):
-        return [v for half in (0, 4) for v in memory.load_reals(4, ref, [row, column + half])]
-
-    x = load(x_gmem, minimum(row, rows - 1))
-    squares = lanes.warp_sum_real(sum_of_squares(x), lanes=16)
-    if gamma_gmem is not None:
-        gamma = load(gamma_gmem, memory.load(layers_gmem, 1))
-        x = [v * w for v, w in zip(x, gamma, strict=True)]
-    top = 2 ** (bits - 1) - 1
-    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, 16))
-    q = magic_words(x, top, largest)
-    sum_of_q = lanes.warp_sum_real(total(q) + -8 * MAGIC_WORD % 2**32, lanes=16)
-    for digit, half in itertools.product(range(bits // 8), (0, 1)):
-        (mine,), word = packed_digits(q[4 * half :][:4], digit), integer(0)
-        for lane in range(4):  # byte b of each of four lanes' words: one word of this lane
-            other = lanes.from_quad(mine, thread % 32, lane)
-            word = word | (other >> b * 8 & 0xFF) << 8 * lane
-        memory.store(word, q_gmem, group, digit, half, row * 4 + t, b)
-    with lanes.when(part == 0):
-        scale = select(row < rows, largest * (1 / top), 0.0)
-        at = [index(group), index(row)]
-        memory.store(scale * (2 / UNIT), scales_gmem, *at, 0)
-        memory.store(-(scale * real(sum_of_q)), scales_gmem, *at, 1)
-        memory.store(squares, squares_gmem, *at)
-
-
 @functools.partial(jax.jit, static_argnames=("eps", "activation_bits", "warps", "tiles", "together"))
 def q1_decode_s8(
     x: jax.Array,
@@ -172,7 +92,7 @@ def q1_decode_s8(
     """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
 
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
-    weights   ((words, scales),) of W, or of G and U, tiled stacks (q1_decode_b1.py)
+    weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
@@ -391,34 +311,3 @@ class _Block:
 
         last = minimum(integer(sizes.together), self.count - first)
         lanes.loop(self.thread, last * (16 * sizes.rows), 32 * sizes.warps, [], one)
-
-
-def multiply_group(bits: list, q: list) -> list:
-    """16 rows of bits, as bytes, times 8 rows of x: 128 sum_k b_k q_k as float32, which hold them exactly,
-    where tensor_cores.multiply_bytes has its sums.
-
-    bits  of rows g and g + 8 eight words
-    q     per 8 bits of the integers, the lowest first, eight words
-    """
-
-    def product(sums: list, first: int) -> list:
-        """Of the even bits, or the odd ones."""
-        for digit in reversed(range(len(q))):
-            highest = digit == len(q) - 1
-            sums = sums if highest else [v << 8 for v in sums]
-            for i in (first, first + 4):
-                a = [bits[r][k] for k in (i, i + 2) for r in (0, 1)]
-                sums = tensor_cores.multiply_bytes(a, [q[digit][i], q[digit][i + 2]], sums, False, highest)
-        return sums
-
-    even = product([integer(0)] * 4, 0)
-    if len(q) > 1:
-        return [real(e * 2 + o) for e, o in zip(even, product([integer(0)] * 4, 1), strict=True)]
-    # Sums below 2^22 are the last bits of a float: no conversion, which would run at a quarter of the speed.
-    return [as_real(v) - MAGIC for v in product([v * 2 + MAGIC_WORD for v in even], 1)]
-
-
-def bits_as_bytes(word) -> list:
-    """Bits i, 8 + i, 16 + i and 24 + i of a word as bytes, for i = 0 .. 7: a 1 is 64 where i is even, else
-    128. So two masks share a shift, to the left, for which there are more units than to the right."""
-    return [(word << 6 - i // 2 * 2 if i < 6 else word) & (0x40404040 << i % 2) for i in range(8)]

@@ -1,13 +1,13 @@
-"""Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights decoded in
-registers.
+"""Products of many rows with 1-bit weights (Q1_0) on Hopper's integer tensor cores, weights dequantized
+in registers.
 
     y[m, n] = sum over groups of 128 columns:  d[n] s[m] sum(+-q[m]) = d s / 64 S,   S = sum(+-64 q), exact
 
 wgmma takes its first operand from registers, 64 rows x 32 columns of bytes at a time, and lane 4 g + t of
 warp w holds of it rows 16 w + g and 16 w + g + 8 and columns 4 t .. 4 t + 3 and 16 + 4 t .. 16 + 4 t + 3. In
-q1_decode_b1's layout the same lane has word t, 32 columns of a group, of the same rows. The order of columns
-within a group is free, as long as the activations follow it (activations_int8.py). So every lane decodes its
-own words, four weights by two instructions, and nothing is exchanged:
+the tiles of formats/q1_0.py the same lane has word t, 32 columns of a group, of the same rows. The order of
+columns within a group is free, as long as the activations follow it (activations_int8.py). So every lane
+dequantizes its own words, four weights by two instructions, and nothing is exchanged:
 
     -64 or 64 in each byte  <-  ((word << 7 - j) & 0x80808080) ^ 0xC0C0C0C0,   j = 0 .. 7
     position 16 j + 4 t + b of a group  <-  column 32 t + 8 b + j
@@ -25,13 +25,12 @@ the up projection, in the same lanes, so that SwiGLU is a lane's own. The last b
 step. The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
 
 In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
-columns are split over blocks too, so that all multiprocessors have work: `planned`.
+columns are split over blocks too, so that all multiprocessors have work: q1_prefill_plan.py.
 """
 
 import functools
 import itertools
 import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,35 +44,17 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels.gpu import lanes, memory, shared_memory
+from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_real, f32, fma, i32, index, integer, of, select
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, silu, swizzled
 from pallas_kernels.matmul import stacks
-from pallas_kernels.matmul.activations_int8 import activations_int8
-from pallas_kernels.matmul.prefill import clocks_of_sums, in_order, in_two_phases
+from pallas_kernels.matmul.activations_int8 import GROUP, activations_int8
+from pallas_kernels.matmul.prefill import in_order, in_two_phases
+from pallas_kernels.matmul.q1_prefill_plan import STEP, Plan, planned
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
-GROUP = 128
-STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
 WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
 MOST_AHEAD = 32  # tokens of a tile of which two products have room in registers
-# What a plan takes, as measured on an H200: a step, for each token and warpgroup of it, a tile.
-STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 700, 14, 500
-
-
-class Plan(NamedTuple):
-    """What a block of threads does at a time.
-
-    warpgroups  that multiply, each 64 rows of weights
-    tokens      of a tile
-    splits      of the columns: each makes a part of the sums
-    slots       steps in shared memory
-    """
-
-    warpgroups: int
-    tokens: int
-    splits: int
-    slots: int
 
 
 @functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "shared", "plan", "summed"))
@@ -147,44 +128,6 @@ def q1_prefill_sm90(
     )  # fmt: skip
     parts = kernel(*operands)[:, :, :n]
     return in_order(parts, after) if summed else parts
-
-
-def planned(
-    m: int,
-    n: int,
-    steps: int,
-    matrices: int,
-    planes: int,
-    multiprocessors: int,
-    shared: int,
-    summed: bool = True,
-) -> Plan:
-    """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
-    would have to be added before it.
-
-    m  rows, padded as activations_int8 does
-    """
-    few = min(m, 64)
-    of_tokens = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
-    of_splits = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
-    best = []
-    for (warpgroups, tokens), splits in itertools.product(of_tokens, of_splits):
-        tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
-        step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
-        clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
-        clocks += clocks_of_sums(m * n, splits, summed)
-        fits = (s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s, matrices, planes) <= shared)
-        best.append((clocks, Plan(warpgroups, tokens, splits, next(fits))))
-    return min(best)[1]
-
-
-def shared_bytes(warpgroups: int, tokens: int, slots: int, matrices: int, planes: int) -> int:
-    """Shared memory that a block of threads takes: the scratch of `gemm`, in its order."""
-    pairs = STEP // planes // 2
-    activations, results = slots * STEP * tokens, warpgroups * tokens * 64 // matrices
-    words = slots * 4 * warpgroups * pairs * 128
-    buffers = [activations * GROUP, 4 * results, 4 * activations, 4 * words, 4 * words // 8, 4 * slots * 2]
-    return shared_memory.bytes_taken(*buffers, barriers=2 * slots + warpgroups)
 
 
 def _body(
@@ -472,7 +415,7 @@ def _store(sums, out_smem, matrices: int, added: bool):
                         y = values[2 * j + r][e]
                     memory.store(y + there[j] if added else y, out_smem, *place)
 
-    store(*(sums, out_smem))
+    store(sums, out_smem)
 
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:

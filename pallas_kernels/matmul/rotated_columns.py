@@ -49,7 +49,7 @@ class RotatedColumns:
     block, heads   of the Rotation
     norm_layer   of gamma, float32 [L, K]
     flips_gmem   of the Rotation: a word is what a lane needs of a chunk
-    turned_smem  float32 [words]
+    rotated_smem  float32 [words]
     slot         of this warp in it, from 0
     """
 
@@ -60,7 +60,7 @@ class RotatedColumns:
     norm_layer: Any
     block: int
     heads: tuple[int, int] | None
-    turned_smem: Any
+    rotated_smem: Any
     slot: Any
     lane: Any
 
@@ -98,10 +98,10 @@ class RotatedColumns:
         _butterflies(x, range(0, bits - 5))
         first = self.slot * WORDS
         for j, v in enumerate(x):
-            memory.store(v, self.turned_smem, first + self.lane + j * PITCH)
+            memory.store(v, self.rotated_smem, first + self.lane + j * PITCH)
         lanes.warp_barrier()
         at = first + self.lane * PITCH
-        x = [v for i in range(0, LANES, 4) for v in memory.load_reals(4, self.turned_smem, [at + i])]
+        x = [v for i in range(0, LANES, 4) for v in memory.load_reals(4, self.rotated_smem, [at + i])]
         lanes.warp_barrier()
         _butterflies(x, range(0, min(bits, 5)))
         return [v * self.block**-0.5 for v in x], squares

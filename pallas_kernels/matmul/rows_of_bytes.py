@@ -2,10 +2,10 @@
 rows, as in q1_decode_s8.py; where a warp has no registers for all rows' activations, once for each eight.
 
 What is passed on (rows_product.py) for lane 4 g + t of those who multiply, of row g or g + 8: 12 words, each
-with a tag in bits 0 and 1. Column 32 t + 8 b + i of the group is code i of byte b.
+with a tag in bits 0 and 1. Column 32 t + 8 b + i of the group is integer i of byte b.
 
-    word i = 0 .. 7   codes i of bytes 0, 1 and 2, in bytes 1, 2 and 3
-    word 8 .. 10      codes of byte 3, three to a word, in bytes 1, 2 and 3
+    word i = 0 .. 7   integers i of bytes 0, 1 and 2, in bytes 1, 2 and 3
+    word 8 .. 10      integers of byte 3, three to a word, in bytes 1, 2 and 3
     word 11           float32: s / 64 for t = 0, - s sum_k q_k for t = 1, sum_k x_k^2 before gamma for t = 2
 
 in the order [group][words 0 .. 3, 4 .. 7, 8 .. 11][row][t][4], so that a warp reads 16 neighbouring bytes a
@@ -29,8 +29,9 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
     total,
 )
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
-from pallas_kernels.matmul.q1_decode_s8 import UNIT, bits_as_bytes, multiply_group
+from pallas_kernels.matmul.bit_product import LaneColumns
+from pallas_kernels.matmul.byte_product import UNIT, bits_as_bytes, multiply_group
+from pallas_kernels.matmul.q1_decode import GROUP
 from pallas_kernels.matmul.quantize_activations import largest_of_group
 from pallas_kernels.matmul.rows_product import WIDTH, RowsProduct, Section
 
@@ -44,11 +45,11 @@ class Rows:
     """Activations of eight rows, of which this warp has some groups.
 
     words    {(p, h): the 12 that were passed on}
-    codes    {(p, h): 8 words of four codes, as `multiply_group` takes them}
+    integers  {(p, h): 8 words of four, as `multiply_group` takes them}
     """
 
     words: dict
-    codes: dict
+    integers: dict
 
 
 class RowsOfBytes(RowsProduct):
@@ -113,11 +114,11 @@ class RowsOfBytes(RowsProduct):
         loaded, out = load(wanted), []
         for at in range(0, len(loaded), 12 * len(me.x_group)):
             words = {key: loaded[at + 12 * n :][:12] for n, key in enumerate(me.x_group)}
-            codes = {
+            integers = {
                 key: [lanes.bytes_of(w[i], w[8 + i // 3], 0x5321 + 0x1000 * (i % 3)) for i in range(8)]
                 for key, w in words.items()
             }
-            out.append(Rows(words, codes))
+            out.append(Rows(words, integers))
         return out
 
     def store_squares(self, me: LaneColumns, section: Section, x: list[Rows], scratch_smem):
@@ -143,7 +144,7 @@ class RowsOfBytes(RowsProduct):
                 stats = [[v * me.count[p, h] for v in of] for of in stats]
                 for u, m in items:
                     bits = [bits_as_bytes(lanes.element(loaded[u, m], 2 * h + r)) for r in (0, 1)]
-                    sums = [multiply_group(bits, [of.codes[p, h]]) for of in x]
+                    sums = [multiply_group(bits, [of.integers[p, h]]) for of in x]
                     d = lanes.halves(scales(m, u, p, h))
                     for i, r, c in itertools.product(range(len(x)), (0, 1), (0, 1)):
                         product = fma(sums[i][2 * r + c], stats[i][2 * c], stats[i][2 * c + 1])

@@ -1,5 +1,5 @@
 """Products of 2 to 4 rows in one launch, on the binary tensor cores: bits of weights and bits of activations,
-as in q1_decode_b1.py, but that the 8 columns of the tensor core are shared by the rows.
+as in bit_product.py, but that the 8 columns of the tensor core are shared by the rows.
 
 Each row has C of them, 4 of two rows and 2 of more; M = 8 / C products one behind the other have all 8 planes
 of all rows. Plane M c + i is column c of a row in product i:
@@ -26,7 +26,8 @@ from typing import Any
 
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import fma, integer, minimum, real, select, sum_of_squares
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns, bit_planes, over_lanes
+from pallas_kernels.matmul.bit_product import LaneColumns, bit_planes, over_lanes
+from pallas_kernels.matmul.q1_decode import GROUP
 from pallas_kernels.matmul.rows_product import RowsProduct, Section
 
 PLANES = 8

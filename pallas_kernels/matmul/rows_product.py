@@ -22,7 +22,8 @@ from typing import Any, ClassVar, NamedTuple
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import epilogue
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
+from pallas_kernels.matmul.bit_product import LaneColumns
+from pallas_kernels.matmul.q1_decode import GROUP
 
 WIDTH = 8  # columns of the tensor core
 MOST_ROWS = 2 * WIDTH
@@ -40,7 +41,7 @@ class Section(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class RowsProduct(abc.ABC):
     """One phase: rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has.
-    Sizes as in q1_decode_b1.BitProduct; its methods are called while a kernel is traced.
+    Sizes as in bit_product.BitProduct; its methods are called while a kernel is traced.
 
     splits      parts of the columns: a block has one, and `columns` and `pairs` are of it. So all blocks read
                 as much less of what is passed on; their sums go to who adds them to the residual stream

@@ -1,1 +1,1 @@
-"""Kernels of a whole decode step: all layers in one launch, and sums over devices."""
+"""Kernels of a whole decode step: all layers in one launch, or a layer in a few."""

@@ -6,7 +6,7 @@ that phase is done: weights are there before the activations that they wait for.
 
     x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
 
-Each [phase] is the one of q1_decode_b1.py or decode.py. A block has the same tiles of a phase in every
+Each [phase] is the one of bit_product.py or decode.py. A block has the same tiles of a phase in every
 layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
 for them.
 
@@ -33,8 +33,10 @@ from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
-from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
+from pallas_kernels.matmul.bit_product import BitProduct, LaneColumns, RowPlanes
+from pallas_kernels.matmul.q1_decode import GROUP
 from pallas_kernels.matmul.rows_product import RowsProduct, Section
+from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
@@ -47,14 +49,7 @@ AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behin
 def decode_layers(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
-    norms: tuple[jax.Array, jax.Array],
-    head_norms: tuple[jax.Array, jax.Array] | None,
-    bias: jax.Array | None,
-    k_pages: cache_layouts.Pages,
-    v_pages: cache_layouts.Pages,
-    block_table: jax.Array,
-    positions: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
+    inputs: StepInputs,
     *,
     shapes: Shapes,
     interleaved: bool,
@@ -64,31 +59,27 @@ def decode_layers(
     x <- x + W_o attention(norm(x));  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x)
 
     x          float32 [rows, hidden]
-    weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (q1_decode_b1.py)
-    norms      float32 [L, hidden], gammas before attention and before the feed-forward
-    head_norms float32 [L, head_dim] of queries and keys, or None
-    bias       float32 [L, width of qkv], or None
-    pages, table, positions, rotation   as for pallas_kernels.attend, for one token a row
+    weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (formats/q1_0.py)
     Returns x float32 [rows, hidden] and the pages, which are updated in place.
     """
     layers = weights[0][0].shape[0]
-    page_size = cache_layouts.shape(k_pages)[2]
-    attention = shapes.attention(page_size, block_table.shape[1], head_norms is not None, interleaved)
+    page_size, pages_of_row = cache_layouts.shape(inputs.k_pages)[2], inputs.block_table.shape[1]
+    attention = shapes.attention(page_size, pages_of_row, inputs.head_norms is not None, interleaved)
     pad = lambda a, n: jnp.pad(a, ((0, 0), (0, n - a.shape[1])))  # noqa: E731
     x = pad(x, shapes.width(Vector.X))
     x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
-    pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
-    layout, dtypes = cache_layouts.of(k_pages), (jnp.int32, jnp.float32)
+    pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
+    layout, dtypes = cache_layouts.of(inputs.k_pages), (jnp.int32, jnp.float32)
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
             "weights": weights,
-            "norms": norms,
-            "head_norms": head_norms,
-            "bias": None if bias is None else pad(bias, shapes.width(Vector.QKV)),
-            "rotation": rotation,
-            "positions": positions,
-            "table": block_table,
+            "norms": (inputs.attn_norm, inputs.ffn_norm),
+            "head_norms": inputs.head_norms,
+            "bias": None if inputs.bias is None else pad(inputs.bias, shapes.width(Vector.QKV)),
+            "rotation": inputs.rotation,
+            "positions": inputs.positions,
+            "table": inputs.block_table,
             "x": x_ref,
             "workspace": workspace,
             "pages": pages,
@@ -117,8 +108,7 @@ class _Step:
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
-        (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, head_norms or (None, None)
-        self.cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
+        self.cache = Cache.of(layout, pages, table, positions, rotation, head_norms)
         mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)

@@ -40,7 +40,8 @@ from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.step import router
 from pallas_kernels.step.experts_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Planned, plan, scratch_words
-from pallas_kernels.step.layer_products import Phase
+from pallas_kernels.step.inputs import StepInputs
+from pallas_kernels.step.layer_products_plan import Phase
 from pallas_kernels.step.router import Experts
 from pallas_kernels.step.workspace import tag
 from pallas_kernels.tiles import COLUMNS
@@ -50,15 +51,10 @@ QKV, ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(6)
 
 
 def run(
-    qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], of_router: LayerStack, norms, head_norms,
-    bias, cache, positions: jax.Array, rotation: tuple[jax.Array, jax.Array], *, experts: Experts, eps: float,
-    interleaved: bool,
-):  # fmt: skip
-    """`experts_layers` of a model's stacks: of q, k and v, of o, gate, up and down.
-
-    norms   float32 [L, hidden], gammas before the feed-forward and before attention
-    cache   pages of keys and of values, and their table
-    """
+    qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], of_router: LayerStack, inputs: StepInputs, *,
+    experts: Experts, eps: float, interleaved: bool,
+) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
+    """`experts_layers` of a model's stacks: of q, k and v, of o, gate, up and down."""
     joined, o, gate, up, down = stacks
     of_products = (o,), (gate, up), (down,), (joined,)
     pieces = [
@@ -81,8 +77,7 @@ def run(
     )  # fmt: skip
     return jax.custom_batching.sequential_vmap(kernel)(
         qkv, x, weights, jnp.asarray([of[0].where for of in of_products], jnp.int32),
-        w_router.fields["w"].reshape(-1, *w_router.shape), norms,
-        None if head_norms[0] is None else head_norms, bias, *cache, positions, rotation,
+        w_router.fields["w"].reshape(-1, *w_router.shape), inputs,
     )  # fmt: skip
 
 
@@ -100,14 +95,7 @@ def experts_layers(
     weights: tuple[tuple[tuple[tuple[dict[str, Any], ...], ...], ...], ...],
     where: jax.Array,
     router: jax.Array,
-    norms: tuple[jax.Array, jax.Array],
-    head_norms: tuple[jax.Array, jax.Array] | None,
-    bias: jax.Array | None,
-    k_pages: cache_layouts.Pages,
-    v_pages: cache_layouts.Pages,
-    block_table: jax.Array,
-    positions: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
+    inputs: StepInputs,
     *,
     formats_of: tuple[tuple[tuple[str, ...], ...], ...],
     experts: Experts,
@@ -126,14 +114,12 @@ def experts_layers(
                experts over layers times experts
     where      int32 [4, L, 2]: of each product and layer the combination and the index in its stack
     router     float32, float16 or bfloat16 [L, count, hidden]
-    norms      float32 [L, hidden], gammas before the feed-forward and before attention
-    head_norms, bias, pages, table, positions, rotation   as for decode_layers
     formats_of  of the parts of each product
     bits       8 or 16, to which activations are rounded
     Returns x and the pages, updated in place. Which experts a token has is decided on logits of 22 bits of
     mantissa; of equal ones the lower index comes first.
     """
-    hidden, page_size, kv_heads, head_dim = x.shape[1], *cache_layouts.shape(k_pages)[2:]
+    hidden, page_size, kv_heads, head_dim = x.shape[1], *cache_layouts.shape(inputs.k_pages)[2:]
     phases = [
         [Phase(parts, of) for parts, of in zip(*each, strict=True)]
         for each in zip(weights, formats_of, strict=True)
@@ -141,8 +127,9 @@ def experts_layers(
     q, ffn = phases[OUT][0].columns, phases[DOWN][0].columns
     attention = Attention(
         rows=1, kv_heads=kv_heads, group=q // (kv_heads * head_dim), head_dim=head_dim, page_size=page_size,
-        pages=block_table.shape[1], most_blocks=device.multiprocessors(), normed=head_norms is not None,
-        eps=eps, interleaved=interleaved, pairs=rotation[0].shape[-1],
+        pages=inputs.block_table.shape[1], most_blocks=device.multiprocessors(),
+        normed=inputs.head_norms is not None, eps=eps, interleaved=interleaved,
+        pairs=inputs.rotation[0].shape[-1],
     )  # fmt: skip
     planned = plan(phases, experts, attention.scratch, bits, eps)
     if planned is None:
@@ -151,11 +138,12 @@ def experts_layers(
             "shared memory"
         )
     widths = [qkv.shape[1], q, hidden, experts.logits, experts.used * ffn, hidden]
-    first = qkv if bias is None else qkv + bias[0]
+    first = qkv if inputs.bias is None else qkv + inputs.bias[0]
     first = jax.lax.bitcast_convert_type(first, jnp.int32) + 2 & ~3 | tag(0)
     empty = jnp.zeros(sum(widths[1:]) + attention.partials, jnp.int32)
     workspace, x_ref = jax.new_ref(jnp.concatenate([first[0], empty])), jax.new_ref(x)
-    pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
+    pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
+    layout = cache_layouts.of(inputs.k_pages)
     smem = {
         name: plgpu.SMEM((size,), jnp.int32 if name in ("q_smem", "chosen_smem") else jnp.float32)
         for name, size in scratch_words(planned.products, experts, attention.scratch).items()
@@ -167,11 +155,12 @@ def experts_layers(
         )
     }
     launch(
-        lambda **refs: _Layers(planned, experts, attention, cache_layouts.of(k_pages), widths, **refs).run(),
+        lambda **refs: _Layers(planned, experts, attention, layout, widths, **refs).run(),
         {
-            "x": x_ref, "weights": weights, "where": where, "router": router, "norms": norms,
-            "head_norms": head_norms, "bias": bias, "pages": pages, "table": block_table,
-            "positions": positions, "rotation": rotation, "workspace": workspace,
+            "x": x_ref, "weights": weights, "where": where, "router": router,
+            "norms": (inputs.ffn_norm, inputs.attn_norm), "head_norms": inputs.head_norms,
+            "bias": inputs.bias, "pages": pages, "table": inputs.block_table,
+            "positions": inputs.positions, "rotation": inputs.rotation, "workspace": workspace,
         },
         {},
         name="experts_layers",
@@ -211,8 +200,7 @@ class _Layers:
         self.bias, self.workspace, self.layers = bias, workspace, where.type.shape[1]
         self.known_smem, self.experts_smem, self.smem = known_smem, experts_smem, smem
         self.attention_smem, self.dots_smem, self.chosen_smem = attention_smem, dots_smem, chosen_smem
-        (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, head_norms or (None, None)
-        self.cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
+        self.cache = Cache.of(layout, pages, table, positions, rotation, head_norms)
 
     def run(self):
         self.kept = self.attention.keep(self.cache)
@@ -308,7 +296,8 @@ class _Layer:
 
     def _block(self, number: int, product: IntegerProduct, share: Share, expert=None) -> Block:
         """expert  which of the chosen it makes hidden values of"""
-        gamma = {GATE_UP: self.of.norms[0], NEXT_QKV: self.of.norms[1]}.get(number)
+        ffn_norm, attn_norm = self.of.norms
+        gamma = {GATE_UP: ffn_norm, NEXT_QKV: attn_norm}.get(number)
         residual = None
         if number in (OUT, DOWN):  # of this block's own threads, past a cache that is not kept up to date
             residual = lambda row, n: memory.load_written_by_others(self.of.x, n)  # noqa: E731

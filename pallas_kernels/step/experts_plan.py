@@ -9,7 +9,7 @@ from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul import kq_decode_plan
 from pallas_kernels.matmul.kq_decode_block import IntegerProduct, scratch
-from pallas_kernels.step.layer_products import Phase, phase_of
+from pallas_kernels.step.layer_products_plan import Phase, phase_of
 from pallas_kernels.step.router import Experts
 from pallas_kernels.tiles import COLUMNS
 

@@ -23,6 +23,7 @@ from pallas_kernels.matmul import kq_prefill_sm90, q1_prefill_sm90
 from pallas_kernels.matmul.prefill import in_order
 from pallas_kernels.matmul.prologue import Parts
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows
+from pallas_kernels.step.inputs import StepInputs
 
 GEMMS = {"q1": q1_prefill_sm90, "kq": kq_prefill_sm90}
 
@@ -30,14 +31,7 @@ GEMMS = {"q1": q1_prefill_sm90, "kq": kq_prefill_sm90}
 def run(
     x: Parts,
     weights: Sequence[LayerStack],
-    norms: tuple[jax.Array, jax.Array],
-    head_norms: tuple[jax.Array, jax.Array] | None,
-    bias: jax.Array | None,
-    k_pages: cache_layouts.Pages,
-    v_pages: cache_layouts.Pages,
-    block_table: jax.Array,
-    positions: jax.Array,
-    rotation: tuple[jax.Array, jax.Array],
+    inputs: StepInputs,
     workspace: jax.Array,
     *,
     layer: int,
@@ -50,13 +44,10 @@ def run(
 
     x          of float32 [rows, hidden]
     weights    of qkv, o, gate, up and down
-    norms      float32 [L, hidden], gammas before attention and before the feed-forward
-    head_norms float32 [L, head_dim] of queries and keys, or None
-    bias       float32 [L, width of qkv], or None
-    pages, table, positions, rotation, workspace   as for pallas_kernels.attend, for one token a row
+    workspace  of attention (pallas_kernels.attention.empty_workspace)
     Returns x, the pages, which are updated in place, and the workspace.
     """
-    rows = len(positions)
+    rows = len(inputs.positions)
 
     def product(activations, *matrices) -> jax.Array:
         ((w, at), *_), *_ = matrices
@@ -73,21 +64,22 @@ def run(
     joined = []
     for gemm, pieces in itertools.groupby(qkv, lambda piece: _gemm(piece[0])):
         pieces = list(pieces)
-        *activations, x_before = rounded(x, pieces, norms[0])
+        *activations, x_before = rounded(x, pieces, inputs.attn_norm)
         for piece in pieces:
             several = gemm is kq_prefill_sm90
             own = kq_prefill_sm90.order_of(activations, piece[0]) if several else activations
             joined.append(product(own, [piece]))
         x = Parts(x_before[None])
-    if bias is not None:
-        joined = [jnp.concatenate([in_order(y, None)[:rows] for y in joined], axis=-1) + bias[layer]]
+    if inputs.bias is not None:
+        joined = [jnp.concatenate([in_order(y, None)[:rows] for y in joined], axis=-1) + inputs.bias[layer]]
     as_integers = _gemm(o[0][0]) is q1_prefill_sm90
     attended, k_pages, v_pages, workspace = decode_attention(
-        tuple(joined), k_pages, v_pages, block_table, positions, layer, *rotation, head_norms, workspace,
-        eps=eps, interleaved=interleaved, integers=as_integers,
+        tuple(joined), inputs.k_pages, inputs.v_pages, inputs.block_table, inputs.positions, layer,
+        *inputs.rotation, inputs.head_norms, workspace, eps=eps, interleaved=interleaved,
+        integers=as_integers,
     )  # fmt: skip
     activations = attended if as_integers else rounded(attended, o)
-    *activations, x_between = rounded(Parts(product(activations, o), x_before), gate, norms[1])
+    *activations, x_between = rounded(Parts(product(activations, o), x_before), gate, inputs.ffn_norm)
     (hidden,) = product(activations, gate, up)
     return Parts(product(rounded(hidden, down), down), x_between), k_pages, v_pages, workspace
 
@@ -96,9 +88,9 @@ Pieces = list[tuple[QTensor, int]]  # rows below rows: stacks of layers, and the
 
 
 def _pieces(stack: LayerStack, layer: int) -> Pieces:
-    part, at = stack.where[layer]
-    held = stack.parts[part]
-    return [(piece, at) for piece in (held.pieces if isinstance(held, Rows) else (held,))]
+    number, at = stack.where[layer]
+    part = stack.parts[number]
+    return [(piece, at) for piece in (part.pieces if isinstance(part, Rows) else (part,))]
 
 
 def _gemm(w: QTensor):

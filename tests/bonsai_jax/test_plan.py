@@ -1,5 +1,7 @@
 """Load plans: what is planned for a model on a GPU, and that what is loaded is what was planned."""
 
+import dataclasses
+
 import jax
 import pytest
 
@@ -7,7 +9,7 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, model
 from bonsai_jax.params import Params
 from checkpoints import open_checkpoint
-from pallas_kernels import device, formats
+from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
 from pallas_kernels.step import decode_layers
 
@@ -107,3 +109,18 @@ def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     matrices = [params.embed, *params.layers.wqkv[0].parts, *params.layers.w_down.parts]
     assert {w.tiled for w in matrices} == {formats.family(format) is not None}
     assert bj.cache.empty(args[1], args[2], 1, 64).impl == "decode"
+
+
+def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypatch):
+    """In all layers; else each product is for itself, and `inspect` says so."""
+    checkpoint, config, run, plan = planned("synth:tiny-qwen3moe:q4_k", monkeypatch)
+    name = "blk.1.ffn_up_exps.weight"
+    other = dataclasses.replace(checkpoint.tensors[name], format="q6_k")
+    mixed = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | {name: other})
+    alike, apart = plan, model.load_plan(mixed, config, run)
+    for plan, of_many in ((alike, "grouped"), (apart, "kq_experts")):
+        matrices = [matrix for matrix, _ in plan.each() if matrix.experts]
+        assert {plan.kernel(matrix, 16) for matrix in matrices} == {"kq_experts"}
+        assert {plan.kernel(matrix, 17) for matrix in matrices} == {of_many}
+    verdicts = selection.explain(plan.experts_problem(matrices[0]), 512)
+    assert verdicts[0].reason == "gate and up have different formats, or other kernels than down"

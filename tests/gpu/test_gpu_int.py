@@ -20,13 +20,13 @@ from pallas_kernels import (
     device,
     for_device,
     formats,
-    gated,
     matmul,
     qtensor,
 )
 from pallas_kernels.step import layer_products
 from pallas_kernels.step.layer_products import OfLayer
 from tests.agreement import divergence, log_softmax
+from tests.gpu.products import FEW, MANY, by_kernels, check, wanted
 from tests.gpu.steps import log_p_of_steps
 from tests.pallas_kernels.test_gemm import has_float16_scales
 
@@ -109,19 +109,15 @@ def test_many_rows_find_each_layer_in_its_format():
 @pytest.mark.parametrize(
     ("N", "K", "rows", "kind"),
     [
-        (64, 256, 1, "plain"),
-        (1000, 768, 3, "normed"),  # no whole tiles
+        *FEW,
         (320, 1536, 16, "added"),
-        (4096, 2048, 1, "added"),
-        (2048, 2560, 8, "gated"),
-        (2560, 9728, 2, "added"),
         (512, 12288, 4, "plain"),
         (512, 12288, 9, "added"),
         (6144, 4096, 1, "gated"),
         (40000, 512, 1, "normed"),
     ],
 )
-def test_the_kernel_is_its_definition_on_its_own_codes(format, N, K, rows, kind, bits):
+def test_the_kernel_is_its_definition_on_its_own_integers(format, N, K, rows, kind, bits):
     check_product(format, N, K, rows, kind, bits)
 
 
@@ -139,28 +135,11 @@ def check_product(format, N, K, rows, kind, bits):
     stacks = [stack(format, N, K, layers, seed, bits) for seed in range(2 if kind == "gated" else 1)]
     x = exact_activations(rng, rows, K, group, bits)
     gamma = np.repeat(2.0 ** rng.integers(-1, 2, (layers, K // group)), group, axis=1).astype(np.float32)
-    residual = rng.standard_normal((rows, N)).astype(np.float32)
-    codes, norm = (x * gamma[layer] if kind in ("normed", "gated") else x).astype(np.float64), 1.0
-    if kind in ("normed", "gated"):
-        norm = 1 / np.sqrt((x.astype(np.float64) ** 2).mean(-1, keepdims=True) + 1e-6)
-    want = [norm * codes @ np.asarray(dequantized(w[layer]), np.float64).T for w in stacks]
-    want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
-    by_kernel = Products(((None, "kq_decode"),), bits)  # for so many rows on any GPU
-    tiled = [tile(w).replace(products=by_kernel) for w in stacks]
-    if kind == "gated":
-        gate, up = (LayerStack((w,), tuple((0, i) for i in range(layers))) for w in tiled)
-        run = jax.jit(lambda x: gated(x, gate, up, layer, gamma=jnp.asarray(gamma), eps=1e-6))
-    else:
-        norms = {"gamma": jnp.asarray(gamma), "eps": 1e-6} if kind == "normed" else {}
-        added = {"residual": jnp.asarray(residual)} if kind == "added" else {}
-        # The layer is known when the kernel is traced, or ("added") the kernel reads its number.
-        product = jax.jit(lambda x, i: matmul(x, tiled[0], i if kind == "added" else layer, **norms, **added))
-        run = lambda x: product(x, layer)  # noqa: E731
-        want = want + residual if kind == "added" else want
-    got = [np.asarray(run(x)) for _ in range(3)]
-    assert np.linalg.norm(got[0] - want) < 1e-5 * np.linalg.norm(want)
-    np.testing.assert_array_equal(got[0], got[1])
-    np.testing.assert_array_equal(got[0], got[2])
+    more = {"eps": 1e-6, "residual": rng.standard_normal((rows, N)).astype(np.float32)}
+    want = wanted(x, [dequantized(w[layer]) for w in stacks], kind, gamma=gamma[layer], **more)
+    kernel = Products(((None, "kq_decode"),), bits)  # for so many rows on any GPU
+    tiled = [tile(w).replace(products=kernel) for w in stacks]
+    check(by_kernels(tiled, layer, kind, gamma=gamma, known=kind != "added", **more), x, want, 1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 6])
@@ -208,20 +187,14 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
         assert 0 < np.linalg.norm(a - b) < 1e-3 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize("format", formats.names("kq"))
+@pytest.mark.parametrize("format", INTEGER)
 @pytest.mark.parametrize(
     ("N", "K", "rows", "kind"),
     [
-        (64, 256, 17, "plain"),
+        *MANY,
         (904, 768, 200, "normed"),  # neither whole tiles of outputs nor of tokens
-        (1013, 512, 70, "added"),
-        (4096, 4096, 512, "added"),
         (4096, 1024, 2000, "added"),
-        (2560, 2560, 300, "gated"),
         (1000, 12288, 640, "added"),
-        (4096, 4096, 17, "added"),  # columns in splits
-        (1013, 12288, 33, "plain"),
-        (2560, 2560, 64, "gated"),
     ],
 )
 def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, format):
@@ -230,39 +203,22 @@ def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, for
     if device.platform() != "sm_90":
         pytest.skip("needs Hopper's tensor core instructions")
     rng = np.random.default_rng(N + rows)
-    layers, layer = 3, jnp.int32(2)
-    lead = (layers, N, K // formats.get(format).WEIGHTS)
-    stacks = []
-    for seed in range(2 if kind == "gated" else 1):
-        fields = formats.random_fields(format, jax.random.key(seed), lead, 0.0, 0.02)
-        stacks.append(for_device(QTensor(fields, format, (N, K)), matrices=1 + (kind == "gated")))
+    layers, layer = 3, 2
+    stacks = [stack(format, N, K, layers, seed) for seed in range(2 if kind == "gated" else 1)]
     x = rng.integers(-2047, 2048, (rows, K))  # float16 holds them exactly
     x[:, 5::128] = 2047
     x = x * 2.0 ** rng.integers(-40, 20, (rows, 1))
-    residual = rng.standard_normal((rows, N)).astype(np.float32)
-    dense = [np.asarray(dequantize(w[2])).astype(np.float16).astype(np.float64) for w in stacks]
-    gamma = {"gamma": jnp.ones((layers, K)), "eps": 0.0}
     if kind == "gated":
         x = np.sign(x) + (x == 0)  # so that its norm is exact
-        gate, up = (LayerStack((w,), tuple((0, i) for i in range(layers))) for w in stacks)
-        run = jax.jit(lambda x, layer: gated(x, gate, up, layer, **gamma))
-        want = [x @ w.T for w in dense]
-        want = want[0] / (1 + np.exp(-want[0])) * want[1]
-    else:
-        more = {"plain": {}, "normed": gamma, "added": {"residual": jnp.asarray(residual)}}[kind]
-        run = jax.jit(lambda x, layer: matmul(x, stacks[0], layer, **more))
-        norm = np.sqrt((x**2).mean(-1, keepdims=True)) if kind == "normed" else 1.0
-        want = (x / norm) @ dense[0].T + (residual if kind == "added" else 0)
-    got = [np.asarray(run(jnp.asarray(x, jnp.float32), layer)) for _ in range(3)]
+    more = {"eps": 0.0, "residual": rng.standard_normal((rows, N)).astype(np.float32)}
+    want = wanted(x, [np.asarray(dequantized(w[layer])).astype(np.float16) for w in stacks], kind, **more)
     limit = 2.0**-24 * (K / 16 + 4)  # of 16 products at a time tensor cores cut off what they add to a sum
     if kind in ("normed", "gated"):  # rows behind a norm are rounded to float16
         limit = 1e-3
     elif not has_float16_scales(format):
         limit = 6e-4
-    for row_got, row_want in zip(got[0], want, strict=True):  # rows differ by many orders of magnitude
-        assert np.linalg.norm(row_got - row_want) < limit * np.linalg.norm(row_want)
-    np.testing.assert_array_equal(got[0], got[1])
-    np.testing.assert_array_equal(got[0], got[2])
+    chosen, ones = [for_device(w, matrices=len(stacks)) for w in stacks], np.ones((layers, K), np.float32)
+    check(by_kernels(chosen, layer, kind, gamma=ones, known=False, **more), x, want, limit)
 
 
 @pytest.mark.parametrize(

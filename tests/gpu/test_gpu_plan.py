@@ -20,7 +20,6 @@ import bonsai_jax as bj
 from bonsai_jax import decoding, model as loading
 from checkpoints import open_checkpoint
 from pallas_kernels import selection
-from pallas_kernels.experts.groups import kernel_of
 
 source, rows, tokens, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 model = bj.load(source, bj.RunConfig(schedule="launches", context=1024))
@@ -28,7 +27,7 @@ checkpoint = open_checkpoint(source)
 plan = loading.load_plan(checkpoint, model.config, model.run)
 of_layers = [m for m, _ in plan.each() if m.fields[0] not in ("embed", "head")]
 per_layer = {m.products.of(rows * tokens) for m in of_layers if not m.experts}
-of_experts = {kernel_of(m.products, rows * tokens) for m in of_layers if m.experts}
+of_experts = {plan.kernel(m, rows * tokens) for m in of_layers if m.experts}
 of_head = {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "head"}
 of_head = of_head or {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "embed"}
 state = bj.new_state(model, rows, 1024, bj.SamplingParams(temperature=0.0), 64)

@@ -28,7 +28,7 @@ def mesh():
 @pytest.mark.parametrize("words", [64, 8192, 65536])
 def test_sums_through_mailboxes_are_those_of_psum(mesh, words):
     """1,000 sums of changing data: the same bits, on every device."""
-    from pallas_kernels.step import all_reduce
+    from pallas_kernels import all_reduce
 
     config = architectures.config_of(open_checkpoint("synth:tiny-llama:q8_0"))
     peers = Placement(mesh, config, "mailbox").peers()
@@ -52,7 +52,7 @@ def test_sums_through_mailboxes_are_those_of_psum(mesh, words):
 @pytest.mark.parametrize("rows", [1, 3, 16])
 def test_a_product_that_sends_is_the_product_and_a_sum(mesh, rows):
     """The same bits as by psum, in 100 steps that hand on what they got."""
-    from pallas_kernels.step import all_reduce
+    from pallas_kernels import all_reduce
 
     N, K = 512, 1024
     config = architectures.config_of(open_checkpoint("synth:tiny-llama:q8_0"))

@@ -28,6 +28,8 @@ from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import choose
 from pallas_kernels.step import experts_layers, layer_products
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
+from pallas_kernels.step.inputs import StepInputs
+from pallas_kernels.step.layer_products_plan import tiles_of
 
 
 def tiles_of_1_bit(n, k, layers=36):
@@ -210,9 +212,12 @@ def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, l
         rows, hidden, ffn, heads, kv_heads, head_dim, blocks=device.multiprocessors(), bits=bits, eps=1e-6
     )
     return functools.partial(decode_layers, shapes=shapes, interleaved=False), (
-        vector(rows, hidden), tuple(matrix(*size) for size in sizes), (vector(layers, hidden),) * 2,
-        (vector(layers, head_dim),) * 2, None, cache, cache, vector(rows, pages, dtype=i32),
-        vector(rows, dtype=i32), (vector(rows, head_dim // 2),) * 2,
+        vector(rows, hidden), tuple(matrix(*size) for size in sizes),
+        StepInputs(
+            *(vector(layers, hidden),) * 2, None, (vector(layers, head_dim),) * 2,
+            (vector(rows, head_dim // 2),) * 2, cache, cache, vector(rows, pages, dtype=i32),
+            vector(rows, dtype=i32),
+        ),
     )  # fmt: skip
 
 
@@ -222,8 +227,7 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4
     sizes = [([(o, hidden)], width, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
     sizes += [(qkv, hidden, 1)] * bool(qkv)
     weights = tuple(
-        tuple((layer_products.tiles_of(format, n, k),) * matrices for format, n in parts)
-        for parts, k, matrices in sizes
+        tuple((tiles_of(format, n, k),) * matrices for format, n in parts) for parts, k, matrices in sizes
     )
     formats_of = tuple(tuple(format for format, _ in parts) for parts, _, _ in sizes)
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
@@ -247,7 +251,7 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
 
     def stacks(combinations, k, matrices=1, of=1):
         def stack(format, n):
-            fields = layer_products.tiles_of(format, n, k).items()
+            fields = tiles_of(format, n, k).items()
             lead = layers // len(combinations) * of
             return {name: jax.ShapeDtypeStruct((lead, *f.shape[1:]), f.dtype) for name, f in fields}
 
@@ -267,8 +271,11 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
     )  # fmt: skip
     return f, (
         vector(1, q + 1024), vector(1, hidden), weights, integers(4, layers, 2),
-        vector(layers, 128, hidden), (vector(layers, hidden),) * 2, (vector(layers, 128),) * 2, None,
-        cache, cache, integers(1, pages), integers(1), (vector(1, 64),) * 2,
+        vector(layers, 128, hidden),
+        StepInputs(
+            *(vector(layers, hidden),) * 2, None, (vector(layers, 128),) * 2, (vector(1, 64),) * 2,
+            cache, cache, integers(1, pages), integers(1),
+        ),
     )  # fmt: skip
 
 
@@ -276,7 +283,7 @@ def experts(format, n, k, matrices, tiles, rows):
     """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
     fields = {
         name: jax.ShapeDtypeStruct((48 * 128, *field.shape[1:]), field.dtype)
-        for name, field in layer_products.tiles_of(format, n, k).items()
+        for name, field in tiles_of(format, n, k).items()
     }
     arguments = (
         jax.ShapeDtypeStruct((tiles * rows, k), jnp.float32),
@@ -290,7 +297,7 @@ def experts(format, n, k, matrices, tiles, rows):
 def stack_of_experts(format, n, k, lead=(48, 128), products=None):
     fields = {
         name: jax.ShapeDtypeStruct((*lead, *field.shape[1:]), field.dtype)
-        for name, field in layer_products.tiles_of(format, n, k).items()
+        for name, field in tiles_of(format, n, k).items()
     }
     return QTensor(fields, format, (n, k), tiled=True, products=products or Products())
 

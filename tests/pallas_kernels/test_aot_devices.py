@@ -9,9 +9,8 @@ import bonsai_jax as bj
 from bonsai_jax import architectures, params, plan
 from bonsai_jax.placement import Placement
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, QTensor, for_device, formats
+from pallas_kernels import LayerStack, QTensor, all_reduce, for_device, formats
 from pallas_kernels.matmul import sent_product
-from pallas_kernels.step import all_reduce
 from tests.pallas_kernels.aot import as_on_a_gpu, compile_for_mesh, gpu_mesh
 
 pytestmark = pytest.mark.aot

@@ -14,6 +14,7 @@ from pallas_kernels.matmul import kq_prefill_sm90
 from pallas_kernels.matmul.prologue import Parts
 from pallas_kernels.qtensor import LayerStack, Rows
 from pallas_kernels.step import layer_gemms
+from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.test_gemm import in_group_order
 
@@ -86,8 +87,12 @@ def test_a_layer_of_mixed_formats_is_its_definition(qkv, bias):
     ):
         unused: Any = None  # by this attention
         parts, *_ = layer_gemms.run(
-            Parts(x), weights, tuple(gammas), None, of_bias if bias else None, unused, unused, unused,
-            jnp.zeros(ROWS), (unused, unused), unused, layer=0, eps=EPS, interleaved=False,
+            Parts(x), weights,
+            StepInputs(
+                *gammas, of_bias if bias else None, None, (unused, unused), unused, unused, unused,
+                jnp.zeros(ROWS),
+            ),
+            unused, layer=0, eps=EPS, interleaved=False,
         )  # fmt: skip
         after: Any = np.array(layer_gemms.summed(parts))
 

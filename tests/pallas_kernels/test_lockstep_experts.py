@@ -9,6 +9,7 @@ import pytest
 
 from pallas_kernels import attend, device
 from pallas_kernels.step import experts_layers
+from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
 
@@ -120,9 +121,12 @@ def test_layers_with_experts_in_one_launch_are_float64_s(case):
     qkv, x = draw(1, width), draw(1, hidden)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
+        ffn_norm, attn_norm = norms
+        inputs = StepInputs(
+            attn_norm, ffn_norm, bias, head_norms, tuple(r[:, 0] for r in rotation), *pages, table, positions
+        )
         got = experts_layers.experts_layers(
-            qkv, x, tuple(weights), np.asarray(where, np.int32), router, norms, head_norms, bias, *pages,
-            table, positions, tuple(r[:, 0] for r in rotation), formats_of=tuple(formats_of),
+            qkv, x, tuple(weights), np.asarray(where, np.int32), router, inputs, formats_of=tuple(formats_of),
             experts=experts_layers.Experts(E, used, normalized), eps=EPS, interleaved=False, bits=bits,
         )  # fmt: skip
     want = composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation)

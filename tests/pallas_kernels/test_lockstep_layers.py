@@ -12,6 +12,7 @@ from pallas_kernels import attend, cache_layouts
 from pallas_kernels.gpu import lanes
 from pallas_kernels.matmul import rows_of_bytes
 from pallas_kernels.step import decode_layers, workspace
+from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
 
@@ -117,10 +118,11 @@ def both(case):
     shapes = decode_layers.Shapes(B, hidden, ffn, H, Hkv, D, blocks=blocks, bits=bits, eps=eps)
     assert shapes.refuses() is None
     with lockstep():
-        got = decode_layers.decode_layers(
-            x, tiled, norms, head_norms if normed else None, bias, k_pages, v_pages, table, positions,
-            tuple(r[:, 0] for r in rotation), shapes=shapes, interleaved=interleaved,
+        inputs = StepInputs(
+            *norms, bias, head_norms if normed else None, tuple(r[:, 0] for r in rotation), k_pages, v_pages,
+            table, positions,
         )  # fmt: skip
+        got = decode_layers.decode_layers(x, tiled, inputs, shapes=shapes, interleaved=interleaved)
     return got, want, table
 
 

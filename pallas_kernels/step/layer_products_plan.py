@@ -1,0 +1,131 @@
+"""How blocks and warps share the products of layer_products.py, and what has room in shared memory."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import device, formats
+from pallas_kernels.gpu import shared_memory
+from pallas_kernels.matmul import kq_decode, kq_decode_plan, rotated_columns
+from pallas_kernels.matmul.kq_decode_block import IntegerProduct
+from pallas_kernels.qtensor import from_blocks, tile
+from pallas_kernels.tiles import COLUMNS
+
+# Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md).
+DEPTH = 2
+Fields = dict[str, Any]  # of one matrix, as its format's `tile` makes them: stacks of one layer
+
+
+class Phase(NamedTuple):
+    """A product's weights: rows below rows (two matrices each for SwiGLU), and the format of each part."""
+
+    parts: tuple[tuple[Fields, ...], ...]
+    formats: tuple[str, ...]
+
+    @property
+    def columns(self) -> int:
+        return self.parts[0][0]["words"].shape[2] * COLUMNS
+
+
+class Planned(NamedTuple):
+    """The products of a launch, and what a warp's ring has: slots, and bytes of each."""
+
+    products: tuple[IntegerProduct, ...]
+    depth: int
+    slot_bytes: int
+
+
+def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False) -> Planned | None:
+    """For the default device; None where so many rows leave no room for weights on their way. rotated: blocks
+    rotate activations.
+
+    Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
+    the columns, weighted by bytes; of equals the largest."""
+    padded = kq_decode_plan.columns_of_rows(rows)[1]
+    placed = [
+        kq_decode_plan.share_out(phase.parts, phase.formats, device.multiprocessors()) for phase in phases
+    ]
+    slot_bytes = max(
+        part.item_bytes(len(phase.parts[0]))
+        for phase, parts in zip(phases, placed, strict=True)
+        for part in parts
+    )
+    best = None
+    for warps in (16, 12, 8):
+        sizes = [
+            kq_decode_plan.scratch_bytes(
+                parts, len(phase.parts[0]), phase.columns // COLUMNS, padded, warps, bits
+            )
+            for phase, parts in zip(phases, placed, strict=True)
+        ]
+        taken = [*map(max, zip(*sizes, strict=True)), *[4 * rotated_words(phases, rows, warps)] * rotated]
+        left = device.shared_bytes() - shared_memory.bytes_taken(*taken)
+        left -= left % shared_memory.ALIGNMENT
+        depth = min(DEPTH, left // (warps * slot_bytes))
+        idle = 0
+        for phase, parts in zip(phases, placed, strict=True):
+            steps = phase.columns // COLUMNS
+            tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
+            idle += tiles * -(-steps // warps) * warps
+        if depth >= 2 and (best is None or idle < best[0]):
+            best = idle, warps, depth
+    if best is None:
+        return None
+    _, warps, depth = best
+    products = tuple(
+        IntegerProduct(
+            kq_decode_plan.Plan(warps, kq_decode_plan.together(parts, padded), parts), rows, phase.columns,
+            sum(part.n_tiles for part in parts), phase.columns // COLUMNS, len(phase.parts[0]), eps, bits,
+        )
+        for phase, parts in zip(phases, placed, strict=True)
+    )  # fmt: skip
+    return Planned(products, depth, slot_bytes)
+
+
+def rotated_words(phases: Sequence[Phase], rows: int, warps: int) -> int:
+    """Of shared memory, in which activations are rotated."""
+    return max(rotated_columns.words(rows, phase.columns, warps) for phase in phases)
+
+
+def refuses(
+    rows: int, width: int, hidden: int, ffn: int, layer, following, *, bits: int, rotated: bool = False
+) -> str | None:
+    """Why a layer's products cannot be one launch on the default device, or None.
+
+    width             inputs of o
+    layer, following  (format, rows) of the parts of q, k and v, of o, gate, up and down, of a layer and of
+                      the next, or None
+    rotated           whether weights are folded
+    """
+    phases = [phase_of(layer[1], width), phase_of(layer[2], hidden, 2), phase_of(layer[4], ffn)]
+    if following is not None:
+        phases.append(phase_of(following[0], hidden))
+    if layer[2] != layer[3]:
+        return "gate and up have different formats"
+    for phase in phases if rotated else ():
+        for format in phase.formats:
+            if not kq_decode.rotates(format, phase.columns, rows):
+                return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
+    if plan(phases, rows, bits, 0.0, rotated) is None:
+        return f"integers of {rows} rows of {ffn} activations leave no room for weights on their way"
+    return None
+
+
+def phase_of(parts, columns: int, matrices: int = 1) -> Phase:
+    """Shapes of weights: (format, rows) of their parts."""
+    return Phase(
+        tuple((tiles_of(format, n, columns),) * matrices for format, n in parts),
+        tuple(format for format, _ in parts),
+    )
+
+
+@functools.cache
+def tiles_of(format: str, n: int, columns: int) -> Fields:
+    """Shapes of what the format's `tile` makes of a stack of one matrix."""
+    module = formats.get(format)
+    blocks = (1, n, columns // module.WEIGHTS * module.BLOCK.itemsize)
+    raw = jax.ShapeDtypeStruct(blocks, jnp.uint8)
+    return jax.eval_shape(lambda raw: tile(from_blocks(raw, format)).fields, raw)
