@@ -19,6 +19,7 @@ from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from tests.bonsai_jax.test_speculation import two_layers
 
 TINY = "synth:tiny-qwen35:f32"
 
@@ -108,7 +109,7 @@ def extended(cache, rows: list[list[int]], width: int = 80):
         row[: len(of)] = of
     lengths = jnp.array([len(row) for row in rows], jnp.int32)
     out, cache = bj.jitted.extend(tiny().params, cache, tokens, lengths, tiny().config)
-    return [np.asarray(of[: len(row)]) for of, row in zip(out, rows, strict=True)], cache
+    return [of[: len(row)] for of, row in zip(np.asarray(out), rows, strict=True)], cache
 
 
 def states(cache) -> list[np.ndarray]:
@@ -180,15 +181,16 @@ def test_taps_read_every_layer_and_gradients_pass_the_chunks():
     taps = bj.Taps(read={"attention", "output", "q"})
 
     @jax.jit
+    @functools.partial(jax.value_and_grad, has_aux=True)
     def run(vectors):
         out, kept = bj.forward(params, vectors, lengths, config, taps=taps)
         return out[0, -1, 7], kept
 
-    (loss, kept), gradient = jax.value_and_grad(run, has_aux=True)(vectors)
+    (loss, kept), gradient = run(vectors)
     assert {site: value.shape[0] for site, value in kept.items()} == {"attention": 4, "output": 4, "q": 1}
     of_layers = np.concatenate([np.asarray(vectors)[None], kept["output"]])
     direction = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)
-    near = [float(run(vectors + step * direction)[0]) for step in (-1e-2, 1e-2)]
+    near = [float(run(vectors + step * direction)[0][0]) for step in (-1e-2, 1e-2)]
     assert abs((near[1] - near[0]) / 2e-2 - float((gradient * direction).sum())) < 2e-2
     assert np.isfinite(of_layers).all() and np.isfinite(loss)
 
@@ -303,7 +305,7 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
     assert config.delta.grouped and config.mixers == tiny().config.mixers
     tokens, lengths = np.array([ids(7)]), jnp.array([7])
     want, got = (
-        jax.jit(functools.partial(bj.forward, config=c))(p, tokens, lengths)[0]
+        bj.jitted.forward(p, tokens, lengths, c)[0]
         for c, p in ((tiny().config, tiny().params), (config, load_arrays(folder)))
     )
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
@@ -311,7 +313,8 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
 
 def test_a_conversation_goes_on_and_begins_anew():
     """Where the row held other text than the conversation, it begins anew: nothing is rewound."""
-    model, greedy = bj.load(TINY, bj.RunConfig(context=512)), bj.SamplingParams(temperature=0.0)
+    model = bj.from_checkpoint(two_layers(open_checkpoint(TINY)), bj.RunConfig(context=512))
+    greedy = bj.SamplingParams(temperature=0.0)
 
     def talking(**more):
         return Conversation(bj.Engine(model, max_rows=1), greedy, max_new_tokens=4, **more)
