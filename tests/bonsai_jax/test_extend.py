@@ -18,7 +18,7 @@ IDS = RNG.integers(0, 256, (3, 40))
 @functools.cache
 def tiny(cache_dtype="float32") -> bj.Model:
     return bj.load(
-        "synth:tiny-qwen3:q8_0", bj.RunConfig(page_size=16, cache_dtype=cache_dtype, activation_bits=16)
+        "synth:tiny-qwen3:q8_0", bj.RunConfig(page_size=16, cache_dtype=cache_dtype, impl="reference")
     )
 
 
