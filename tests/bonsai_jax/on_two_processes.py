@@ -14,10 +14,11 @@ import bonsai_jax as bj
 from bonsai_jax.cli import app
 from checkpoints import open_checkpoint
 
-PROMPTS = [[5, 6, 7], [8, 9, 10, 11], list(range(20))]
-# Greedy and seeded rows in one batch.
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11], list(range(10))]
+# Greedy and seeded ones.
 SAMPLING = [bj.SamplingParams(temperature=float(row % 2), seed=row) for row in range(len(PROMPTS))]
-RUN = bj.RunConfig(page_size=16, weights="packed")
+RUN = bj.RunConfig(weights="packed")  # as the command line has it: what it compiles serves `one_by_one` too
+NEW = {"max_new_tokens": 6, "ignore_eos": True}
 
 
 @dataclasses.dataclass
@@ -36,9 +37,11 @@ class Counted:
         return part
 
 
-def answers(model: bj.Model) -> list[list[int]]:
-    outputs = bj.generate(model, PROMPTS, max_new_tokens=6, sampling=SAMPLING, ignore_eos=True)
-    return [output.tokens for output in outputs]
+def one_by_one(model: bj.Model) -> list[list[int]]:
+    each = (
+        bj.generate(model, [ids], sampling=how, **NEW) for ids, how in zip(PROMPTS, SAMPLING, strict=True)
+    )
+    return [output.tokens for (output,) in each]
 
 
 def tell(value) -> None:
@@ -62,16 +65,16 @@ def main(path: str, coordinator: str, process: str) -> None:
     leaves = jax.tree.leaves(model.params)
     held = {shard.device.process_index for leaf in leaves for shard in leaf.addressable_shards}
     tell([sorted(held), jax.process_index(), jax.device_count()])
-    tell(answers(model))
+    tell(one_by_one(model))
     rows = bj.load(path, RUN, mesh=bj.make_mesh(data=2))
-    tell(answers(rows))
+    tell([output.tokens for output in bj.generate(rows, PROMPTS, sampling=SAMPLING, **NEW)])
     tell(float(bj.logits(rows, PROMPTS[1]).sum()))
     if process == "0":
         alone = bj.load(path, RUN)
         greedy = bj.SamplingParams(temperature=0.0, seed=0)
-        (output,) = bj.generate(alone, ["Hello"], max_new_tokens=6, sampling=greedy, ignore_eos=True)
+        (output,) = bj.generate(alone, ["Hello"], sampling=greedy, **NEW)
         tell(output.tokens)
-        tell(answers(alone))
+        tell(one_by_one(alone))
         tell(float(bj.logits(alone, PROMPTS[1]).sum()))
 
 

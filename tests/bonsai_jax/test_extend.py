@@ -18,7 +18,7 @@ IDS = RNG.integers(0, 256, (3, 40))
 @functools.cache
 def tiny(cache_dtype="float32") -> bj.Model:
     return bj.load(
-        "synth:tiny-qwen3:q8_0", bj.RunConfig(page_size=16, cache_dtype=cache_dtype, activation_bits=16)
+        "synth:tiny-qwen3:q8_0", bj.RunConfig(page_size=16, cache_dtype=cache_dtype, impl="reference")
     )
 
 
@@ -30,14 +30,19 @@ def whole() -> np.ndarray:
     return np.asarray(logits)
 
 
-def extended(cache, spans, width=16):
-    """Read IDS[row, first:last] of each row; the logits of those tokens, row by row."""
-    tokens, model = np.zeros((len(spans), width), np.int32), tiny()
-    for row, (first, last) in enumerate(spans):
-        tokens[row, : last - first] = IDS[row, first:last]
-    lengths = jnp.array([last - first for first, last in spans])
+def read(cache, rows):
+    """These tokens of each row, at most 16: their logits, row by row."""
+    tokens, model = np.zeros((len(rows), 16), np.int32), tiny()
+    for row, ids in zip(tokens, rows, strict=True):
+        row[: len(ids)] = ids
+    lengths = jnp.array([*map(len, rows)])
     logits, cache = jitted.extend(model.params, cache, jnp.array(tokens), lengths, model.config)
-    return [np.asarray(logits)[row, : last - first] for row, (first, last) in enumerate(spans)], cache
+    return [np.asarray(logits)[row, : len(ids)] for row, ids in enumerate(rows)], cache
+
+
+def extended(cache, spans):
+    """Read IDS[row, first:last] of each row; the logits of those tokens, row by row."""
+    return read(cache, [IDS[row, first:last] for row, (first, last) in enumerate(spans)])
 
 
 def check(got, spans):
@@ -67,19 +72,15 @@ def test_a_rewound_cache_goes_on_from_there():
 def test_taken_rows_have_pages_of_their_own(cache_dtype):
     """Rows 2, 0, 0 of a cache: each goes on with tokens of its own, and the cache that they came of too."""
     model = tiny(cache_dtype)
-    cache = bj.new_cache(model, rows=3, context=48)
-    tokens = jnp.array(IDS[:, :20])
-    _, cache = bj.extend(model.params, cache, tokens, jnp.array([20, 7, 13]), model.config)
+    _, cache = extended(bj.new_cache(model, rows=3, context=48), [(0, 16), (0, 7), (0, 13)])
+    _, cache = extended(cache, [(16, 20), (7, 7), (13, 13)])
     taken = cache.take([2, 0, 0])
     assert taken.lengths.tolist() == [13, 20, 20]
     assert len(np.unique(np.asarray(taken.block_table))) == taken.block_table.size
-    new = jnp.array([[1], [2], [3]])
-    ones = jnp.ones(3, jnp.int32)
-    extend = functools.partial(jax.jit(bj.extend, static_argnames="config"), config=model.config)
-    got, taken = extend(model.params, taken, new, ones)
+    got, taken = read(taken, [[1], [2], [3]])
     for row, source in enumerate([2, 0, 0]):
-        beside = jnp.zeros((3, 1), jnp.int32).at[source].set(new[row])
-        want, _ = extend(model.params, cache, beside, ones)
+        beside = [[row + 1] if other == source else [0] for other in range(3)]
+        want, _ = read(jax.tree.map(jnp.copy, cache), beside)  # which is donated
         np.testing.assert_array_equal(got[row], want[source])
 
 
@@ -99,9 +100,9 @@ def test_jitted_functions_compile_once_and_donate():
 
 def test_config_and_taps_need_not_be_named_static():
     """jax.jit, jax.vmap and jax.grad take the functions as they are."""
-    model, ids, lengths = tiny(), jnp.array(IDS[:2, :9]), jnp.array([9, 5])
-    state = bj.new_state(model, 2, 32, GREEDY, 8, ignore_eos=True)
-    state = jax.jit(bj.prefill)(model.params, state, ids, lengths, model.config)
+    model, ids, lengths = tiny(), jnp.array(IDS[:2, :16]), jnp.array([9, 5])
+    state = bj.new_state(model, 2, 64, GREEDY, 8, ignore_eos=True)
+    state = jax.jit(bj.prefill, donate_argnums=1)(model.params, state, ids, lengths, model.config)
     state = jax.jit(bj.step, donate_argnums=1)(model.params, state, model.config)
     assert state.cache.lengths.tolist() == [10, 6]
     taps = bj.Taps("mlp")
@@ -159,7 +160,7 @@ def test_values_are_checked_where_that_is_asked_for():
     with pytest.raises(ValueError, match="a row would have 17 tokens, but the cache has room for 16"):
         extend(model.params, cache, jnp.ones((1, 17), jnp.int32), jnp.array([17]), model.config)
     state = bj.new_state(model, 1, 16, GREEDY, 99, ignore_eos=True)
-    state = jitted.prefill(model.params, state, jnp.ones((1, 16), jnp.int32), jnp.array([16]), model.config)
+    state = state.replace(cache=state.cache.replace(lengths=jnp.array([16])))
     with pytest.raises(ValueError, match="a row's cache is full; make the state with a larger context"):
         step(model.params, state, model.config)
 

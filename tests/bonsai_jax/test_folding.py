@@ -12,6 +12,7 @@ import bonsai_jax as bj
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, folding, open_checkpoint
 from pallas_kernels import Rotation
+from tests.bonsai_jax.test_speculation import two_layers
 
 BLOCK = 128
 PLAIN = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight")
@@ -36,8 +37,9 @@ def as_tensor(name: str, values: np.ndarray) -> Tensor:
 
 @functools.cache
 def plain(model: str) -> Checkpoint:
-    """With its tensors drawn."""
+    """With its tensors drawn; of a hybrid a layer of each kind."""
     drawn = open_checkpoint(f"synth:{model}:f32")
+    drawn = two_layers(drawn) if model == "tiny-qwen35" else drawn
     return dataclasses.replace(drawn, tensors={n: as_tensor(n, array(t)) for n, t in drawn.tensors.items()})
 
 

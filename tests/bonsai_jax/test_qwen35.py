@@ -19,6 +19,7 @@ from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
+from tests.bonsai_jax.test_speculation import two_layers
 
 TINY = "synth:tiny-qwen35:f32"
 
@@ -26,6 +27,12 @@ TINY = "synth:tiny-qwen35:f32"
 @functools.cache
 def tiny() -> bj.Model:
     return bj.load(TINY, bj.RunConfig(page_size=16, impl="reference"))
+
+
+@functools.cache
+def few() -> bj.Model:
+    """A layer of each kind."""
+    return bj.from_checkpoint(two_layers(open_checkpoint(TINY)), bj.RunConfig(context=512, impl="reference"))
 
 
 def ids(count: int, seed: int = 0) -> list[int]:
@@ -108,7 +115,7 @@ def extended(cache, rows: list[list[int]], width: int = 80):
         row[: len(of)] = of
     lengths = jnp.array([len(row) for row in rows], jnp.int32)
     out, cache = bj.jitted.extend(tiny().params, cache, tokens, lengths, tiny().config)
-    return [np.asarray(of[: len(row)]) for of, row in zip(out, rows, strict=True)], cache
+    return [of[: len(row)] for of, row in zip(np.asarray(out), rows, strict=True)], cache
 
 
 def states(cache) -> list[np.ndarray]:
@@ -173,24 +180,25 @@ def test_a_state_cannot_be_rewound_and_says_so():
 
 
 def test_taps_read_every_layer_and_gradients_pass_the_chunks():
-    """Sites of all layers are stacked over all, those of attention over the layers that have it."""
-    params, config = tiny().params, tiny().config
-    tokens, lengths = np.array([ids(70)], np.int32), jnp.array([70])
-    vectors = bj.embed(params, tokens)
-    taps = bj.Taps(read={"attention", "output", "q"})
+    """Sites of all layers are stacked over all, those of attention over the layers that have it. A gradient
+    is a difference's."""
+    taps, prompt = bj.Taps(read={"attention", "output", "q"}), np.array([ids(7)])
+    _, kept = bj.jitted.forward(tiny().params, prompt, jnp.array([7]), tiny().config, taps=taps)
+    assert {site: value.shape[0] for site, value in kept.items()} == {"attention": 4, "output": 4, "q": 1}
+    assert np.isfinite(kept["output"]).all()
+    model = few()
+    vectors = bj.embed(model.params, np.array([ids(70)]))
 
     @jax.jit
+    @jax.value_and_grad
     def run(vectors):
-        out, kept = bj.forward(params, vectors, lengths, config, taps=taps)
-        return out[0, -1, 7], kept
+        return bj.forward(model.params, vectors, jnp.array([70]), model.config)[0][0, -1, 7]
 
-    (loss, kept), gradient = jax.value_and_grad(run, has_aux=True)(vectors)
-    assert {site: value.shape[0] for site, value in kept.items()} == {"attention": 4, "output": 4, "q": 1}
-    of_layers = np.concatenate([np.asarray(vectors)[None], kept["output"]])
+    loss, gradient = run(vectors)
     direction = np.random.default_rng(0).standard_normal(vectors.shape).astype(np.float32)
     near = [float(run(vectors + step * direction)[0]) for step in (-1e-2, 1e-2)]
     assert abs((near[1] - near[0]) / 2e-2 - float((gradient * direction).sum())) < 2e-2
-    assert np.isfinite(of_layers).all() and np.isfinite(loss)
+    assert np.isfinite(loss)
 
 
 def test_memory_counts_states():
@@ -301,17 +309,14 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
     folder = Checkpoint("folder", "huggingface", text, tensors)
     config = architectures.config_of(folder)
     assert config.delta.grouped and config.mixers == tiny().config.mixers
-    tokens, lengths = np.array([ids(7)]), jnp.array([7])
-    want, got = (
-        jax.jit(functools.partial(bj.forward, config=c))(p, tokens, lengths)[0]
-        for c, p in ((tiny().config, tiny().params), (config, load_arrays(folder)))
-    )
+    want = extended(bj.new_cache(tiny(), 3, 96), [ids(7), [], []])[0][0]
+    got = bj.jitted.forward(load_arrays(folder), np.array([ids(7)]), jnp.array([7]), config)[0][0]
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
 
 
 def test_a_conversation_goes_on_and_begins_anew():
     """Where the row held other text than the conversation, it begins anew: nothing is rewound."""
-    model, greedy = bj.load(TINY, bj.RunConfig(context=512)), bj.SamplingParams(temperature=0.0)
+    model, greedy = few(), bj.SamplingParams(temperature=0.0)
 
     def talking(**more):
         return Conversation(bj.Engine(model, max_rows=1), greedy, max_new_tokens=4, **more)
