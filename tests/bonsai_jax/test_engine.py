@@ -438,6 +438,7 @@ def test_recurrent_states_of_rows_are_their_own():
 
         def told(handle):
             output = handle.result(300)
+            assert output.logprobs.ids.shape == (6, 0)
             return output.tokens, np.asarray(output.logprobs.token).tolist()
 
         alone = told(ask(prompt(20, 60)))
