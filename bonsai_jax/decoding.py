@@ -62,13 +62,8 @@ def start(
     cache: KVCache, sampler: Sampler, stop_ids: Int[Array, "B S"], max_new_tokens: Int[Array, "B"]
 ) -> State:
     """A state without any token, ready for prefill."""
-    return State(
-        cache,
-        jnp.full_like(max_new_tokens, NO_TOKEN),
-        jnp.asarray(max_new_tokens, jnp.int32),
-        stop_ids,
-        sampler,
-    )
+    remaining = jnp.asarray(max_new_tokens, jnp.int32)  # of no weak type, for which all were compiled anew
+    return State(cache, jnp.full_like(remaining, NO_TOKEN), remaining, stop_ids, sampler)
 
 
 @over_mesh("held", logprobs="rows")

@@ -163,7 +163,8 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     ids = encode(model, token_ids)
     check_room(model, len(ids), 0)
     rows = placement.padded_rows(1, model.mesh)
-    cache = parallel.empty_cache(model.config, model.run, rows, len(ids), model.mesh)
+    context = min(core.bucket(len(ids)), model.run.context)  # few programs
+    cache = parallel.empty_cache(model.config, model.run, rows, context, model.mesh)
     for first in range(0, len(ids), core.PREFILL_CHUNK):
         chunk = ids[first : first + core.PREFILL_CHUNK]
         tokens, lengths = pad([chunk] * rows, model.mesh)

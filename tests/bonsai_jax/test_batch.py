@@ -48,7 +48,11 @@ def read(path: Path) -> dict[str, dict]:
     return by_id
 
 
-MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who?"}]
+# Long enough that `generate` needs the batch's context, and so its programs.
+MESSAGES = [
+    {"role": "system", "content": "Be brief, say no more, and be kind to everyone."},
+    {"role": "user", "content": "Who?"},
+]
 ONCE = "Once upon a time"
 DRAWN = bj.SamplingParams(temperature=0.7, top_p=0.9, seed=3)
 BENT = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.1}
@@ -351,9 +355,11 @@ def test_the_command_goes_on_after_a_kill(model, tmp_path):
     line = [line for line in finished.stderr.splitlines() if "lines answered" in line][-1]
     assert re.search(r"s for 1,000 lines; [\d,]+ tokens in, [\d,]+ out, [\d,]+ tok/s; .* CPU seconds", line)
     # A line's seed does not depend on what was done before.
-    how = {"max_new_tokens": 24, "sampling": bj.SamplingParams(seed=5 + 29)}
-    (last,) = bj.generate(model, ["Line 29"], **how)
-    assert read(output)["29"]["response"]["body"]["choices"][0]["text"] == last.text
+    how = {"max_new_tokens": 60, "sampling": bj.SamplingParams(seed=5 + 29)}  # by the programs of the batch
+    last = bj.generate(model, ["Line 29"] * 4, **how)[0].tokens[:24]
+    detokenizer = model.tokenizer.detokenizer(at_start=False)
+    text = "".join(map(detokenizer.push, last)) + detokenizer.flush()
+    assert read(output)["29"]["response"]["body"]["choices"][0]["text"] == text
 
 
 def test_without_ray_the_error_says_how_to_get_it(tmp_path, monkeypatch):

@@ -77,8 +77,8 @@ def test_what_is_timed_is_the_models_forward(model):
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 24).astype(np.int32)
     expected = bj.logits(model, ids)
     fresh = kv.empty(config, model.run, 1, 64)
-    _, cache = bench.last_logits(model.params, fresh, jnp.asarray(ids[None, :10]), config)
-    got, cache = bench.last_logits(model.params, cache, jnp.asarray(ids[None, 10:]), config)
+    _, cache = bench.last_logits(model.params, fresh, jnp.asarray(ids[None, :12]), config)
+    got, cache = bench.last_logits(model.params, cache, jnp.asarray(ids[None, 12:]), config)
     np.testing.assert_allclose(got[0], expected[-1], atol=2e-4)
     assert cache.lengths[0] == 24
 
@@ -109,12 +109,12 @@ def test_gen_is_what_generate_runs(model, monkeypatch):
         assert test.state.cache.lengths[0] == 26 and test.state.remaining[0] == 0
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, 26)).astype(np.int32)
     state = bj.new_state(model, 1, 64, bj.SamplingParams(seed=0), 7, ignore_eos=True)
-    state = bj.prefill(model.params, state, ids[:, :20], np.array([20], np.int32), model.config)
+    state = bj.jitted.prefill(model.params, state, ids[:, :20], np.array([20], np.int32), model.config)
     state = state.replace(
         tokens=jnp.asarray(ids[:, 20]),
         sampler=sampling.sampler(bj.SamplingParams(seed=0), 1, model.config.vocab_size),
     )
-    _, want = bj.decode(model.params, state, model.config, limit=6, size=6)
+    _, want = decode(model.params, state, model.config, limit=6, size=6)
     np.testing.assert_array_equal(drawn[-1][1], want)
 
 

@@ -25,17 +25,37 @@ def prompt(n, seed=0):
     return np.random.default_rng(seed).integers(0, 256, n).tolist()
 
 
-def padded(prompts, width=None):
-    width = width or core.bucket(max(map(len, prompts)))
-    tokens = np.zeros((len(prompts), width), np.int32)
+# One shape for all states, so that few programs are compiled; rows without a prompt read one token.
+ROWS, WIDTH, CONTEXT, NEW = 6, 64, 512, 24
+
+
+def new(model, params=GREEDY, max_new=NEW):
+    return bj.new_state(model, ROWS, CONTEXT, params, max_new, ignore_eos=True)
+
+
+def padded(prompts):
+    prompts = [*prompts, *[[0]] * ROWS][:ROWS]
+    tokens = np.zeros((ROWS, WIDTH), np.int32)
     for row, ids in zip(tokens, prompts, strict=True):
         row[: len(ids)] = ids
-    return jnp.asarray(tokens), jnp.array([len(p) for p in prompts], jnp.int32)
+    return tokens, np.array([len(ids) for ids in prompts], np.int32)
 
 
-def prefilled(model, prompts, context=256, params=GREEDY, max_new=32, width=None):
-    state = bj.new_state(model, len(prompts), context, params, max_new, ignore_eos=True)
-    return jitted.prefill(model.params, state, *padded(prompts, width), model.config)
+def read(model, state, prompts):
+    return jitted.prefill(model.params, state, *padded(prompts), model.config)
+
+
+def prefilled(model, prompts, params=GREEDY):
+    return read(model, new(model, params), prompts)
+
+
+def decode(model, state, limit):
+    return jitted.decode(model.params, state, model.config, limit=limit, size=NEW)
+
+
+def behind(cache, state):
+    """A state that reads on behind a cache."""
+    return core.start(cache, state.sampler, state.stop_ids, jnp.full(ROWS, NEW))
 
 
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-qwen3", "tiny-qwen2")]
@@ -44,35 +64,32 @@ OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("tiny-qwen3", 
 @pytest.mark.parametrize("name", ["tiny-llama", *OTHERS])  # test_oracle_tiny.py decodes with each
 def test_prefill_equals_reading_token_by_token(name):
     """The seed systems' caches went out of step at 17 tokens."""
-    model, ids = tiny(name), prompt(64)
-    width = None if name == "tiny-llama" else 64  # of one model every padded length is compiled
+    model, ids, lengths = tiny(name), prompt(64), np.array([1, 2, 16, 17, 33, 64])
 
-    def held(state, length):
-        return state.cache.k.reshape(model.config.num_layers, -1, model.config.kv_width)[:, :length]
+    def held(state, row):
+        pages = np.asarray(state.cache.k)[:, state.cache.block_table[row]]
+        return pages.reshape(model.config.num_layers, -1, model.config.kv_width)[:, : lengths[row]]
 
-    one_by_one = prefilled(model, [ids[:1]], width=width)
-    for length in range(1, 65):
-        if length > 1:
-            forced = one_by_one.replace(
-                tokens=np.array(ids[length - 1 : length], np.int32), remaining=np.array([32], np.int32)
-            )
-            one_by_one, _ = jitted.decode(model.params, forced, model.config, limit=1, size=1)
-        if length in (1, 2, 16, 17, 33, 64):
-            at_once = prefilled(model, [ids[:length]], width=width)
-            assert at_once.cache.lengths[0] == one_by_one.cache.lengths[0] == length
-            np.testing.assert_allclose(held(at_once, length), held(one_by_one, length), atol=2e-5)
-            assert at_once.tokens[0] == one_by_one.tokens[0]
+    at_once = prefilled(model, [ids[:length] for length in lengths])
+    one_by_one = prefilled(model, [ids[:1]] * ROWS)
+    for at in range(1, 64):
+        more = at < lengths
+        forced = np.where(more, ids[at], one_by_one.tokens).astype(np.int32)
+        one_by_one = one_by_one.replace(tokens=forced, remaining=more.astype(np.int32))
+        one_by_one, _ = decode(model, one_by_one, limit=1)
+    assert at_once.cache.lengths.tolist() == one_by_one.cache.lengths.tolist() == lengths.tolist()
+    for row in range(ROWS):
+        np.testing.assert_allclose(held(at_once, row), held(one_by_one, row), atol=2e-5)
+    assert at_once.tokens.tolist() == one_by_one.tokens.tolist()
 
 
 def test_prefill_in_chunks_equals_prefill_at_once(monkeypatch):
     model = tiny()
-    prompts = [prompt(150, 1), prompt(40, 2), prompt(64, 3)]
+    prompts = [prompt(61, 1), prompt(40, 2), prompt(64, 3), prompt(24, 4)]
     whole = prefilled(model, prompts)
-    monkeypatch.setattr(core, "PREFILL_CHUNK", 32)
-    state = bj.new_state(model, 3, 256, GREEDY, 32, ignore_eos=True)
-    chunked = jax.jit(core.prefill, static_argnames="config")(
-        model.params, state, *padded(prompts), config=model.config
-    )
+    monkeypatch.setattr(core, "PREFILL_CHUNK", 12)  # no divisor of 64
+    run = jax.jit(core.prefill, static_argnames="config")
+    chunked = run(model.params, new(model), *padded(prompts), config=model.config)
     np.testing.assert_array_equal(chunked.cache.lengths, whole.cache.lengths)
     assert_same([chunked.tokens], [whole.tokens])
     np.testing.assert_allclose(chunked.cache.v, whole.cache.v, atol=2e-5)
@@ -81,21 +98,19 @@ def test_prefill_in_chunks_equals_prefill_at_once(monkeypatch):
 def test_prefill_goes_on_behind_what_the_cache_holds():
     model, ids = tiny(), prompt(60, 4)
     state = prefilled(model, [ids[:23]])
-    fresh = core.start(state.cache, state.sampler, state.stop_ids, jnp.array([32]))
-    state = jitted.prefill(model.params, fresh, *padded([ids[23:]]), model.config)
+    state = read(model, behind(state.cache, state), [ids[23:]])
     assert state.tokens[0] == prefilled(model, [ids]).tokens[0] and state.cache.lengths[0] == 60
 
 
 def test_a_row_keeps_its_bits_whatever_the_other_rows_hold():
     model, mine = tiny(), prompt(20, 5)
-    sampling = [dataclasses.replace(bj.SamplingParams(), seed=s) for s in (1, 2, 3)]
+    sampling = [dataclasses.replace(bj.SamplingParams(), seed=s) for s in range(ROWS)]
     runs = []
     for seed, lengths in ((6, (3, 31)), (7, (32, 18))):
         prompts = [prompt(lengths[0], seed), mine, prompt(lengths[1], seed + 10)]
-        state = prefilled(model, prompts, params=sampling)
-        state, drawn = jitted.decode(model.params, state, model.config, limit=24, size=24)
+        state, drawn = decode(model, prefilled(model, prompts, sampling), limit=NEW)
         pages = state.cache.block_table[1]
-        runs.append((drawn[1], state.cache.k[:, pages], state.cache.v[:, pages]))
+        runs.append((drawn[1], np.asarray(state.cache.k)[:, pages], np.asarray(state.cache.v)[:, pages]))
     assert_same(*([drawn] for drawn, _, _ in runs))
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -114,33 +129,28 @@ def test_a_row_in_a_batch_gives_the_text_it_gives_alone():
 
 def test_shuffled_pages_give_the_same_bits_as_pages_in_order():
     model, prompts = tiny(), [prompt(30, 8), prompt(9, 9)]
-    state = bj.new_state(model, 2, 128, GREEDY, 16, ignore_eos=True)
-    shuffled = (
-        np.random.default_rng(0)
-        .permutation(state.cache.block_table.size)
-        .reshape(state.cache.block_table.shape)
-    )
-    other = state.replace(cache=state.cache.replace(block_table=jnp.asarray(shuffled, jnp.int32)))
+    state, other = new(model), new(model)
+    table = np.random.default_rng(0).permutation(state.cache.block_table.size).astype(np.int32)
+    table = table.reshape(state.cache.block_table.shape)
     results = []
-    for s in (jax.tree.map(jnp.copy, state), jax.tree.map(jnp.copy, other)):
-        s = jitted.prefill(model.params, s, *padded(prompts), model.config)
-        s, drawn = jitted.decode(model.params, s, model.config, limit=15, size=15)
-        results.append((drawn, s.cache.k[:, s.cache.block_table]))
+    for s in (state, other.replace(cache=other.cache.replace(block_table=jnp.asarray(table)))):
+        s, drawn = decode(model, read(model, s, prompts), limit=15)
+        results.append((drawn, np.asarray(s.cache.k)[:, s.cache.block_table]))
     assert_same(results[0][0], results[1][0])
     np.testing.assert_array_equal(results[0][1], results[1][1])
 
 
 def test_the_cache_is_donated_and_updated_in_place():
     model = tiny()
-    state = prefilled(model, [prompt(5)], context=2048)
+    state = prefilled(model, [prompt(5)])
     cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
-    compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
+    compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=NEW).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     assert (
         compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
     )  # XLA's dots on CPU copy one layer's weights
     before = state.cache.k.unsafe_buffer_pointer()
-    after, _ = jitted.decode(model.params, state, model.config, limit=4, size=8)
+    after, _ = decode(model, state, limit=4)
     assert state.cache.k.is_deleted() and state.cache.v.is_deleted()
     assert after.cache.k.unsafe_buffer_pointer() == before
 
@@ -169,27 +179,27 @@ def test_stream_and_generate_agree_and_a_seed_repeats():
     assert other[0].tokens != whole.tokens
 
 
-def test_an_end_token_ends_its_row_only():
+def generated(state, prompts):
     model = tiny()
-    prompts = [prompt(7, 13), prompt(8, 14)]
-    free = bj.generate(model, prompts, max_new_tokens=24, sampling=GREEDY, ignore_eos=True)
-    ending = free[0].tokens[5]
-    state = bj.new_state(model, 2, 128, GREEDY, 24)
-    state = state.replace(stop_ids=jnp.full_like(state.stop_ids, -1).at[0, 0].set(ending))
-    state, drawn = jitted.generate_tokens(model.params, state, *padded(prompts), model.config, size=24)
-    at = free[0].tokens.index(ending)
-    assert drawn[0].tolist() == [*free[0].tokens[: at + 1], *[core.NO_TOKEN] * (23 - at)]
-    assert_same([drawn[1]], [free[1].tokens])
-    assert state.cache.lengths.tolist() == [7 + at, 8 + 23]
+    return jitted.generate_tokens(model.params, state, *padded(prompts), model.config, size=NEW)
+
+
+def test_an_end_token_ends_its_row_only():
+    model, prompts = tiny(), [prompt(7, 13), prompt(8, 14)]
+    free = generated(new(model), prompts)[1].tolist()
+    ending = free[0][5]
+    state = new(model)
+    state = state.replace(stop_ids=state.stop_ids.at[0, 0].set(ending))
+    state, drawn = generated(state, prompts)
+    at = free[0].index(ending)
+    assert drawn[0].tolist() == [*free[0][: at + 1], *[core.NO_TOKEN] * (NEW - 1 - at)]
+    assert_same(drawn[1:], free[1:])
+    assert state.cache.lengths.tolist()[:2] == [7 + at, 8 + 23]
 
 
 def test_rows_have_their_own_limit():
-    model = tiny()
-    state = bj.new_state(model, 2, 128, GREEDY, [3, 9], ignore_eos=True)
-    _, drawn = jitted.generate_tokens(
-        model.params, state, *padded([prompt(4), prompt(5)]), model.config, size=24
-    )
-    assert (np.asarray(drawn) != core.NO_TOKEN).sum(1).tolist() == [3, 9]
+    _, drawn = generated(new(tiny(), max_new=[3, 9, 1, 24, 2, 23]), [prompt(4), prompt(5)])
+    assert (np.asarray(drawn) != core.NO_TOKEN).sum(1).tolist() == [3, 9, 1, 24, 2, 23]
 
 
 def test_stop_strings_cut_the_text_and_are_never_streamed_in_part():
@@ -205,20 +215,19 @@ def test_stop_strings_cut_the_text_and_are_never_streamed_in_part():
     assert "".join(p.text for p in pieces) == free[:at] and pieces[-1].finish_reason == "stop"
 
 
-def test_more_prompts_than_rows_run_in_groups_with_the_same_seeds():
+def test_more_prompts_than_rows_run_one_after_the_other_with_the_same_seeds():
     model = tiny()
-    prompts, sampling = [prompt(5, s) for s in range(5)], bj.SamplingParams(seed=9)
-    one_group = bj.generate(model, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
-    small = dataclasses.replace(model, run=dataclasses.replace(model.run, rows=2))
-    groups = bj.generate(small, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
-    assert_same([o.tokens for o in groups], [o.tokens for o in one_group])
+    prompts, sampling = [prompt(30, s) for s in range(4)], bj.SamplingParams(seed=9)
+    at_once = bj.generate(model, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
+    small = dataclasses.replace(model, run=dataclasses.replace(model.run, rows=1))
+    in_turn = bj.generate(small, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
+    assert_same([o.tokens for o in in_turn], [o.tokens for o in at_once])
 
 
 def test_a_rewound_cache_forgets():
     model, ids = tiny(), prompt(20, 16)
     state = prefilled(model, [[*ids, *prompt(11, 17)]])
-    rewound = core.start(state.cache.rewind(jnp.array([12])), state.sampler, state.stop_ids, jnp.array([8]))
-    state = jitted.prefill(model.params, rewound, *padded([ids[12:]]), model.config)
+    state = read(model, behind(state.cache.rewind(jnp.full(ROWS, 12)), state), [ids[12:]])
     assert state.tokens[0] == prefilled(model, [ids]).tokens[0]
 
 
@@ -249,7 +258,7 @@ def test_the_step_runs_under_vmap_and_jit_of_the_user():
     def sample(key):
         state = bj.new_state(model, 1, 64, bj.SamplingParams(temperature=1.0, seed=0), 6, ignore_eos=True)
         state = state.replace(sampler=state.sampler.replace(keys=key[None]))
-        state = bj.prefill(model.params, state, *padded([ids]), model.config)
+        state = bj.prefill(model.params, state, jnp.array([ids]), jnp.array([len(ids)]), model.config)
         return bj.decode(model.params, state, model.config, limit=5, size=5)[1][0]
 
     keys = jax.vmap(jax.random.key)(jnp.arange(3))

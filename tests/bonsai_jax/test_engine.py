@@ -26,13 +26,16 @@ from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
 MOST = 24  # new tokens
-SHAPE = {"max_rows": 4, "context": 96, "prefill_tokens": 32}  # one for all: four executables
+# One for all but a few, so that they have the same four executables: pages for two of the longest answers.
+SHAPE = {"max_rows": 4, "context": 96, "prefill_tokens": 32, "pages": 12}
+OF_HYBRIDS = {"max_rows": 2, "context": 96, "prefill_tokens": 32, "pages": 7, "logprobs": 0}
 
 
 @functools.cache
-def tiny(name: str = "llama") -> bj.Model:
+def tiny(source: str = "synth:tiny-llama:q8_0") -> bj.Model:
     run = bj.RunConfig(page_size=16, cache_dtype="float32", impl="reference")
-    return bj.load(f"synth:tiny-{name}:q8_0", run)
+    checkpoint = open_checkpoint(source)
+    return bj.from_checkpoint(two_layers(checkpoint) if source == HYBRID else checkpoint, run)
 
 
 def prompt(length: int, seed: int) -> list[int]:
@@ -41,10 +44,10 @@ def prompt(length: int, seed: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def warmed():
-    """An engine with pages for two of the longest answers, and the threads that compiled for it."""
+    """An engine, and the threads that compiled for it."""
     threads = []
     listener = lambda event, s, **_: threads.append(threading.current_thread().name * ("compile_d" in event))  # noqa: E731
-    with bj.Engine(tiny(), pages=12, **SHAPE) as engine:
+    with bj.Engine(tiny(), **SHAPE) as engine:
         jax.monitoring.register_event_duration_secs_listener(listener)
         try:
             engine.warmup()
@@ -58,9 +61,9 @@ def engine(warmed):
     return warmed[0]
 
 
-def alone(prompts, params, name: str = "llama") -> list[list[int]]:
+def alone(prompts, params, model: bj.Model | None = None) -> list[list[int]]:
     """MOST tokens of each, by the pure function, which knows nothing of engines."""
-    model, rows = tiny(name), 8  # one program for all tests
+    model, rows = model or tiny(), 8  # one program for all tests
     outputs = []
     for first in range(0, len(prompts), rows):
         some = [*prompts[first : first + rows], *[[1]] * rows][:rows]
@@ -188,7 +191,7 @@ def test_a_prefix_of_two_thousand_tokens_is_computed_once():
     options = {"max_new_tokens": 8, "ignore_eos": True}
     outputs = []
     for prompts in ([second], [first, second]):  # alone, and behind the other
-        with bj.Engine(tiny(), max_rows=1, context=2048) as engine:
+        with bj.Engine(tiny(), max_rows=1, context=2048, prefill_tokens=128) as engine:
             outputs.append([engine.submit(ids, GREEDY, **options).result(200) for ids in prompts])
     (want,), (before, got) = outputs
     assert (want.cached_tokens, before.cached_tokens, got.cached_tokens) == (0, 0, 2000)
@@ -196,12 +199,12 @@ def test_a_prefix_of_two_thousand_tokens_is_computed_once():
 
 
 def test_a_recurrent_state_survives_preemption_and_is_shared_at_page_borders():
-    """Too few pages for four rows; what they share ends behind two pages."""
+    """Too few pages for two rows; what they share ends behind two pages."""
     shared = prompt(40, 70)
     prompts = [[*shared, *prompt(4 + i, 71 + i)] for i in range(6)]
-    want = alone(prompts, [GREEDY] * 6, "qwen35")
-    with bj.Engine(tiny("qwen35"), pages=12, **SHAPE) as engine:
-        options = {"max_new_tokens": MOST, "ignore_eos": True}
+    want = alone(prompts, [GREEDY] * 6, tiny(HYBRID))
+    with bj.Engine(tiny(HYBRID), **OF_HYBRIDS) as engine:
+        options = {"max_new_tokens": MOST, "ignore_eos": True, "logprobs": 0}
         handles = [engine.submit(ids, GREEDY, **options) for ids in prompts]
         outputs = [handle.result(300) for handle in handles]
         assert_same([output.tokens for output in outputs], want)
@@ -286,7 +289,7 @@ def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
 def test_answers_of_one_prompt_have_seeds_of_their_own():
     ids, hot = prompt(40, 11), bj.SamplingParams(temperature=1.0, seed=3)
     want = alone([ids] * 3, [dataclasses.replace(hot, seed=3 + i) for i in range(3)])
-    with bj.Engine(tiny(), pages=12, logprobs=2, **SHAPE) as engine:
+    with bj.Engine(tiny(), logprobs=2, **SHAPE) as engine:
         handle = engine.submit(ids, hot, max_new_tokens=MOST, ignore_eos=True, n=3, logprobs=1)
         outputs = handle.results(60)
         with pytest.raises(ValueError, match=r"logprobs is 3, and the engine's 2; give Engine\(logprobs=\)"):
@@ -398,8 +401,8 @@ def test_closing_cancels():
 
 
 def test_a_reproducible_engine_has_the_same_bits_alone_and_in_a_crowd():
-    ids, options = prompt(20, 80), {"max_new_tokens": MOST, "ignore_eos": True, "logprobs": 1}
-    with bj.Engine(tiny(), logprobs=1, reproducible=True, **SHAPE) as engine:
+    ids, options = prompt(20, 80), {"max_new_tokens": MOST, "ignore_eos": True, "logprobs": 2}
+    with bj.Engine(tiny(), logprobs=2, reproducible=True, **SHAPE) as engine:
         alone = engine.submit(ids, GREEDY, **options).result(120)
         others = [engine.submit(prompt(7 * i, 80 + i), GREEDY, **options) for i in range(1, 6)]
         crowd = engine.submit(ids, GREEDY, **options).result(120)
@@ -415,7 +418,7 @@ def test_other_ways_say_the_same(how):
     prompts = [ids * 4, prompt(33, 51), ids * 3 + prompt(4, 52), ids, [*ids, *prompt(30, 53)]]
     want = alone(prompts, [GREEDY] * 5)
     special = {"speculate": "ngram"} if how == "ngram" else {"reproducible": True}
-    with bj.Engine(tiny(), pages=12, **SHAPE, **special) as engine:
+    with bj.Engine(tiny(), **SHAPE, **special) as engine:
         handles = [engine.submit(p, GREEDY, max_new_tokens=MOST, ignore_eos=True) for p in prompts]
         outputs = [handle.result(120) for handle in handles]
         assert [o.tokens for o in outputs] == want
@@ -427,22 +430,21 @@ def test_other_ways_say_the_same(how):
 def test_recurrent_states_of_rows_are_their_own():
     """Bit for bit, of a model with a gated delta net: beside others, in a row that others had, and behind one
     that was cancelled."""
-    source = two_layers(open_checkpoint(HYBRID))
-    model = bj.from_checkpoint(source, bj.RunConfig(page_size=16, impl="reference"))
     how = {"max_new_tokens": 6, "ignore_eos": True, "logprobs": 0}
-    with bj.Engine(model, max_rows=2, context=64, prefill_tokens=32, logprobs=0, reproducible=True) as engine:
+    with bj.Engine(tiny(HYBRID), reproducible=True, **OF_HYBRIDS) as engine:
 
         def ask(ids):
             return engine.submit(ids, GREEDY, **how)
 
         def told(handle):
             output = handle.result(300)
+            assert output.logprobs.ids.shape == (6, 0)
             return output.tokens, np.asarray(output.logprobs.token).tolist()
 
         alone = told(ask(prompt(20, 60)))
         handles = [ask(ids) for ids in (prompt(9, 61), prompt(20, 60), prompt(40, 62))]
         assert [told(handle) for handle in handles][1] == alone
-        long = [engine.submit(prompt(11, n), GREEDY, max_new_tokens=50, ignore_eos=True) for n in (63, 64)]
+        long = [engine.submit(prompt(11, n), GREEDY, **how | {"max_new_tokens": 37}) for n in (63, 64)]
         for handle in long:
             next(iter(handle))
             handle.cancel()

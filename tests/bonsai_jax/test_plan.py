@@ -41,8 +41,15 @@ def test_layers_with_a_delta_net_are_two_launches_too(source, schedules, monkeyp
     assert plan.problem.widths == (6144,) * 64 and not plan.problem.plain
 
 
-@pytest.mark.parametrize("format", ["q1_0", "q4_k", "q4_k_m", "q8_0", "f16"])
-@pytest.mark.parametrize("name", ["bonsai-1.7b", "tiny-qwen2", "tiny-llama"])
+FORMATS = ("q1_0", "q4_k", "q4_k_m", "q8_0", "f16")
+LOADED = [(name, format) for name in ("tiny-qwen2", "tiny-llama") for format in FORMATS]
+LOADED += [("bonsai-1.7b", format) for format in ("q1_0", "q4_k_m")]  # a whole step, and a mixture
+SLOW = [("bonsai-1.7b", format) for format in ("q4_k", "q8_0", "f16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "format"), [*LOADED, *[pytest.param(*of, marks=pytest.mark.slow) for of in SLOW]]
+)
 def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
     checkpoint, config, run, plan = planned(f"synth:{name}:{format}", monkeypatch)
     params = loaded(checkpoint, config, run)

@@ -191,8 +191,7 @@ STEERED = bj.Taps(edit=lambda name, layer, x: x + PUSH * (layer == 1) if name ==
 
 
 def test_a_text_that_repeats_takes_few_steps():
-    """By n-grams, greedy and sampled, with a processor and taps; in `stream` the same, ended by a stop
-    text."""
+    """By n-grams, greedy and sampled, with a processor and taps."""
     ids = [[60, 61, 62, 63, 64, 65, 66] * 3, IDS[1]]
     options = {"max_new_tokens": 40, "ignore_eos": True, "logits_processor": looping, "taps": STEERED}
     want, got = (
@@ -200,31 +199,29 @@ def test_a_text_that_repeats_takes_few_steps():
     )
     assert [o.tokens for o in got] == [o.tokens for o in want]
     assert [o.steps for o in want] == [39, 39] and max(o.steps for o in got) < 32
-    stop = want[1].text[20:24]
-    cut = want[1].text[: want[1].text.find(stop)]
-    pieces = list(bj.stream(tiny(), ids[1], sampling=HOT, speculate="ngram", stop=stop, **options))
-    assert "".join(p.text for p in pieces) == cut and pieces[-1].finish_reason == "stop"
-    tokens = [t for p in pieces for t in p.tokens]
-    assert tokens == want[1].tokens[: len(tokens)]
-    assert pieces[0].steps == 0 and sum(p.steps for p in pieces[:-1]) < sum(
-        len(p.tokens) for p in pieces[:-1]
-    )
 
 
 def test_frequencies_are_those_of_the_distribution():
     """2,048 rows: the first token and, where that is the one that was proposed, the second."""
     model, rows = tiny(), 2048
+    ids = np.array([[*IDS[0], *[0] * 10]], np.int32)  # as bj.logits reads them
     cache = bj.new_cache(model, 1, 16)
-    _, cache = jitted.extend(model.params, cache, jnp.array([IDS[0]]), jnp.array([6]), model.config)
+    _, cache = jitted.extend(model.params, cache, ids, np.array([6], np.int32), model.config)
     hot = bj.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=1)
-    p, after = np.asarray(jax.nn.softmax(bj.logits(model, [*IDS[0], 9])[-1])), None
+    p = np.asarray(jax.nn.softmax(bj.logits(model, [*IDS[0], 9])[-1]))
     guess = int(p.argmax())
     after = np.asarray(jax.nn.softmax(bj.logits(model, [*IDS[0], 9, guess])[-1]))
     state = bj.new_state(model, rows, 16, hot, 8, ignore_eos=True, speculate="ngram")
-    state = state.replace(cache=cache.take([0] * rows), tokens=jnp.full(rows, 9))
-    step = jax.jit(functools.partial(speculation.step, config=model.config))
-    _, drawn = step(model.params, state, jnp.full((rows, 1), guess), jnp.ones(rows, bool))
-    drawn = np.asarray(drawn)
+    state = state.replace(cache=cache, tokens=jnp.full(rows, 9))
+
+    @jax.jit
+    def step(params, state):
+        state = state.replace(cache=state.cache.take([0] * rows))
+        return speculation.step(
+            params, state, jnp.full((rows, 1), guess), jnp.ones(rows, bool), config=model.config
+        )
+
+    drawn = np.asarray(step(model.params, state)[1])
     accepted = drawn[:, 0] == guess
     np.testing.assert_array_equal(drawn[:, 1] >= 0, accepted)
     for tokens, probabilities in ((drawn[:, 0], p), (drawn[accepted, 1], after)):
@@ -263,11 +260,20 @@ def test_ngrams_propose_what_followed():
     assert dict(zip(rows, of_text(rows, 3), strict=True)) == rows
 
 
-def test_a_prompt_of_vectors_and_an_unknown_proposer():
-    ids = jnp.array(IDS[0])
-    options = {"max_new_tokens": 8, "sampling": GREEDY, "ignore_eos": True}
-    (got,) = bj.generate(tiny(), bj.embed(tiny().params, ids), speculate="ngram", **options)
-    assert_same([got.tokens], [plain()[1][0, :8]])
+def test_a_prompt_of_vectors_and_a_stream_that_a_stop_text_ends():
+    vectors = bj.embed(tiny().params, jnp.array(IDS[0]))
+    options = {"max_new_tokens": 24, "ignore_eos": True, "speculate": "ngram"}
+    (got,) = bj.generate(tiny(), vectors, sampling=GREEDY, **options)
+    assert_same([got.tokens[:NEW]], [plain()[1][0]])
+    repeated = dataclasses.replace(GREEDY, logit_bias={60: 1e6})
+    (whole,) = bj.generate(tiny(), vectors, sampling=repeated, **options)
+    assert whole.tokens == [60] * 24 and whole.steps < 12
+    stop = whole.text[:20]
+    pieces = list(bj.stream(tiny(), vectors, sampling=repeated, stop=stop, **options))
+    assert "".join(p.text for p in pieces) == "" and pieces[-1].finish_reason == "stop"
+    tokens = [t for p in pieces for t in p.tokens]
+    assert tokens == whole.tokens[: len(tokens)]
+    assert pieces[0].steps == 0 and 0 < sum(p.steps for p in pieces) < len(tokens) - 1
     with pytest.raises(NotImplementedError, match="speculate is 'oracle'; supported: mtp, ngram"):
         bj.generate(tiny(), [IDS[0]], speculate="oracle")
 
@@ -281,9 +287,12 @@ def test_the_cache_is_updated_in_place():
 
 
 def test_penalties_are_those_of_each_position():
-    s = sampling.sampler(PENALIZED, 2, 8)
-    s = sampling.remember(s, jnp.array([[1, 1], [2, 5]]), jnp.array([[True, True], [True, False]]))
-    each = sampling.foresee(s, jnp.array([[1, 3], [4, -1]]))
+    @jax.jit
+    def foreseen(s):
+        s = sampling.remember(s, jnp.array([[1, 1], [2, 5]]), jnp.array([[True, True], [True, False]]))
+        return sampling.foresee(s, jnp.array([[1, 3], [4, -1]]))
+
+    each = foreseen(sampling.sampler(PENALIZED, 2, 8))
     counts = [
         [[0, 2, 0, 0, 0, 0, 0, 0], [0, 3, 0, 0, 0, 0, 0, 0], [0, 3, 0, 1, 0, 0, 0, 0]],
         [[0, 0, 1, 0, 0, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0, 0], [0, 0, 1, 0, 1, 0, 0, 0]],

@@ -1,4 +1,7 @@
-"""generate and stream: what is asked for beside the text, many prompts, and requests that cannot be met."""
+"""generate and stream: what is asked for beside the text, many prompts, and requests that cannot be met.
+
+A prompt and its answer have 17 to 32 tokens, unless something else is wanted: then one row has one program of
+prefill and one of decode, and so have four."""
 
 import dataclasses
 import functools
@@ -54,12 +57,11 @@ def test_log_probabilities_are_the_models_own():
 
 def test_log_probabilities_end_with_the_answer():
     model, ids = tiny(), prompt(6, 4)
-    free = bj.generate(model, [ids], max_new_tokens=30, sampling=GREEDY, ignore_eos=True)[0].text
-    cut = bj.generate(
-        model, [ids], max_new_tokens=30, sampling=GREEDY, ignore_eos=True, stop=free[7:10], logprobs=0
-    )[0]
-    assert len(cut.tokens) < 30 and cut.logprobs.token.shape == (len(cut.tokens),)
-    assert cut.logprobs.ids.shape == (len(cut.tokens), 0)
+    options = {"max_new_tokens": 26, "sampling": GREEDY, "ignore_eos": True}
+    free = bj.generate(model, [ids], **options)[0].text
+    cut = bj.generate(model, [ids], **options, stop=free[7:10], logprobs=4)[0]
+    assert len(cut.tokens) < 26 and cut.logprobs.token.shape == (len(cut.tokens),)
+    assert cut.logprobs.ids.shape == (len(cut.tokens), 4)
 
 
 def banned(logits, state):
@@ -72,30 +74,31 @@ def banned(logits, state):
 def test_a_logits_processor_sees_every_draw():
     model, ids = tiny(), prompt(8, 5)
     options = {"max_new_tokens": 12, "sampling": GREEDY, "ignore_eos": True}
-    output = bj.generate(model, [ids, prompt(3)], **options, logits_processor=banned)[0]
-    want, last = [], -1
-    for _ in range(12):
-        scores = bj.logits(model, [*ids, *want])[-1]
-        scores[::2] = -np.inf
-        scores[max(last, 0)] = scores[max(last, 0)] if last < 0 else -np.inf
-        last = int(scores.argmax())
-        want.append(last)
-    assert output.tokens == want
-    streamed = bj.stream(model, ids, **options, logits_processor=banned)
-    assert [t for piece in streamed for t in piece.tokens] == want
+    drawn = bj.generate(model, [ids, prompt(3)], **options, logits_processor=banned)[0].tokens
+    scores = bj.logits(model, [*ids, *drawn])[len(ids) - 1 : -1]
+    scores[:, ::2] = -np.inf
+    scores[np.arange(1, 12), drawn[:-1]] = -np.inf
+    assert drawn == scores.argmax(-1).tolist()
+
+
+def odd(logits, state):
+    return jnp.where(jnp.arange(logits.shape[1]) % 2 == 0, -jnp.inf, logits)
 
 
 def test_a_steered_answer_is_the_argmax_of_steered_logits():
+    """Of odd tokens: `stream` takes both, too."""
     model, ids = tiny(), prompt(8, 6)
     vector = jnp.asarray(np.random.default_rng(2).normal(0, 0.5, model.config.hidden), jnp.float32)
     taps = bj.Taps(edit=lambda name, layer, x: x + vector * (layer == 1) if name == "output" else x)
     options = {"max_new_tokens": 9, "sampling": GREEDY, "ignore_eos": True}
-    output = bj.generate(model, [ids], **options, taps=taps)[0]
+    steered = options | {"taps": taps, "logits_processor": odd}
+    (output,) = bj.generate(model, [ids], **steered)
     whole = jnp.array([[*ids, *output.tokens]])
     logits, _ = jitted.forward(model.params, whole, jnp.array([whole.shape[1]]), model.config, taps=taps)
-    assert output.tokens == logits[0, len(ids) - 1 : -1].argmax(-1).tolist()
-    assert output.tokens != bj.generate(model, [ids], **options)[0].tokens
-    streamed = bj.stream(model, ids, **options, taps=taps)
+    assert output.tokens == (2 * logits[0, len(ids) - 1 : -1, 1::2].argmax(-1) + 1).tolist()
+    plain = bj.logits(model, [*ids, *output.tokens])[len(ids) - 1 : -1]
+    assert output.tokens != (2 * plain[:, 1::2].argmax(-1) + 1).tolist()
+    streamed = bj.stream(model, ids, **steered)
     assert [t for piece in streamed for t in piece.tokens] == output.tokens
 
 
@@ -104,10 +107,10 @@ def test_vectors_are_a_prompt():
     model = tiny()
     ids = [prompt(7, 7), prompt(11, 8)]
     vectors = [bj.embed(model.params, jnp.array(i)) for i in ids]
-    options = {"max_new_tokens": 8, "sampling": GREEDY, "ignore_eos": True}
-    want = [output.tokens for output in bj.generate(model, ids, **options)]
+    options = {"max_new_tokens": 10, "sampling": GREEDY, "ignore_eos": True}
+    want = [output.tokens for output in bj.generate(model, [*ids, ids[1]], **options)]
     mixed = bj.generate(model, [vectors[0], ids[1], vectors[1]], **options)
-    assert_same([output.tokens for output in mixed], [want[0], want[1], want[1]])
+    assert_same([output.tokens for output in mixed], want)
     assert [output.prompt_tokens for output in mixed] == [7, 11, 11]
     assert_same([bj.generate(model, vectors[0], **options)[0].tokens], [want[0]])
     streamed = bj.stream(model, vectors[1], **options)
@@ -122,7 +125,7 @@ def test_the_first_token_of_a_stream_is_there_before_steps_are_compiled(monkeypa
 
     monkeypatch.setattr(on_device, "decode_rows", failing)
     model, ids = tiny(), prompt(5)
-    pieces = bj.stream(model, ids, max_new_tokens=3, sampling=GREEDY, ignore_eos=True)
+    pieces = bj.stream(model, ids, max_new_tokens=20, sampling=GREEDY, ignore_eos=True)
     assert next(pieces).tokens == [int(bj.logits(model, ids)[-1].argmax())]
     with pytest.raises(RuntimeError, match="no steps yet"):
         next(pieces)
@@ -149,11 +152,14 @@ def test_many_prompts_are_few_programs_and_their_answers_are_in_order():
 
 def test_three_prompts_are_the_program_of_four():
     model = tiny()
-    for rows in (4, 8):
-        bj.generate(model, [prompt(5, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
+
+    def answer(rows, length):
+        bj.generate(model, [prompt(length, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
+
+    answer(4, 20), answer(8, 31)
     before = programs()
-    for rows in (3, 5, 6, 7):
-        bj.generate(model, [prompt(9, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
+    for rows, length in ((3, 29), (5, 32), (6, 31), (7, 32)):
+        answer(rows, length)
     assert programs() == before
 
 
