@@ -86,7 +86,7 @@ def by_length() -> list[dict]:
     return rows
 
 
-# Every day tokens of four prompts, which are one program, and distributions of two others, of which one is long.
+# Every day tokens of four prompts, and distributions of two others, of which one is long.
 WRITTEN = [slice(0, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)]
 HELD = [slice(3, None, 16), pytest.param(slice(None), marks=pytest.mark.slow)]
 
