@@ -97,8 +97,8 @@ for name, kind in PRE_TOKENIZERS.items():
 
 @pytest.mark.parametrize("names", KINDS.values(), ids=lambda names: names[0])
 def test_words_are_cut_as_in_llama_cpp(names, tmp_path):
-    """All texts by one name of each kind, and some by the others: on half of the merges, by which 40 texts tell
-    kinds apart as all texts on all merges do."""
+    """All texts by one name of each kind, and some by the others: on half of the merges, by which 40 texts
+    tell kinds apart as all texts on all merges do."""
     for name in names:
         metadata = vocabulary(1 if name == names[0] else 2) | {"tokenizer.ggml.pre": name}
         write_model(tmp_path / f"{name}.gguf", metadata)
