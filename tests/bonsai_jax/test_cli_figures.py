@@ -125,17 +125,17 @@ MIXED = "synth:tiny-qwen3:q4_k_m"
 
 @pytest.fixture(scope="module")
 def profiled():
-    """Rows of a prefill of 5 tokens and of a decode step of 1 and of 3 rows, behind as many: one program
-    reads both."""
+    """Rows of a prefill of 3 tokens and of a decode step of 1 and of 3 rows, behind one token: products of 1
+    and of 3 rows are all that is compiled."""
     model = bj.load(MIXED, bj.RunConfig(context=256))
-    steps = {"tokens": 5}, {"rows": 1}, {"rows": 3}
-    return model, [row for step in steps for row in profile.measure(model, 5, 1, **step)]
+    steps = {"tokens": 3}, {"rows": 1}, {"rows": 3}
+    return model, [row for step in steps for row in profile.measure(model, 1, 1, **step)]
 
 
 def test_profile(profiled):
     model, rows = profiled
     assert [row.phase for row in rows] == 3 * PHASES
-    assert [row.test for row in rows[::8]] == ["pp5@d5", "tg@d5", "batch3@d5"]
+    assert [row.test for row in rows[::8]] == ["pp3@d1", "tg@d1", "batch3@d1"]
     # Everything that a step reads is in some phase, but for norms and biases.
     held = sum(row.bytes for row in rows[8:14] if row.phase != "attention")
     assert 0.98 < held / params.decode_bytes(model.params, model.config) <= 1
@@ -152,9 +152,9 @@ def test_profile_prints_a_prefill_and_steps_at_every_depth(output, profiled, mon
         return iter(of_rows[rows])
 
     monkeypatch.setattr(profile, "measure", measure)
-    done = run("bench", "-m", MIXED, "--profile", "-p", 5, "-n", 4, "-d", "0,5", "-r", 2, "-o", output)
+    done = run("bench", "-m", MIXED, "--profile", "-p", 3, "-n", 4, "-d", "0,1", "-r", 2, "-o", output)
     assert done.exit_code == 0, done.output
-    assert asked == [(0, 2, None, 5), (0, 2, 1, 1), (5, 2, None, 5), (5, 2, 1, 1)]
+    assert asked == [(0, 2, None, 3), (0, 2, 1, 1), (1, 2, None, 3), (1, 2, 1, 1)]
     printed = [row for step in (None, 1, None, 1) for row in of_rows[step]]
     lines = done.stdout.splitlines()
     if output == "md":
@@ -174,14 +174,14 @@ def test_profile_counts_rows_and_the_tokens_of_a_prefill(profiled):
     query sees."""
     counts = {(row.test, row.phase): (row.bytes, row.operations) for row in profiled[1]}
     for phase in PHASES[:6]:
-        moved, operations = counts["tg@d5", phase]
-        batch, prefill = counts["batch3@d5", phase], counts["pp5@d5", phase]
+        moved, operations = counts["tg@d1", phase]
+        batch, prefill = counts["batch3@d1", phase], counts["pp3@d1", phase]
         if phase == "attention":
             assert batch == (3 * moved, 3 * operations)
-            assert prefill == (moved // 6 * 10, operations // 6 * (6 + 7 + 8 + 9 + 10))
+            assert prefill == (moved // 2 * 4, operations // 2 * (2 + 3 + 4))
         else:
             assert batch == (moved, 3 * operations)
-            assert prefill == (moved, operations if phase == "head" else 5 * operations)
+            assert prefill == (moved, operations if phase == "head" else 3 * operations)
 
 
 def test_profile_of_experts_has_their_phases():
