@@ -15,6 +15,7 @@ step.
 """
 
 import argparse
+import functools
 import hashlib
 import json
 import re
@@ -53,11 +54,9 @@ def requantized(checkpoint: Checkpoint, tie: bool, only: str) -> Iterator[Tensor
             yield Tensor(t.name, t.format, t.shape, np.asarray(raw))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _round(raw: jax.Array, format: str) -> jax.Array:
-    rounded = jax.jit(
-        lambda raw: formats.pack(FORMAT, quantize(dequantize(from_blocks(raw, format)), FORMAT).fields)
-    )
-    return rounded(raw)
+    return formats.pack(FORMAT, quantize(dequantize(from_blocks(raw, format)), FORMAT).fields)
 
 
 def kl_step_by_step(model: bj.Model, rows: list[dict]) -> tuple[float, float]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 import bonsai_jax as bj
 
-model, new = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16)), 4
+model, new = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(page_size=16)), 2
 ids = model.tokenizer.encode("Heads or tails?")
 sampling = bj.SamplingParams(temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seed=0)
 state = bj.new_state(model, 1, len(ids) + new, sampling, new, ignore_eos=True)

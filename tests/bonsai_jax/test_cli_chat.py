@@ -149,7 +149,7 @@ def test_who_types_is_told_how_to_leave(monkeypatch):
 
 
 def test_chat_goes_on_after_a_message_that_does_not_fit():
-    done = run("chat", "-m", TINY, "-n", 2, "-c", 64, stdin="word " * 100 + "\nHi\n")
+    done = run("chat", "-m", TINY, "-n", 2, "-c", 256, stdin="word " * 300 + "\nHi\n")
     assert done.exit_code == 0
     assert "/reset begins a new one" in done.stderr
     assert len(done.stdout.splitlines()) >= 1

@@ -123,11 +123,39 @@ PHASES = ["qkv", "attention", "attention output", "gate and up", "down", "head",
 MIXED = "synth:tiny-qwen3:q4_k_m"
 
 
+@pytest.fixture(scope="module")
+def profiled():
+    """Rows of a prefill of 3 tokens and of a decode step of 1 and of 3 rows, behind one token: products of 1
+    and of 3 rows are all that is compiled."""
+    model = bj.load(MIXED, bj.RunConfig(context=256))
+    steps = {"tokens": 3}, {"rows": 1}, {"rows": 3}
+    return model, [row for step in steps for row in profile.measure(model, 1, 1, **step)]
+
+
+def test_profile(profiled):
+    model, rows = profiled
+    assert [row.phase for row in rows] == 3 * PHASES
+    assert [row.test for row in rows[::8]] == ["pp3@d1", "tg@d1", "batch3@d1"]
+    # Everything that a step reads is in some phase, but for norms and biases.
+    held = sum(row.bytes for row in rows[8:14] if row.phase != "attention")
+    assert 0.98 < held / params.decode_bytes(model.params, model.config) <= 1
+    assert all(row.us > 0 and row.operations > 0 for row in rows)
+    assert all(row.bound in ("memory", "compute") and row.ceiling_share > 0 for row in rows)
+
+
 @pytest.mark.parametrize("output", ["md", "jsonl", "csv"])
-def test_profile(output):
-    arguments = ("--profile", "-p", 24, "-n", 4, "-d", "0,16", "-r", 1, "-o", output)
-    done = run("bench", "-m", MIXED, *arguments)
+def test_profile_prints_a_prefill_and_steps_at_every_depth(output, profiled, monkeypatch):
+    asked, of_rows = [], dict(zip((None, 1, 3), (profiled[1][i : i + 8] for i in (0, 8, 16)), strict=True))
+
+    def measure(model, depth, repetitions, *, rows=None, tokens=1):
+        asked.append((depth, repetitions, rows, tokens))
+        return iter(of_rows[rows])
+
+    monkeypatch.setattr(profile, "measure", measure)
+    done = run("bench", "-m", MIXED, "--profile", "-p", 3, "-n", 4, "-d", "0,1", "-r", 2, "-o", output)
     assert done.exit_code == 0, done.output
+    assert asked == [(0, 2, None, 3), (0, 2, 1, 1), (1, 2, None, 3), (1, 2, 1, 1)]
+    printed = [row for step in (None, 1, None, 1) for row in of_rows[step]]
     lines = done.stdout.splitlines()
     if output == "md":
         assert [line.split(" | ")[3] for line in lines[2:]] == 4 * PHASES
@@ -135,32 +163,22 @@ def test_profile(output):
     elif output == "csv":
         assert lines[0].startswith("date,commit,") and len(lines) == 33
     else:
-        rows = [json.loads(line) for line in lines]
-        assert [row["phase"] for row in rows] == 4 * PHASES
-        assert [row["test"] for row in rows[::8]] == ["pp24@d0", "tg@d0", "pp24@d16", "tg@d16"]
-        model = bj.load(MIXED, bj.RunConfig(rows=1))
-        # Everything that a step reads is in some phase, but for norms and biases.
-        held = sum(row["bytes"] for row in rows[24:30] if row["phase"] != "attention")
-        assert 0.98 < held / params.decode_bytes(model.params, model.config) <= 1
-        assert all(row["us"] > 0 and row["operations"] > 0 for row in rows)
-        assert all(row["bound"] in ("memory", "compute") and row["ceiling_share"] > 0 for row in rows)
+        assert [json.loads(line) for line in lines] == [dataclasses.asdict(row) for row in printed]
+    asked.clear()
+    done = run("bench", "-m", MIXED, "--profile", "-p", 0, "-b", "1,3", "-r", 1, "-o", output)
+    assert done.exit_code == 0 and asked == [(0, 1, 1, 1), (0, 1, 3, 1)]
 
 
-def test_profile_counts_rows_and_the_tokens_of_a_prefill():
+def test_profile_counts_rows_and_the_tokens_of_a_prefill(profiled):
     """Weights are read once whatever the rows; operations are those of every token, and of every key that a
     query sees."""
-    counts = {}
-    for arguments in (("-p", 0, "-b", "1,3"), ("-p", 3, "-n", 0)):
-        done = run("bench", "-m", MIXED, "--profile", *arguments, "-d", 5, "-r", 1, "-o", "jsonl")
-        assert done.exit_code == 0, done.output
-        for row in map(json.loads, done.stdout.splitlines()):
-            counts[row["test"], row["phase"]] = row["bytes"], row["operations"]
+    counts = {(row.test, row.phase): (row.bytes, row.operations) for row in profiled[1]}
     for phase in PHASES[:6]:
-        moved, operations = counts["tg@d5", phase]
-        batch, prefill = counts["batch3@d5", phase], counts["pp3@d5", phase]
+        moved, operations = counts["tg@d1", phase]
+        batch, prefill = counts["batch3@d1", phase], counts["pp3@d1", phase]
         if phase == "attention":
             assert batch == (3 * moved, 3 * operations)
-            assert prefill == (moved // 6 * 8, operations // 6 * (6 + 7 + 8))
+            assert prefill == (moved // 2 * 4, operations // 2 * (2 + 3 + 4))
         else:
             assert batch == (moved, 3 * operations)
             assert prefill == (moved, operations if phase == "head" else 3 * operations)

@@ -18,7 +18,7 @@ from bonsai_jax.params import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from tests.agreement import agreement, log_softmax, top_kl
 
-pytestmark = pytest.mark.usefixtures("optimized")
+OPTIMIZED = pytest.mark.usefixtures("optimized")
 
 DATA = Path(__file__).parents[1] / "data"
 NEW_TOKENS = 64
@@ -86,12 +86,13 @@ def by_length() -> list[dict]:
     return rows
 
 
-# Every day tokens of a quarter of the prompts, distributions of another, the long one among them.
-WRITTEN = [slice(0, None, 4), pytest.param(slice(None), marks=pytest.mark.slow)]
-HELD = [slice(3, None, 4), pytest.param(slice(None), marks=pytest.mark.slow)]
+# Every day tokens of four prompts, and distributions of two others, of which one is long.
+WRITTEN = [slice(0, None, 5), pytest.param(slice(None), marks=pytest.mark.slow)]
+HELD = [slice(3, None, 16), pytest.param(slice(None), marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("part", WRITTEN, ids=["a quarter", "all"])
+# Not optimized: so much longer than it runs does it compile.
+@pytest.mark.parametrize("part", WRITTEN, ids=["four", "all"])
 def test_smollm2_writes_what_llama_cpp_writes(part):
     """On the same weights in F32 with an F32 cache, so that llama.cpp rounds nothing either."""
     model, rows = smollm2_model(), by_length()
@@ -112,13 +113,15 @@ def test_smollm2_writes_what_llama_cpp_writes(part):
     assert same >= len(outputs) - 1
 
 
-@pytest.mark.parametrize("part", HELD, ids=["a quarter", "all"])
+@OPTIMIZED
+@pytest.mark.parametrize("part", HELD, ids=["two", "all"])
 def test_smollm2_distributions_are_llama_cpp_s(part):
     found = agreement(smollm2_model(), by_length()[part])
     print(f"SmolLM2 against llama.cpp on F32: KL {found.kl:.2e}, same top token {found.same_top:.2%}")
     assert found.kl < 3e-4 and found.same_top > 0.995
 
 
+@OPTIMIZED
 @pytest.mark.slow
 def test_smollm2_is_as_near_to_llama_cpp_on_the_file_as_its_int8_activations_let_it():
     """llama.cpp quantizes activations to 8 bits on this file; measured against an exact forward: KL 3e-3, 96
@@ -128,14 +131,18 @@ def test_smollm2_is_as_near_to_llama_cpp_on_the_file_as_its_int8_activations_let
     assert found.kl < 3e-3 and found.same_top > 0.96
 
 
-@pytest.mark.parametrize(("bits", "most", "same_top"), [(8, 3e-3, 0.96), (16, 1e-5, 0.999)])
-def test_the_kernels_of_cpus_are_as_near_to_llama_cpp_on_f32_as_llama_cpp_on_the_file(bits, most, same_top):
-    """Read 16 tokens at a time, which is what they are for."""
+@OPTIMIZED
+@pytest.mark.parametrize(("bits", "texts", "most", "same_top"), [(8, 8, 3e-3, 0.96), (16, 3, 1e-5, 0.999)])
+def test_the_kernels_of_cpus_are_as_near_to_llama_cpp_on_f32_as_llama_cpp_on_the_file(
+    bits, texts, most, same_top
+):
+    """Read 16 tokens at a time, which is what they are for. Fewer texts where nothing is rounded, which is no
+    matter of means."""
     model, kl, same = smollm2_model(bits), [], []
     assert model.params.layers.wo.parts[0].products.of(16) == "cpu"
     rows = [row for row in kept_oracle()["float32"] if len(row["prompt"]) <= 32]
-    assert len(rows) >= 8
-    for row in rows[:8]:
+    assert len(rows) >= texts
+    for row in rows[:texts]:
         ids, scores = np.array(row["prompt"] + row["tokens"][:-1]), []
         cache = bj.new_cache(model, 1, 96)
         for i in range(0, len(ids), 16):

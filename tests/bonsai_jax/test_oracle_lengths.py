@@ -21,20 +21,30 @@ def tiny(model: str, tied: bool) -> Checkpoint:
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen35", "tiny-qwen3moe"])
-@pytest.mark.parametrize("tied, lengths", [(False, (1, 63, 64, 65, 130, 1000)), (True, (3, 12))])
-def test_prompts_of_every_length_are_answered_as_by_llama_cpp(name, tied, lengths, tmp_path):
-    """Recurrent layers and layers of experts: rows of one token to a thousand in one batch, prefill in
-    chunks, then steps."""
+@pytest.mark.parametrize(
+    ("tied", "lengths", "options"),
+    [
+        (False, (1, 63, 64, 65, 130, 1000), {"prefill_tokens": 1024, "reproducible": True}),
+        (True, (3, 12), {}),
+    ],
+    ids=["chunks", "tied"],
+)
+def test_prompts_of_every_length_are_answered_as_by_llama_cpp(name, tied, lengths, options, tmp_path):
+    """Recurrent layers and layers of experts: one token to a thousand, in chunks of one size (256: one
+    program), or several prompts at once; then steps of all rows."""
     path = as_file(tiny(name, tied), tmp_path / "tiny.gguf")
     model = bj.load(str(path))
     prompts, new = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in lengths], 8
     rows = answers(path, model.tokenizer, prompts, new, context=2048)
-    options = {"max_new_tokens": new, "ignore_eos": True, "logprobs": model.config.vocab_size}
-    outputs = bj.generate(model, prompts, sampling=GREEDY, **options)
+    size = model.config.vocab_size
+    options |= {"max_rows": len(lengths), "context": 1024, "logprobs": size}
+    with bj.Engine(model, **options) as engine:
+        asked = {"max_new_tokens": new, "ignore_eos": True, "logprobs": size}
+        outputs = [handle.result() for handle in [engine.submit(p, GREEDY, **asked) for p in prompts]]
     kl = []
     for row, output in zip(rows, outputs, strict=True):
         assert output.tokens == row["tokens"]
-        log_p = np.empty((new, model.config.vocab_size))
+        log_p = np.empty((new, size))
         np.put_along_axis(log_p, np.asarray(output.logprobs.ids), np.asarray(output.logprobs.top), 1)
         kl.append(top_kl(np.array(row["top_ids"]), np.array(row["top_logprobs"]), log_p).mean())
     print(f"KL by length of prompt: {dict(zip(lengths, kl, strict=True))}")

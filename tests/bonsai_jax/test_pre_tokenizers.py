@@ -64,12 +64,14 @@ def texts() -> list[str]:
 
 
 @functools.cache
-def vocabulary() -> dict:
+def vocabulary(every: int) -> dict:
+    """Every so many-th merge of all."""
     character = {byte: c for c, byte in BYTE_ALPHABET.items()}
     ascii = sorted(ASCII.encode())
     last, first = [*dict.fromkeys(ascii), *range(0x80, 0xC0)], [*dict.fromkeys(ascii), *range(0xC2, 0xF5)]
     pairs = [(character[x], character[y]) for x in last for y in first]
     random.Random(0).shuffle(pairs)
+    pairs = pairs[::every]
     unmerged = ["zzz", "Ġzzz", "eee", "Ġ中"]  # words that only a pre-tokenizer that ignores merges finds
     tokens = [*BYTE_ALPHABET, *("".join(pair) for pair in pairs), *unmerged]
     return {
@@ -95,9 +97,10 @@ for name, kind in PRE_TOKENIZERS.items():
 
 @pytest.mark.parametrize("names", KINDS.values(), ids=lambda names: names[0])
 def test_words_are_cut_as_in_llama_cpp(names, tmp_path):
-    """All texts by one name of each kind, and some by the others."""
+    """All texts by one name of each kind, and some by the others: on half of the merges, by which 40 texts
+    tell kinds apart as all texts on all merges do."""
     for name in names:
-        metadata = vocabulary() | {"tokenizer.ggml.pre": name}
+        metadata = vocabulary(1 if name == names[0] else 2) | {"tokenizer.ggml.pre": name}
         write_model(tmp_path / f"{name}.gguf", metadata)
         ours, theirs = Tokenizer.from_gguf(metadata), llama_cpp(tmp_path / f"{name}.gguf")
         some = texts() if name == names[0] else texts()[:40]
