@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Products, QTensor, cache_layouts, delta, device, formats
+from pallas_kernels import Products, QTensor, cache_layouts, delta, device
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.delta import chunks, step
@@ -21,15 +21,19 @@ from pallas_kernels.matmul.kq_dequantize import kq_dequantize
 from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
 from pallas_kernels.matmul.q1_prefill_sm90 import q1_prefill_sm90
 from pallas_kernels.problems import Matmul
-from pallas_kernels.qtensor import tile
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
 from pallas_kernels.sampling.kernel import draw
 from pallas_kernels.selection import choose
-from pallas_kernels.step import experts_layers, layer_products
+from pallas_kernels.step import experts_layers, layer_products, layer_products_plan
 from pallas_kernels.step.decode_layers import Shapes, decode_layers
 from pallas_kernels.step.inputs import StepInputs
-from pallas_kernels.step.layer_products_plan import tiles_of
+
+
+def tiles_of(format, n, k, *lead):
+    """Fields of a stack of matrices, as kernels read them."""
+    fields = layer_products_plan.tiles_of(format, n, k).items()
+    return {name: jax.ShapeDtypeStruct((*lead, *field.shape[1:]), field.dtype) for name, field in fields}
 
 
 def tiles_of_1_bit(n, k, layers=36):
@@ -103,9 +107,7 @@ def many_rows(n, k, matrices, rows, bits=8):
 
 
 def many_rows_of_integers(format, n, k, matrices, rows):
-    blocks = (3, n, k // formats.get(format).WEIGHTS)
-    draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
-    fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
+    fields = tiles_of(format, n, k, 3)
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 and n == 4096 else None
 
     def f(a, scale, weights, layer, residual):
@@ -135,9 +137,7 @@ def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
 def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
     """As `product`, for formats of the integer kernel; without an index, as in a decode step."""
     rotation = rotation_of(k, heads) if folded else None
-    blocks = (1, n, k // formats.get(format).WEIGHTS)
-    draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
-    fields = jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
+    fields = tiles_of(format, n, k, 1)
     gamma = jax.ShapeDtypeStruct((1, k), jnp.float32) if matrices == 2 else None
     residual = jax.ShapeDtypeStruct((rows, n + -n % 16), jnp.float32) if matrices == 1 else None
 
@@ -152,16 +152,10 @@ def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
 
 def dequantized(formats_of, n, k):
     """Matrices of one layer to float16, rows below rows; the layer is traced."""
-
-    def fields(format):
-        blocks = (3, n, k // formats.get(format).WEIGHTS)
-        draw = lambda: formats.random_fields(format, jax.random.key(0), blocks, 0.0, 1.0)  # noqa: E731
-        return jax.eval_shape(lambda: tile(QTensor(draw(), format, (n, k))).fields)
-
     kinds = tuple((((format, n),),) for format in formats_of)
     f = lambda weights, places: kq_dequantize(weights, places, kinds=kinds, columns=k)  # noqa: E731
     places = jax.ShapeDtypeStruct((len(formats_of), 2), jnp.int32)
-    return f, (tuple(((fields(format),),) for format in formats_of), places)
+    return f, (tuple(((tiles_of(format, n, k, 3),),) for format in formats_of), places)
 
 
 def token(rows, vocabulary):
@@ -227,7 +221,7 @@ def products_between(o, gate_up, down, qkv, rows=1, bits=8, width=4096, hidden=4
     sizes = [([(o, hidden)], width, 1), ([(gate_up, ffn)], hidden, 2), ([(down, hidden)], ffn, 1)]
     sizes += [(qkv, hidden, 1)] * bool(qkv)
     weights = tuple(
-        tuple((tiles_of(format, n, k),) * matrices for format, n in parts) for parts, k, matrices in sizes
+        tuple((tiles_of(format, n, k, 1),) * matrices for format, n in parts) for parts, k, matrices in sizes
     )
     formats_of = tuple(tuple(format for format, _ in parts) for parts, _, _ in sizes)
     vector = lambda *shape, dtype=jnp.float32: jax.ShapeDtypeStruct(shape, dtype)  # noqa: E731
@@ -250,11 +244,7 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
     hidden, q, ffn, pages, experts = 2048, 4096, 768, 34, experts_layers.Experts(128, 8, True)
 
     def stacks(combinations, k, matrices=1, of=1):
-        def stack(format, n):
-            fields = tiles_of(format, n, k).items()
-            lead = layers // len(combinations) * of
-            return {name: jax.ShapeDtypeStruct((lead, *f.shape[1:]), f.dtype) for name, f in fields}
-
+        stack = lambda format, n: tiles_of(format, n, k, layers // len(combinations) * of)  # noqa: E731
         return tuple(tuple((stack(*part),) * matrices for part in parts) for parts in combinations)
 
     combinations = [[[("q4_k", hidden)]], [[("q4_k", ffn)]], [[(format, hidden)] for format in down], qkv]
@@ -281,13 +271,9 @@ def one_launch_of_experts(layers, down, qkv, layout="bfloat16"):
 
 def experts(format, n, k, matrices, tiles, rows):
     """Products by expert as Qwen3-30B-A3B has them, of so many tiles."""
-    fields = {
-        name: jax.ShapeDtypeStruct((48 * 128, *field.shape[1:]), field.dtype)
-        for name, field in tiles_of(format, n, k).items()
-    }
     arguments = (
         jax.ShapeDtypeStruct((tiles * rows, k), jnp.float32),
-        (fields,) * matrices,
+        (tiles_of(format, n, k, 48 * 128),) * matrices,
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
         jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
     )
@@ -295,10 +281,7 @@ def experts(format, n, k, matrices, tiles, rows):
 
 
 def stack_of_experts(format, n, k, lead=(48, 128), products=None):
-    fields = {
-        name: jax.ShapeDtypeStruct((*lead, *field.shape[1:]), field.dtype)
-        for name, field in tiles_of(format, n, k).items()
-    }
+    fields = tiles_of(format, n, k, *lead)
     return QTensor(fields, format, (n, k), tiled=True, products=products or Products())
 
 

@@ -15,7 +15,7 @@ from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul import kq_bytes, kq_decode_plan, kq_dequantize
 from pallas_kernels.qtensor import tile, tiled_nbytes
 from tests.pallas_kernels.lockstep import launched, lockstep
-from tests.pallas_kernels.stacks import drawn
+from tests.pallas_kernels.stacks import drawn, drawn_whole
 
 INTEGER = formats.names("kq")
 # Of tiles that are larger than the file's blocks: base 3 becomes 2 bits a weight, and a share of d.
@@ -38,7 +38,7 @@ def sizes(format):
 
 @pytest.mark.parametrize(("format", "N", "K"), [case for format in INTEGER for case in sizes(format)])
 def test_tile_and_untile_keep_every_bit(format, N, K):
-    module, (w, tiled, dense) = formats.get(format), drawn(format, (2, N, K), N)
+    module, (w, tiled, dense) = formats.get(format), jax.device_get(drawn_whole(format, (2, N, K), N))
     untiled, of_tiles = jax.jit(lambda tiled: (module.untile(tiled.fields, (N, K)), dequantize(tiled)))(tiled)
     for name, field in untiled.items():
         got, want = np.asarray(field), w.fields[name]
