@@ -1,6 +1,7 @@
 """Many requests at once: `Engine` takes them from any thread, `Handle` gives their answers."""
 
 import atexit
+import contextlib
 import dataclasses
 import threading
 from collections import deque
@@ -239,6 +240,9 @@ class Engine:
         except Exception as error:  # of no dispatch; nobody may wait for a thread that is gone
             with self._changed:
                 self._broken = error
+            while self._inbox:
+                with contextlib.suppress(Exception):
+                    self._inbox.popleft()()
         for answer in list(self._loop.answers.values()):
             answer.told(self._broken or Piece("", [], "cancelled", index=answer.reader.index))
         self._loop.close()
@@ -257,11 +261,10 @@ class Engine:
         with self._changed:
             while wait and not self._inbox and not self._closed:
                 self._changed.wait()
-            work = list(self._inbox)
-            self._inbox.clear()
+            work = len(self._inbox)
             over = self._closed or self._broken is not None
-        for do in work:
-            do()
+        for _ in range(work):
+            self._inbox.popleft()()
         return not over
 
     def _failed(self, error: Exception) -> None:
