@@ -52,7 +52,7 @@ def yarn_mscale(factor: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaConfig:
-    """Sizes of layers that mix tokens by a gated delta net (pallas_kernels/delta.py).
+    """Sizes of layers that mix tokens by a gated delta net (pallas_kernels/delta).
 
     k_heads, v_heads  heads of queries and keys, and of values; a k head serves v_heads / k_heads of them
     k_dim, v_dim      their widths
