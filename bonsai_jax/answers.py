@@ -75,6 +75,8 @@ class Reader:
         self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str], index: int = 0
     ):
         stop = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
+            raise TypeError(f"stop is {stop!r}; give a text, or a list of texts")
         if any(not s for s in stop):
             raise ValueError("stop: an empty text would end every answer before it begins")
         self.detokenizer: Detokenizer = tokenizer.detokenizer(

@@ -89,7 +89,7 @@ class KVCache(struct.PyTreeNode):
         return self.delta is None
 
     def rewind(self, lengths: Int[Array, "B"]) -> "KVCache":
-        """Forget each row's tokens from `lengths` on; what follows is written over them.
+        """Forget each row's tokens from `lengths` on (below 0: all); what follows is written over them.
 
         Raises NotImplementedError for a cache with recurrent states.
         """
@@ -98,7 +98,7 @@ class KVCache(struct.PyTreeNode):
                 "rewind: layers of a gated delta net keep one state of all tokens, which none can be taken "
                 "out of; take a copy before you read on (cache.take), or forget whole rows (cache.reset)"
             )
-        return self.replace(lengths=jnp.minimum(self.lengths, jnp.asarray(lengths, jnp.int32)))
+        return self.replace(lengths=jnp.clip(jnp.asarray(lengths, jnp.int32), 0, self.lengths))
 
     def reset(self, rows: Bool[Array, "B"] | bool = True) -> "KVCache":
         """Forget all tokens of these rows."""
@@ -109,7 +109,9 @@ class KVCache(struct.PyTreeNode):
 
         One prompt for many answers: cache.take([0] * 8). The survivors of a beam search: cache.take(parents).
         """
-        rows = jnp.asarray(rows, jnp.int32)
+        rows = jnp.asarray(rows)
+        if rows.ndim != 1 or not jnp.issubdtype(rows.dtype, jnp.integer):
+            raise ValueError(f"take: rows are {rows.dtype} {rows.shape}; expected a list of row numbers")
         pages = self.block_table[rows]
 
         def copied(array: jax.Array) -> jax.Array:

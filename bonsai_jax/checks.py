@@ -32,6 +32,8 @@ def checked(function: Callable) -> Callable:
 
     Raises ValueError, where the function itself would give numbers that mean nothing.
     """
+    if isinstance(function, jax.stages.Wrapped):  # of bj.jitted, which has been traced without checks
+        function = inspect.unwrap(function, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
     signature = inspect.signature(function)
 
     def traced(*args, **kwargs):

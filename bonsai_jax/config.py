@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import operator
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -51,7 +52,7 @@ def yarn_mscale(factor: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class DeltaConfig:
-    """Sizes of layers that mix tokens by a gated delta net (pallas_kernels/delta.py).
+    """Sizes of layers that mix tokens by a gated delta net (pallas_kernels/delta).
 
     k_heads, v_heads  heads of queries and keys, and of values; a k head serves v_heads / k_heads of them
     k_dim, v_dim      their widths
@@ -254,8 +255,8 @@ class RunConfig:
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
                  each matrix decoded, where free memory has room for it (card.explain_weights)
-    activation_bits  8 or 16, to which kernels may round activations, per group of 128; 16 is nearly exact.
-                 The definitions round nothing
+    activation_bits  8 or 16, to which kernels may round activations, per group of 16 to 128; 16 is nearly
+                 exact. The reference rounds nothing
     all_reduce   how devices that share weights sum in a decode step: "mailbox", by writing into each
                  other's memory (pallas_kernels/all_reduce.py), or "psum", which is NCCL's on GPUs;
                  "auto": by mailbox where all devices reach each other's memory
@@ -286,9 +287,10 @@ class RunConfig:
         _one_of(self, "activation_bits", (8, 16))
         _one_of(self, "all_reduce", ("auto", "psum", "mailbox"))
         _one_of(self, "cache_dtype", ("float32", "bfloat16", "float16", "int8", None))
-        _within(self, "page_size", 1, 2**20)
-        _within(self, "context", 0, 2**31 - 1)
-        _within(self, "rows", 1, 2**31 - 1)
+        _one_of(self, "draft", (True, False))
+        _within(self, "page_size", 1, 2**20, whole=True)
+        _within(self, "context", 0, 2**31 - 1, whole=True)
+        _within(self, "rows", 1, 2**31 - 1, whole=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,8 +309,8 @@ class SamplingParams:
     presence_penalty    subtracted from the logits of tokens in the answer; 0: none
     frequency_penalty   the same, times their count; 0: none
     logit_bias          {token id: added to its logit}
-    seed                None: drawn from the operating system. Prompts of one call with one SamplingParams get
-                        seed, seed + 1, ...
+    seed                of which the last 32 bits count; None: drawn from the operating system. Prompts of one
+                        call with one SamplingParams get seed, seed + 1, ...
     """
 
     temperature: float = 0.8
@@ -323,16 +325,28 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self):
-        _within(self, "temperature", 0.0, float("inf"))
-        _within(self, "top_k", 0, 2**31 - 1)
-        _within(self, "top_p", 0.0, 1.0)
-        _within(self, "min_p", 0.0, 1.0)
-        if not 0 < self.repetition_penalty < float("inf"):
+        _within(self, "temperature", 0, math.inf)
+        _within(self, "top_k", 0, 2**31 - 1, whole=True)
+        _within(self, "top_p", 0, 1)
+        _within(self, "min_p", 0, 1)
+        _one_of(self, "temperature_first", (True, False))
+        _within(self, "repetition_penalty", 0, math.inf)
+        if not 0 < self.repetition_penalty < math.inf:
             raise ValueError(
                 f"SamplingParams: repetition_penalty is {self.repetition_penalty}; it must be above 0"
             )
         for name in ("presence_penalty", "frequency_penalty"):
-            _within(self, name, -1e6, 1e6)
+            _within(self, name, -(10**6), 10**6)
+        if self.seed is not None:
+            _within(self, "seed", -math.inf, math.inf, whole=True)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"SamplingParams: logit_bias is {self.logit_bias!r}; give {{token id: bias}}")
+        for token, bias in self.logit_bias.items():
+            # -inf bans a token; of +inf no distribution can be made.
+            if not (_is_number(token, whole=True) and _is_number(bias) and bias < math.inf):
+                raise ValueError(
+                    f"SamplingParams: logit_bias has {token!r}: {bias!r}; expected a token id and a number"
+                )
 
 
 def _one_of(config, name: str, choices: tuple) -> None:
@@ -342,7 +356,18 @@ def _one_of(config, name: str, choices: tuple) -> None:
         raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be one of {listed}")
 
 
-def _within(config, name: str, low: float, high: float) -> None:
+def _within(config, name: str, low: float, high: float, *, whole: bool = False) -> None:
     value = getattr(config, name)
+    if not _is_number(value, whole=whole):
+        kind = "a whole number" if whole else "a number"
+        raise ValueError(f"{type(config).__name__}: {name} is {value!r}; it must be {kind}")
     if not low <= value <= high:  # False for NaN too
-        raise ValueError(f"{type(config).__name__}: {name} is {value}; it must lie in {low:g} to {high:g}")
+        raise ValueError(f"{type(config).__name__}: {name} is {value}; it must lie in {low:,} to {high:,}")
+
+
+def _is_number(value: Any, *, whole: bool = False) -> bool:
+    """Whether it is one of Python's, numpy's or jax's numbers; NaN is none."""
+    try:
+        return not isinstance(value, str) and (operator.index if whole else float)(value) == value
+    except (TypeError, ValueError):
+        return False

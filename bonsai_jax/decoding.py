@@ -9,11 +9,13 @@
 guidance and speculation stand on it. Their jitted forms, which donate what they update, are in jitted.py.
 """
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
@@ -153,7 +155,7 @@ def decode(
 
     def unfinished(carry):
         i, state, _ = carry
-        return (i < limit) & jnp.any(state.remaining > 0)
+        return (i < limit) & (i < size) & jnp.any(state.remaining > 0)
 
     def body(carry):
         i, state, out = carry
@@ -167,8 +169,10 @@ def decode(
     out = (jnp.full((rows, size), NO_TOKEN, jnp.int32),)
     if logprobs is not None:
         out += (sampling.no_logprobs((rows, size), logprobs),)
+    if size == 0:
+        return (state, *out)  # pyrefly: ignore[bad-return]
     _, state, out = jax.lax.while_loop(unfinished, body, (0, state, out))
-    return (state, *out)
+    return (state, *out)  # pyrefly: ignore[bad-return]
 
 
 @over_mesh("held", "rows", logprobs="rows")
@@ -192,6 +196,8 @@ def generate_tokens(
     Returns the final state and the new tokens, NO_TOKEN behind a row's end, and with logprobs=n Logprobs
     [B, size] (see `step`).
     """
+    if operator.index(size) < 1:
+        raise ValueError(f"generate_tokens: size is {size}; it must be 1 or more, for the first token")
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     first = prefill(params, state, tokens, lengths, config, **options)
     state, *scores = first if isinstance(first, tuple) else (first,)
@@ -314,6 +320,10 @@ def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Arr
     return jnp.where(offset < lengths[:, None], cache.lengths[:, None] + offset, -1)
 
 
+def _shown(value: Any) -> str:
+    return f"shape {value.shape}" if isinstance(value, jax.Array) else repr(value)
+
+
 def _draw(
     params: Params,
     state: State,
@@ -326,6 +336,10 @@ def _draw(
     running = state.remaining > 0
     of_model = transformer.logits(params, hidden, config)
     logits = of_model if logits_processor is None else logits_processor(of_model, state)
+    if np.shape(logits) != of_model.shape:
+        raise ValueError(
+            f"logits_processor: it returned {_shown(logits)}; expected logits of shape {of_model.shape}"
+        )
     tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths)
     stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))

@@ -73,8 +73,8 @@ def load(
 ) -> Model:
     """Load a model onto the default device, or over many.
 
-    source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", or "synth:bonsai-8b:q1_0" (random
-              weights)
+    source    "model.gguf", a Hugging Face folder, "user/repo:Q1_0", "demo" (SmolLM2, from its package), or
+              "synth:bonsai-8b:q1_0" (random weights)
     run       how to run it; rows are those of each device along the mesh axis "data"
     mesh      make_mesh(data, model): rows are split over "data", weights and KV heads over "model"
     offline   never ask the network for "user/repo"
@@ -96,6 +96,10 @@ def from_checkpoint(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
     """`load` for a checkpoint that is open already."""
+    if not isinstance(run, RunConfig):
+        raise TypeError(
+            f"run is a {type(run).__name__}; give bj.RunConfig, such as bj.RunConfig(context=8192)"
+        )
     compile_cache.use()
     threads.use()
     config = architectures.config_of(checkpoint)
@@ -154,7 +158,11 @@ def resolve(run: RunConfig, checkpoint: Checkpoint, config: ModelConfig, parts: 
 
 
 def new_cache(model: Model, rows: int, context: int) -> kv.KVCache:
-    """An empty cache whose rows can hold `context` tokens each: what `extend` reads into."""
+    """An empty cache whose rows can hold `context` tokens each: what `extend` reads into. Raises ValueError
+    for fewer than one of either."""
+    for name, value in {"rows": rows, "context": context}.items():
+        if not isinstance(value, int | np.integer) or value < 1:
+            raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
     return parallel.empty_cache(model.config, model.run, rows, context, model.mesh)
 
 

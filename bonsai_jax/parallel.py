@@ -48,6 +48,8 @@ def over_mesh(*returns: str, arrays: str = "rows", **optional: str) -> Callable[
 
         @functools.wraps(function)
         def anywhere(params: Params, *args: Any, **kwargs: Any):
+            if not isinstance(params, Params):
+                raise TypeError(f"params is a {type(params).__name__}; give model.params")
             if params.mesh is None:
                 return function(params, *args, **kwargs)
             mesh, bound = params.mesh, signature.bind(params, *args, **kwargs).arguments

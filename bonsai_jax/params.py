@@ -32,7 +32,7 @@ class Layers(struct.PyTreeNode):
 
     attn_norm to k_norm     attention
     ffn_norm to w_down      the gated feed-forward, mlp
-    delta_norm to delta_out  gated delta net (pallas_kernels/delta.py)
+    delta_norm to delta_out  gated delta net (pallas_kernels/delta)
     experts_norm to expert_down  experts (pallas_kernels/experts), their matrices stacked over experts too
     """
 

@@ -77,13 +77,18 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = Non
     """
     devices = jax.devices() if devices is None else list(devices)
     if min(data, model) < 1 or data * model > len(devices):
-        raise ValueError(f"a mesh of data={data} x model={model} devices; there are {len(devices)}")
+        raise ValueError(
+            f"a mesh of data={data} x model={model} devices; there are {len(devices)}; lower one of them, or "
+            "make more of a CPU (jax_num_cpu_devices)"
+        )
     return usable(Mesh(np.array(devices[: data * model]).reshape(data, model), (DATA, MODEL)))
 
 
 def usable(mesh: Mesh) -> Mesh:
     """The same mesh with Auto axes: on the Explicit ones that jax.make_mesh makes, Pallas calls fail outside
     shard_map. Raises ValueError for axes other than "data" and "model"."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give bj.make_mesh(data, model)")
     if unknown := sorted(set(mesh.axis_names) - {DATA, MODEL}):
         raise ValueError(f'mesh: axes are {mesh.axis_names}, {unknown[0]!r} among them; use "data", "model"')
     return Mesh(mesh.devices, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))

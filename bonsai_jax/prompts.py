@@ -2,8 +2,8 @@
 
 import dataclasses
 import operator
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +28,10 @@ def step_options(model: Model, taps: Taps | None, logits_processor, logprobs: in
             f"taps: read names {', '.join(sorted(taps.read))}, but a generation returns no activations; call "
             "bj.forward on the prompt and its answer with the same taps"
         )
-    if logprobs is not None and not 0 <= logprobs <= model.config.vocab_size:
+    most = model.config.vocab_size
+    if logprobs is not None and not (isinstance(logprobs, int | np.integer) and 0 <= logprobs <= most):
         raise ValueError(
-            f"logprobs is {logprobs}; give the number of alternatives, 0 to the vocabulary's "
-            f"{model.config.vocab_size}"
+            f"logprobs is {logprobs!r}; give the number of alternatives, 0 to the vocabulary's {most}"
         )
     return {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
 
@@ -64,19 +64,33 @@ def is_vectors(prompt: Any) -> bool:
     return hasattr(prompt, "dtype") and jnp.issubdtype(prompt.dtype, jnp.floating)
 
 
+def each_prompt(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """The prompts of one call: a text or an array of vectors alone is one."""
+    if isinstance(prompts, str) or is_vectors(prompts):
+        return [cast(Prompt, prompts)]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise TypeError(f"prompts are a {type(prompts).__name__}; give a text, or a list of prompts")
+    return cast(Sequence[Prompt], prompts)
+
+
 def encode(model: Model, prompt: Prompt) -> Ids:
     """A prompt's token ids, or its vectors."""
+    if not isinstance(model, Model):
+        raise TypeError(f"model is a {type(model).__name__}; give what bj.load returns")
     if isinstance(prompt, str):
         ids = model.tokenizer.encode(prompt)
     elif is_vectors(prompt):
         vectors = np.asarray(prompt, np.float32)
         if vectors.ndim != 2 or vectors.shape[1] != model.config.hidden or not len(vectors):
             raise ValueError(
-                f"a prompt of vectors has shape {vectors.shape}; expected [tokens, {model.config.hidden}]"
+                f"a prompt of vectors has shape {vectors.shape}; expected [tokens, {model.config.hidden}] "
+                "(token ids are whole numbers)"
             )
         return vectors
     else:
         try:
+            if isinstance(prompt, bytes | Mapping):  # whose bytes and keys would pass for ids
+                raise TypeError
             ids = [operator.index(token) for token in prompt]
         except TypeError:
             raise TypeError(
@@ -93,15 +107,16 @@ def encode(model: Model, prompt: Prompt) -> Ids:
 
 def check_new(max_new_tokens: int) -> None:
     if not isinstance(max_new_tokens, int | np.integer) or max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be a whole number, 1 or more")
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number, 1 or more")
 
 
 def check_room(model: Model, prompt_tokens: int, max_new_tokens: int) -> None:
-    if prompt_tokens + max_new_tokens > model.run.context:
+    context, most = model.run.context, model.config.context_length
+    if prompt_tokens + max_new_tokens > context:
+        larger = f", or load with a larger context (this model's own is {most})" if context < most else ""
         raise ValueError(
             f"{prompt_tokens} tokens of prompt and {max_new_tokens} new ones exceed the context of "
-            f"{model.run.context}; shorten them, or load with a larger context "
-            f"(this model's own is {model.config.context_length})"
+            f"{context}; shorten them{larger}"
         )
 
 

@@ -1,6 +1,7 @@
 """Generation states and caches in files: saved, and read again by another process."""
 
 import dataclasses
+import errno
 import os
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     says what it is, for `load_state`. The file appears, or is replaced, only when all is written.
     """
     path = Path(path)
+    if not isinstance(state, State | KVCache):
+        raise TypeError(f"save_state: a {type(state).__name__} was given; State and KVCache can be saved")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
     cache = state.cache if isinstance(state, State) else state
     fields: dict[str, Any] = flatten_dict(serialization.to_state_dict(state), sep=".")
     arrays = {name: array for name, array in fields.items() if array is not None}
@@ -61,6 +66,8 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     head_dim, dtype of the cache or vocabulary. Weights are not compared: the cache of another model of the
     same shape loads, and means nothing.
     """
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:
         with safetensors.safe_open(path, framework="flax") as file:
             metadata = file.metadata() or {}

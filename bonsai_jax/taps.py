@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -78,12 +79,22 @@ class Taps:
 
         def tap(name: str, x: jax.Array) -> jax.Array:
             if self.edit is not None and name in self.at:
-                x = self.edit(name, layer, x)
+                x = _like(x, self.edit(name, layer, x), name)
             if name in self.read:
                 kept[name] = x
             return x
 
         return {name: functools.partial(tap, name) for name in SITES if name in self.used}
+
+
+def _like(x: jax.Array, edited: Any, name: str) -> jax.Array:
+    """What `edit` returned, which must be an array like the one it was given."""
+    if not isinstance(edited, jax.Array) or (edited.shape, edited.dtype) != (x.shape, x.dtype):
+        got = f"{edited.dtype} {edited.shape}" if isinstance(edited, jax.Array) else repr(edited)
+        raise ValueError(
+            f"Taps: edit returned {got} for {name!r}; expected {x.dtype} {x.shape}, as it was given"
+        )
+    return edited
 
 
 def tapped(taps: Mapping[str, Tap], name: str, x: jax.Array) -> jax.Array:

@@ -23,9 +23,9 @@ from bonsai_jax.prompts import (
     check_new,
     check_room,
     checked_sampling,
+    each_prompt,
     each_sampling,
     encode,
-    is_vectors,
     pad,
     step_options,
 )
@@ -72,8 +72,7 @@ def generate(
     Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context, and
     NotImplementedError for a `speculate` that is no file of proposers/.
     """
-    each: Any = [prompts] if isinstance(prompts, str) or is_vectors(prompts) else prompts
-    ids = [encode(model, prompt) for prompt in each]
+    ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     per_row = each_sampling(sampling, len(ids))
     options = step_options(model, taps, logits_processor, logprobs) | {"speculate": speculate}
     how = {"max_new_tokens": max_new_tokens, "stop": stop, "ignore_eos": ignore_eos, "logprobs": logprobs}

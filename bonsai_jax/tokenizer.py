@@ -68,7 +68,9 @@ class Tokenizer(Vocabulary):
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise ValueError(f"text holds half a character (a surrogate) at {error.start}") from None
+            raise ValueError(
+                f"text holds half a character (a surrogate) at {error.start}: it was not UTF-8, or was cut"
+            ) from None
         ids = self.encoder(text, parse_special)
         before = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
         after = [self.eos_id] if add_special and self.add_eos and self.eos_id is not None else []

@@ -72,6 +72,8 @@ def decoder(
     graph, but a loop not.
     """
     taps = Taps() if taps is None else taps
+    if not isinstance(taps, Taps):
+        raise TypeError(f'taps is a {type(taps).__name__}; give bj.Taps, such as bj.Taps("output")')
 
     def layer_step(carry, place, turn=0):
         """The layer at a place of the turn-th period; turn may be traced."""

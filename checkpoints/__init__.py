@@ -34,6 +34,11 @@ __all__ = [
     "write_gguf",
 ]
 
+KINDS = (
+    'a model is a .gguf file, a Hugging Face folder, "user/repo:quant" on the Hub, "demo", or '
+    '"synth:bonsai-8b:q1_0"'
+)
+
 
 def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Checkpoint:
     """Open a model: "synth:<model>:<format>[:seed]", a path, "user/repo[:quant]" on the Hub, or "demo".
@@ -42,7 +47,9 @@ def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Chec
     Tensors of files are views of memory maps: opening reads the headers only.
     Raises CheckpointError, with what was found and what is expected, for whatever cannot be opened.
     """
-    name = os.fspath(source)
+    name = os.fsdecode(source)
+    if not name.strip():
+        raise CheckpointError(f"the model's name is empty, {name!r}; {KINDS}")
     if name.startswith("synth:"):
         return open_synth(name)
     path = os.path.expanduser(name)
@@ -59,10 +66,7 @@ def _open_path(path: Path) -> Checkpoint:
         return _open_directory(path)
     if not os.path.isfile(path):
         what = "not a regular file" if os.path.exists(path) else "no such file"
-        raise CheckpointError(
-            f"{path}: {what}; a model is a .gguf file, a Hugging Face folder, "
-            '"user/repo:quant" on the Hub, "demo", or "synth:bonsai-8b:q1_0"'
-        )
+        raise CheckpointError(f"{path}: {what}; {KINDS}")
     if path.suffix == ".safetensors":
         raise CheckpointError(
             f"{path}: a safetensors file alone has no config; open its folder, {path.parent}"

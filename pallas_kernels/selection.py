@@ -160,6 +160,7 @@ def choose(problem: Problem, rows: int = 1, impl: str = "auto") -> str:
     reasons = {v.reason for v in verdicts if _admits(impl, v.kernel, candidates[v.kernel], rows)}
     asked = "schedule" if isinstance(problem, Step) else "impl"
     able = next(verdict.kernel for verdict in explain(problem, rows) if verdict.taken)
+    able += "" if asked == "schedule" else ', by impl="auto"'  # names of kernels are no values of impl
     raise NotImplementedError(
         f"{asked}={impl!r} cannot run {problem}: {'; '.join(sorted(reasons))}. What can: {able}"
     )

@@ -164,7 +164,7 @@ def run(
         needs = reading.needs(source, reading.read(source), results.done, one_model=named is None)
         if not needs.lines:
             return Report(done_before=len(results.done))
-        name = named or needs.model or "demo"
+        name = (needs.model or "demo") if named is None else named
         ray.init(address=address, log_to_driver=False)
         try:
             resources = _resources(ray, load.tensor, workers)

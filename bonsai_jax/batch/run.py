@@ -95,7 +95,7 @@ def run(
         needs = reading.needs(source, reading.read(source), results.done, one_model=one_model)
         if not needs.lines:
             return Report(done_before=len(results.done))
-        loaded = model(named or needs.model or "demo") if callable(model) else model
+        loaded = model((needs.model or "demo") if named is None else named) if callable(model) else model
         answer, cpu = Answers(loaded, job, needs), time.process_time()
         try:
             window = AHEAD * job.rows * placement.size(loaded.mesh, placement.DATA)

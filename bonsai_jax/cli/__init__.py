@@ -1,6 +1,7 @@
 """The command line, one module per command. Nothing heavy is imported before a command needs it."""
 
 import gc
+import io
 import os
 import sys
 from typing import Annotated
@@ -11,7 +12,7 @@ from typer.core import TyperGroup
 from bonsai_jax.cli import batch, bench, chat, env, errors, generate, inspect, perplexity, pull, rm
 from bonsai_jax.cli import list as list_models
 
-INTERRUPTED = 128 + 2  # what shells report for SIGINT
+INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what shells report for SIGINT and SIGPIPE
 
 
 class Commands(TyperGroup):
@@ -27,7 +28,7 @@ class Commands(TyperGroup):
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:  # the reader, such as `head`, has enough; leave nothing to flush at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit() from None
+            raise typer.Exit(UNREAD) from None
         except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
             if ctx.params["debug"]:
                 raise
@@ -95,13 +96,18 @@ def _options(
 
 def main() -> None:
     gc.set_threshold(50_000)  # at 700 Python searches all that jax has made for cycles again and again
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before we began
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot write
     try:
         app()
     except SystemExit as end:
-        if end.code != INTERRUPTED:
+        if end.code not in (INTERRUPTED, UNREAD):
             raise
         # Not by Python's own end: a step may be under way in XLA's threads, and one of them that then lets go
         # of a Python object aborts the process.
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(INTERRUPTED)
+        os._exit(INTERRUPTED if end.code == INTERRUPTED else 0)

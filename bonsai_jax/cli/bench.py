@@ -128,7 +128,7 @@ def command(
         all_reduce=all_reduce,
         speculate=speculate,
     )
-    checkpoint = open_checkpoint(model or "demo", offline=offline)
+    checkpoint = open_checkpoint("demo" if model is None else model, offline=offline)
     mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)
     with bar("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)

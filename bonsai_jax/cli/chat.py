@@ -150,7 +150,10 @@ def say(text: str) -> None:
 def lines() -> Iterator[str]:
     """What the user types, or the lines of piped input, without any decoration then."""
     if not sys.stdin.isatty():
-        yield from (line.rstrip("\n") for line in sys.stdin)
+        try:
+            yield from (line.rstrip("\n") for line in sys.stdin)
+        except UnicodeDecodeError:
+            raise ValueError("standard input: what follows is not UTF-8 text") from None
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - input() then edits lines and remembers them

@@ -40,8 +40,9 @@ def command(
         ),
     ] = False,
     rows: Annotated[
-        int, typer.Option("--rows", min=1, metavar="N", help="With --lines: most prompts answered at once.")
-    ] = 8,
+        int | None,
+        typer.Option("--rows", min=1, metavar="N", help="With --lines: most prompts answered at once; 8."),
+    ] = None,
     system: options.System = None,
     think: options.Think = None,
     stop: options.Stop = None,
@@ -81,6 +82,8 @@ def command(
         raise typer.BadParameter("give one prompt: as the argument, with -p, or with -f")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
+    if rows is not None and not lines:
+        raise typer.BadParameter("--rows needs --lines")
     if think is not None and not chat:
         raise typer.BadParameter("--think and --no-think need --chat")
     text = prompt_option if prompt in (None, "-") else prompt
@@ -88,7 +91,9 @@ def command(
         raise typer.BadParameter("no prompt: give one as the argument, with -f, or piped")
     if text is None:
         text = options.read_text(file or options.STDIN)
-    prompts = [line for line in text.splitlines() if line.strip()] if lines else [text]
+    prompts = [line for line in text.split("\n") if line.strip()] if lines else [text]
+    if not prompts:
+        raise ValueError(f"{file or 'the text'}: no line of it has a prompt")
     params = options.sampling(
         temperature=temperature,
         top_k=top_k,
@@ -110,7 +115,7 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
         all_reduce=all_reduce,
-        rows=rows if lines else 1,
+        rows=(rows or 8) if lines else 1,
         speculate=speculate,
     )
     options.join_processes(coordinator, num_processes, process_id)

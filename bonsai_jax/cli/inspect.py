@@ -34,12 +34,12 @@ def command(
     as_json: options.Json = False,
 ) -> None:
     """Show metadata, tensors by format, bytes, the speed that memory allows, and what would run."""
-    if name and model:
+    if name is not None and model is not None:
         raise typer.BadParameter("name one model: as the argument or with -m")
     asked = options.run_config(
         impl=impl, schedule=schedule, context=context, weights=weights, cache_dtype=cache_dtype
     )
-    source = name or model or "demo"
+    source = next((given for given in (name, model) if given is not None), "demo")
 
     from bonsai_jax import architectures
     from bonsai_jax.model import load_plan, resolve

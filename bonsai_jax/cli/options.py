@@ -111,6 +111,19 @@ NoCompileCache = Annotated[
     bool, typer.Option("--no-compile-cache", help="Do not keep compiled programs in the user's cache folder.")
 ]
 
+
+def _new_tokens(value: int) -> int:
+    if value == 0:  # said before a model is loaded
+        raise ValueError("max_new_tokens is 0; it must be a whole number, 1 or more, or -1")
+    return value
+
+
+def _stop(value: list[str] | None) -> list[str] | None:
+    if "" in (value or ()):
+        raise ValueError("stop: an empty text would end every answer before it begins")
+    return value
+
+
 NewTokens = Annotated[
     int,
     typer.Option(
@@ -118,6 +131,7 @@ NewTokens = Annotated[
         "--max-new-tokens",
         "--n-predict",
         min=-1,
+        callback=_new_tokens,
         metavar="N",
         help="Most tokens of an answer; -1: until the context is full.",
     ),
@@ -165,7 +179,9 @@ FrequencyPenalty = Annotated[
 ]
 Seed = Annotated[
     int,
-    typer.Option("-s", "--seed", metavar="N", help="Seed of the random draws; -1: another one every time."),
+    typer.Option(
+        "-s", "--seed", min=-1, metavar="N", help="Seed of the random draws; -1: another one every time."
+    ),
 ]
 Speculate = Annotated[
     Literal["ngram", "mtp"] | None,
@@ -183,7 +199,12 @@ Think = Annotated[
 System = Annotated[str | None, typer.Option("--system", metavar="TEXT", help="The system message.")]
 Stop = Annotated[
     list[str] | None,
-    typer.Option("--stop", metavar="TEXT", help="A text that ends the answer; may be given several times."),
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        callback=_stop,
+        help="A text that ends the answer; may be given several times.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object, instead of text.")]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the model's end tokens.")]
@@ -268,7 +289,9 @@ def load(
     from bonsai_jax import card
     from checkpoints import open_checkpoint
 
-    checkpoint = open_checkpoint(source or "demo", offline=offline)  # a download has its own bar
+    checkpoint = open_checkpoint(
+        "demo" if source is None else source, offline=offline
+    )  # a download has its own bar
     with bar("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=on, progress=update)
     if missing := card.missing_extra(checkpoint, loaded.config, loaded.run):

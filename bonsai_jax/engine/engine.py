@@ -1,10 +1,13 @@
 """Many requests at once: `Engine` takes them from any thread, `Handle` gives their answers."""
 
 import atexit
+import contextlib
 import dataclasses
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from bonsai_jax import cache as kv
 from bonsai_jax import sampling as sampling_arrays
@@ -69,14 +72,18 @@ class Engine:
     ):
         max_rows = model.run.rows if max_rows is None else max_rows
         context = model.run.context if context is None else context
-        if not 1 <= context <= model.run.context:
+        if not isinstance(context, int | np.integer) or not 1 <= context <= model.run.context:
             raise ValueError(
-                f"Engine: context is {context}; the model was loaded for 1 to {model.run.context}"
+                f"Engine: context is {context!r}; the model was loaded for 1 to {model.run.context}"
             )
         pages = max_rows * kv.page_count(context, model.run.page_size) if pages is None else pages
-        for name, value in {"max_rows": max_rows, "pages": pages, "logit_biases": logit_biases}.items():
-            if value < 1:
-                raise ValueError(f"Engine: {name} is {value}; it must be 1 or more")
+        counts = {"max_rows": (max_rows, 1), "pages": (pages, 1), "logit_biases": (logit_biases, 1)}
+        counts |= {"checkpoints": (checkpoints or 0, 0), "prefill_tokens": (prefill_tokens or 1, 1)}
+        for name, (value, least) in counts.items():
+            if not isinstance(value, int | np.integer) or value < least:
+                raise ValueError(f"Engine: {name} is {value!r}; it must be a whole number, {least} or more")
+        if not isinstance(max_wait_s, int | float) or not max_wait_s >= 0:
+            raise ValueError(f"Engine: max_wait_s is {max_wait_s!r}; it must be a number, 0 or more")
         self.model = model
         self.options = Options(
             max_rows,
@@ -149,6 +156,9 @@ class Engine:
         ids = encode(self.model, prompt)
         check_new(max_new_tokens)
         checked_sampling(sampling)
+        for name, value in {"n": n, "priority": priority}.items():
+            if not isinstance(value, int | np.integer):
+                raise TypeError(f"{name} is {value!r}; it must be a whole number")
         self._check(len(ids), max_new_tokens, sampling, logprobs, n)
         seed = sampling_arrays.any_seed() if sampling.seed is None else sampling.seed
         handle = Handle(n, len(ids))
@@ -198,9 +208,11 @@ class Engine:
                 f"{shorter}an Engine with context={tokens + new} and "
                 f"pages={kv.page_count(tokens + new, self.model.run.page_size)} or more"
             )
-        if logprobs is not None and not 0 <= logprobs <= (-1 if o.logprobs is None else o.logprobs):
+        most_logprobs = -1 if o.logprobs is None else o.logprobs
+        whole = isinstance(logprobs, int | np.integer)
+        if logprobs is not None and not (whole and 0 <= logprobs <= most_logprobs):
             raise ValueError(
-                f"logprobs is {logprobs}, and the engine's {o.logprobs}; give Engine(logprobs=) the most "
+                f"logprobs is {logprobs!r}, and the engine's {o.logprobs}; give Engine(logprobs=) the most "
                 "alternatives that a request may ask for"
             )
         if len(params.logit_bias) > o.biases:
@@ -223,6 +235,19 @@ class Engine:
             self._changed.notify()
 
     def _run(self) -> None:
+        try:
+            self._turns()
+        except Exception as error:  # of no dispatch; nobody may wait for a thread that is gone
+            with self._changed:
+                self._broken = error
+            while self._inbox:
+                with contextlib.suppress(Exception):
+                    self._inbox.popleft()()
+        for answer in list(self._loop.answers.values()):
+            answer.told(self._broken or Piece("", [], "cancelled", index=answer.reader.index))
+        self._loop.close()
+
+    def _turns(self) -> None:
         busy = False
         while self._next(wait=not busy):
             try:
@@ -230,20 +255,16 @@ class Engine:
             except Exception as error:
                 busy = True
                 self._failed(error)
-        for answer in list(self._loop.answers.values()):
-            answer.told(self._broken or Piece("", [], "cancelled", index=answer.reader.index))
-        self._loop.close()
 
     def _next(self, *, wait: bool) -> bool:
         """Do what was asked for. False: nothing more will be."""
         with self._changed:
             while wait and not self._inbox and not self._closed:
                 self._changed.wait()
-            work = list(self._inbox)
-            self._inbox.clear()
+            work = len(self._inbox)
             over = self._closed or self._broken is not None
-        for do in work:
-            do()
+        for _ in range(work):
+            self._inbox.popleft()()
         return not over
 
     def _failed(self, error: Exception) -> None:

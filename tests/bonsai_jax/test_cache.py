@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,6 +32,24 @@ def test_a_model_takes_every_layout(name):
     held_bytes = sum(a.nbytes for a in jax.tree.leaves((held.k, held.v)))
     assert cache.bytes_per_token(model.config, name) * 8 == held_bytes
     assert np.isfinite(bj.logits(model, [1, 2, 3])).all()
+
+
+def test_rows_are_taken_by_number_and_rewound_to_nothing_at_most():
+    held = bj.new_cache(bj.load("synth:tiny-llama:q8_0"), rows=2, context=8)
+    held = held.replace(lengths=jnp.array([5, 3]))
+    assert held.rewind(held.lengths - 4).lengths.tolist() == [1, 0]
+    for rows in (0, [0.7], [True, False]):
+        with pytest.raises(ValueError, match=r"take: rows are .*; expected a list of row numbers"):
+            held.take(rows)
+
+
+@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 1.5}, {"context": 0}])
+def test_a_cache_has_rows_and_room(wrong):
+    model = bj.load("synth:tiny-llama:q8_0")
+    with pytest.raises(
+        ValueError, match=rf"^{next(iter(wrong))} is .*; it must be a whole number, 1 or more"
+    ):
+        bj.new_state(model, **{"rows": 1, "context": 8} | wrong, params=bj.SamplingParams(), max_new_tokens=1)
 
 
 def divergence(source: str, chunks) -> evaluate.Divergence:

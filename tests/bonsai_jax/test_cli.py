@@ -2,6 +2,7 @@
 
 import gc
 import importlib.metadata
+import io
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card, compile_cache
+from bonsai_jax import bench, card, cli, compile_cache
 from bonsai_jax.cli import app, main, options
 from checkpoints import demo
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, command, run, tiny
@@ -61,8 +62,8 @@ def test_prompts_come_from_everywhere(tmp_path):
 
 
 def test_a_prompt_on_each_line(tmp_path):
-    prompts = ["Once upon", "The sea", "Rain"]
-    (tmp_path / "prompts.txt").write_text("Once upon\n\nThe sea\nRain\n")
+    prompts = ["Once upon", "The\u2028 sea\f", "Rain"]  # which end no line of a file
+    (tmp_path / "prompts.txt").write_text("Once upon\n\nThe\u2028 sea\f\nRain\n", encoding="utf-8")
     done = run("generate", "-f", tmp_path / "prompts.txt", "--lines", "-m", TINY, "-n", 8, "--temp", 0)
     assert done.exit_code == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -167,6 +168,15 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
         ),
         (("generate", "", "-m", TINY), 1, "the prompt is empty"),
         (("generate", "x", "-p", "y"), 2, "give one prompt"),
+        (("generate", "x", "-m", ""), 1, "error: the model's name is empty"),
+        (("bench", "-m", ""), 1, "error: the model's name is empty"),
+        (("inspect", ""), 1, "error: the model's name is empty"),
+        (("generate", "x", "-m", TINY, "--rows", 4), 2, "--rows needs --lines"),
+        (("generate", "x", "-m", TINY, "--seed", -7), 2, "'--seed'"),
+        (("generate", "-f", "BLANK", "-m", TINY, "--lines", "-n", -1), 1, "no line of it has a prompt"),
+        (("chat", "-m", "missing.gguf", "-n", 0), 1, "--max-new-tokens is 0"),  # before a model is sought
+        (("generate", "x", "-m", "missing.gguf", "--stop", ""), 1, "--stop: an empty text"),
+        (("generate", "x", "-m", TINY, "--tensor-parallel", 99), 1, "lower one of them"),
         (("generate", "x", "--system", "y"), 2, "--system needs --chat"),
         (
             ("generate", "x", "-m", TINY, "--repeat-penalty", 0),
@@ -198,6 +208,8 @@ def test_errors_are_one_clear_line(arguments, code, message, tmp_path):
     files["BROKEN"].write_bytes(b"GGUF\x03\x00\x00\x00" + b"\xff" * 40)
     files["BINARY"].write_bytes(b"\xff\xfe")
     files["SHORT"].write_text("too short")
+    files["BLANK"] = tmp_path / "blank"
+    files["BLANK"].write_text("\n \n")
     done = run(*(files.get(a, a) for a in arguments))
     assert done.exit_code == code, done.output
     assert message in done.stderr
@@ -351,14 +363,38 @@ def test_a_cache_folder_that_cannot_be_breaks_nothing(enabled, tmp_path, monkeyp
 
 
 def test_a_closed_pipe_ends_quietly():
-    arguments = ["generate", "Hi", "-m", TINY, "-n", "16", "--ignore-eos"]
+    """As `| head -c 1` closes it: XLA's threads are in a step, and could abort the process."""
+    arguments = ["generate", "Hi", "-n", "2000", "--ignore-eos"]
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )
+    assert process.stdout.read(1)
     process.stdout.close()
     assert process.stderr.read() == b""
     process.stderr.close()
     assert process.wait(60) == 0
+
+
+def test_streams_that_were_closed_before_we_began(monkeypatch):
+    """`<&- >&-`: Python has None in their place."""
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(sys, name, None)
+    said = []
+    monkeypatch.setattr(
+        cli, "app", lambda: (said.append(sys.stdin.read()), print("text"), sys.stdout.flush())
+    )
+    cli.main()
+    assert said == [""]
+    sys.stdin.close()
+    sys.stdout.close()
+
+
+def test_a_character_that_a_locale_cannot_write(monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
+    monkeypatch.setattr(cli, "app", lambda: print("caf\u00e9", flush=True))
+    cli.main()
+    assert written.getvalue() == b"caf?\n"
 
 
 @pytest.mark.parametrize("flag, wanted", [("--think", True), ("--no-think", False)])

@@ -231,6 +231,24 @@ def test_a_rewound_cache_forgets():
     assert state.tokens[0] == prefilled(model, [ids]).tokens[0]
 
 
+def test_an_output_as_wide_as_one_token_and_a_limit_beyond_the_width():
+    model = tiny()
+    ids = prompt(5, 3)
+    for speculate in (None, "ngram"):
+        new = functools.partial(bj.new_state, model, 1, 32, GREEDY, 4, ignore_eos=True, speculate=speculate)
+        whole, of_one = (
+            jitted.generate_tokens(model.params, new(), *padded([ids]), model.config, size=size)[1]
+            for size in (4, 1)
+        )
+        assert of_one.tolist() == whole[:, :1].tolist()
+        state = jitted.prefill(model.params, new(), *padded([ids]), model.config)
+        state, first = jitted.decode(model.params, state, model.config, limit=9, size=1)
+        _, rest = jitted.decode(model.params, state, model.config, limit=2, size=2)
+        assert [*first[0].tolist(), *rest[0].tolist()] == whole[0, 1:].tolist()  # none is lost
+    with pytest.raises(ValueError, match="size is 0; it must be 1 or more"):
+        jitted.generate_tokens(model.params, new(), *padded([ids]), model.config, size=0)
+
+
 def test_requests_that_cannot_be_met_say_why():
     model = tiny("tiny-qwen3")
     with pytest.raises(ValueError, match="the prompt is empty"):

@@ -350,10 +350,13 @@ def test_cancelling_frees_pages_and_an_idle_engine_uses_no_cpu(engine):
         (5, {"sampling": bj.SamplingParams(logit_bias=dict.fromkeys(range(17), 1.0))}, "17 tokens.* 16"),
         (5, {"sampling": bj.SamplingParams(logit_bias={512: 1.0})}, "names token 512"),
         (5, {"stop": [""]}, "stop: an empty text"),
+        (5, {"stop": [5]}, r"stop is \[5\]"),
+        (5, {"priority": "high"}, "priority is 'high'; it must be a whole number"),
+        (5, {"n": 1.5}, r"n is 1\.5; it must be a whole number"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_says_what_could(engine, tokens, options, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         engine.submit(prompt(tokens, 0), **{"max_new_tokens": 4} | options)
 
 
@@ -390,6 +393,30 @@ def test_an_engine_that_fails_twice_says_that_it_gives_up(monkeypatch):
             engine.submit([1, 2], max_new_tokens=2)
     with pytest.raises(RuntimeError, match=r"closed|failed"):
         engine.submit([1, 2], max_new_tokens=2)
+
+
+def test_an_engine_whose_thread_ends_leaves_nobody_waiting(monkeypatch):
+    """Not of a dispatch, but of what is asked for: there is no second try then."""
+
+    def failing(request):
+        raise RuntimeError("no room to wait in")
+
+    with bj.Engine(tiny(), **SHAPE) as engine:
+        first = engine.submit(prompt(5, 0), GREEDY, max_new_tokens=90, ignore_eos=True)
+        monkeypatch.setattr(engine._loop.scheduler, "add", failing)
+        second = engine.submit([1, 2], max_new_tokens=2)
+        for handle in (first, second):
+            with pytest.raises(RuntimeError, match="no room to wait in"):
+                handle.result(60)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"max_rows": 1.5}, {"pages": 0}, {"context": 8.5}, {"prefill_tokens": -3}, {"checkpoints": -1},
+              {"max_wait_s": "0.1"}, {"max_wait_s": -1}]
+)  # fmt: skip
+def test_sizes_of_an_engine_are_counts(wrong):
+    with pytest.raises(ValueError, match=f"Engine: {next(iter(wrong))} is "):
+        bj.Engine(tiny(), **SHAPE | wrong)
 
 
 def test_closing_cancels():

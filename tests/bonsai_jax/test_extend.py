@@ -148,7 +148,8 @@ def test_rows_that_differ_from_the_caches():
 
 def test_values_are_checked_where_that_is_asked_for():
     model = tiny()
-    forward, extend, step = bj.checked(bj.forward), bj.checked(bj.extend), bj.checked(bj.step)
+    # Of the jitted one too, which was traced without checks.
+    forward, extend, step = bj.checked(bj.jitted.forward), bj.checked(bj.extend), bj.checked(bj.step)
     ids, lengths = jnp.array([[1, 2, 3]]), jnp.array([3])
     logits, _ = forward(model.params, ids, lengths, model.config)
     np.testing.assert_allclose(logits, bj.forward(model.params, ids, lengths, model.config)[0], atol=1e-5)

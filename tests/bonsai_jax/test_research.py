@@ -264,6 +264,15 @@ def test_a_name_that_there_is_not():
         bj.Taps(at=["z", "hook_z"])
     with pytest.raises(ValueError, match="read names 'residual'; there are input, q, k"):
         bj.Taps(frozenset({"residual"}))
+    with pytest.raises(TypeError, match=r"taps is a str; give bj\.Taps"):
+        forward(tiny(), taps="output")
+
+
+@pytest.mark.parametrize("edited", [lambda x: None, lambda x: x[:, :1], lambda x: x.astype(jnp.float16)])
+def test_an_edit_returns_what_it_was_given_the_like_of(edited):
+    taps = bj.Taps(edit=lambda name, layer, x: edited(x))
+    with pytest.raises(ValueError, match=r"Taps: edit returned .* for 'input'; expected float32 \("):
+        forward(tiny(), taps=taps)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bonsai_jax.config import SamplingParams
+from bonsai_jax.config import RunConfig, SamplingParams
 from bonsai_jax.sampling import read_prompt, sample, sampler
 from pallas_kernels.sampling import reference
 
@@ -298,11 +298,36 @@ def test_penalties_and_bias_change_what_is_picked():
         {"min_p": -0.1},
         {"top_k": -1},
         {"repetition_penalty": 0.0},
+        {"temperature": "0.5"},
+        {"temperature": None},
+        {"temperature_first": "no"},
+        {"top_k": 1.5},
+        {"seed": 1.5},
+        {"logit_bias": [5]},
     ],
 )
 def test_parameters_out_of_range_are_refused_by_name(bad):
     with pytest.raises(ValueError, match=f"SamplingParams: {next(iter(bad))} is "):
         SamplingParams(**bad)
+
+
+@pytest.mark.parametrize("bad", [{5: float("nan")}, {5: float("inf")}, {5: "1"}, {"5": 1.0}, {1.5: 1.0}])
+def test_a_bias_is_a_number_of_a_token(bad):
+    """NaN drew that token each time."""
+    with pytest.raises(ValueError, match=r"logit_bias has .*; expected a token id and a number"):
+        SamplingParams(logit_bias=bad)
+    SamplingParams(
+        logit_bias={np.int64(5): -np.inf}, temperature=jnp.float32(1), top_k=np.int8(3), seed=2**70
+    )
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [{"context": 1.5}, {"context": "8192"}, {"page_size": 3.5}, {"rows": None}, {"draft": "no"}, {"rows": 0}],
+)
+def test_a_run_is_of_whole_numbers(bad):
+    with pytest.raises(ValueError, match=rf"RunConfig: {next(iter(bad))} is .*; it must (be|lie)"):
+        RunConfig(**bad)
 
 
 def test_a_bias_beyond_the_vocabulary_and_a_wrong_number_of_rows_are_refused():

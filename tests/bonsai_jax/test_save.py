@@ -161,6 +161,15 @@ def test_files_that_are_no_states(tmp_path):
         bj.load_state(path, tiny())
     with pytest.raises(FileNotFoundError):
         bj.load_state(tmp_path / "nowhere", tiny())
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        bj.load_state(tmp_path, tiny())
+
+
+def test_what_cannot_be_saved_and_where(tmp_path):
+    with pytest.raises(TypeError, match="save_state: a dict was given; State and KVCache"):
+        bj.save_state(tmp_path / "state", {})
+    with pytest.raises(FileNotFoundError, match=r"'.*nowhere'$"):
+        bj.save_state(tmp_path / "nowhere" / "state", begun()[0])
 
 
 def _renamed(header, name, new):

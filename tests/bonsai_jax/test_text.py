@@ -174,6 +174,15 @@ def test_three_prompts_are_the_program_of_four():
         ({"max_new_tokens": 2.5}, ValueError, "max_new_tokens is 2.5; it must be a whole number"),
         ({"taps": bj.Taps({"output"})}, ValueError, r"taps: read names output, .*call bj\.forward"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
+        ({"logprobs": 1.5}, ValueError, r"logprobs is 1\.5; give the number"),
+        ({"stop": [5]}, TypeError, r"stop is \[5\]; give a text, or a list of texts"),
+        ({"stop": b"x"}, TypeError, "stop is b'x'; give a text"),
+        (
+            {"logits_processor": lambda logits, state: logits[:, :5]},
+            ValueError,
+            r"logits_processor: it returned shape \(2, 5\); expected logits of shape \(2, 512\)",
+        ),
+        ({"logits_processor": lambda logits, state: None}, ValueError, "logits_processor: it returned None"),
     ],
 )
 def test_options_that_cannot_be(options, error, message):
@@ -181,12 +190,35 @@ def test_options_that_cannot_be(options, error, message):
         bj.generate(tiny(), [[1, 2], [3]], **options)
 
 
-@pytest.mark.parametrize("prompts", [[1, 2, 3], [[1.5, 2]], [None]])
+@pytest.mark.parametrize("prompts", [[1, 2, 3], [[1.5, 2]], [None], [b"ab"], [{"a": 1}]])
 def test_prompts_that_cannot_be(prompts):
     with pytest.raises(TypeError, match=r"a prompt is .*; give a text, a list of token ids"):
         bj.generate(tiny(), prompts)
     with pytest.raises(TypeError, match=r"a prompt is .*many prompts, to bj\.generate"):
         next(bj.stream(tiny(), ["One", "Two"]))
+
+
+@pytest.mark.parametrize("prompts", [None, 5, {"One": 1}])
+def test_what_is_no_list_of_prompts(prompts):
+    with pytest.raises(TypeError, match=r"prompts are a .*; give a text, or a list of prompts"):
+        bj.generate(tiny(), prompts)
+
+
+def test_what_was_given_in_place_of_a_model_is_named():
+    with pytest.raises(TypeError, match=r"model is a str; give what bj\.load returns"):
+        bj.generate("demo", "One")
+    with pytest.raises(TypeError, match=r"params is a Model; give model\.params"):
+        bj.forward(tiny(), [[1]], [1], tiny().config)
+    with pytest.raises(TypeError, match=r"run is a str; give bj\.RunConfig"):
+        bj.load("synth:tiny-llama:q8_0", "q8_0")
+    with pytest.raises(TypeError, match=r"mesh is a int; give bj\.make_mesh"):
+        bj.load("synth:tiny-llama:q8_0", mesh=2)
+
+
+def test_a_context_that_is_the_models_own_is_not_to_be_made_larger():
+    longest = dataclasses.replace(tiny(), run=dataclasses.replace(tiny().run, context=8192))
+    with pytest.raises(ValueError, match=r"exceed the context of 8192; shorten them$"):
+        bj.generate(longest, [[1] * 9000])
 
 
 def test_a_string_of_taps_is_one_name():

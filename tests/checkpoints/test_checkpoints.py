@@ -25,12 +25,21 @@ def gguf_file(path, name="m"):
 
 
 @pytest.mark.parametrize(
-    "name", ["no/such/path/m.gguf", "models/m.gguf", "m", "/", "a/b/c", "", "m.safetensors", "~/x y"]
+    "name", ["no/such/path/m.gguf", "models/m.gguf", "m", "/", "a/b/c", "m.safetensors", "~/x y"]
 )
 def test_what_is_not_there_is_said_with_what_may_be(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError, match="no such file"):
         open_checkpoint(name, offline=True)
+
+
+@pytest.mark.parametrize("name", ["", " ", b""])
+def test_an_empty_name_is_not_the_working_folder(name, tmp_path, monkeypatch):
+    gguf_file(tmp_path / "m.gguf")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"name is empty.*a model is a \.gguf file"):
+        open_checkpoint(name)
+    assert open_checkpoint(b"m.gguf").metadata["general.name"] == "m"
 
 
 def test_a_path_that_exists_wins_over_a_name_on_the_hub(tmp_path, monkeypatch):
