@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -177,7 +178,7 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     from bonsai_jax.plan import attention_problems, delta_problems
     from pallas_kernels import problems, selection
 
-    def entry(what: str, times: int, asked: dict[str, tuple[problems.Problem, int, str]]):
+    def entry(what: str, times: int, asked: Mapping[str, tuple[problems.Problem, int, str]]):
         kernels, reasons = {}, {}
         for name, (problem, rows, impl) in asked.items():
             for verdict in selection.explain(problem, rows, impl):
