@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RunConfig
 from bonsai_jax.placement import Placement, Share
@@ -27,7 +27,8 @@ JOINED = {
     "delta_in": ("delta_qkv", "delta_z"),
     "delta_gates": ("delta_alpha", "delta_beta"),
 }
-SWIGLU = ("w_gate", "w_up", "expert_gate", "expert_up")
+# Halves of SwiGLU, which are one product where their formats agree.
+HALVES = {"w_gate": "w_up", "w_up": "w_gate", "expert_gate": "expert_up", "expert_up": "expert_gate"}
 # Rows of a step, first and most: of one launch twice the columns of a tensor core; more of layer_products are
 # not measured (LOG.md); fewer than 9 have products of their own.
 ROWS_OF_STEP = {"one_launch": (1, 16), "layer_products": (1, 2), "layer_gemms": (9, refusals.STEP_ROWS)}
@@ -212,11 +213,9 @@ def plan(
         together = present and _may_join([members[field] for field in present], run)
         groups += [present] if together else [(field,) for field in present]
     groups += [(field,) for field in members if field in of_layers and joined_name(field) is None]
-    stacks = tuple(_stack(fields, [members[field] for field in fields], run) for fields in groups)
+    stacks = tuple(_stack(fields, members, run) for fields in groups)
     matrices = tuple(
-        (of[0], _matrix((of[0],), run, mixed=False))
-        for field, of in members.items()
-        if field not in of_layers
+        (of[0], _matrix((of[0],), run)) for field, of in members.items() if field not in of_layers
     )
     problem = _step_problem(stacks, config, run, split=bool(placement and placement.axis))
     d = config.delta
@@ -344,14 +343,22 @@ def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
     return not any(m.own_shape[0] % ROWS and _is_tiled(m, run) for of in members for m in of)
 
 
-def _stack(fields: tuple[str, ...], members: Sequence[Sequence[Member]], run: RunConfig) -> Stack:
-    of_layer = tuple(zip(*members, strict=True))
+def _stack(fields: tuple[str, ...], members: Mapping[str, Sequence[Member]], run: RunConfig) -> Stack:
+    of_layer = tuple(zip(*(members[field] for field in fields), strict=True))
+    other_half = members.get(HALVES.get(fields[0], ""), [])
     kinds: dict[tuple, list[int]] = {}  # formats as stored -> layers
     for layer, of in enumerate(of_layer):
         kinds.setdefault(tuple(map(_as_stored, of)), []).append(layer)
     joined = [_runs(of_layer[layers[0]]) for layers in kinds.values()]
     mixed = sum(map(len, joined)) > 1
-    parts = tuple(tuple(_matrix(same, run, mixed) for same in of) for of in joined)
+    halves = [
+        bool(other_half) and all((_as_stored(other_half[layer]),) == kind for layer in layers)
+        for kind, layers in kinds.items()
+    ]
+    parts = tuple(
+        tuple(_matrix(same, run, mixed, matrices=1 + half) for same in of)
+        for of, half in zip(joined, halves, strict=True)
+    )
     where = {layer: (part, at) for part, of in enumerate(kinds.values()) for at, layer in enumerate(of)}
     return Stack(fields, of_layer, parts, tuple(where[layer] for layer in range(len(of_layer))))
 
@@ -365,13 +372,13 @@ def _as_stored(member: Member) -> tuple[str, bool]:
     return member.stored, member.folded
 
 
-def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool) -> Matrix:
+def _matrix(members: tuple[Member, ...], run: RunConfig, mixed: bool = False, matrices: int = 1) -> Matrix:
     problem = problems.Matmul(
         device.platform(),
         members[0].stored,
         sum(member.own_shape[0] for member in members),
         members[0].own_shape[1],
-        matrices=2 if members[0].field in SWIGLU else 1,
+        matrices=matrices,
         bits=run.activation_bits,
         mixed=mixed,
     )

@@ -131,3 +131,18 @@ def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypa
         assert {plan.kernel(matrix, 17) for matrix in matrices} == {of_many}
     verdicts = selection.explain(plan.experts_problem(matrices[0]), 512)
     assert verdicts[0].reason == "gate and up have different formats, or other kernels than down"
+
+
+def test_gate_and_up_are_one_product_where_their_formats_agree(monkeypatch):
+    checkpoint, config, run, plan = planned("synth:tiny-llama:q4_k", monkeypatch)
+    name = "blk.1.ffn_gate.weight"
+    other = dataclasses.replace(checkpoint.tensors[name], format="q6_k")
+    mixed = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | {name: other})
+
+    def matrices(plan):
+        of = {stack.fields[0]: [part[0].problem.matrices for part in stack.parts] for stack in plan.stacks}
+        return of["w_gate"], of["w_up"], of["w_down"]
+
+    assert matrices(plan) == ([2], [2], [1])
+    # Of gate the layers in Q4_K have an up of the same; up's only stack has one beside a gate that differs.
+    assert matrices(model.load_plan(mixed, config, run)) == ([2, 1], [1], [1])
