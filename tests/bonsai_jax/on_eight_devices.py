@@ -129,7 +129,11 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
     lines = [{"custom_id": str(i), **head, "body": body} for i, body in enumerate(bodies)]
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
-    on_mesh = lambda name, run, on, **_: load(name.removeprefix("synth:"), "packed", on)  # noqa: E731
+
+    def on_mesh(name, run, on, **_):
+        assert on == bj.make_mesh(2, 4)
+        return load(name.removeprefix("synth:"), "packed", on)
+
     arguments = ["-m", "synth:tiny-llama:q8_0", "--rows", 4, "--pages", 16]
     with mock.patch.object(options, "load", on_mesh):
         done = run_command("batch", source, output, *arguments, "--data-parallel", 2, "--tensor-parallel", 4)

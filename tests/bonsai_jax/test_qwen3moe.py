@@ -96,17 +96,17 @@ def extended(cache, rows: list[list[int]], width: int = 80):
 
 
 def test_prefill_and_steps_are_float64_s():
-    """70 tokens at once, whose pairs are tiles of several rows, and a token at a time."""
+    """70 tokens at once, whose pairs are tiles of several rows, and 20 a token at a time."""
     prompt = ids(70)
     want, _ = in_float64(prompt)
     at_once, _ = extended(bj.new_cache(tiny(), 3, 96), [prompt, prompt[:5], []])
     np.testing.assert_allclose(at_once[0], want, atol=2e-4)
     np.testing.assert_allclose(at_once[1], want[:5], atol=2e-4)
     cache, steps = bj.new_cache(tiny(), 1, 96), []
-    for token in prompt:
+    for token in prompt[:20]:
         (of_token,), cache = extended(cache, [[token]], width=1)
         steps.append(of_token[0])
-    np.testing.assert_allclose(steps, want, atol=2e-4)
+    np.testing.assert_allclose(steps, want[:20], atol=2e-4)
 
 
 def test_rows_do_not_see_each_other():
@@ -115,16 +115,6 @@ def test_rows_do_not_see_each_other():
     first, _ = extended(bj.new_cache(tiny(), 3, 96), [prompt, ids(41, 2), ids(9)])
     again, _ = extended(bj.new_cache(tiny(), 3, 96), [prompt, ids(3), ids(80, 3)])
     np.testing.assert_array_equal(first[0], again[0])
-
-
-def test_weights_may_stay_as_the_softmax_gives_them():
-    sizes = dataclasses.replace(tiny().config.experts, normalized=False)
-    config = dataclasses.replace(tiny().config, experts=sizes)
-    want, _ = in_float64(ids(9), normalized=False)
-    got, _ = jax.jit(functools.partial(bj.forward, config=config))(
-        tiny().params, np.array([ids(9)]), jnp.array([9])
-    )
-    np.testing.assert_allclose(got[0], want, atol=2e-4)
 
 
 def test_taps_read_and_ban_experts_and_gradients_pass_them():
@@ -155,14 +145,18 @@ def test_taps_read_and_ban_experts_and_gradients_pass_them():
 
 
 def test_one_program_for_many_prompts_under_vmap():
+    """Of a model whose experts' weights stay as the softmax gives them."""
+    sizes = dataclasses.replace(tiny().config.experts, normalized=False)
+    config = dataclasses.replace(tiny().config, experts=sizes)
     prompts, lengths = np.array([ids(6, 1), ids(6, 2)]), jnp.array([6])
 
     def one(params, tokens):
-        return bj.forward(params, tokens[None], lengths, tiny().config)
+        return bj.forward(params, tokens[None], lengths, config)
 
     got, _ = jax.jit(jax.vmap(one, (None, 0)))(tiny().params, prompts)
     for logits, seed in zip(got, (1, 2), strict=True):
-        np.testing.assert_allclose(logits[0], in_float64(ids(6, seed))[0], atol=2e-4)
+        want, _ = in_float64(ids(6, seed), normalized=False)
+        np.testing.assert_allclose(logits[0], want, atol=2e-4)
 
 
 def test_a_step_reads_the_experts_that_it_uses():
