@@ -10,7 +10,7 @@ from bonsai_jax.specs import Source
 from checkpoints import Gathered, RandomTensor, Tensor
 from pallas_kernels import formats
 
-LEAST, MOST = 2**16, 2**22  # weights
+VECTOR, LEAST, MOST = 2**12, 2**16, 2**22  # weights
 
 
 def read(t: Source) -> Tensor | Gathered:
@@ -28,11 +28,12 @@ def read(t: Source) -> Tensor | Gathered:
 
 
 def _rounded(count: int, weights: int) -> int:
-    """So many blocks are drawn, that matrices of many shapes have one program. What is drawn depends on its
-    place alone, not on what is drawn behind it."""
+    """So many blocks are drawn, that matrices of many shapes have one program, and vectors another. What is
+    drawn depends on its place alone, not on what is drawn behind it."""
     if count * weights > MOST:
         return count
-    return max(LEAST // weights, 1 << (count - 1).bit_length())
+    least = VECTOR if count * weights <= VECTOR else LEAST
+    return max(least // weights, 1 << (count - 1).bit_length())
 
 
 @functools.partial(jax.jit, static_argnames=("format", "count"))
