@@ -20,19 +20,21 @@ def read(t: Source) -> Tensor | Gathered:
     module = formats.get(t.format)
     count = math.prod(t.shape) // module.WEIGHTS
     with jax.ensure_compile_time_eval():  # within jax.eval_shape too
-        fields = _fields(t.format, _rounded(count, module.WEIGHTS), np.uint32(t.seed), t.mean, t.std)
+        fields = _fields(
+            t.format, _rounded(count, module.WEIGHTS, len(t.shape)), np.uint32(t.seed), t.mean, t.std
+        )
     blocks = np.empty(count, module.BLOCK)
     for name, field in fields.items():
         blocks[name] = np.asarray(field)[:count]
     return Tensor(t.name, t.format, t.shape, blocks.view(np.uint8).reshape(*t.shape[:-1], -1))
 
 
-def _rounded(count: int, weights: int) -> int:
+def _rounded(count: int, weights: int, axes: int) -> int:
     """So many blocks are drawn, that matrices of many shapes have one program, and vectors another. What is
     drawn depends on its place alone, not on what is drawn behind it."""
     if count * weights > MOST:
         return count
-    least = VECTOR if count * weights <= VECTOR else LEAST
+    least = VECTOR if axes == 1 else LEAST
     return max(least // weights, 1 << (count - 1).bit_length())
 
 
