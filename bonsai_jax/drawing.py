@@ -10,7 +10,7 @@ from bonsai_jax.specs import Source
 from checkpoints import Gathered, RandomTensor, Tensor
 from pallas_kernels import formats
 
-LEAST, MOST = 2**16, 2**22  # weights
+VECTOR, LEAST, MOST = 2**12, 2**16, 2**22  # weights
 
 
 def read(t: Source) -> Tensor | Gathered:
@@ -20,19 +20,22 @@ def read(t: Source) -> Tensor | Gathered:
     module = formats.get(t.format)
     count = math.prod(t.shape) // module.WEIGHTS
     with jax.ensure_compile_time_eval():  # within jax.eval_shape too
-        fields = _fields(t.format, _rounded(count, module.WEIGHTS), np.uint32(t.seed), t.mean, t.std)
+        fields = _fields(
+            t.format, _rounded(count, module.WEIGHTS, len(t.shape)), np.uint32(t.seed), t.mean, t.std
+        )
     blocks = np.empty(count, module.BLOCK)
     for name, field in fields.items():
         blocks[name] = np.asarray(field)[:count]
     return Tensor(t.name, t.format, t.shape, blocks.view(np.uint8).reshape(*t.shape[:-1], -1))
 
 
-def _rounded(count: int, weights: int) -> int:
-    """So many blocks are drawn, that matrices of many shapes have one program. What is drawn depends on its
-    place alone, not on what is drawn behind it."""
+def _rounded(count: int, weights: int, axes: int) -> int:
+    """So many blocks are drawn, that matrices of many shapes have one program, and vectors another. What is
+    drawn depends on its place alone, not on what is drawn behind it."""
     if count * weights > MOST:
         return count
-    return max(LEAST // weights, 1 << (count - 1).bit_length())
+    least = VECTOR if axes == 1 else LEAST
+    return max(least // weights, 1 << (count - 1).bit_length())
 
 
 @functools.partial(jax.jit, static_argnames=("format", "count"))

@@ -176,7 +176,10 @@ def decode(
     Logprobs [R, size].
     """
     rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, 2:])
-    rules = {name: getattr(pool.sampler, name).at[rows].get(mode="clip") for name in PENALTIES}
+    rules = {
+        name: getattr(pool.sampler, name).at[rows].get(mode="clip", wrap_negative_indices=False)
+        for name in PENALTIES
+    }
     remembers = _remembers(rules, logits_processor)
     state = _take(pool, rows, table, remembers)
     there = rows < pool.tokens.shape[0]
@@ -218,13 +221,13 @@ def _take(
     begins = rows if begins is None else begins
 
     def of_rows(tree):
-        return jax.tree.map(lambda x: x.at[rows].get(mode="clip"), tree)
+        return jax.tree.map(lambda x: x.at[rows].get(mode="clip", wrap_negative_indices=False), tree)
 
     def nothing(tree):
         return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
 
     state = _with_memory(of_rows(by_row), _either(remembers, of_rows, nothing, memory))
-    delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip"), by_layer)
+    delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
     cache = state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table)
     return state.replace(cache=_with_draft_pages(cache, pool.cache))
 
@@ -239,7 +242,7 @@ def _put(
     """The pool, with this State of these rows, and their recurrent states in `saves` too."""
 
     def with_rows(both):
-        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop"), *both)
+        return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop", wrap_negative_indices=False), *both)
 
     if state.speculation is not None and pool.speculation is not None:  # the pool has a width of its own
         state = state.replace(speculation=state.speculation.replace(width=pool.speculation.width))
@@ -248,7 +251,11 @@ def _put(
     rest = _with_memory(with_rows((old[0], new[0])), memory)
     delta = old[1]
     for places in (rows,) if saves is None else (rows, saves):
-        delta = jax.tree.map(lambda x, y, at=places: x.at[:, at].set(y, mode="drop"), delta, new[1])
+        delta = jax.tree.map(
+            lambda x, y, at=places: x.at[:, at].set(y, mode="drop", wrap_negative_indices=False),
+            delta,
+            new[1],
+        )
     return rest.replace(cache=_with_draft_pages(rest.cache.replace(k=cache.k, v=cache.v, delta=delta), cache))
 
 
@@ -256,7 +263,9 @@ def _with_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -
     """Pages `to` become copies of pages `source`; those behind the last page are none."""
 
     def copied(pages: Pages) -> Pages:
-        return jax.tree.map(lambda x: x.at[:, to].set(x[:, source], mode="drop"), pages)
+        return jax.tree.map(
+            lambda x: x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False), pages
+        )
 
     draft = cache.draft and cache.draft.replace(k=copied(cache.draft.k), v=copied(cache.draft.v))
     return cache.replace(k=copied(cache.k), v=copied(cache.v), draft=draft)
