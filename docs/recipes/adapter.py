@@ -20,6 +20,6 @@ def loss(adapter, params):
 
 
 step = jax.jit(jax.value_and_grad(loss))
-for i in range(30):
+for i in range(20):
     value, slope = step(adapter, model.params)
     adapter = jax.tree.map(lambda w, g: w - 0.5 * g, adapter, slope)
