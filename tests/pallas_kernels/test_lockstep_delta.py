@@ -1,5 +1,6 @@
 """Kernels of the gated delta net in numpy (lockstep), against its lines written out in numpy's float64."""
 
+import functools
 from typing import Any
 
 import jax
@@ -115,9 +116,10 @@ def test_a_step_is_float64_s(k_heads, v_heads, K, V, grouped, dtype, impl):
     if dtype is None:
         n = gates.x / np.sqrt((gates.x**2).mean(-1, keepdims=True) + EPS) * gates.gamma[layer]
         gates = (n @ gates.weights[layer].T).astype(np.float32)
+    arrays = jax.tree.map(jnp.asarray, (qkv_z, gates, *args[2:]))
+    f = functools.partial(delta_net, eps=EPS, grouped=grouped, impl=impl)
     with lockstep():
-        arrays = jax.tree.map(jnp.asarray, (qkv_z, gates, *args[2:]))
-        got = delta_net(*arrays, **weights, eps=EPS, grouped=grouped, impl=impl)
+        got = (jax.jit(f) if impl == "reference" else f)(*arrays, **weights)
     check(got, args, want, 1e-6)
 
 
@@ -132,8 +134,9 @@ def test_chunks_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, impl):
     args[4][2, 3:] = -1
     want = of_float64(args, weights, grouped)
     arrays = jax.tree.map(jnp.asarray, args)
+    f = functools.partial(delta_net, eps=EPS, grouped=grouped, prefill_impl=impl)
     with lockstep(at_a_time=4):
-        got = delta_net(*arrays, **weights, eps=EPS, grouped=grouped, prefill_impl=impl)
+        got = (jax.jit(f) if impl == "reference" else f)(*arrays, **weights)
     check(got, args, want, TF32 if impl == "delta_chunks" else 2e-6)
 
 
@@ -149,9 +152,10 @@ def test_a_layer_is_the_same_by_kernels(tokens):
     found = []
     for impl, prefill_impl in (("reference", "reference"), ("delta_step", "delta_chunks")):
         states = jax.tree.map(jnp.asarray, cache.delta).replace(impl=impl, prefill_impl=prefill_impl)
+        f = functools.partial(layers.delta_block, config=model.config)
         with lockstep():
-            y, after = layers.delta_block(
-                x, model.params, 2, cache.replace(delta=states), positions, model.config
+            y, after = (jax.jit(f, static_argnums=2) if impl == "reference" else f)(
+                x, model.params, 2, cache.replace(delta=states), positions
             )
         assert after.delta is not None and after.delta.impl == impl
         found.append((y, after.delta.s))

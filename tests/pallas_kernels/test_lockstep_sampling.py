@@ -41,8 +41,8 @@ def rules(rows: list[dict], vocabulary: int, biases: int = 1, tables=None) -> Ru
     seen, counts = tables or (np.zeros(shape, bool), np.zeros(shape, np.int32))
     return Rules(
         **columns,
-        bias_ids=jnp.full((len(rows), biases), vocabulary, jnp.int32),
-        bias=jnp.zeros((len(rows), biases)),
+        bias_ids=jnp.asarray(np.full((len(rows), biases), vocabulary, np.int32)),
+        bias=jnp.asarray(np.zeros((len(rows), biases), np.float32)),
         seen=jnp.asarray(seen),
         counts=jnp.asarray(counts),
     )

@@ -15,7 +15,7 @@ from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul import kq_bytes, kq_decode_plan, kq_dequantize
 from pallas_kernels.qtensor import tile, tiled_nbytes
 from tests.pallas_kernels.lockstep import launched, lockstep
-from tests.pallas_kernels.stacks import drawn, drawn_whole
+from tests.pallas_kernels.stacks import Drawn, drawn_whole
 
 INTEGER = formats.names("kq")
 # Of tiles that are larger than the file's blocks: base 3 becomes 2 bits a weight, and a share of d.
@@ -32,13 +32,24 @@ def shapes(format, N, K):
 def sizes(format):
     """Whole tiles, and tiles of which as much is beyond the matrix as the format lets be; others are slow."""
     every = [(32, 512), (24, 576), (40, 768), (16, 640)]
-    able = [(N, K) for N, K in every if K % formats.get(format).WEIGHTS == 0]
-    return [pytest.param(format, *of, marks=[] if of in able[:2] else pytest.mark.slow) for of in able]
+    return [(N, K) for N, K in every if K % formats.get(format).WEIGHTS == 0]
 
 
-@pytest.mark.parametrize(("format", "N", "K"), [case for format in INTEGER for case in sizes(format)])
+def made(format, N, K, std=0.05) -> Drawn:
+    """A stack of two."""
+    return jax.device_get(drawn_whole(format, (2, N, K), N, std))
+
+
+SIZES = [
+    pytest.param(format, *size, marks=[pytest.mark.slow] * (i > 1))
+    for format in INTEGER
+    for i, size in enumerate(sizes(format))
+]
+
+
+@pytest.mark.parametrize(("format", "N", "K"), SIZES)
 def test_tile_and_untile_keep_every_bit(format, N, K):
-    module, (w, tiled, dense) = formats.get(format), jax.device_get(drawn_whole(format, (2, N, K), N))
+    module, (w, tiled, dense) = formats.get(format), made(format, N, K)
     untiled, of_tiles = jax.jit(lambda tiled: (module.untile(tiled.fields, (N, K)), dequantize(tiled)))(tiled)
     for name, field in untiled.items():
         got, want = np.asarray(field), w.fields[name]
@@ -53,7 +64,7 @@ def test_tile_and_untile_keep_every_bit(format, N, K):
 
 @pytest.mark.parametrize("format", ["pq2_0", "q2_0_g128", "q2_0_g64", "tq2_0", "tq2_0_g128"])
 def test_a_code_that_is_no_ternary_weight_is_kept(format):
-    w = drawn(format, (2, 32, 512)).blocks
+    w = made(format, 32, 512).blocks
     qs = np.random.default_rng(1).integers(0, 256, w.fields["qs"].shape, np.uint8)
 
     @jax.jit
@@ -69,17 +80,18 @@ def test_a_code_that_is_no_ternary_weight_is_kept(format):
 
 @pytest.mark.parametrize("format", ["q1_0", *INTEGER])
 def test_rows_of_tiled_weights(format):
-    w, ids = drawn(format, (40, 768)), np.array([[0, 39], [17, 8]])
-    got, want = jax.jit(lambda *of: [w.rows(ids) for w in of])(w.tiled, w.blocks)
+    N, K = sizes(format)[1]  # the last tile is not whole
+    w, ids = made(format, N, K), np.array([[0, N - 1], [17, 8]])
+    got, want = jax.jit(lambda *of: [w[1].rows(ids) for w in of])(w.tiled, w.blocks)
     np.testing.assert_array_equal(got, want)
-    np.testing.assert_array_equal(got, w.dense[ids])
+    np.testing.assert_array_equal(got, w.dense[1, ids])
 
 
 @pytest.mark.parametrize("format", INTEGER)
 def test_what_lanes_read_is_the_weights(format):
     """Each group's bytes as a 16 x group matrix, times the scale and minus the minimum that the lanes hold
     for it, is what the format says the weights are."""
-    kq, w = formats.get(format).LANES, drawn(format, (1, 32, 512), std=1.0)
+    kq, w = formats.get(format).LANES, made(format, 32, 512, std=1.0)
     tiled, kinds = w.tiled.fields, 1 + kq.minimums
     names, groups, parts = sorted(tiled), 256 // kq.group, kq.group // 8
 

@@ -131,7 +131,7 @@ class Machine:
     def flat(self, ref: Ref, indices) -> np.ndarray:
         at = np.zeros(self.active.sum(), np.int64)
         for i, size in zip(indices, ref.type.shape, strict=True):
-            i = self.of_active(i)
+            i = self.of_active(i) if i.a.ndim else i.a
             assert ((i >= 0) & (i < size)).all(), f"index {i.min()}..{i.max()} of {size}"
             at = at * size + i
         return at

@@ -1,6 +1,7 @@
 """The PTX of the kernels, an instruction for an array of all threads (PTX ISA 9, sections by name
 of the instruction)."""
 
+import functools
 import re
 
 import ml_dtypes
@@ -20,11 +21,17 @@ def instruction(pattern: str):
     return add
 
 
-def inline_asm(machine: Machine, result, operands, text: str, constraints, has_side_effects=False):
-    """llvm.inline_asm: a Value, a list of them for a struct, or None."""
+@functools.cache
+def _found(text: str):
+    """The instruction that a text has, and its parts."""
     text = " ".join(text.split())
     (found,) = [(m, f) for pattern, f in INSTRUCTIONS if (m := pattern.search(text))]
-    match, f = found
+    return found
+
+
+def inline_asm(machine: Machine, result, operands, text: str, constraints, has_side_effects=False):
+    """llvm.inline_asm: a Value, a list of them for a struct, or None."""
+    match, f = _found(text)
     out = f(machine, match, *operands)
     types = result if isinstance(result, list) else [result]
     for v, type in zip(out if isinstance(out, list) else [out], types, strict=True):

@@ -71,7 +71,7 @@ class Words:
         late = self._late(words, warps)
         if self.lenient:
             return late
-        if self.shared:
+        if self.shared and late.any():
             late &= self.same[words] >> warps % self.clocks.warps & 1 == 0
         assert not late.any(), f"{self.name}: word {words[late][0]} is read while it may be written"
         self._read()[words, warps % self._read().shape[1]] = self.clocks.now
@@ -82,7 +82,8 @@ class Words:
         """`same`: where those bits are there already. To write them again is no race, but of tagged words."""
         own = np.uint32(1) << (warps % self.clocks.warps).astype(np.uint32)
         if same is None:
-            assert len(np.unique(words)) == len(words), f"{self.name}: a word has two writers"
+            self.same[words] = own_number = np.arange(len(words), dtype=np.uint32)
+            assert (self.same[words] == own_number).all(), f"{self.name}: a word has two writers"
         elif (same := same & (self.writer[words] >= 0)).any():
             np.bitwise_or.at(self.same, words[same], own[same])
             words, warps, own = (v[~same] for v in (words, warps, own))

@@ -3,6 +3,7 @@
 A value is computed when it is made: `arith.addi(a, b)` of a traced kernel adds numpy arrays here.
 """
 
+import functools
 import types
 from typing import Any, NamedTuple
 
@@ -38,7 +39,8 @@ class Value:
         self.a, self.type = np.asarray(a, NUMPY[type.element]), type
 
     def of_threads(self, threads: int) -> np.ndarray:
-        return np.broadcast_to(self.a, (threads, *self.type.shape))
+        shape = (threads, *self.type.shape)
+        return self.a if self.a.shape == shape else np.broadcast_to(self.a, shape)
 
 
 for name, operator in vars(values.Value).items():
@@ -155,13 +157,14 @@ class VectorType:
 
 
 def _kind(name: str):
-    return types.SimpleNamespace(get=lambda: Type(name))
+    made = Type(name)
+    return types.SimpleNamespace(get=lambda: made)
 
 
 ir = types.SimpleNamespace(
     Type=Type, Value=Value, VectorType=VectorType, F32Type=_kind("f32"), F16Type=_kind("f16"),
     BF16Type=_kind("bf16"), IndexType=_kind("index"),
-    IntegerType=types.SimpleNamespace(get_signless=lambda n: Type(f"i{n}")),
+    IntegerType=types.SimpleNamespace(get_signless=functools.cache(lambda n: Type(f"i{n}"))),
     DenseI64ArrayAttr=types.SimpleNamespace(get=list),
 )  # fmt: skip
 arith = types.SimpleNamespace(
