@@ -1,5 +1,6 @@
 """The command line, one module per command. Nothing heavy is imported before a command needs it."""
 
+import contextlib
 import gc
 import io
 import os
@@ -104,10 +105,11 @@ def main() -> None:
     try:
         app()
     except SystemExit as end:
-        if end.code not in (INTERRUPTED, UNREAD):
+        if not end.code:
             raise
         # Not by Python's own end: a step may be under way in XLA's threads, and one of them that then lets go
         # of a Python object aborts the process.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(INTERRUPTED if end.code == INTERRUPTED else 0)
+        with contextlib.suppress(OSError):  # a full disk, which was said
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(0 if end.code == UNREAD else int(end.code))

@@ -389,6 +389,16 @@ def test_streams_that_were_closed_before_we_began(monkeypatch):
     sys.stdout.close()
 
 
+@pytest.mark.parametrize("code, wanted", [(1, 1), (130, 130), (141, 0)])
+def test_an_error_ends_without_pythons_own_end(code, wanted, monkeypatch):
+    """Which aborted `batch` on a full disk: it ended with 134."""
+    monkeypatch.setattr(cli, "app", mock.Mock(side_effect=SystemExit(code)))
+    monkeypatch.setattr(cli.os, "_exit", mock.Mock(side_effect=InterruptedError))
+    with pytest.raises(InterruptedError):
+        cli.main()
+    assert cli.os._exit.call_args.args == (wanted,)
+
+
 def test_a_character_that_a_locale_cannot_write(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
