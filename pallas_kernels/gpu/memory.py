@@ -5,7 +5,7 @@ or an i32."""
 import functools
 import operator
 
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
