@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_cache import Cache
+from pallas_kernels.attention.decode_cache import Cache, team_warp
 from pallas_kernels.attention.decode_keys import visit_bytes
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_splits import Exchange
@@ -197,8 +197,9 @@ class _Step:
 
     def _attend(self, layer):
         workspace, behind_keys = self.workspace, None
-        if self.has_slots:
-            behind_keys = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
+        request = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
+        if self.has_slots and self.attention.teams == 1:
+            behind_keys = request
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -216,6 +217,8 @@ class _Step:
             asked=self._asked(),
         )  # fmt: skip
         lanes.block_barrier()
+        if self.has_slots and self.attention.teams > 1:
+            request()
 
     def _product(self, phase: Phase, layer):
         p = self.products[phase]
@@ -281,8 +284,10 @@ class _Step:
     def _pass_on_attended(self, layer, row, heads, load):
         """What a block of attention has made, by a warp for each group."""
         groups = self.attention.heads * self.attention.head_dim // GROUP
-        with lanes.when(lanes.thread() // 32 < groups):
-            self._pass_on_group(Phase.O, layer, heads * groups + lanes.thread() // 32, row, load)
+        for first in range(0, groups, self.attention.team):
+            group = team_warp(self.attention) + first
+            with lanes.when(group < groups):
+                self._pass_on_group(Phase.O, layer, heads * groups + group, row, load)
 
     def _pass_on_group(self, phase: Phase, layer, group, row, load):
         p, gamma = self.products[phase], self.gamma.get(phase)
@@ -325,21 +330,24 @@ class _Step:
         assert isinstance(p, RowsProduct)
 
         def one_round(first, carry):
-            mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
-            added = self._added(phase, layer, [(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine])
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
-            with p.busy_warps(me):
-                sums = p.multiply(
-                    me, x,
-                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                    lambda m, u, pair, h: self.weights.scales(
-                        phase, m, tile[u], me.scale_group[pair, h], me.g
-                    ),
-                )  # fmt: skip
-                p.store_sums(me, section, sums, self.scratch)
-            lanes.block_barrier()
-            p.outputs(section, self.scratch, mine, self._store(phase, layer, added))
-            lanes.block_barrier()  # the next round or phase has the same scratch memory
+            multiply = lambda: p.multiply(  # noqa: E731
+                me, x,
+                lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
+            )  # fmt: skip
+            parts, sums, first_tile = p.parts(section), None, self.weights.first_tile(phase)
+            of_parts = [p.my_outputs(me, part, first, first_tile) for _, part in parts]
+            rows = [[(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine] for mine in of_parts]
+            added = [self._added(phase, layer, of_part) for of_part in rows]
+            if len(parts) > 1:
+                sums = p.by_busy_warps(me, multiply)
+            for (at, part), mine, more in zip(parts, of_parts, added, strict=True):
+                with p.busy_warps(me):
+                    p.store_sums(me, part, sums or multiply(), self.scratch, at)
+                lanes.block_barrier()
+                p.outputs(part, self.scratch, mine, self._store(phase, layer, more))
+                lanes.block_barrier()  # the next part, round or phase has the same scratch memory
             return carry
 
         if p.together == p.tiles:

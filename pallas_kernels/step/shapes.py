@@ -17,6 +17,7 @@ from pallas_kernels.matmul.rows_product import MOST_ROWS, RowsProduct
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
+ROUNDS_FROM = 16  # rows: of more, a block's tiles of a split may be in rounds
 Product = BitProduct | RowsProduct
 
 
@@ -58,14 +59,14 @@ class Shapes:
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
         if self.rows > MOST_ROWS:
-            return f"{self.rows} rows are more than the {MOST_ROWS} that two products of a tensor core have"
+            return f"{self.rows} rows are more than the {MOST_ROWS} whose activations a warp has registers for"
         if self.rows > 1 and self.bits != 8:
             return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
         if taken > most:
             return f"a block's share of a layer takes {taken} bytes of shared memory; there are {most}"
-        if (owners := self.attention(1, 1, False, False).owners) > self.blocks:
-            return f"{owners} blocks for attention are more than {self.blocks} multiprocessors"
+        if (wanted := self.attention(1, 1, False, False).blocks) > self.blocks:
+            return f"{wanted} blocks for attention are more than {self.blocks} multiprocessors"
         return None
 
     @property
@@ -100,7 +101,7 @@ class Shapes:
         return Attention(
             rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
-            normed=normed, eps=self.eps, interleaved=interleaved,
+            normed=normed, eps=self.eps, interleaved=interleaved, of_launch=True,
         )  # fmt: skip
 
     @property
@@ -186,7 +187,8 @@ class Shapes:
 
 
 def _split(p: RowsProduct, blocks: int) -> RowsProduct:
-    """The same with the most splits of the columns that give no warp more to do and no block rounds."""
+    """The same with the most splits of the columns that give no warp more to do and, of up to eight rows, no
+    block rounds: of more, that blocks read less of what is passed on is worth them."""
     for splits in range(MOST_SPLITS, 1, -1):
         if p.columns % (2 * GROUP * splits) or blocks < splits:
             continue
@@ -194,7 +196,7 @@ def _split(p: RowsProduct, blocks: int) -> RowsProduct:
             p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
             tiles=-(-p.n_tiles // (blocks // splits)),
         )  # fmt: skip
-        if q.tiles * q.per_warp <= p.tiles * p.per_warp and q.together == q.tiles:
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > ROUNDS_FROM):
             return q
     return p
 

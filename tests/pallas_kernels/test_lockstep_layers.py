@@ -69,11 +69,13 @@ CASES = [
     (2, 384, 2560, 4, 2, 20, [5, 9, 300, 20, -1, 2, 3, 4, 17], 8, True, False, False),
     # 11 rows: eight and three, together, and behind the feed-forward one after the other
     (2, 384, 2176, 4, 2, 24, [5, 9, 40, 20, -1, 2, 3, 4, 17, 0, 16], 8, True, True, False),
+    # 18 rows: attention by two teams of a block, down in two splits, of which tiles are in rounds
+    (2, 384, 2560, 4, 2, 20, [5, 9, 200, 20, -1, 2, 3, 4, 17, 0, 16, 33, 7, 8, 64, -1, 80, 1], 8, True, True, False),
 ]
 CASES = [(*case, layout) for case, layout in zip(CASES, itertools.cycle(cache_layouts.names()), strict=False)]
 
 
-@pytest.mark.parametrize("rows", range(5, 17))
+@pytest.mark.parametrize("rows", range(5, 25))
 @pytest.mark.parametrize("sizes", [(4096, 12288, 32), (2560, 9728, 32), (2048, 6144, 16)])
 def test_a_layer_s_code_stays_small(sizes, rows):
     """Twice as many products in a round are a third more time: a layer's code is more than a multiprocessor
