@@ -282,7 +282,8 @@ class Attention(Plan):
         block, of_row = lanes.block(), self.owners // self.rows
         owner, split = block // self.splits, block % self.splits
         if self.teams > 1:
-            owner = block * self.teams + lanes.thread() // (32 * self.team)
+            team = lanes.thread() // (32 * self.team)
+            owner = team * self.blocks + block if self.of_launch else block * self.teams + team
             split = select(owner < self.owners, index(0), index(1))
         owner = minimum(owner, self.owners - 1)
         return owner, owner // of_row, owner % of_row, split

@@ -85,6 +85,8 @@ class Plan:
 
     @property
     def blocks(self) -> int:
+        if self.of_launch:  # all have a team before one has two
+            return min(self.owners * self.splits, self.most_blocks)
         return -(-self.owners * self.splits // self.teams)
 
     @property

@@ -32,7 +32,7 @@ from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum, select, total, true
+from pallas_kernels.gpu.values import index, minimum, real, select, total, true
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
 from pallas_kernels.matmul.rows_product import RowsProduct, Section
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
@@ -40,6 +40,7 @@ from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
 MOST_AHEAD = 512  # keys of all rows: fewer are asked for a layer ahead, or they would wait behind weights
+NORMS_ONCE = True
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -336,24 +337,35 @@ class _Step:
                 lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
                 lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
             )  # fmt: skip
-            parts, sums, first_tile = p.parts(section), None, self.weights.first_tile(phase)
+            parts, sums, first_tile, made = p.parts(section), None, self.weights.first_tile(phase), []
             of_parts = [p.my_outputs(me, part, first, first_tile) for _, part in parts]
             rows = [[(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine] for mine in of_parts]
             added = [self._added(phase, layer, of_part) for of_part in rows]
             if len(parts) > 1:
                 sums = p.by_busy_warps(me, multiply)
+            norms = iter(carry)
             for (at, part), mine, more in zip(parts, of_parts, added, strict=True):
                 with p.busy_warps(me):
                     p.store_sums(me, part, sums or multiply(), self.scratch, at)
                 lanes.block_barrier()
-                p.outputs(part, self.scratch, mine, self._store(phase, layer, more))
+                of_part = None
+                if carry:
+                    of_part = [next(norms) for _ in mine]
+                    new = lambda: [p.norm(self.scratch, minimum(m[-1], p.rows - 1)) for m in mine]  # noqa: E731
+                    of_part = lanes.choose(first == 0, new, of_part)
+                    made += of_part
+                p.outputs(part, self.scratch, mine, self._store(phase, layer, more), of_part)
                 lanes.block_barrier()  # the next part, round or phase has the same scratch memory
-            return carry
+            return made
 
         if p.together == p.tiles:
             one_round(index(0), [])
         else:
-            lanes.loop(0, p.tiles, p.together, [], one_round)
+            norms = []
+            if p.normed and NORMS_ONCE:
+                outputs = (p.my_outputs(me, part, index(0), index(0)) for _, part in p.parts(section))
+                norms = [real(0) for mine in outputs for _ in mine]
+            lanes.loop(0, p.tiles, p.together, norms, one_round)
 
     def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):

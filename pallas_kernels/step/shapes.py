@@ -65,8 +65,9 @@ class Shapes:
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
         if taken > most:
             return f"a block's share of a layer takes {taken} bytes of shared memory; there are {most}"
-        if (wanted := self.attention(1, 1, False, False).blocks) > self.blocks:
-            return f"{wanted} blocks for attention are more than {self.blocks} multiprocessors"
+        a = self.attention(1, 1, False, False)
+        if a.owners > a.teams * self.blocks:
+            return f"{a.owners} teams for attention are more than {self.blocks} multiprocessors have"
         return None
 
     @property
