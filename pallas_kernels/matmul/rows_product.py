@@ -71,6 +71,7 @@ class RowsProduct(abc.ABC):
     matrices: int = 1
     normed: bool = False
     eps: float = 0.0
+    most_sums: int = MOST_SUMS
 
     @property
     @abc.abstractmethod
@@ -94,7 +95,7 @@ class RowsProduct(abc.ABC):
     @property
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory. One of more than 16 rows: no registers for more."""
-        room = MOST_SUMS // (self.matrices * self.summed_rows * self.sums_of_row)
+        room = self.most_sums // (self.matrices * self.summed_rows * self.sums_of_row)
         if self.section_rows > 2 * WIDTH:
             return 1
         of_tile = self.matrices * -(-self.section_rows // WIDTH)
@@ -105,7 +106,7 @@ class RowsProduct(abc.ABC):
     @property
     def summed_rows(self) -> int:
         """Of a section, whose sums meet in shared memory at once."""
-        room = MOST_SUMS // (self.matrices * self.sums_of_row)
+        room = self.most_sums // (self.matrices * self.sums_of_row)
         return self.section_rows if self.section_rows <= room else min(self.section_rows, SUMMED_ROWS)
 
     def parts(self, section: Section) -> list[tuple[int, Section]]:

@@ -40,7 +40,6 @@ from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
 MOST_AHEAD = 512  # keys of all rows: fewer are asked for a layer ahead, or they would wait behind weights
-NORMS_ONCE = True
 AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
@@ -315,7 +314,7 @@ class _Step:
             with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first == 0):
                 self._request_during(phase, layer)
             with p.busy_warps(me):
-                p.store_squares(me, section, x, self.scratch)
+                p.store_squares(me, section, x, self._sums(phase)[1])
             self.weights.wait(phase, layer)
             self._rounds(phase, layer, me, section, x)
             return carry
@@ -325,10 +324,22 @@ class _Step:
         else:  # a loop: straight code of both would be more than the instruction cache has room for
             lanes.loop(0, p.rows, p.section_rows, [], one_section)
 
+    def _sums(self, phase: Phase):
+        """Where sums of a round lie, and where squares do, `p.sums` behind it; how many rounds there are
+        beside each other."""
+        place = self.shapes.spare(phase)
+        if place is None:
+            return self.scratch, self.scratch, 1
+        begin, rounds = place
+        reals = functools.partial(memory.Reals, self.weights.smem)
+        return reals(begin), reals(begin + (rounds - 1) * self.products[phase].sums), rounds
+
     def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
         """A section's product with all of the block's tiles."""
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
+        scratch, squares, beside = self._sums(phase)
+        beside = 1 if len(p.parts(section)) > 1 else beside
 
         def one_round(first, carry):
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
@@ -343,29 +354,34 @@ class _Step:
             added = [self._added(phase, layer, of_part) for of_part in rows]
             if len(parts) > 1:
                 sums = p.by_busy_warps(me, multiply)
-            norms = iter(carry)
+            norms, smem = iter(carry), scratch
+            if beside > 1:
+                smem = memory.Reals(scratch.ref, first // p.together % 2 * p.sums + scratch.begin)
             for (at, part), mine, more in zip(parts, of_parts, added, strict=True):
                 with p.busy_warps(me):
-                    p.store_sums(me, part, sums or multiply(), self.scratch, at)
+                    p.store_sums(me, part, sums or multiply(), smem, at)
                 lanes.block_barrier()
                 of_part = None
                 if carry:
                     of_part = [next(norms) for _ in mine]
-                    new = lambda: [p.norm(self.scratch, minimum(m[-1], p.rows - 1)) for m in mine]  # noqa: E731
+                    new = lambda: [p.norm(squares, minimum(m[-1], p.rows - 1)) for m in mine]  # noqa: E731
                     of_part = lanes.choose(first == 0, new, of_part)
                     made += of_part
-                p.outputs(part, self.scratch, mine, self._store(phase, layer, more), of_part)
-                lanes.block_barrier()  # the next part, round or phase has the same scratch memory
+                p.outputs(part, smem, mine, self._store(phase, layer, more), of_part)
+                if beside == 1:
+                    lanes.block_barrier()  # the next part, round or phase has the same scratch memory
             return made
 
+        norms = []
+        if p.normed:
+            outputs = (p.my_outputs(me, part, index(0), index(0)) for _, part in p.parts(section))
+            norms = [real(0) for mine in outputs for _ in mine]
         if p.together == p.tiles:
-            one_round(index(0), [])
+            one_round(index(0), norms)
         else:
-            norms = []
-            if p.normed and NORMS_ONCE:
-                outputs = (p.my_outputs(me, part, index(0), index(0)) for _, part in p.parts(section))
-                norms = [real(0) for mine in outputs for _ in mine]
             lanes.loop(0, p.tiles, p.together, norms, one_round)
+        if beside > 1:
+            lanes.block_barrier()
 
     def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):

@@ -13,10 +13,11 @@ from pallas_kernels.matmul import rows_of_planes
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, PAIR_BYTES, SCALE_BYTES, BitProduct
 from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
 from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.rows_product import MOST_ROWS, RowsProduct
+from pallas_kernels.matmul.rows_product import MOST_ROWS, MOST_SUMS, RowsProduct
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
+SPARE_FROM = 5
 ROUNDS_FROM = 16  # rows: of more, a block's tiles of a split may be in rounds
 Product = BitProduct | RowsProduct
 
@@ -91,10 +92,15 @@ class Shapes:
             )  # fmt: skip
             return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
 
+        o = product(self.hidden, width, added=True)
+        qkv, more = product(width + 2 * kv_width, self.hidden, normed=True), {}
+        if self.rows > 16 and SPARE_FROM <= self.rows:
+            room = (share_bytes(qkv) + share_bytes(o)) // 4 - self.rows * WARPS
+            more = {"most_sums": max(MOST_SUMS, room)}
         return {
-            Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
-            Phase.O: product(self.hidden, width, added=True),
-            Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2),
+            Phase.QKV: qkv,
+            Phase.O: o,
+            Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2, **more),
             Phase.DOWN: product(self.hidden, self.ffn, added=True),
         }
 
@@ -149,10 +155,22 @@ class Shapes:
         """Of 16 keys and values of 16 bits each."""
         return 2 * KEYS * self.head_dim * 2
 
+    def spare(self, phase: Phase) -> tuple[int, int] | None:
+        """Where a phase's sums lie in the shared memory for weights, in words, in place of others that have
+        been read and are asked for later, and of how many rounds beside each other; None: in the scratch."""
+        others = {Phase.O: [Phase.QKV], Phase.GATE_UP: [Phase.QKV, Phase.O]}.get(phase)
+        if others is None or self.rows < SPARE_FROM:
+            return None
+        p = self.products()
+        room, squares = sum(share_bytes(p[other]) for other in others) // 4, p[phase].rows * p[phase].busy
+        rounds = min(2, (room - squares) // p[phase].sums, -(-p[phase].tiles // p[phase].together))
+        return (0, rounds) if rounds else None
+
     @property
     def scratch(self) -> int:
         """float32 of shared memory for the phases, in turn; an even number."""
-        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+        here = [p for phase, p in self.products().items() if self.spare(phase) is None]
+        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *here))
         return most + most % 2
 
     @property

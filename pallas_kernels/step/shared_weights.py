@@ -19,6 +19,7 @@ class SharedWeights:
         self.products, self.layers, self.smem = shapes.products(), layers, weights_smem
         self.address, self.mbarriers = memory.shared_address(weights_smem), mbarriers
         self.begin = shapes.begins
+        self.sums_among = shapes.spare(Phase.GATE_UP) is not None
 
     def first_tile(self, phase: Phase):
         p = self.products[phase]
@@ -55,7 +56,10 @@ class SharedWeights:
             Phase.O: [(Phase.DOWN, half, None)],
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
             Phase.DOWN: [(Phase.GATE_UP, 0, most)],
-        }[phase]
+        }
+        if self.sums_among:
+            parts[Phase.DOWN], parts[Phase.GATE_UP] = parts[Phase.GATE_UP] + parts[Phase.DOWN], []
+        parts = parts[phase]
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
         for wanted, first, end in parts:
@@ -113,7 +117,7 @@ class SharedWeights:
     def _copy(self, phase: Phase, m: int, layer, first, tiles):
         """So many of the block's tiles of a matrix, from one on."""
         p, (words, scales), begin = self.products[phase], self.gmem[phase][m], self.begin[phase, m]
-        if phase in (Phase.QKV, Phase.DOWN):  # these may go to where keys and values were
+        if phase in (Phase.QKV, Phase.O, Phase.DOWN):  # where keys, values or sums may have been
             memory.fence_of_copies()
         tile = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
         for ref, each, at in (
