@@ -32,7 +32,7 @@ from pallas_kernels.gpu.values import (
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 from pallas_kernels.matmul.q1_decode_s8 import UNIT, bits_as_bytes, multiply_group
 from pallas_kernels.matmul.quantize_activations import largest_of_group
-from pallas_kernels.matmul.rows_product import SUMMED_ROWS, WIDTH, RowsProduct, Section
+from pallas_kernels.matmul.rows_product import WIDTH, RowsProduct, Section
 
 TOP = 127
 KEPT_WORDS = 9  # of a group, of each eight rows, while they are multiplied
@@ -68,7 +68,7 @@ class RowsOfBytes(RowsProduct):
         eights, of_eight = -(-self.rows // WIDTH), KEPT_WORDS * 2 * self.per_warp
         if of_eight * eights <= MOST_KEPT:
             return self.rows
-        sections = -(-eights // max(1, min(SUMMED_ROWS // WIDTH, MOST_KEPT // of_eight)))
+        sections = -(-eights // max(1, min(2, MOST_KEPT // of_eight)))
         return min(self.rows, WIDTH * -(-eights // sections))
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
@@ -153,16 +153,14 @@ class RowsOfBytes(RowsProduct):
                         y[u, m][i][r][c] = fma(d[r], product, y[u, m][i][r][c])
         return y
 
-    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem, at: int = 0):
-        of_y = at // WIDTH
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
         for (i, first), c in itertools.product(enumerate(_eights(section)), (0, 1)):
             row = me.t * 2 + (first + c)
             with lanes.when(row < section.rows):
                 for (u, m), of_tile in y.items():
                     for r in (0, 1):
-                        place = self.place(section, u, m, 0) + me.warp * 16 + me.g + 8 * r
-                        place = row * self.sums_of_row + place
-                        memory.store(of_tile[of_y + i][r][c], scratch_smem, place)
+                        at = self.place(section, u, m, 0) + me.warp * 16 + me.g + 8 * r
+                        memory.store(of_tile[i][r][c], scratch_smem, row * self.sums_of_row + at)
 
 
 def _eights(section: Section) -> range:

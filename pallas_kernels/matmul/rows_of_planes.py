@@ -152,7 +152,7 @@ class RowsOfPlanes(RowsProduct):
                     y[u, m][r] = fma(d[r], product, y[u, m][r])
         return y
 
-    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem, at: int = 0):
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
         # Lanes of a row that is not there have the last one's sums, and store them once more: behind a
         # condition the compiler would put the products too, and have no registers for what they wait with.
         row, inside = minimum(self._row(me), self.rows - 1), me.warp * 16 + me.g

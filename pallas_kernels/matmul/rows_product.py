@@ -17,20 +17,15 @@ have: tiles of a round, whose sums meet in shared memory.
 import abc
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
-import jax
-
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import real
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, LaneColumns
 
 WIDTH = 8  # columns of the tensor core
 MOST_ROWS = 4 * WIDTH
-SUMMED_ROWS = 2 * WIDTH  # whose sums meet at once, of a section of more
 MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
 
 
@@ -71,7 +66,6 @@ class RowsProduct(abc.ABC):
     matrices: int = 1
     normed: bool = False
     eps: float = 0.0
-    most_sums: int = MOST_SUMS
 
     @property
     @abc.abstractmethod
@@ -95,26 +89,13 @@ class RowsProduct(abc.ABC):
     @property
     def together(self) -> int:
         """Tiles of a round: their sums meet in shared memory. One of more than 16 rows: no registers for more."""
-        room = self.most_sums // (self.matrices * self.summed_rows * self.sums_of_row)
+        room = MOST_SUMS // (self.matrices * self.section_rows * self.sums_of_row)
         if self.section_rows > 2 * WIDTH:
             return 1
         of_tile = self.matrices * -(-self.section_rows // WIDTH)
         products = 2 * self.per_warp * of_tile
         most = max(1, min(self.tiles, room, self.most_tiles // of_tile, self.most_products // products))
         return -(-self.tiles // -(-self.tiles // most))
-
-    @property
-    def summed_rows(self) -> int:
-        """Of a section, whose sums meet in shared memory at once."""
-        room = self.most_sums // (self.matrices * self.sums_of_row)
-        return self.section_rows if self.section_rows <= room else min(self.section_rows, SUMMED_ROWS)
-
-    def parts(self, section: Section) -> list[tuple[int, Section]]:
-        """Its rows whose sums meet at once, and the first of them in it."""
-        return [
-            (at, Section(section.first + at, min(self.summed_rows, section.rows - at)))
-            for at in range(0, section.rows, self.summed_rows)
-        ]
 
     @property
     def sums_of_row(self) -> int:
@@ -129,21 +110,9 @@ class RowsProduct(abc.ABC):
         """For `with`: what they alone do."""
         return contextlib.nullcontext() if self.busy == self.warps else lanes.when(me.warp < self.busy)
 
-    def by_busy_warps(self, me: LaneColumns, multiply: Callable) -> dict:
-        """What they make, behind their `with`; of the others zeros."""
-        if self.busy == self.warps:
-            return multiply()
-        # Of one section, as `multiply` has them.
-        eights = -(-self.section_rows // WIDTH)
-        items = itertools.product(range(self.together), range(self.matrices))
-        zeros = {item: [[[real(0)] * 2 for _ in range(2)] for _ in range(eights)] for item in items}
-        leaves, structure = jax.tree.flatten(zeros)
-        made = lanes.choose(me.warp < self.busy, lambda: jax.tree.leaves(multiply()), leaves)
-        return jax.tree.unflatten(structure, made)
-
     @property
     def sums(self) -> int:
-        return self.together * self.matrices * self.summed_rows * self.sums_of_row
+        return self.together * self.matrices * self.section_rows * self.sums_of_row
 
     @property
     def scratch(self) -> int:
@@ -164,7 +133,7 @@ class RowsProduct(abc.ABC):
             tile = first + u
             valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
             of_all = row + section.first
-            if self.section_rows < self.rows:
+            if section.rows < self.rows:
                 valid = valid & (of_all < self.rows)
             out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, of_all))
         return out
@@ -216,5 +185,5 @@ class RowsProduct(abc.ABC):
         scales(m, u, p, h) its scales of a group."""
 
     @abc.abstractmethod
-    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem, at: int = 0):
-        """Where `outputs` finds them: of these rows, the first of which is row `at` of y."""
+    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
+        """Where `outputs` finds them."""

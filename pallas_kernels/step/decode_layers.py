@@ -339,43 +339,34 @@ class _Step:
         p = self.products[phase]
         assert isinstance(p, RowsProduct)
         scratch, squares, beside = self._sums(phase)
-        beside = 1 if len(p.parts(section)) > 1 else beside
 
-        def one_round(first, carry):
-            tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
-            multiply = lambda: p.multiply(  # noqa: E731
-                me, x,
-                lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                lambda m, u, pair, h: self.weights.scales(phase, m, tile[u], me.scale_group[pair, h], me.g),
-            )  # fmt: skip
-            parts, sums, first_tile, made = p.parts(section), None, self.weights.first_tile(phase), []
-            of_parts = [p.my_outputs(me, part, first, first_tile) for _, part in parts]
-            rows = [[(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine] for mine in of_parts]
-            added = [self._added(phase, layer, of_part) for of_part in rows]
-            if len(parts) > 1:
-                sums = p.by_busy_warps(me, multiply)
-            norms, smem = iter(carry), scratch
+        def one_round(first, norms):
+            smem = scratch
             if beside > 1:
-                smem = memory.Reals(scratch.ref, first // p.together % 2 * p.sums + scratch.begin)
-            for (at, part), mine, more in zip(parts, of_parts, added, strict=True):
-                with p.busy_warps(me):
-                    p.store_sums(me, part, sums or multiply(), smem, at)
-                lanes.block_barrier()
-                of_part = None
-                if carry:
-                    of_part = [next(norms) for _ in mine]
-                    new = lambda: [p.norm(squares, minimum(m[-1], p.rows - 1)) for m in mine]  # noqa: E731
-                    of_part = lanes.choose(first == 0, new, of_part)
-                    made += of_part
-                p.outputs(part, smem, mine, self._store(phase, layer, more), of_part)
-                if beside == 1:
-                    lanes.block_barrier()  # the next part, round or phase has the same scratch memory
-            return made
+                smem = memory.Reals(scratch.ref, first // p.together % beside * p.sums + scratch.begin)
+            mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
+            rows = [minimum(of_all, p.rows - 1) for *_, of_all in mine]
+            added = self._added(phase, layer, [(row, of[4]) for row, of in zip(rows, mine, strict=True)])
+            tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
+            with p.busy_warps(me):
+                sums = p.multiply(
+                    me, x,
+                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                    lambda m, u, pair, h: self.weights.scales(
+                        phase, m, tile[u], me.scale_group[pair, h], me.g
+                    ),
+                )  # fmt: skip
+                p.store_sums(me, section, sums, smem)
+            lanes.block_barrier()
+            if p.normed:  # a thread has the same rows in each round
+                norms = lanes.choose(first == 0, lambda: [p.norm(squares, row) for row in rows], norms)
+            p.outputs(section, smem, mine, self._store(phase, layer, added), norms)
+            if beside == 1:
+                lanes.block_barrier()  # the next round or phase has the same scratch memory
+            return norms
 
-        norms = []
-        if p.normed:
-            outputs = (p.my_outputs(me, part, index(0), index(0)) for _, part in p.parts(section))
-            norms = [real(0) for mine in outputs for _ in mine]
+        outputs = -(-p.together * section.rows * 16 // (32 * p.warps))
+        norms = [real(0)] * outputs if p.normed else []
         if p.together == p.tiles:
             one_round(index(0), norms)
         else:

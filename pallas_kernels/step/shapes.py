@@ -13,7 +13,7 @@ from pallas_kernels.matmul import rows_of_planes
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, PAIR_BYTES, SCALE_BYTES, BitProduct
 from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
 from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.rows_product import MOST_ROWS, MOST_SUMS, RowsProduct
+from pallas_kernels.matmul.rows_product import MOST_ROWS, RowsProduct
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
@@ -92,15 +92,10 @@ class Shapes:
             )  # fmt: skip
             return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
 
-        o = product(self.hidden, width, added=True)
-        qkv, more = product(width + 2 * kv_width, self.hidden, normed=True), {}
-        if self.rows > 16 and SPARE_FROM <= self.rows:
-            room = (share_bytes(qkv) + share_bytes(o)) // 4 - self.rows * WARPS
-            more = {"most_sums": max(MOST_SUMS, room)}
         return {
-            Phase.QKV: qkv,
-            Phase.O: o,
-            Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2, **more),
+            Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
+            Phase.O: product(self.hidden, width, added=True),
+            Phase.GATE_UP: product(self.ffn, self.hidden, normed=True, matrices=2),
             Phase.DOWN: product(self.hidden, self.ffn, added=True),
         }
 

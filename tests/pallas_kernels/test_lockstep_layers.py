@@ -69,6 +69,8 @@ CASES = [
     (2, 384, 2560, 4, 2, 20, [5, 9, 300, 20, -1, 2, 3, 4, 17], 8, True, False, False),
     # 11 rows: eight and three, together, and behind the feed-forward one after the other
     (2, 384, 2176, 4, 2, 24, [5, 9, 40, 20, -1, 2, 3, 4, 17, 0, 16], 8, True, True, False),
+    # 17 rows: a third eight of one, sums of two rounds of the feed-forward beside each other
+    (2, 384, 1280, 14, 2, 17, [5, 9, 100, 20, -1, 2, 3, 4, 17, 0, 16, 33, 7, 8, 64, -1, 1], 8, False, True, False),
     # 18 rows: attention by two teams of a block, down in two splits, of which tiles are in rounds
     (2, 384, 2560, 4, 2, 20, [5, 9, 200, 20, -1, 2, 3, 4, 17, 0, 16, 33, 7, 8, 64, -1, 80, 1], 8, True, True, False),
 ]
