@@ -28,8 +28,8 @@ JOINED = {
     "delta_gates": ("delta_alpha", "delta_beta"),
 }
 SWIGLU = ("w_gate", "w_up", "expert_gate", "expert_up")
-# Rows of a step, first and most: of one launch what was measured to be faster than layer_gemms (LOG.md); more of
-# layer_products are not measured; fewer than 9 have products of their own.
+# Rows of a step, first and most: of one launch three times the columns of a tensor core; more of
+# layer_products are not measured (LOG.md); fewer than 9 have products of their own.
 ROWS_OF_STEP = {"one_launch": (1, 24), "layer_products": (1, 2), "layer_gemms": (9, refusals.STEP_ROWS)}
 
 

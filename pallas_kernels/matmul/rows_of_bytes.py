@@ -1,4 +1,4 @@
-"""Products of 5 to 32 rows in one launch, on the integer tensor cores: weights become bytes once for all
+"""Products of 5 to 24 rows in one launch, on the integer tensor cores: weights become bytes once for all
 rows, as in q1_decode_s8.py; where a warp has no registers for all rows' activations, once for each eight.
 
 What is passed on (rows_product.py) for lane 4 g + t of those who multiply, of row g or g + 8: 12 words, each

@@ -32,7 +32,7 @@ from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum, real, select, total, true
+from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, BitProduct, LaneColumns, RowPlanes
 from pallas_kernels.matmul.rows_product import RowsProduct, Section
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
@@ -314,7 +314,7 @@ class _Step:
             with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first == 0):
                 self._request_during(phase, layer)
             with p.busy_warps(me):
-                p.store_squares(me, section, x, self._sums(phase)[1])
+                p.store_squares(me, section, x, self._sums(phase))
             self.weights.wait(phase, layer)
             self._rounds(phase, layer, me, section, x)
             return carry
@@ -325,28 +325,19 @@ class _Step:
             lanes.loop(0, p.rows, p.section_rows, [], one_section)
 
     def _sums(self, phase: Phase):
-        """Where sums of a round lie, and where squares do, `p.sums` behind it; how many rounds there are
-        beside each other."""
-        place = self.shapes.spare(phase)
-        if place is None:
-            return self.scratch, self.scratch, 1
-        begin, rounds = place
-        reals = functools.partial(memory.Reals, self.weights.smem)
-        return reals(begin), reals(begin + (rounds - 1) * self.products[phase].sums), rounds
+        """Where a phase's sums lie, and squares behind them."""
+        if phase == Phase.GATE_UP and self.shapes.sums_among_weights:
+            return memory.Reals(self.weights.smem, 0)
+        return self.scratch
 
     def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
         """A section's product with all of the block's tiles."""
-        p = self.products[phase]
+        p, smem = self.products[phase], self._sums(phase)
         assert isinstance(p, RowsProduct)
-        scratch, squares, beside = self._sums(phase)
 
-        def one_round(first, norms):
-            smem = scratch
-            if beside > 1:
-                smem = memory.Reals(scratch.ref, first // p.together % beside * p.sums + scratch.begin)
+        def one_round(first, carry):
             mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
-            rows = [minimum(of_all, p.rows - 1) for *_, of_all in mine]
-            added = self._added(phase, layer, [(row, of[4]) for row, of in zip(rows, mine, strict=True)])
+            added = self._added(phase, layer, [(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine])
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             with p.busy_warps(me):
                 sums = p.multiply(
@@ -358,21 +349,14 @@ class _Step:
                 )  # fmt: skip
                 p.store_sums(me, section, sums, smem)
             lanes.block_barrier()
-            if p.normed:  # a thread has the same rows in each round
-                norms = lanes.choose(first == 0, lambda: [p.norm(squares, row) for row in rows], norms)
-            p.outputs(section, smem, mine, self._store(phase, layer, added), norms)
-            if beside == 1:
-                lanes.block_barrier()  # the next round or phase has the same scratch memory
-            return norms
+            p.outputs(section, smem, mine, self._store(phase, layer, added))
+            lanes.block_barrier()  # the next round or phase has the same scratch memory
+            return carry
 
-        outputs = -(-p.together * section.rows * 16 // (32 * p.warps))
-        norms = [real(0)] * outputs if p.normed else []
         if p.together == p.tiles:
-            one_round(index(0), norms)
+            one_round(index(0), [])
         else:
-            lanes.loop(0, p.tiles, p.together, norms, one_round)
-        if beside > 1:
-            lanes.block_barrier()
+            lanes.loop(0, p.tiles, p.together, [], one_round)
 
     def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):

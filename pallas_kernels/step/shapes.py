@@ -13,12 +13,10 @@ from pallas_kernels.matmul import rows_of_planes
 from pallas_kernels.matmul.q1_decode_b1 import GROUP, PAIR_BYTES, SCALE_BYTES, BitProduct
 from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
 from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.rows_product import MOST_ROWS, RowsProduct
+from pallas_kernels.matmul.rows_product import MOST_ROWS, WIDTH, RowsProduct
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
-SPARE_FROM = 5
-ROUNDS_FROM = 16  # rows: of more, a block's tiles of a split may be in rounds
 Product = BitProduct | RowsProduct
 
 
@@ -60,7 +58,7 @@ class Shapes:
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
         if self.rows > MOST_ROWS:
-            return f"{self.rows} rows are more than the {MOST_ROWS} whose activations a warp has registers for"
+            return f"{self.rows} rows are more than {MOST_ROWS}, whose activations a warp has registers for"
         if self.rows > 1 and self.bits != 8:
             return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
@@ -150,21 +148,19 @@ class Shapes:
         """Of 16 keys and values of 16 bits each."""
         return 2 * KEYS * self.head_dim * 2
 
-    def spare(self, phase: Phase) -> tuple[int, int] | None:
-        """Where a phase's sums lie in the shared memory for weights, in words, in place of others that have
-        been read and are asked for later, and of how many rounds beside each other; None: in the scratch."""
-        others = {Phase.O: [Phase.QKV], Phase.GATE_UP: [Phase.QKV, Phase.O]}.get(phase)
-        if others is None or self.rows < SPARE_FROM:
-            return None
-        p = self.products()
-        room, squares = sum(share_bytes(p[other]) for other in others) // 4, p[phase].rows * p[phase].busy
-        rounds = min(2, (room - squares) // p[phase].sums, -(-p[phase].tiles // p[phase].together))
-        return (0, rounds) if rounds else None
+    @property
+    def sums_among_weights(self) -> bool:
+        """Whether sums of gate and up, of more than 16 rows, lie in place of weights of q, k and v and of o,
+        which have been read and are asked for later; else in the scratch, as others' do."""
+        products = self.products()
+        p, room = products[Phase.GATE_UP], share_bytes(products[Phase.QKV]) + share_bytes(products[Phase.O])
+        return self.rows > 2 * WIDTH and isinstance(p, RowsProduct) and 4 * p.scratch <= room
 
     @property
     def scratch(self) -> int:
         """float32 of shared memory for the phases, in turn; an even number."""
-        here = [p for phase, p in self.products().items() if self.spare(phase) is None]
+        elsewhere = Phase.GATE_UP if self.sums_among_weights else None
+        here = [p for phase, p in self.products().items() if phase != elsewhere]
         most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *here))
         return most + most % 2
 
@@ -210,7 +206,7 @@ def _split(p: RowsProduct, blocks: int) -> RowsProduct:
             p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
             tiles=-(-p.n_tiles // (blocks // splits)),
         )  # fmt: skip
-        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > ROUNDS_FROM):
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > WIDTH):
             return q
     return p
 

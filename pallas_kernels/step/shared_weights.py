@@ -19,7 +19,7 @@ class SharedWeights:
         self.products, self.layers, self.smem = shapes.products(), layers, weights_smem
         self.address, self.mbarriers = memory.shared_address(weights_smem), mbarriers
         self.begin = shapes.begins
-        self.sums_among = shapes.spare(Phase.GATE_UP) is not None
+        self.sums_among = shapes.sums_among_weights
 
     def first_tile(self, phase: Phase):
         p = self.products[phase]
@@ -57,7 +57,7 @@ class SharedWeights:
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
             Phase.DOWN: [(Phase.GATE_UP, 0, most)],
         }
-        if self.sums_among:
+        if self.sums_among:  # where these go
             parts[Phase.DOWN], parts[Phase.GATE_UP] = parts[Phase.GATE_UP] + parts[Phase.DOWN], []
         parts = parts[phase]
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
