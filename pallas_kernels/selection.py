@@ -18,7 +18,7 @@
                8 or 16, to 128     more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
-    Step       q1                  1 to 16, if they have room  from 9.0   one_launch
+    Step       q1                  1 to 24, if they have room  from 9.0   one_launch
                kq, with experts    1, if it has room           from 8.0   one_launch
                kq                  as many as have room        from 8.0   layer_products
                q1, kq              9 to 256                    9.0        layer_gemms

@@ -237,7 +237,7 @@ class Attention(Plan):
         most_ahead  if a row has fewer keys than its share of so many; None: always
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
-        behind_keys  called by all threads when all keys have been read
+        behind_keys  called by all threads when all keys have been read; of one team only
         slots       a warp's places in shared memory by its number, as `attend` has `slot`; None: keys and
                     values go to registers
         asked       whether this warp's first keys have been asked for (`ask`)
@@ -261,7 +261,10 @@ class Attention(Plan):
 
     def has_share(self, kept: Kept):
         """Whether this block has a share of a layer's work."""
-        return (lanes.block() < self.blocks) & (self._owner()[-1] < self._splits(kept.position)[-1])
+        mine = lanes.block() < self.blocks
+        if self.teams > 1:  # the first team's is enough
+            return mine
+        return mine & (self._owner()[-1] < self._splits(kept.position)[-1])
 
     @property
     def makes_groups(self) -> bool:
@@ -279,7 +282,8 @@ class Attention(Plan):
         block, of_row = lanes.block(), self.owners // self.rows
         owner, split = block // self.splits, block % self.splits
         if self.teams > 1:
-            owner = block * self.teams + lanes.thread() // 32
+            team = lanes.thread() // (32 * self.team)
+            owner = team * self.blocks + block if self.of_launch else block * self.teams + team
             split = select(owner < self.owners, index(0), index(1))
         owner = minimum(owner, self.owners - 1)
         return owner, owner // of_row, owner % of_row, split

@@ -212,7 +212,7 @@ def copy_first(which: int, plan: Plan, cache: Cache, share: Share, layer, slot, 
 def ask_for(plan: Plan, cache: Cache, share: Share, layer):
     """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
     cache cannot hold beside the weights is read twice."""
-    lane, warp = integer(lanes.thread() % 32), integer(lanes.thread() // 32)
+    lane, warp = integer(lanes.thread() % 32), integer(team_warp(plan))
     key, half = lane // 2, lane % 2
     part = half * (plan.head_dim // 2)
 

@@ -36,6 +36,7 @@ class Plan:
     pairs: int | None = None  # of a head that rope turns, here; None: all; 0: q and k are as they come
 
     gated: bool = False  # behind each query lies its gate, by whose sigmoid outputs are multiplied
+    of_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
 
     @property
     def turned(self) -> bool:
@@ -68,20 +69,24 @@ class Plan:
         """Warps that share a split."""
         if self.owners <= self.most_blocks:
             return WARPS
+        if self.of_launch:
+            return WARPS // 2
         return 1 if 3 * self.owners >= 2 * WARPS * self.most_blocks else 4
 
     @property
     def warps(self) -> int:
         """Of a block."""
-        return max(4, self.team)
+        return WARPS if self.of_launch else max(4, self.team)
 
     @property
     def teams(self) -> int:
-        """Of a block; where there are several, each is a warp."""
+        """Of a block; where there are several, each is a warp, or four."""
         return self.warps // self.team
 
     @property
     def blocks(self) -> int:
+        if self.of_launch:  # all have a team before one has two
+            return min(self.owners * self.splits, self.most_blocks)
         return -(-self.owners * self.splits // self.teams)
 
     @property

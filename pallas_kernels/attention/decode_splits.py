@@ -23,16 +23,18 @@ LOWEST = -1e30  # stands for minus infinity, of which differences are not number
 
 def team_thread(plan: Plan):
     """The thread's number in its team."""
-    return lanes.thread() if plan.teams == 1 else lanes.thread() % 32
+    return lanes.thread() if plan.teams == 1 else lanes.thread() % (32 * plan.team)
 
 
 def team_begin(plan: Plan):
     """Where the team's shared memory begins."""
-    return 0 if plan.teams == 1 else lanes.thread() // 32 * (plan.scratch // plan.teams)
+    return 0 if plan.teams == 1 else lanes.thread() // (32 * plan.team) * (plan.scratch // plan.teams)
 
 
 def team_barrier(plan: Plan) -> Callable[[], None]:
-    return lanes.block_barrier if plan.teams == 1 else lanes.warp_barrier
+    if plan.teams == 1:
+        return lanes.block_barrier
+    return lanes.warp_barrier if plan.team == 1 else lanes.warpgroup_barrier
 
 
 @dataclasses.dataclass(frozen=True)

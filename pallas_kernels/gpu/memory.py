@@ -4,6 +4,7 @@ or an i32."""
 
 import functools
 import operator
+from typing import Any, NamedTuple
 
 from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
@@ -13,7 +14,17 @@ from pallas_kernels.gpu import lanes
 from pallas_kernels.gpu.values import as_real, as_word, f32, i32, i64, index, integer, long, of
 
 
+class Reals(NamedTuple):
+    """float32 in a ref of i32, from element `begin` on: for `load` and `store`."""
+
+    ref: Any
+    begin: Any
+
+
 def load(ref, *indices):
+    if isinstance(ref, Reals):
+        (at,) = indices
+        return as_real(load(ref.ref, at + ref.begin))
     return of(memref.load(ref, list(map(index, indices))))
 
 
@@ -23,6 +34,9 @@ def load_each(ref, places: list) -> list:
 
 
 def store(value, ref, *indices):
+    if isinstance(ref, Reals):
+        (at,) = indices
+        return store(as_word(value), ref.ref, at + ref.begin)
     memref.store(value, ref, list(map(index, indices)))
 
 

@@ -1,4 +1,4 @@
-"""Products of 5 to 16 rows in one launch, on the integer tensor cores: weights become bytes once for all
+"""Products of 5 to 24 rows in one launch, on the integer tensor cores: weights become bytes once for all
 rows, as in q1_decode_s8.py; where a warp has no registers for all rows' activations, once for each eight.
 
 What is passed on (rows_product.py) for lane 4 g + t of those who multiply, of row g or g + 8: 12 words, each
@@ -66,8 +66,11 @@ class RowsOfBytes(RowsProduct):
 
     @property
     def section_rows(self) -> int:
-        kept = KEPT_WORDS * 2 * self.per_warp * -(-self.rows // WIDTH)
-        return self.rows if kept <= MOST_KEPT else min(self.rows, WIDTH)
+        eights, of_eight = -(-self.rows // WIDTH), KEPT_WORDS * 2 * self.per_warp
+        if of_eight * eights <= MOST_KEPT:
+            return self.rows
+        sections = -(-eights // max(1, min(2, MOST_KEPT // of_eight)))
+        return min(self.rows, WIDTH * -(-eights // sections))
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)

@@ -1,4 +1,4 @@
-"""Products of 2 to 16 rows as phases of a decode step in one launch (decode_layers.py).
+"""Products of 2 to 24 rows as phases of a decode step in one launch (decode_layers.py).
 
 A group of 128 activations is not made by one block, so nobody who makes a part of it knows its largest; and
 all blocks would quantize all rows if each did it for itself. So it is done between: a warp of some block has
@@ -26,7 +26,7 @@ from pallas_kernels.matmul.bit_product import LaneColumns
 from pallas_kernels.matmul.q1_decode import GROUP
 
 WIDTH = 8  # columns of the tensor core
-MOST_ROWS = 2 * WIDTH
+MOST_ROWS = 3 * WIDTH
 MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
 
 
@@ -89,8 +89,10 @@ class RowsProduct(abc.ABC):
 
     @property
     def together(self) -> int:
-        """Tiles of a round: their sums meet in shared memory."""
+        """Tiles of a round: their sums meet in shared memory. Of more than 16 rows one: registers."""
         room = MOST_SUMS // (self.matrices * self.section_rows * self.sums_of_row)
+        if self.section_rows > 2 * WIDTH:
+            return 1
         of_tile = self.matrices * -(-self.section_rows // WIDTH)
         products = 2 * self.per_warp * of_tile
         most = max(1, min(self.tiles, room, self.most_tiles // of_tile, self.most_products // products))

@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_cache import Cache
+from pallas_kernels.attention.decode_cache import Cache, team_warp
 from pallas_kernels.attention.decode_keys import visit_bytes
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_splits import Exchange
@@ -187,8 +187,9 @@ class _Step:
 
     def _attend(self, layer):
         workspace, behind_keys = self.workspace, None
-        if self.has_slots:
-            behind_keys = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
+        request = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
+        if self.has_slots and self.attention.teams == 1:
+            behind_keys = request
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -206,6 +207,8 @@ class _Step:
             asked=self._asked(),
         )  # fmt: skip
         lanes.block_barrier()
+        if self.has_slots and self.attention.teams > 1:
+            request()
 
     def _product(self, phase: Phase, layer):
         p = self.products[phase]
@@ -271,8 +274,10 @@ class _Step:
     def _pass_on_attended(self, layer, row, heads, load):
         """What a block of attention has made, by a warp for each group."""
         groups = self.attention.heads * self.attention.head_dim // GROUP
-        with lanes.when(lanes.thread() // 32 < groups):
-            self._pass_on_group(Phase.O, layer, heads * groups + lanes.thread() // 32, row, load)
+        for first in range(0, groups, self.attention.team):
+            group = team_warp(self.attention) + first
+            with lanes.when(group < groups):
+                self._pass_on_group(Phase.O, layer, heads * groups + group, row, load)
 
     def _pass_on_group(self, phase: Phase, layer, group, row, load):
         p, gamma = self.products[phase], self.gamma.get(phase)
@@ -299,7 +304,7 @@ class _Step:
             with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first == 0):
                 self._request_during(phase, layer)
             with p.busy_warps(me):
-                p.store_squares(me, section, x, self.scratch)
+                p.store_squares(me, section, x, self._sums(phase))
             self.weights.wait(phase, layer)
             self._rounds(phase, layer, me, section, x)
             return carry
@@ -309,9 +314,15 @@ class _Step:
         else:  # a loop: straight code of both would be more than the instruction cache has room for
             lanes.loop(0, p.rows, p.section_rows, [], one_section)
 
+    def _sums(self, phase: Phase):
+        """Where a phase's sums lie, and squares behind them."""
+        if phase == Phase.GATE_UP and self.shapes.sums_among_weights:
+            return memory.Reals(self.weights.smem, 0)
+        return self.scratch
+
     def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
         """A section's product with all of the block's tiles."""
-        p = self.products[phase]
+        p, smem = self.products[phase], self._sums(phase)
         assert isinstance(p, RowsProduct)
 
         def one_round(first, carry):
@@ -326,9 +337,9 @@ class _Step:
                         phase, m, tile[u], me.scale_group[pair, h], me.g
                     ),
                 )  # fmt: skip
-                p.store_sums(me, section, sums, self.scratch)
+                p.store_sums(me, section, sums, smem)
             lanes.block_barrier()
-            p.outputs(section, self.scratch, mine, self._store(phase, layer, added))
+            p.outputs(section, smem, mine, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
             return carry
 

@@ -14,7 +14,7 @@ from pallas_kernels.matmul.bit_product import BitProduct
 from pallas_kernels.matmul.q1_decode import GROUP, PAIR_BYTES, SCALE_BYTES
 from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
 from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.rows_product import MOST_ROWS, RowsProduct
+from pallas_kernels.matmul.rows_product import MOST_ROWS, WIDTH, RowsProduct
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
@@ -59,14 +59,15 @@ class Shapes:
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
         if self.rows > MOST_ROWS:
-            return f"{self.rows} rows are more than the {MOST_ROWS} that two products of a tensor core have"
+            return f"{self.rows} rows are more than {MOST_ROWS}, whose activations a warp has registers for"
         if self.rows > 1 and self.bits != 8:
             return f"activations of {self.rows} rows are passed on as 8 bits; {self.bits} were asked for"
         taken, most = shared_memory.bytes_taken(*self.buffers), device.shared_bytes()
         if taken > most:
             return f"a block's share of a layer takes {taken} bytes of shared memory; there are {most}"
-        if (owners := self.attention(1, 1, False, False).owners) > self.blocks:
-            return f"{owners} blocks for attention are more than {self.blocks} multiprocessors"
+        a = self.attention(1, 1, False, False)
+        if a.owners > a.teams * self.blocks:
+            return f"{a.owners} teams for attention are more than {self.blocks} multiprocessors have"
         return None
 
     @property
@@ -101,7 +102,7 @@ class Shapes:
         return Attention(
             rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
-            normed=normed, eps=self.eps, interleaved=interleaved,
+            normed=normed, eps=self.eps, interleaved=interleaved, of_launch=True,
         )  # fmt: skip
 
     @property
@@ -149,9 +150,19 @@ class Shapes:
         return 2 * KEYS * self.head_dim * 2
 
     @property
+    def sums_among_weights(self) -> bool:
+        """Whether sums of gate and up, of more than 16 rows, lie in place of weights of q, k and v and of o,
+        which have been read and are asked for later; else in the scratch, as others' do."""
+        products = self.products()
+        p, room = products[Phase.GATE_UP], share_bytes(products[Phase.QKV]) + share_bytes(products[Phase.O])
+        return self.rows > 2 * WIDTH and isinstance(p, RowsProduct) and 4 * p.scratch <= room
+
+    @property
     def scratch(self) -> int:
         """float32 of shared memory for the phases, in turn; an even number."""
-        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *self.products().values()))
+        elsewhere = Phase.GATE_UP if self.sums_among_weights else None
+        here = [p for phase, p in self.products().items() if phase != elsewhere]
+        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *here))
         return most + most % 2
 
     @property
@@ -187,7 +198,8 @@ class Shapes:
 
 
 def _split(p: RowsProduct, blocks: int) -> RowsProduct:
-    """The same with the most splits of the columns that give no warp more to do and no block rounds."""
+    """The same with the most splits of the columns that give no warp more to do and, of up to eight rows, no
+    block rounds: of more, that blocks read less of what is passed on is worth them."""
     for splits in range(MOST_SPLITS, 1, -1):
         if p.columns % (2 * GROUP * splits) or blocks < splits:
             continue
@@ -195,7 +207,7 @@ def _split(p: RowsProduct, blocks: int) -> RowsProduct:
             p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
             tiles=-(-p.n_tiles // (blocks // splits)),
         )  # fmt: skip
-        if q.tiles * q.per_warp <= p.tiles * p.per_warp and q.together == q.tiles:
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > WIDTH):
             return q
     return p
 

@@ -19,6 +19,7 @@ class SharedWeights:
         self.products, self.layers, self.smem = shapes.products(), layers, weights_smem
         self.address, self.mbarriers = memory.shared_address(weights_smem), mbarriers
         self.begin = shapes.begins
+        self.sums_among = shapes.sums_among_weights
 
     def first_tile(self, phase: Phase):
         p = self.products[phase]
@@ -49,16 +50,18 @@ class SharedWeights:
         place of attention: by blocks without keys with those of QKV."""
         most = -(-2 * self.products[Phase.GATE_UP].tiles // 3)
         half = -(-self.products[Phase.DOWN].tiles // 2)
-        parts = {
+        parts: dict[Phase, list[tuple[Phase, int, int | None]]] = {
             Phase.QKV: [(Phase.GATE_UP, most, None)],
             Phase.ATTENTION: [(Phase.DOWN, 0, half)],
             Phase.O: [(Phase.DOWN, half, None)],
             Phase.GATE_UP: [(Phase.QKV, 0, None), (Phase.O, 0, None)],
             Phase.DOWN: [(Phase.GATE_UP, 0, most)],
-        }[phase]
+        }
+        if self.sums_among:  # where these go
+            parts[Phase.DOWN], parts[Phase.GATE_UP] = [*parts[Phase.GATE_UP], *parts[Phase.DOWN]], []
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
-        for wanted, first, end in parts:
+        for wanted, first, end in parts[phase]:
             wants = self.takes_part(wanted)
             if following:
                 wants = wants & (layer < self.layers - 1)
@@ -113,7 +116,8 @@ class SharedWeights:
     def _copy(self, phase: Phase, m: int, layer, first, tiles):
         """So many of the block's tiles of a matrix, from one on."""
         p, (words, scales), begin = self.products[phase], self.gmem[phase][m], self.begin[phase, m]
-        if phase in (Phase.QKV, Phase.DOWN):  # these may go to where keys and values were
+        # Where keys and values may have been, or sums.
+        if phase in (Phase.QKV, Phase.DOWN) or (self.sums_among and phase == Phase.O):
             memory.fence_of_copies()
         tile = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
         for ref, each, at in (

@@ -71,7 +71,7 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
 @pytest.mark.parametrize("name", ["bonsai-8b", "bonsai-4b", "bonsai-1.7b"])
 def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch):
     *_, plan = planned(f"synth:{name}:q1_0", monkeypatch)
-    of_rows = [plan.step.schedule(rows) for rows in (1, 16, 17, 256, 257)]
+    of_rows = [plan.step.schedule(rows) for rows in (1, 24, 25, 256, 257)]
     assert of_rows == ["one_launch"] * 2 + ["layer_gemms"] * 2 + ["launches"]
     room = decode_layers.Shapes.refuses
     monkeypatch.setattr(

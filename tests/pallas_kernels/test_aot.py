@@ -168,6 +168,7 @@ HOT_ON_HOPPER = {
     "one launch, 8B, 8 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=8),
     "one launch, 4B, 9 rows": lambda: one_launch(36, 2560, 9728, 32, 8, 128, rows=9),
     "one launch, 8B, 16 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=16),
+    "one launch, 8B, 24 rows": lambda: one_launch(36, 4096, 12288, 32, 8, 128, rows=24),
     "one launch, 1.7B, 16 bits": lambda: one_launch(28, 2048, 6144, 16, 8, 128, bits=16),
 }
 for layout in cache_layouts.names():

@@ -55,6 +55,7 @@ def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, ep
     return x, k_pages, v_pages
 
 
+MANY = [5, 9, 200, 20, -1, 2, 3, 4, 17, 0, 16, 33, 7, 8, 64, -1, 80]
 CASES = [
     # layers, hidden, ffn, heads, KV heads, blocks, lengths, bits, bias, normed, interleaved
     (3, 256, 512, 4, 2, 4, [5], 8, False, True, False),
@@ -70,11 +71,13 @@ CASES = [
     (2, 384, 2560, 4, 2, 20, [5, 9, 300, 20, -1, 2, 3, 4, 17], 8, True, False, False),
     # 11 rows: eight and three, together, and behind the feed-forward one after the other
     (2, 384, 2176, 4, 2, 24, [5, 9, 40, 20, -1, 2, 3, 4, 17, 0, 16], 8, True, True, False),
+    # 17 rows, eight, eight and one: attention by two teams of a block, sums among weights, down in two splits
+    (2, 384, 2560, 14, 2, 17, MANY, 8, True, True, False),
 ]
 CASES = [(*case, layout) for case, layout in zip(CASES, itertools.cycle(cache_layouts.names()), strict=False)]
 
 
-@pytest.mark.parametrize("rows", range(5, 17))
+@pytest.mark.parametrize("rows", range(5, 25))
 @pytest.mark.parametrize("sizes", [(4096, 12288, 32), (2560, 9728, 32), (2048, 6144, 16)])
 def test_a_layer_s_code_stays_small(sizes, rows):
     """Twice as many products in a round are a third more time: a layer's code is more than a multiprocessor

@@ -97,12 +97,12 @@ def test_a_kernel_asks_for_what_is_counted_and_no_more_than_there_is(name, capab
 
 
 # Rows of a step in one launch that an H200 has room for, and others: of each model the most.
-ROOM = {((9, 0), "8B"): 16, ((9, 0), "4B"): 16, ((9, 0), "1.7B"): 16, ((10, 0), "8B"): 16}
-ROOM |= {((12, 0), "8B"): 0, ((12, 0), "4B"): 0, ((12, 0), "1.7B"): 16}
+ROOM = {((9, 0), "8B"): 24, ((9, 0), "4B"): 24, ((9, 0), "1.7B"): 24, ((10, 0), "8B"): 24}
+ROOM |= {((12, 0), "8B"): 0, ((12, 0), "4B"): 0, ((12, 0), "1.7B"): 24}
 
 
 # One row has another kernel than eight, nine are two tiles of eight; the last is the most.
-@pytest.mark.parametrize("counts", [(1, 9, 16), pytest.param((2, 3, 8), marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("counts", [(1, 9, 24), pytest.param((2, 3, 8), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("capability", "model"), ROOM, ids=str)
 def test_one_launch_is_refused_exactly_where_it_has_no_room(capability, model, counts):
     """Mosaic asks for a byte of its own."""

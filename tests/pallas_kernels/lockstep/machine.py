@@ -117,11 +117,13 @@ class Machine:
         warps = self.active.reshape(-1, 32)
         assert (warps.any(axis=1) == warps.all(axis=1)).all(), "some lanes of a warp are elsewhere"
 
-    def barrier(self):
-        blocks = self.active.reshape(self.blocks, -1)
-        there = blocks.any(axis=1)
-        assert (there == blocks.all(axis=1)).all(), "some threads of a block never reach its barrier"
-        self.clocks.barrier(np.flatnonzero(there))
+    def barrier(self, threads: int | None = None):
+        """Of a block's threads, or of each so many of them."""
+        threads = threads or self.threads
+        groups = self.active.reshape(-1, threads)
+        there = groups.any(axis=1)
+        assert (there == groups.all(axis=1)).all(), "some threads of a block never reach its barrier"
+        self.clocks.barrier(np.flatnonzero(there), threads // 32)
 
     # Memory
 

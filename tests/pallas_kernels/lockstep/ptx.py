@@ -221,8 +221,7 @@ def _warp_barrier(machine, match):
 
 @instruction(r"^bar\.sync \$0, 128")
 def _warpgroup_barrier(machine, match, number):
-    assert machine.threads == 128
-    machine.barrier()
+    machine.barrier(128)
 
 
 @instruction(r"ld\.global\.nc\.v4\.f32 \{\$0,\$1,\$2,\$3\}, \[\$4\+(\d+)\]")

@@ -30,9 +30,10 @@ class Clocks:
         np.maximum.at(self.known, warps, told)
         self._own()
 
-    def barrier(self, blocks):
-        for block in blocks:
-            mine = slice(block * self.warps, (block + 1) * self.warps)
+    def barrier(self, groups, warps: int):
+        """Of groups of so many neighbouring warps, by their numbers."""
+        for group in groups:
+            mine = slice(group * warps, (group + 1) * warps)
             self.known[mine] = self.told(mine).max(axis=0)
         self._own()
         self.now += 1
