@@ -176,7 +176,7 @@ def _environment() -> Any:
     )
     environment.filters = chat_budget.filters(environment.filters)
     del environment.globals["lipsum"]
-    environment.globals |= {
+    environment.globals |= {  # pyrefly: ignore[bad-assignment]
         "raise_exception": chat_budget.raise_exception,
         "strftime_now": chat_budget.strftime_now,
     }

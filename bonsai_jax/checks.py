@@ -22,7 +22,7 @@ def check(holds: jax.Array, message: str, **values: jax.Array) -> None:
     """While `checked` traces: raise ValueError(message.format(**values)) where `holds` turns out False. Else
     nothing, since a check in a program keeps jax from its fast path."""
     if _checking.get():
-        checkify.check(holds, message, **values)  # pyright: ignore[reportArgumentType]
+        checkify.check(holds, message, **values)  # pyrefly: ignore[bad-argument-type]
 
 
 def checked(function: Callable) -> Callable:
@@ -38,7 +38,7 @@ def checked(function: Callable) -> Callable:
         with _on():
             return checkify.checkify(lambda: function(*args, **kwargs))()
 
-    traced.__signature__ = signature
+    traced.__signature__ = signature  # pyrefly: ignore[missing-attribute]
     static = [name for name in STATIC if name in signature.parameters]
     run = jax.jit(traced, static_argnames=static)
 

@@ -15,7 +15,7 @@ def use() -> None:
     """
     import jax  # here: the command line's help does without
 
-    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:  # pyright: ignore[reportAttributeAccessIssue]
+    if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         return
     try:
         folder().mkdir(parents=True, exist_ok=True)

@@ -154,7 +154,7 @@ def decode(
     """
     if state.speculation is not None:
         options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-        return speculation.decode(params, state, config, limit=limit, size=size, **options)  # pyright: ignore
+        return speculation.decode(params, state, config, limit=limit, size=size, **options)
 
     def unfinished(carry):
         i, state, _ = carry
@@ -173,7 +173,7 @@ def decode(
     if logprobs is not None:
         out += (sampling.no_logprobs((rows, size), logprobs),)
     _, state, out = jax.lax.while_loop(unfinished, body, (0, state, out))
-    return (state, *out)  # pyright: ignore[reportReturnType]
+    return (state, *out)
 
 
 @over_mesh("held", "rows", logprobs="rows")

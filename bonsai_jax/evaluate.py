@@ -159,7 +159,7 @@ class BaseWriter:
             np.lib.format.write_array(entry, tokens)
         self.entry = self.file.open("log_probs.npy", "w", force_zip64=True)
         header = {"descr": "<f4", "fortran_order": False, "shape": self.shape}
-        np.lib.format.write_array_header_1_0(self.entry, header)  # pyright: ignore[reportArgumentType]
+        np.lib.format.write_array_header_1_0(self.entry, header)
 
     def write(self, log_probs: Float[np.ndarray, "T V"]) -> None:
         self.entry.write(np.ascontiguousarray(log_probs, "<f4").tobytes())

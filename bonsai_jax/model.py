@@ -149,6 +149,7 @@ def resolve(run: RunConfig, checkpoint: Checkpoint, config: ModelConfig, parts: 
     cache_dtype = run.cache_dtype or ("float32" if on_cpu else "float16")
     run = dataclasses.replace(run, cache_dtype=cache_dtype, context=context)
     verdicts = card.explain_weights(checkpoint, config, run, parts)
+    # pyrefly: ignore[bad-argument-type]
     return dataclasses.replace(run, weights=next(verdict.kernel for verdict in verdicts if verdict.taken))
 
 

@@ -261,7 +261,7 @@ def _stack(
                     make = functools.partial(_make, matrix=matrix, members=members, placement=placement)
                     piece = _zeros(jax.eval_shape(make, sources), len(layers), members[0].share, placement)
                 piece = _place(piece, sources, index, matrix, members, placement)
-            pieces.append(piece)
+            pieces.append(piece)  # pyrefly: ignore[bad-argument-type]
         rotations = [
             _rotation(plan, stack.members_of(matrix, stack.layers(number)[0])[0], placement)
             for matrix in matrices

@@ -284,7 +284,7 @@ def _head(params: Params, x, layer, config):
 
 
 # Phases of layers that are not attention's, by what has them.
-OF_KIND: dict[Callable, Mixer | Channels] = {
+OF_KIND: dict[Callable, Mixer | Channels] = {  # pyrefly: ignore[bad-assignment]
     **dict.fromkeys((_delta_in, _delta_net, _delta_out), "delta"),
     **dict.fromkeys((_gate_up, _down), "mlp"),
     **dict.fromkeys((_router, _experts), "experts"),

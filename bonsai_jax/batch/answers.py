@@ -84,7 +84,7 @@ class Answers:
     def _ids(self, request: Request, prompt: Any) -> list[int]:
         if request.chat:
             prompt = self.engine.model.tokenizer.encode_chat(prompt, **self.job.template)
-        return encode(self.engine.model, prompt)  # pyright: ignore[reportReturnType]
+        return encode(self.engine.model, prompt)  # pyrefly: ignore[bad-return]
 
     def _new_tokens(self, request: Request, length: int, where: str) -> int:
         options, page_size = self.engine.options, self.engine.model.run.page_size

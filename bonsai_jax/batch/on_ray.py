@@ -53,7 +53,7 @@ class Worker:
 
     async def ready(self) -> str:
         """Who and where it is."""
-        import ray  # pyright: ignore[reportMissingImports]
+        import ray
 
         from bonsai_jax import card
 
@@ -84,7 +84,7 @@ class Actors:
 
     async def __call__(self, line: Line) -> dict[str, Any]:
         """Raises RuntimeError when no actor is left."""
-        from ray.exceptions import RayActorError  # pyright: ignore[reportMissingImports]
+        from ray.exceptions import RayActorError
 
         if isinstance(line.request, ValueError):
             return objects.failed(line, line.request)
@@ -117,7 +117,7 @@ class Actors:
 
     async def _watch(self, actor: Actor) -> None:
         """Until it has loaded its model, the first time or again."""
-        from ray import exceptions  # pyright: ignore[reportMissingImports]
+        from ray import exceptions
 
         while not actor.up:
             try:
@@ -156,7 +156,7 @@ def run(
     actors are lost, and what `batch.run` raises.
     """
     try:
-        import ray  # pyright: ignore[reportMissingImports]
+        import ray
     except ImportError:
         raise ImportError('ray is not installed; pip install "bonsai-jax[ray]", or leave --ray out') from None
     source = Path(source)

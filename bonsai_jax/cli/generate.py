@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -126,7 +126,7 @@ def command(
     every = [encode(prompt) for prompt in prompts]
     if max_new_tokens < 0:
         max_new_tokens = max(1, loaded.run.context - max(map(len, every)))
-    how = {"max_new_tokens": max_new_tokens, "sampling": params, "stop": stop or []}
+    how: dict[str, Any] = {"max_new_tokens": max_new_tokens, "sampling": params, "stop": stop or []}
     how |= {"ignore_eos": ignore_eos, "speculate": speculate}
     if lines:
         for output in bj.generate(loaded, every, **how, progress=True):
@@ -149,7 +149,7 @@ def command(
             "prefill_tok_s": seen.prefill_tok_s,
             "decode_tok_s": seen.decode_tok_s,
         }
-        answer = {
+        answer: dict[str, Any] = {
             "prompt_tokens": len(ids),
             "tokens": seen.tokens,
             "text": seen.text,

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -178,7 +179,7 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     from pallas_kernels import problems, selection
     from pallas_kernels.experts.groups import kernel_of
 
-    def entry(what: str, times: int, asked: dict[str, tuple[problems.Problem, int, str]]):
+    def entry(what: str, times: int, asked: Mapping[str, tuple[problems.Problem, int, str]]):
         kernels, reasons = {}, {}
         for name, (problem, rows, impl) in asked.items():
             for verdict in selection.explain(problem, rows, impl):

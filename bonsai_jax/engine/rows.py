@@ -87,14 +87,19 @@ def packed(rows: np.ndarray) -> Int[np.ndarray, "R columns"]:
 
 
 def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, Any]:
-    """The fields of each row by name, [R, ...]; of a structured field a dict."""
-    out = {}
+    """The fields of each row by name, [R, ...]; of a structured field a dict.
+
+    Of one row a field is a slice as it lies. XLA would give a kernel the address within `columns`, and Mosaic
+    refuses what does not begin at a multiple of 256 bytes; behind a barrier it is an array of its own.
+    """
+    out: dict[str, Any] = {}
     for name, (dtype, offset, *_) in (layout.fields or {}).items():
         part = columns[:, offset // 4 : (offset + dtype.itemsize) // 4]
         if dtype.fields:
             out[name] = unpacked(part, dtype)
             continue
         part = part.reshape(len(columns), *dtype.shape)
+        part = jax.lax.optimization_barrier(part) if dtype.shape else part
         out[name] = part if dtype.base == np.int32 else jax.lax.bitcast_convert_type(part, dtype.base)
     return out
 
@@ -170,7 +175,7 @@ def decode(
     Returns the pool, int32 [R, 1 + size], the steps that drew tokens and the tokens, and with logprobs=n
     Logprobs [R, size].
     """
-    rows, limit, table = columns[:, 0], columns[0, 1], columns[:, 2:]
+    rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, 2:])
     rules = {name: getattr(pool.sampler, name).at[rows].get(mode="clip") for name in PENALTIES}
     remembers = _remembers(rules, logits_processor)
     state = _take(pool, rows, table, remembers)

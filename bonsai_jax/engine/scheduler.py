@@ -137,7 +137,7 @@ class Scheduler:
 
     def _leave(self, request: Request) -> None:
         """Take back row and pages."""
-        device = self.devices[request.device]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        device = self.devices[request.device]  # pyrefly: ignore[bad-index]
         device.running.remove(request)
         if request.copy is not None:
             device.pages.release(request.copy[0], keep=True)
@@ -190,12 +190,12 @@ class Scheduler:
         return [[self._read(r, shape[1]) for r in of[: shape[0]]] for of in able], shape
 
     def _read(self, request: Request, most: int) -> Read:
-        device = self.devices[request.device]  # pyright: ignore[reportArgumentType, reportCallIssue]
+        device = self.devices[request.device]  # pyrefly: ignore[bad-index]
         count = min(_unread(request), most)
         if cuts := [at for at in request.cuts if request.read < at < request.read + count]:
             count = min(cuts) - request.read
         ends = request.read + count == request.to_read
-        place: tuple[int, list[int]] = request.row, request.table  # pyright: ignore[reportAssignmentType]
+        place: tuple[int, list[int]] = request.row, request.table  # pyrefly: ignore[bad-assignment]
         read = Read(request, *place, request.read, count, ends, not request.started, request.copy)
         request.read, request.started = request.read + count, True
         if request.copy is not None:  # dispatched before whatever takes the source over

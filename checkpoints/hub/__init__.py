@@ -119,7 +119,7 @@ def _one_line(source: str, repo: str, quant: str | None) -> Iterator[None]:
     except download.Stopped as e:
         raise CheckpointError(f"{source}: {e}; run it again to go on there") from e
     # HTTPError: the base of what its HTTP library raises.
-    except (errors.HTTPError, OSError) as e:  # pyright: ignore[reportPrivateImportUsage]
+    except (errors.HTTPError, OSError) as e:
         if isinstance(e, OSError) and e.strerror and not isinstance(e, (ConnectionError, TimeoutError)):
             place = e.filename or cache.folder()
             raise CheckpointError(f"{source}: {place}: {e.strerror}; HF_HOME sets another folder") from e

@@ -153,7 +153,7 @@ def _receive_patiently(url: str, file: File, out: io.BufferedRandom, show: Calla
     """`_receive`, tried again for as long as bytes come or the fault may pass."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
-        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - the base of what its HTTP library raises
+        HTTPError,
     )
 
     waits = iter(WAITS_S)

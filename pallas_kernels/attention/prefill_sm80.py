@@ -9,7 +9,6 @@ A block has 64 queries of one head, for one warpgroup. All its threads bring key
 
 Arguments, what is visited, what is masked and what is rounded are prefill_sm90.py's.
 """
-# pyright: reportAbstractUsage=false, reportCallIssue=false
 
 import functools
 

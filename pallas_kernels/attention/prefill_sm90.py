@@ -26,7 +26,6 @@ Keys behind the last position that a tile of queries can see are never visited, 
 its queries cannot see whole are masked. Against the reference, queries and softmax weights are rounded to the
 layout's OPERAND, as the cache's keys and values are.
 """
-# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false
 
 import dataclasses
 import functools

@@ -22,8 +22,8 @@ def place(name: str, what: str) -> Path | None:
 
     what  with this package's sources, all that its code depends on
     """
-    folder = jax.config.jax_compilation_cache_dir  # pyright: ignore[reportAttributeAccessIssue]
-    enabled = jax.config.jax_enable_compilation_cache  # pyright: ignore[reportAttributeAccessIssue]
+    folder = jax.config.jax_compilation_cache_dir
+    enabled = jax.config.jax_enable_compilation_cache
     if not folder or not enabled or "://" in folder:
         return None
     key = hashlib.sha256("\n".join((name, what, *_sources(), *processor())).encode()).hexdigest()

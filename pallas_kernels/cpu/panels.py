@@ -107,7 +107,7 @@ def _module(kernel: Kernel, name: str) -> ir.Module:
 
 
 class _Writer(activations.Writer):
-    kernel: Kernel
+    kernel: Kernel  # pyrefly: ignore[bad-override-mutable-attribute]
 
     # Activations
 

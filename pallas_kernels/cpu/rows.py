@@ -43,7 +43,7 @@ def _module(kernel: Kernel, name: str) -> ir.Module:
 
 
 class _Writer(activations.Writer):
-    kernel: Kernel
+    kernel: Kernel  # pyrefly: ignore[bad-override-mutable-attribute]
 
     def alone(self, frame: Value, threads: Value) -> Value:
         return constant(frame.b, I64, 1)

@@ -84,4 +84,4 @@ def _of_layer(stacks: tuple, layer, use):
     if isinstance(stacks[0], QTensor):
         return use(stacks, layer)
     parts = zip(*(stack.parts for stack in stacks), strict=True)
-    return LayerStack(tuple(parts), stacks[0].where).at(layer, use)  # pyright: ignore[reportArgumentType]
+    return LayerStack(tuple(parts), stacks[0].where).at(layer, use)  # pyrefly: ignore[bad-argument-type]

@@ -7,7 +7,7 @@ Functions take and return values.py's values and are called while a kernel is tr
 from typing import Any
 
 import numpy as np
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, gpu, llvm, scf, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
@@ -112,6 +112,7 @@ def ptx(result, operands, text: str, constraints: str, effects: bool = False) ->
         return None
     if len(types) == 1:
         return [of(found)] if isinstance(result, list) else of(found)
+    # pyrefly: ignore[bad-argument-type]
     return [of(llvm.extractvalue(kind, found, [i])) for i, kind in enumerate(types)]
 
 

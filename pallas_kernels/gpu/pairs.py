@@ -1,7 +1,7 @@
 """Pairs of 16-bit numbers in a word (i32), the first in the low half: what tensor cores multiply. Called
 while a kernel is traced, as lanes.py is."""
 
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import lanes

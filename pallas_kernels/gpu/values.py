@@ -16,7 +16,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith
 from jax._src.lib.mlir.dialects import math as mlir_math
 
@@ -64,7 +64,7 @@ class Value(ir.Value):
 
     __lt__, __le__ = _compare("ult", "OLT"), _compare("ule", "OLE")
     __gt__, __ge__ = _compare("ugt", "OGT"), _compare("uge", "OGE")
-    __eq__, __ne__ = _compare("eq", "OEQ"), _compare("ne", "UNE")  # pyright: ignore[reportAssignmentType]
+    __eq__, __ne__ = _compare("eq", "OEQ"), _compare("ne", "UNE")
     __hash__ = ir.Value.__hash__
 
     def __neg__(self):

@@ -1,5 +1,4 @@
 """What the kernels of many rows share: how lanes hold wgmma's operands and sums, and where the sums go."""
-# pyright: reportAbstractUsage=false, reportCallIssue=false
 
 import math
 

@@ -41,7 +41,7 @@ def differentiated(
     op = jax.custom_jvp(op)
 
     @functools.partial(op.defjvp, symbolic_zeros=True)
-    def derivative(primals, tangents):  # pyright: ignore[reportUnusedFunction]
+    def derivative(primals, tangents):
         *primal, indices = primals
         _refuse_integers(primal[-1], tangents[-2])
         varied, tree = jax.tree.flatten(primal)

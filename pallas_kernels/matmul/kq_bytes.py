@@ -68,7 +68,7 @@ def scales(kq: Lanes, fields: dict[str, Any], lane) -> list[Scales]:
         for row, word in zip(of.rows, words, strict=True):
             number = lanes.bytes_as_reals(word, signed=True)
             kinds.append([[row[r] * number[2 * r + h] for h in (0, 1)] for r in (0, 1)])
-        out.append(Scales(*kinds))
+        out.append(Scales(*kinds))  # pyrefly: ignore[bad-argument-type]
     return out
 
 

@@ -15,10 +15,9 @@ order of columns is kq_prefill_sm90's. There every instruction counts, and two w
 The codes become float16 by their place in 2^10 + q. Where d, or d and m, are float16 in the file, the values
 are still the definition's; of others (Q4_K, Q5_K, Q6_K) they are within about 2^-11 of it.
 """
-# pyright: reportAbstractUsage=false, reportCallIssue=false
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import llvm
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu

@@ -27,7 +27,6 @@ In a mixture of experts (experts/grouped.py) tiles of tokens come from a list, e
 multiplied with, and their number is not known before the kernel runs. Neighbouring blocks then have the same
 tokens, not the same weights: an expert's weights are read once for each of its tiles.
 """
-# pyright: reportPrivateImportUsage=false, reportCallIssue=false, reportOptionalMemberAccess=false, reportOptionalSubscript=false
 
 import functools
 import math
@@ -174,7 +173,7 @@ def _body(
     warpgroups, blocks, tokens, slots, stored, splits = plan
     rows, columns = grid
     if tiles_of:
-        rows = count_gmem[0]
+        rows = count_gmem[0]  # pyrefly: ignore[unsupported-operation]
     for_products, for_copies = REGISTERS[warpgroups]
     items = weights[0]["words"].shape[2] // splits
     steps = STEPS * items
@@ -189,8 +188,9 @@ def _body(
         if not tiles_of:
             return layer_gmem[0], lax.rem(pair + i * pairs, rows) * tokens, None
         row = lax.div(pair + i * pairs, columns)
+        # pyrefly: ignore[unsupported-operation]
         matrix = layer_gmem[0] * tiles_of.matrices + list_gmem[row, 0]
-        return matrix, list_gmem[row, 1], list_gmem[row, 2]
+        return matrix, list_gmem[row, 1], list_gmem[row, 2]  # pyrefly: ignore[unsupported-operation]
 
     def column_of(i):
         of_columns = pair + i * pairs if tiles_of else lax.div(pair + i * pairs, rows)
@@ -212,9 +212,8 @@ def _body(
 
         def bring_residual(i, token, part):
             stage = warpgroup * STAGES + part % STAGES
-            plgpu.copy_gmem_to_smem(
-                residual_gmem.at[place(i, token, part)], stage_smem.at[stage], stage_full.at[stage]
-            )
+            there = residual_gmem.at[place(i, token, part)]  # pyrefly: ignore[missing-attribute]
+            plgpu.copy_gmem_to_smem(there, stage_smem.at[stage], stage_full.at[stage])
 
         def words_of(slot, block, name):
             """Of each matrix its tiles of a block."""

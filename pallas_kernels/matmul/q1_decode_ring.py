@@ -98,7 +98,7 @@ def plan(rows: int, columns: int, n_tiles: int, pairs: int, **rest) -> Plan | No
             if shared_memory.bytes_taken(*(4 * words for words in p.buffers)) <= device.shared_bytes():
                 found.append(p)
                 break
-    return min(found, key=lambda p: (p.tiles, p.rounds), default=None)
+    return min(found, key=lambda p: (p.tiles, p.rounds), default=None)  # pyrefly: ignore[missing-attribute]
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))

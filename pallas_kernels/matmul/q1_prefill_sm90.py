@@ -27,7 +27,6 @@ step. The residual comes, and results leave, by TMA through shared memory, while
 In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
 columns are split over blocks too, so that all multiprocessors have work: `planned`.
 """
-# pyright: reportAbstractUsage=false, reportPrivateImportUsage=false, reportCallIssue=false
 
 import functools
 import itertools
@@ -37,7 +36,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
@@ -238,6 +237,7 @@ def _body(
                 q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
                 plgpu.barrier_wait(weights_here.at[slot])
                 of_slot = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
+                # pyrefly: ignore[bad-argument-count]
                 sums = _add_step(sums, lax.rem(lax.div(at, slots), 2), *of_slot, q)
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
@@ -358,6 +358,7 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
             if matrices == 1:
                 return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
             words = [[select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
+            # pyrefly: ignore[bad-argument-count]
             return [(words[h], lanes.halves(lanes.chosen_bytes(*d[h], halves))) for h in (0, 1)]
 
         four_t = index(t * 4)

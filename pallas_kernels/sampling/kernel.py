@@ -62,6 +62,7 @@ def draw(
     allowed = None if rules.allowed is None else words(rules.allowed)
     operands = {
         "logits": logits,
+        # pyrefly: ignore[bad-argument-type]
         "rules": rules._replace(seen=seen, counts=counts, allowed=allowed),
         "keys": words(keys),
         "positions": positions,

@@ -61,6 +61,7 @@ def run(
     def product(activations, *matrices) -> jax.Array:
         ((w, at), *_), *_ = matrices
         of_each = [w for ((w, _),) in matrices]
+        # pyrefly: ignore[bad-argument-count, bad-argument-type, bad-keyword-argument]
         return _gemm(w).gemm(*activations, of_each, at, None, summed=False)
 
     def rounded(x, pieces: "Pieces", gamma=None):

@@ -11,6 +11,7 @@ import pytest
 from bonsai_jax import decoding as core
 from bonsai_jax.engine import rows as on_device
 from checkpoints import synth
+from pallas_kernels.attention import prefill_sm90
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
 
 pytestmark = pytest.mark.aot
@@ -71,6 +72,25 @@ def test_a_dispatch_of_an_engine_is_one_graph_with_its_loop_in_it(tmp_path):
     (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
     on_host = re.findall(r"^\d+: (\w+)", file.read_text(), re.MULTILINE)
     assert on_host == ["kCommandBuffer"]
+
+
+def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
+    """Of one row the block table is a slice of `columns`, which XLA would hand on as an address within them,
+    by a call inside a fusion, and Mosaic takes multiples of 256 bytes only: prompts of 64 pages failed."""
+    with as_on_a_gpu((9, 0)):
+        _, pool, config = shapes("synth:tiny-qwen3:q1_0", context=4096)
+        layout = on_device.layout(pool, tokens := 64)
+
+        def read(columns, q, cache):
+            chunk = on_device.unpacked(columns, layout)
+            positions = chunk["first"][:, None] + jnp.arange(tokens)
+            return prefill_sm90.prefill_attention(q, cache.k, cache.v, chunk["table"], positions, 0)
+
+        columns = jax.ShapeDtypeStruct((1, layout.itemsize // 4), jnp.int32)
+        q = jax.ShapeDtypeStruct((1, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
+        text = compile_for_gpu(read, columns, q, pool.cache).as_text()
+    (call,) = re.findall(r"custom-call\((.*)\), custom_call_target=\"mosaic_gpu", text.split("ENTRY")[1])
+    assert "slice" in call  # a copy
 
 
 @pytest.mark.parametrize(("format", "most", "mixed"), [("q1_0", 8, 0), ("q4_k", 9, 0), ("q4_k_m", 9, 1)])

@@ -291,7 +291,7 @@ def test_mma_attention_brings_keys_to_where_it_reads_them(D, page_size, step):
 
     with lockstep():
         size = (keys * D,)
-        kernel = prefill_sm80.plgpu.kernel(  # pyright: ignore[reportCallIssue]
+        kernel = prefill_sm80.plgpu.kernel(
             body, out_type=jax.ShapeDtypeStruct(size, jnp.bfloat16), grid=(1,), num_threads=1,
             scratch_types=[plgpu.SMEM(size, jnp.bfloat16)],
         )  # fmt: skip

@@ -6,7 +6,7 @@ import operator
 import numpy as np
 import pytest
 from jax._src.interpreters import mlir
-from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.lib.mlir import ir
 
 from pallas_kernels.gpu import lanes, values
 from tests.pallas_kernels.lockstep import lockstep

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import (
-    dialects,  # pyright: ignore[reportPrivateImportUsage]
-    ir,  # pyright: ignore[reportPrivateImportUsage]
+    dialects,
+    ir,
 )
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -133,7 +133,7 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
 def launched(body, out_type, scratch, *operands):
     """`body`, which is traced as a kernel is, by one warpgroup; inside of `lockstep`."""
     plgpu = launch.plgpu  # lockstep's own
-    return plgpu.kernel(body, out_type=out_type, grid=(1,), num_threads=1, scratch_types=scratch)(*operands)  # pyright: ignore[reportCallIssue]
+    return plgpu.kernel(body, out_type=out_type, grid=(1,), num_threads=1, scratch_types=scratch)(*operands)
 
 
 @contextlib.contextmanager
