@@ -142,15 +142,16 @@ def test_shuffled_pages_give_the_same_bits_as_pages_in_order():
 
 def test_the_cache_is_donated_and_updated_in_place():
     model = tiny()
-    state = prefilled(model, [prompt(5)])
+    state = bj.new_state(model, 1, 2048, GREEDY, 8, ignore_eos=True)
+    state = state.replace(tokens=jnp.zeros(1, jnp.int32))  # the first to be read
     cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
-    compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=NEW).compile()
+    compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     assert (
         compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
     )  # XLA's dots on CPU copy one layer's weights
     before = state.cache.k.unsafe_buffer_pointer()
-    after, _ = decode(model, state, limit=4)
+    after, _ = jitted.decode(model.params, state, model.config, limit=4, size=8)
     assert state.cache.k.is_deleted() and state.cache.v.is_deleted()
     assert after.cache.k.unsafe_buffer_pointer() == before
 
@@ -231,22 +232,23 @@ def test_a_rewound_cache_forgets():
     assert state.tokens[0] == prefilled(model, [ids]).tokens[0]
 
 
-def test_an_output_as_wide_as_one_token_and_a_limit_beyond_the_width():
-    model = tiny()
-    ids = prompt(5, 3)
-    for speculate in (None, "ngram"):
-        new = functools.partial(bj.new_state, model, 1, 32, GREEDY, 4, ignore_eos=True, speculate=speculate)
-        whole, of_one = (
-            jitted.generate_tokens(model.params, new(), *padded([ids]), model.config, size=size)[1]
-            for size in (4, 1)
-        )
-        assert of_one.tolist() == whole[:, :1].tolist()
-        state = jitted.prefill(model.params, new(), *padded([ids]), model.config)
-        state, first = jitted.decode(model.params, state, model.config, limit=9, size=1)
-        _, rest = jitted.decode(model.params, state, model.config, limit=2, size=2)
-        assert [*first[0].tolist(), *rest[0].tolist()] == whole[0, 1:].tolist()  # none is lost
+@pytest.mark.parametrize("speculate", [None, pytest.param("ngram", marks=pytest.mark.slow)])
+def test_an_output_as_wide_as_one_token_and_a_limit_beyond_the_width(speculate):
+    model, ids = tiny(), prompt(5, 3)
+
+    def fresh():
+        return bj.new_state(model, ROWS, CONTEXT, GREEDY, NEW, ignore_eos=True, speculate=speculate)
+
+    begun = read(model, fresh(), [ids])
+    _, of_one = jitted.generate_tokens(model.params, fresh(), *padded([ids]), model.config, size=1)
+    np.testing.assert_array_equal(of_one[:, 0], begun.tokens)
+    state, first = jitted.decode(model.params, begun, model.config, limit=9, size=1)
+    _, rest = decode(model, state, NEW)
+    _, whole = decode(model, read(model, fresh(), [ids]), NEW)
+    drawn = NEW - 1  # behind prefill's
+    np.testing.assert_array_equal(np.hstack([first, rest])[:, :drawn], whole[:, :drawn])  # none is lost
     with pytest.raises(ValueError, match="size is 0; it must be 1 or more"):
-        jitted.generate_tokens(model.params, new(), *padded([ids]), model.config, size=0)
+        jitted.generate_tokens(model.params, fresh(), *padded([ids]), model.config, size=0)
 
 
 def test_requests_that_cannot_be_met_say_why():

@@ -9,7 +9,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import jitted
 from tests.agreement import divergence, log_softmax
-from tests.bonsai_jax.test_decoding import GREEDY, padded
+from tests.bonsai_jax.test_decoding import GREEDY
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
 
 pytestmark = pytest.mark.gpu
@@ -136,6 +136,14 @@ def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits, f
     assert found.gap < near, f"token {found.at} differs, {found.gap:.3f} nats apart"
 
 
+def padded(prompts):
+    """Tokens [rows, 32] and their numbers."""
+    tokens = np.zeros((len(prompts), 32), np.int32)
+    for row, ids in zip(tokens, prompts, strict=True):
+        row[: len(ids)] = ids
+    return tokens, np.array([len(ids) for ids in prompts], np.int32)
+
+
 def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
     """At a fixed number of rows; other rows differ in prompt, length, seed and end."""
     model = bj.load("synth:tiny-qwen3:q1_0", bj.RunConfig(page_size=16))
@@ -147,7 +155,7 @@ def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
         sampling = [bj.SamplingParams(seed=s) for s in (seed, 1, seed + 1)]
         new = [limits[0], 32, limits[1]]
         state = bj.new_state(model, 3, 256, sampling, new, ignore_eos=True)
-        state = jitted.prefill(model.params, state, *padded(prompts, 32), model.config)
+        state = jitted.prefill(model.params, state, *padded(prompts), model.config)
         state, drawn = jitted.decode(model.params, state, model.config, limit=24, size=24)
         pages = state.cache.block_table[1]
         runs.append((drawn[1], state.cache.k[:, pages], state.cache.v[:, pages]))
