@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import jitted
+from bonsai_jax import decoding, jitted
 from tests.agreement import divergence, log_softmax
 from tests.bonsai_jax.test_decoding import GREEDY
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps
@@ -71,7 +71,8 @@ LAST = 64  # places of a text that it is the mean of
 def greedy_by_steps(model, ids, n):
     """n greedy tokens behind a prompt that is read by decode steps, one token each, and the cache with all of
     them but the last."""
-    state = bj.new_state(model, 1, len(ids) + n, GREEDY, n, ignore_eos=True)
+    context = max(256, decoding.bucket(len(ids) + n))  # of few sizes: each has programs of its own
+    state = bj.new_state(model, 1, context, GREEDY, n, ignore_eos=True)
     for token in ids:
         state = state.replace(tokens=jnp.array([token], jnp.int32), remaining=jnp.array([n], jnp.int32))
         state, _ = jitted.decode(model.params, state, model.config, limit=1, size=1)
