@@ -30,6 +30,8 @@ MAX_INNER = 1 << 16  # arrays within arrays, in a file: each costs 12 bytes ther
 MAX_ALIGNMENT = 1 << 20
 MAX_PARTS = 1000
 
+DAMAGED = "the file is cut or damaged: fetch it again"
+
 # Metadata value types. Scalars are read by `struct`, arrays by numpy.
 BOOL, STRING, ARRAY = 7, 8, 9
 SCALARS = {
@@ -246,7 +248,8 @@ class _Header:
         """`count` items follow, of at least `size` bytes each."""
         left = self.end - self.position
         if count > left // size:
-            raise _error(self.path, field, count, f"each takes at least {size} bytes and {left} are left")
+            limit = f"each takes at least {size} bytes and {left} are left; {DAMAGED}"
+            raise _error(self.path, field, count, limit)
 
     def string(self, field: str) -> str:
         return self.text(self.take(self.unpack(_U64, f"length of {field}"), field), field)
@@ -380,7 +383,7 @@ def _tensor(part: _Part, info: _Info, format: str) -> Tensor:
         )
     size = tensor_nbytes(format, info.shape)
     if size > info.room:
-        limit = f"the next tensor starts, or the file ends, at {info.offset + info.room}"
+        limit = f"the next tensor starts, or the file ends, at {info.offset + info.room}; {DAMAGED}"
         raise _error(part.path, f"data of {short}", f"{size} bytes at {info.offset}", limit)
     data = part.data[info.offset : info.offset + size]
     row = columns // geometry.weights * geometry.bytes
