@@ -22,9 +22,8 @@ from bonsai_jax.model import Model
 from bonsai_jax.progress import Progress, shown
 
 Answer = Callable[[Line], Awaitable[dict[str, Any]]]
-AHEAD = (
-    4  # times as many lines under way as rows, so that a free row finds one whose prompt is tokens already
-)
+# Times as many lines under way as rows, so that a free row finds one whose prompt is tokens already.
+AHEAD = 4
 
 
 @dataclasses.dataclass

@@ -289,9 +289,8 @@ def load(
     from bonsai_jax import card
     from checkpoints import open_checkpoint
 
-    checkpoint = open_checkpoint(
-        "demo" if source is None else source, offline=offline
-    )  # a download has its own bar
+    # A download has a bar of its own.
+    checkpoint = open_checkpoint("demo" if source is None else source, offline=offline)
     with bar("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=on, progress=update)
     if missing := card.missing_extra(checkpoint, loaded.config, loaded.run):
