@@ -22,6 +22,7 @@ class Results:
     done   custom_ids of the lines that are answered
 
     Opening it drops a last line that was written in part, and lines with an error, which are tried again.
+    Where a job fails before its first answer, no empty file stays.
     """
 
     def __init__(self, path: Path):
@@ -44,6 +45,8 @@ class Results:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and not os.fstat(self._file.fileno()).st_size:
+            self.path.unlink(missing_ok=True)
         self._file.close()
 
     def _read(self) -> tuple[set[str], set[int]]:
@@ -83,6 +86,8 @@ class Results:
 
 def _held(path: Path) -> BinaryIO:
     """Open to be read, and appended to, by nobody else."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path}: not a file that a job could go on with; give the name of one")
     file = path.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -257,7 +257,7 @@ def test_a_file_that_is_wrong_is_refused_before_anything_begins(text, message, t
     source.write_text(text)
     with pytest.raises(ValueError, match=re.escape(message)):
         batch.run(lambda name: pytest.fail(f"{name} is loaded"), source, output)
-    assert output.read_text() == ""
+    assert not output.exists()
 
 
 def done(custom_id: str, error=None) -> str:
@@ -288,6 +288,11 @@ def test_two_jobs_do_not_write_one_output(tmp_path):
         pytest.raises(ValueError, match=r"out\.jsonl: another job writes it"),
     ):
         Results(tmp_path / "out.jsonl")
+
+
+def test_an_output_is_a_file():
+    with pytest.raises(ValueError, match="/dev/full: not a file that a job could go on with"):
+        Results(Path("/dev/full"))  # which could be read for ever
 
 
 def test_a_job_goes_on_where_it_was_stopped(model, tmp_path):
