@@ -241,7 +241,7 @@ class Engine:
             with self._changed:
                 self._broken = error
             while self._inbox:
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(Exception):  # of what has failed already, which each is told below
                     self._inbox.popleft()()
         for answer in list(self._loop.answers.values()):
             answer.told(self._broken or Piece("", [], "cancelled", index=answer.reader.index))

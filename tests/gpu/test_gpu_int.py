@@ -21,7 +21,9 @@ from pallas_kernels import (
     for_device,
     formats,
     matmul,
+    problems,
     qtensor,
+    selection,
 )
 from pallas_kernels.step import layer_products
 from pallas_kernels.step.layer_products import OfLayer
@@ -200,8 +202,9 @@ def test_activations_passed_on_as_integers_are_those_of_float32(formats_of):
 def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, format):
     """Of the weights rounded to float16, which the kernel has too, but where a scale is not float16 in the
     file."""
-    if device.platform() != "sm_90":
-        pytest.skip("needs Hopper's tensor core instructions")
+    problem = problems.Matmul(device.platform(), format, N, K)
+    if reason := selection.CANDIDATES[problems.Matmul]["kq_prefill_sm90"].refuses(problem):
+        pytest.skip(reason)
     rng = np.random.default_rng(N + rows)
     layers, layer = 3, 2
     stacks = [stack(format, N, K, layers, seed) for seed in range(2 if kind == "gated" else 1)]

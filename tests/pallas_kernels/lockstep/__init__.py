@@ -17,10 +17,7 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir import (
-    dialects,
-    ir,
-)
+from jax._src.lib.mlir import dialects, ir
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
