@@ -14,6 +14,7 @@ from bonsai_jax import jitted, parallel, placement
 from bonsai_jax.answers import Output, Piece, output
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.plans import row_sizes
 from bonsai_jax.engine.runner import Options
 from bonsai_jax.model import Model
 from bonsai_jax.progress import Progress, shown
@@ -134,9 +135,8 @@ def _asked(
     ids = [prompt for prompt, _, _ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])
-    # Powers of two, so that few programs are compiled.
     of_device = -(-len(ids) // placement.size(model.mesh, placement.DATA))
-    rows = min(1 << (of_device - 1).bit_length(), model.run.rows)
+    rows = next((n for n in row_sizes(model.run.rows) if n >= of_device), model.run.rows)
     context = min(core.bucket(max(map(len, ids)) + how["max_new_tokens"]), model.run.context)
     pages = rows * kv.page_count(context, model.run.page_size)
     biases = bias_width([params for _, params, _ in requests])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from bonsai_jax.engine.pages import Pages
+from bonsai_jax.engine.plans import row_sizes
 from bonsai_jax.engine.prefix import Match, PrefixCache
 from bonsai_jax.engine.scheduler import Limits, Request, Scheduler
 
@@ -17,6 +18,13 @@ def limits(**changed) -> Limits:
     shapes = [(1, 8), (1, 32), (4, 8)]
     known = {"max_rows": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": shapes}
     return Limits(**known | {"prefill_cost": 8, "steps": 16} | changed)
+
+
+@pytest.mark.parametrize(
+    ("most", "others"), [(1, []), (24, [1, 2, 4, 8, 16]), (48, [1, 2, 4, 8, 16, 24, 32])]
+)
+def test_decode_is_compiled_for_few_sizes_and_for_all_rows(most, others):
+    assert row_sizes(most) == [*others, most]
 
 
 def next_token(tokens: list[int]) -> int:
