@@ -2,6 +2,7 @@
 tests. Nor need others import those."""
 
 import os
+import signal
 import sys
 import tempfile
 
@@ -32,7 +33,12 @@ def pytest_configure(config):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
         sys.dont_write_bytecode = False
-    if config.option.markexpr.startswith((*ON_GPUS, "aot")):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; processes inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if config.option.markexpr.startswith(ON_GPUS):
+        _share_gpus()
+        return
+    if config.option.markexpr.startswith("aot"):
         return
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker's or a nested pytest's is there already
         folder = tempfile.TemporaryDirectory(prefix="compiled-")
@@ -42,6 +48,20 @@ def pytest_configure(config):
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     os.environ.setdefault("XLA_FLAGS", XLA_FLAGS)
+
+
+def _share_gpus():
+    """xdist's workers take the GPUs that CUDA_VISIBLE_DEVICES names in turn, and memory as they need it. XLA
+    tries no variants of its own products: minutes where all workers do, and nothing to our kernels."""
+    worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if worker:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if worker and gpus:
+        some = gpus.split(",")
+        os.environ["CUDA_VISIBLE_DEVICES"] = some[int(worker.removeprefix("gw")) % len(some)]
+    flags = os.environ.get("XLA_FLAGS", "")
+    if "autotune" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0"
 
 
 def pytest_collection_modifyitems(items):
