@@ -24,6 +24,7 @@ from pallas_kernels import device as gpu
 from tests.bonsai_jax.command_line import run as run_command
 from tests.bonsai_jax.test_folding import folded
 from tests.bonsai_jax.test_speculation import two_layers
+from tests.bonsai_jax.test_transformations import OPS, K, check_shard_map, weight
 from tests.bonsai_jax.tokens import assert_same
 
 PROMPTS = [np.random.default_rng(n).integers(0, 256, n).tolist() for n in (5, 18, 30, 7, 9, 11)]
@@ -460,3 +461,16 @@ def test_prefill_by_gemms_of_float16_sums_in_bfloat16():
     by_bfloat16 = scores(bj.make_mesh(1, 2))
     error, least = (np.linalg.norm(s - one) / np.linalg.norm(one) for s in (by_bfloat16, by_float32))
     assert least < 5e-4 and 3 * least < error < 4e-3  # 1.8e-4 and 1.5e-3
+
+
+@pytest.mark.parametrize("names", [("ffn",), pytest.param(OPS, marks=pytest.mark.slow)], ids=["one", "all"])
+def test_ops_under_shard_map(names):
+    """The feed-forward has all that the other ops have. With optimizations: without, one partition rounds
+    differently from another. What is compiled here nobody else has."""
+    weights = weight("q8_0", 1, K, 1)[0], weight("q4_k", 1, K)  # soon compiled without
+    before = jax.config.values["jax_disable_most_optimizations"]
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        check_shard_map(names, *weights)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
