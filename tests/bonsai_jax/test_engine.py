@@ -33,7 +33,7 @@ OF_HYBRIDS = {"max_rows": 2, "context": 96, "prefill_tokens": 32, "pages": 7, "l
 
 @functools.cache
 def tiny(source: str = "synth:tiny-llama:q8_0") -> bj.Model:
-    run = bj.RunConfig(page_size=16, cache_dtype="float32", impl="reference")
+    run = bj.RunConfig(page_size=16, cache_dtype="float32", activation_bits=16)
     return bj.from_checkpoint(two_layers(open_checkpoint(source)), run)
 
 
@@ -148,7 +148,7 @@ def test_a_crowd_says_what_each_says_alone(engine):
     listener = lambda event, seconds, **_: compiled.append(event) if "backend_compile" in event else None  # noqa: E731
     jax.monitoring.register_event_duration_secs_listener(listener)
     try:
-        soak(engine, 32, seed=1)
+        soak(engine, 60, seed=1)
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert not compiled
