@@ -36,14 +36,20 @@ def tiny(source=LLAMA) -> bj.Model:
 
 
 def two_layers(checkpoint: Checkpoint) -> Checkpoint:
-    """Of a hybrid, its first layer, a delta net, and its third, with attention: few, to be compiled soon."""
+    """Of a hybrid, its first layer, a delta net, and its third, with attention: few, to be compiled soon. Of
+    others the first two: few to be run."""
+    hybrid = checkpoint.metadata["general.architecture"] == "qwen35"
+    aside, last = (("blk.1.", "blk.3."), "blk.2.") if hybrid else (("blk.2.",), "blk.1.")
     tensors = {
-        name.replace("blk.2.", "blk.1."): t
+        name.replace(last, "blk.1."): t
         for name, t in checkpoint.tensors.items()
-        if not name.startswith(("blk.1.", "blk.3."))
+        if not name.startswith(aside)
     }
-    metadata = {"qwen35.block_count": 2, "qwen35.attention.recurrent_layers": np.array([1, 0])}
-    return dataclasses.replace(checkpoint, tensors=tensors, metadata=dict(checkpoint.metadata) | metadata)
+    metadata = dict(checkpoint.metadata)
+    metadata[f"{metadata['general.architecture']}.block_count"] = 2
+    if hybrid:
+        metadata["qwen35.attention.recurrent_layers"] = np.array([1, 0])
+    return dataclasses.replace(checkpoint, tensors=tensors, metadata=metadata)
 
 
 def new(speculate=None, most=NEW, source=LLAMA):

@@ -1,10 +1,6 @@
 """grad, vmap, scan and shard_map of the public ops, against dense float64 and against one call a row."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -346,33 +342,14 @@ def test_a_gradient_with_respect_to_integers_is_refused(format):
         jax.grad(loss)(w.fields["d"].astype(jnp.float16))
 
 
-# ---- shard_map ----
+# ---- shard_map: on_eight_devices.py ----
 
 
-@pytest.mark.parametrize("names", [("ffn",), pytest.param(OPS, marks=pytest.mark.slow)], ids=["one", "all"])
-def test_ops_under_shard_map(names):
-    """Eight devices, in a process that has so many: rows over devices, or outputs over devices. The
-    feed-forward has all that the other ops have."""
-    code = f"from tests.bonsai_jax.test_transformations import check_shard_map; check_shard_map({names!r})"
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def check_shard_map(names):
+def check_shard_map(names, split, drawn):
+    """Rows over eight devices; outputs of `split`, a matrix, over devices."""
     mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
     gamma, x = 1 + numbers(2, LAYERS, K), numbers(3, 8 * 16, K)
-    split, drawn = weight("q8_0", 1, K, 1)[0], weight("q4_k", 1, K)
-    # Without optimizations one partition rounds differently from another.
-    jax.config.update("jax_disable_most_optimizations", False)
     for kernel in ("reference", "cublas"):
         w = drawn.replace(products=Products(((None, kernel),)))
         for name in names if kernel == "reference" else ("ffn",):
