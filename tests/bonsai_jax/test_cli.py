@@ -324,7 +324,7 @@ def as_at_home(monkeypatch):
 
 @pytest.mark.usefixtures("as_at_home")
 def test_the_compile_cache_is_in_the_users_cache_folder(tmp_path):
-    """What a command compiled Python finds, and keeps more there, even when jax was used before."""
+    """Python finds what a command compiled, and keeps more there, even when jax was used before."""
     # Without a kernel, which test_cpu.py finds there.
     model, folder = TINY.replace("q8_0", "f32"), tmp_path / "bonsai-jax" / "xla"
     compiled = lambda: {path.name for path in folder.iterdir() if not path.name.endswith("-atime")}  # noqa: E731
