@@ -27,6 +27,7 @@ EPS = 1e-6
 LIMIT = 1e-3  # of chunks, which multiply TF32; tests hold a step to less
 
 
+@functools.partial(jax.jit, static_argnums=range(5))  # one program, not one for each array
 def drawn(d: DeltaConfig, hidden: int, layers: int, rows: int, tokens: int):
     """Arguments of `delta_net` behind many tokens, of numbers as a model has them."""
     draw = iter(jax.random.split(jax.random.key(0), 12))

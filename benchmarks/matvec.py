@@ -62,13 +62,16 @@ def stack(
     # To draw 4 GB would take tens of GB of numbers between; to a cache equal bytes elsewhere are others.
     distinct = min(layers, max(2, -(-DISTINCT_MB * 10**6 // weight_bytes(format, shape))))
     lead = (distinct, shape[0], shape[1] // formats.get(format).WEIGHTS)
-    fields = formats.random_fields(format, jax.random.key(seed), lead, 0.0, shape[1] ** -0.5)
+    fields = random_fields(format, jax.random.key(seed), lead, 0.0, shape[1] ** -0.5)
     blocks = QTensor(fields, format, shape)
     held = jax.jit(functools.partial(for_device, matrices=matrices, bits=bits))(blocks)
     return (
         LayerStack((repeated(held, layers),), tuple((0, layer) for layer in range(layers))),
         LayerStack((blocks,), tuple((0, layer % distinct) for layer in range(layers))),
     )
+
+
+random_fields = jax.jit(formats.random_fields, static_argnums=(0, 2))
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -91,7 +94,7 @@ def exact_activations(rng: np.random.Generator, rows: int, columns: int, format:
     x = rng.integers(-top, top + 1, (rows, -(-columns // group), group)).astype(np.float64)
     x[..., 5] = top
     x *= 2.0 ** (rng.integers(-1, 2, (*x.shape[:2], 1)) - bits + 1)
-    return jnp.asarray(x.reshape(rows, -1)[:, :columns], jnp.float32)
+    return jax.device_put(np.float32(x.reshape(rows, -1)[:, :columns]))
 
 
 def difference(got: jax.Array, want: jax.Array) -> float:
@@ -116,7 +119,7 @@ def exact(x: jax.Array, blocks: LayerStack, layer: int) -> jax.Array:
 def normed_x(x: jax.Array, gamma: jax.Array) -> jax.Array:
     x64 = np.asarray(x, np.float64)
     norm = np.sqrt((x64**2).mean(-1, keepdims=True) + EPS)
-    return jnp.asarray(x64 * np.asarray(gamma, np.float64) / norm, jnp.float32)
+    return jax.device_put(np.float32(x64 * np.asarray(gamma, np.float64) / norm))
 
 
 class Products:
@@ -135,7 +138,7 @@ class Products:
     def gamma(self, layers: int, columns: int) -> jax.Array:
         """Powers of two, one for 128 columns, whole groups: scaled by them, exact activations stay exact."""
         powers = 2.0 ** self.rng.integers(-1, 2, (layers, -(-columns // 128)))
-        return jnp.asarray(np.repeat(powers, 128, axis=1)[:, :columns], jnp.float32)
+        return jax.device_put(np.float32(np.repeat(powers, 128, axis=1)[:, :columns]))
 
     def activations(self, columns: int) -> jax.Array:
         arguments = self.arguments

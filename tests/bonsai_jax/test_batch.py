@@ -339,7 +339,7 @@ def test_a_dispatch_that_fails_is_an_error_of_its_lines_and_a_second_ends_the_jo
 
 
 def test_the_command_goes_on_after_a_kill(model, tmp_path):
-    source = write(tmp_path / "in.jsonl", [asked(str(i), max_tokens=24, model=TINY) for i in range(30)])
+    source = write(tmp_path / "in.jsonl", [asked(str(i), max_tokens=12, model=TINY) for i in range(30)])
     output = tmp_path / "out.jsonl"
     arguments = ["batch", source, output, "-c", 128, "--rows", 4, "--impl", "reference", "--seed", 5]
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -361,7 +361,7 @@ def test_the_command_goes_on_after_a_kill(model, tmp_path):
     assert re.search(r"s for 1,000 lines; [\d,]+ tokens in, [\d,]+ out, [\d,]+ tok/s; .* CPU seconds", line)
     # A line's seed does not depend on what was done before.
     how = {"max_new_tokens": 60, "sampling": bj.SamplingParams(seed=5 + 29)}  # by the programs of the batch
-    last = bj.generate(model, ["Line 29"] * 4, **how)[0].tokens[:24]
+    last = bj.generate(model, ["Line 29"] * 4, **how)[0].tokens[:12]
     detokenizer = model.tokenizer.detokenizer(at_start=False)
     text = "".join(map(detokenizer.push, last)) + detokenizer.flush()
     assert read(output)["29"]["response"]["body"]["choices"][0]["text"] == text

@@ -138,7 +138,7 @@ def test_an_interrupted_command_does_not_wait_for_pythons_own_end(monkeypatch):
 
 def test_ctrl_c_while_the_device_works_ends_with_130():
     process = subprocess.Popen(
-        [*COMMAND, "generate", "Hi", "-n", "2000", "--ignore-eos"],
+        [*COMMAND, "generate", "Hi", "-m", TINY, "-n", "1000", "--ignore-eos"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT,
     )  # fmt: skip
     assert process.stdout.read(1)
@@ -324,26 +324,30 @@ def as_at_home(monkeypatch):
 
 @pytest.mark.usefixtures("as_at_home")
 def test_the_compile_cache_is_in_the_users_cache_folder(tmp_path):
+    """Python finds what a command compiled, and keeps more there, even when jax was used before."""
     # Without a kernel, which test_cpu.py finds there.
-    arguments = ("generate", "Hi", "-m", TINY.replace("q8_0", "f32"), "-n", 4, "--temp", 0)
+    model, folder = TINY.replace("q8_0", "f32"), tmp_path / "bonsai-jax" / "xla"
+    compiled = lambda: {path.name for path in folder.iterdir() if not path.name.endswith("-atime")}  # noqa: E731
+    arguments = ("generate", "Hi", "-m", model, "-n", 4, "--temp", 0)
     first = command(*arguments, XDG_CACHE_HOME=str(tmp_path))
     assert first.returncode == 0, first.stderr
     assert len(first.stderr.splitlines()) == 1, first.stderr  # the figures, and no complaint of jax
-    programs = {path.name for path in (tmp_path / "bonsai-jax" / "xla").iterdir()}
+    programs = compiled()
     assert any("prefill" in name for name in programs)
-    second = command(*arguments, XDG_CACHE_HOME=str(tmp_path))
-    assert second.stdout == first.stdout and len(second.stderr.splitlines()) == 1, second.stderr
-    new = {path.name for path in (tmp_path / "bonsai-jax" / "xla").iterdir()} - programs
-    assert not {name for name in new if not name.endswith("-atime")}
-
-
-@pytest.mark.usefixtures("as_at_home")
-def test_python_keeps_programs_too_even_when_jax_was_used_before(tmp_path):
-    code = f"import jax; jax.jit(lambda x: x + 1)(1.0)\nimport bonsai_jax as bj\nbj.load({TINY!r})\n"
+    code = f"""
+import sys, jax
+jax.jit(lambda x: x + 1)(1.0)
+from bonsai_jax.cli import app
+app({[*map(str, arguments)]}, standalone_mode=False)
+jax.jit(lambda x: x * 2)(1.0)
+"""
     env = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, env=env)
-    programs = [path.name for path in (tmp_path / "bonsai-jax" / "xla").iterdir()]
-    assert any("_fields" in name for name in programs)  # what draws the weights
+    second = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, env=env
+    )
+    assert second.stdout == first.stdout and len(second.stderr.splitlines()) == 1, second.stderr
+    (new,) = compiled() - programs
+    assert "_lambda" in new
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -364,7 +368,7 @@ def test_a_cache_folder_that_cannot_be_breaks_nothing(enabled, tmp_path, monkeyp
 
 def test_a_closed_pipe_ends_quietly():
     """As `| head -c 1` closes it: XLA's threads are in a step, and could abort the process."""
-    arguments = ["generate", "Hi", "-n", "2000", "--ignore-eos"]
+    arguments = ["generate", "Hi", "-m", TINY, "-n", "1000", "--ignore-eos"]
     process = subprocess.Popen(
         [*COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
     )

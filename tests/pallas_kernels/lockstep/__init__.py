@@ -15,7 +15,6 @@ import types
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src.lib.mlir import dialects, ir
 from jax.experimental.mosaic.gpu import utils
@@ -100,14 +99,23 @@ class _Running:
         return faked | {name: (getattr(lanes, name), call(name)) for name in control}
 
 
+class _Ref:
+    """In place of jax.Ref, of which each shape would be copied, read and written by programs of its own."""
+
+    def __init__(self, x):
+        self.held = np.array(x)
+        self.shape, self.dtype, self.size = self.held.shape, self.held.dtype, self.held.size
+
+
 def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_types, **_):
     """In place of plgpu.kernel."""
     outs = out_type if isinstance(out_type, tuple) else (out_type,)
     at_a_time = running.at_a_time or grid[0]
 
     def run(*operands):
-        arrays = [np.array(o[...] if isinstance(o, jax.Ref) else o) for o in operands]
-        written = [isinstance(o, jax.Ref) for o in operands] + [True] * len(outs)
+        written = [isinstance(o, _Ref) for o in operands]
+        arrays = [o.held if w else np.array(o) for o, w in zip(operands, written, strict=True)]
+        written += [True] * len(outs)
         arrays += [np.full(out.shape, -1 if out.dtype.kind == "i" else np.nan, out.dtype) for out in outs]
         for first in range(0, grid[0], at_a_time):
             numbers = range(first, min(first + at_a_time, grid[0]))
@@ -118,10 +126,7 @@ def _kernel(running: _Running, body, *, out_type, grid, num_threads, scratch_typ
                 for i, (a, changes) in enumerate(zip(arrays, written, strict=True))
             ]
             body(*refs, *machine.scratch)
-        for o, a in zip(operands, arrays, strict=False):
-            if isinstance(o, jax.Ref):
-                o[...] = jnp.asarray(a)
-        results = tuple(jnp.asarray(a) for a in arrays[len(operands) :])
+        results = tuple(map(jax.device_put, arrays[len(operands) :]))  # jnp.asarray compiles for each shape
         return results if isinstance(out_type, tuple) else results[0]
 
     return run
@@ -158,6 +163,8 @@ def lockstep(at_a_time: int | None = None):
                     stack.enter_context(mock.patch.object(module, name, fake))
         for module, name in kernels:
             stack.enter_context(mock.patch.object(module, name, getattr(module, name).__wrapped__))
+        stack.enter_context(mock.patch.object(jax, "new_ref", _Ref))
+        stack.enter_context(mock.patch.object(jax, "freeze", lambda ref: jax.device_put(ref.held)))
         # What vmap would make of a kernel is no matter here, and would trace it.
         stack.enter_context(mock.patch.object(jax.custom_batching, "sequential_vmap", lambda f: f))
         stack.enter_context(np.errstate(all="ignore"))
