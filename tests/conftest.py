@@ -35,10 +35,9 @@ def pytest_configure(config):
         sys.dont_write_bytecode = False
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if config.option.markexpr.startswith(ON_GPUS):
+    if config.option.markexpr == "gpu":
         _share_gpus()
-        return
-    if config.option.markexpr.startswith("aot"):
+    if config.option.markexpr.startswith((*ON_GPUS, "aot")):
         return
     if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # a worker's or a nested pytest's is there already
         folder = tempfile.TemporaryDirectory(prefix="compiled-")
@@ -51,17 +50,14 @@ def pytest_configure(config):
 
 
 def _share_gpus():
-    """xdist's workers take the GPUs that CUDA_VISIBLE_DEVICES names in turn, and memory as they need it. XLA
-    tries no variants of its own products: minutes where all workers do, and nothing to our kernels."""
+    """xdist's workers take the GPUs that CUDA_VISIBLE_DEVICES names in turn, and memory as they need it."""
     worker, gpus = os.environ.get("PYTEST_XDIST_WORKER"), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if worker:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    if worker and gpus:
+    if worker is None:
+        return
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    if gpus:
         some = gpus.split(",")
         os.environ["CUDA_VISIBLE_DEVICES"] = some[int(worker.removeprefix("gw")) % len(some)]
-    flags = os.environ.get("XLA_FLAGS", "")
-    if "autotune" not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0"
 
 
 def pytest_collection_modifyitems(items):
