@@ -1,11 +1,9 @@
 """Every notebook runs from top to bottom, on a tiny model, by the README's command; its own assertions say
 whether it is right. The rendered ones hold the same cells, and what SmolLM2 made of them."""
 
-import functools
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -29,31 +27,15 @@ def test_there_are_five():
     assert [path.name[0] for path in NOTEBOOKS] == ["1", "2", "3", "4", "5"]
 
 
-IN_PROCESS = "1_first_minutes"  # another two seconds; the next one is run as a reader runs it
-
-
-def in_process(*arguments, monkeypatch, capsys):
-    """The same in this process, which has imported jax."""
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    monkeypatch.setattr(pyplot, "show", pyplot.show)  # they put another one there
-    monkeypatch.setenv("NOTEBOOK_MODEL", "synth:tiny-qwen3:q1_0")
-    monkeypatch.setattr(sys, "argv", ["notebooks", *map(str, arguments)])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / "notebooks"), run_name="__main__")
-    return subprocess.CompletedProcess(arguments, ended.value.code or 0, *capsys.readouterr())
-
-
 # What these compile under vmap, over meshes and under grad, test_recipes.py and on_eight_devices.py do too.
 LONG = ("3_a_thousand_samples", "4_many_gpus", "5_gradients")
 RUN = [pytest.param(path, marks=[pytest.mark.slow] if path.stem in LONG else []) for path in NOTEBOOKS]
 
 
 @pytest.mark.parametrize("notebook", RUN, ids=lambda path: path.stem)
-def test_it_runs_and_draws(notebook, tmp_path, monkeypatch, capsys):
+def test_it_runs_and_draws(notebook, tmp_path):
     assert notebook.read_text().startswith("# %% [markdown]\n# # ")  # jupytext's percent form, with a title
-    here = functools.partial(in_process, monkeypatch=monkeypatch, capsys=capsys)
-    run = here if notebook.stem == IN_PROCESS else notebooks
-    done = run(notebook.name[0], "--pictures", tmp_path / "drawn")
+    done = notebooks(notebook.name[0], "--pictures", tmp_path / "drawn")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
     pictures = sorted((tmp_path / "drawn").iterdir())
