@@ -54,6 +54,10 @@ def weight_bytes(format: str, *shapes: tuple[int, int]) -> int:
     return sum(math.prod(s) // module.WEIGHTS * module.BLOCK.itemsize for s in shapes)
 
 
+# One program, not one for each field.
+random_fields = jax.jit(formats.random_fields, static_argnums=(0, 2))
+
+
 def stack(
     format: str, shape: tuple[int, int], layers: int, seed: int, bits: int, matrices: int = 1
 ) -> tuple[LayerStack, LayerStack]:
@@ -69,9 +73,6 @@ def stack(
         LayerStack((repeated(held, layers),), tuple((0, layer) for layer in range(layers))),
         LayerStack((blocks,), tuple((0, layer % distinct) for layer in range(layers))),
     )
-
-
-random_fields = jax.jit(formats.random_fields, static_argnums=(0, 2))
 
 
 @functools.partial(jax.jit, static_argnums=1)

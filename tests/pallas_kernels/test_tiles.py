@@ -48,10 +48,8 @@ def made(format, N, K) -> Drawn:
     if f"{format}.raw" not in KEPT:  # test_format_is_one_file.py's own
         return jax.device_get(drawn_whole(format, (2, N, K), std=0.05))
     weights, block = formats.get(format).WEIGHTS, formats.get(format).BLOCK
-    kept, dense = (
-        KEPT[f"{format}.raw"].view(block).reshape(-1),
-        KEPT[f"{format}.weights"].reshape(-1, weights),
-    )
+    kept = KEPT[f"{format}.raw"].view(block).reshape(-1)
+    dense = KEPT[f"{format}.weights"].reshape(-1, weights)
     which = np.random.default_rng(N).integers(len(kept), size=(2, N, K // weights))
     fields = {name: np.ascontiguousarray(kept[name][which]) for name in block.names}
     w = QTensor(fields, format, (N, K))
