@@ -111,7 +111,7 @@ def command(
     options.join_processes(coordinator, num_processes, process_id)
 
     import bonsai_jax as bj
-    from bonsai_jax import bench
+    from bonsai_jax import architectures, bench
     from bonsai_jax import profile as phases
     from checkpoints import open_checkpoint
 
@@ -129,6 +129,11 @@ def command(
         speculate=speculate,
     )
     checkpoint = open_checkpoint("demo" if model is None else model, offline=offline)
+    most = architectures.config_of(checkpoint).context_length
+    if context > most:
+        raise typer.BadParameter(
+            f"-p, -n, -g, -d and -b ask for {context} tokens of a row; the model was made for at most {most}"
+        )
     mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)
     with bar("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)

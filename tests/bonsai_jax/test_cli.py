@@ -189,7 +189,7 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
             "error: --max-new-tokens is 0; it must be a whole number, 1 or more",
         ),
         (("generate", "x", "-m", TINY, "--stop", ""), 1, "error: --stop: an empty text would end"),
-        (("bench", "-m", TINY, "-p", 99999), 1, "error: context is 99999"),  # which has no --ctx
+        (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens of a row"),
         (("bench", "-m", TINY, "--tune", "-o", "csv"), 2, "--tune has no csv"),
         (("generate", "x", "--frobnicate"), 2, "No such option: --frobnicate"),
         (("bench", "-m", TINY, "-p", "many"), 2, "'many' is no list of sizes"),
