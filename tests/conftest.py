@@ -1,7 +1,6 @@
 """Machines with a GPU may lack the oracles' packages: `pytest -m gpu` must not even import the other
 tests. Nor need others import those."""
 
-import gc
 import os
 import signal
 import sys
@@ -34,7 +33,6 @@ def pytest_configure(config):
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix = str(folder)
         sys.dont_write_bytecode = False
-    gc.set_threshold(50_000)  # as the command line does, and for its reason
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a shell's background; processes inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.option.markexpr == "gpu":
