@@ -25,8 +25,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, bench
-from bonsai_jax.placement import Placement
+from bonsai_jax.measure import bench
+from bonsai_jax.network import architectures
+from bonsai_jax.weights.placement import Placement
 from checkpoints import open_checkpoint
 
 CHAIN = 64

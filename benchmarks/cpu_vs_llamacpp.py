@@ -32,8 +32,9 @@ from pathlib import Path
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card
-from bonsai_jax.params import blocks
+from bonsai_jax import card
+from bonsai_jax.measure import bench
+from bonsai_jax.weights.params import blocks
 from checkpoints import Tensor, open_checkpoint, write_gguf
 from checkpoints.demo import demo_path
 

@@ -16,7 +16,9 @@ import jax.numpy as jnp
 import numpy as np
 import one_op
 
-from bonsai_jax import ModelConfig, architectures, bench
+from bonsai_jax import ModelConfig
+from bonsai_jax.measure import bench
+from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import attend, cache_layouts, device, problems, selection
 from pallas_kernels.attention import empty_workspace

@@ -17,8 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import one_op
 
-from bonsai_jax import architectures, bench, plan
 from bonsai_jax.config import DeltaConfig
+from bonsai_jax.measure import bench
+from bonsai_jax.network import architectures
+from bonsai_jax.weights import plan
 from checkpoints import open_checkpoint
 from pallas_kernels import delta_net, selection
 from pallas_kernels.delta import Gates

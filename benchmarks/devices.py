@@ -19,7 +19,7 @@ os.environ.setdefault("NCCL_NVLS_ENABLE", "0")  # NVLink multicast, which virtua
 import jax
 
 import bonsai_jax as bj
-from bonsai_jax import bench
+from bonsai_jax.measure import bench
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,10 +37,13 @@ from pathlib import Path
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import bench, decoding, jitted, prompts
-from bonsai_jax import cache as kv
+from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.engine import prompts
 from bonsai_jax.engine.loop import Loop
 from bonsai_jax.engine.runner import Options
+from bonsai_jax.measure import bench
+from bonsai_jax.network import cache as kv
 
 TRACE = Path(__file__).parent / "engine_requests.csv"
 PROMPT = 128  # tokens of each of a crowd's

@@ -36,7 +36,9 @@ import jax.numpy as jnp
 import matvec
 import numpy as np
 
-from bonsai_jax import ModelConfig, architectures, bench
+from bonsai_jax import ModelConfig
+from bonsai_jax.measure import bench
+from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import LayerStack, QTensor, dequantize, ffn, formats, matmul
 from pallas_kernels.matmul.execute import module
@@ -51,7 +53,7 @@ LIMIT, LIMIT_OF_CODES = 2e-3, 2e-2
 
 
 def limit(impl: str) -> float:
-    return LIMIT_OF_CODES if impl in ("q1_prefill_sm90", "cpu") else LIMIT
+    return LIMIT_OF_CODES if impl in ("bit_prefill_sm90", "cpu") else LIMIT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,11 +27,12 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 import bonsai_jax as bj
-from bonsai_jax import ModelConfig, bench, card
-from bonsai_jax import cache as kv
-from bonsai_jax import decoding as core
-from bonsai_jax.cache import KVCache
-from bonsai_jax.params import Params
+from bonsai_jax import ModelConfig, card
+from bonsai_jax.decoding import steps as core
+from bonsai_jax.measure import bench
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.weights.params import Params
 from tests.agreement import log_softmax
 
 ORACLE = Path(__file__).parent.parent / "tests" / "data" / "smollm2_oracle.json"

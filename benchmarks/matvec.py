@@ -39,7 +39,9 @@ import jax.numpy as jnp
 import numpy as np
 import one_op
 
-from bonsai_jax import ModelConfig, architectures, bench
+from bonsai_jax import ModelConfig
+from bonsai_jax.measure import bench
+from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import LayerStack, QTensor, for_device, formats, gated, matmul
 from pallas_kernels.qtensor import dequantize
@@ -83,7 +85,7 @@ def repeated(w: QTensor, layers: int) -> QTensor:
 
 def codes(format: str, bits: int) -> tuple[int, int]:
     """(columns that the format's kernel rounds together, its largest code)"""
-    if formats.family(format) != "kq":
+    if formats.family(format) != "int":
         return 128, 2 ** (bits - 1) - 1
     # Of two digits, each a signed byte.
     return formats.get(format).LANES.activation_group, 127 if bits == 8 else 127 * 257

@@ -16,8 +16,9 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import bench, card
-from bonsai_jax.bench import seconds_per_call
+from bonsai_jax import card
+from bonsai_jax.measure import bench
+from bonsai_jax.measure.bench import seconds_per_call
 
 EMPTY_CHAIN = 64
 PASSES = 4  # of the speed of light over what a chain reads

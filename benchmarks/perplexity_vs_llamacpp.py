@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import evaluate
 from bonsai_jax.cli import options
+from bonsai_jax.measure import evaluate
 from tests.bonsai_jax.llama_cpp import LlamaCpp
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "moby_dick.txt"

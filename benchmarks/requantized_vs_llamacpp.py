@@ -29,9 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import cache as kv
-from bonsai_jax import card, jitted
-from bonsai_jax.params import blocks
+from bonsai_jax import card
+from bonsai_jax.decoding import jitted
+from bonsai_jax.network import cache as kv
+from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks, quantize
 from tests.agreement import agreement, log_softmax, top_kl

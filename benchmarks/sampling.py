@@ -21,7 +21,8 @@ import numpy as np
 import one_op
 
 import bonsai_jax as bj
-from bonsai_jax import bench, sampling
+from bonsai_jax.decoding import sampling
+from bonsai_jax.measure import bench
 
 CHAIN = 16
 PLAIN = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}

@@ -1,4 +1,4 @@
-"""An engine's scheduler on a clock that is a number (bonsai_jax/engine/simulate.py): beside a real engine,
+"""An engine's scheduler on a clock that is a number (bonsai_jax/measure/simulate.py): beside a real engine,
 and to say how many devices some requests a minute need.
 
     python benchmarks/simulate.py check -m demo --rows 8 --requests 40 --rate 3
@@ -31,9 +31,9 @@ from typing import Any
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import bench
 from bonsai_jax.engine.plans import Limits
-from bonsai_jax.engine.simulate import Arrival, StepTimes, quantile, simulate
+from bonsai_jax.measure import bench
+from bonsai_jax.measure.simulate import Arrival, StepTimes, quantile, simulate
 
 HERE = Path(__file__).parent
 SHARE = 0.9  # of the most that a device can bear: near it, waits differ from draw to draw

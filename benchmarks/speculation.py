@@ -18,7 +18,9 @@ import jax
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import bench, jitted, prompts
+from bonsai_jax.decoding import jitted
+from bonsai_jax.engine import prompts
+from bonsai_jax.measure import bench
 
 TEXT = (
     "The harbour master counts the boats every evening. On Monday there were twelve boats, and two of them "

@@ -28,43 +28,52 @@ for _name in ("checkpoints", "pallas_kernels"):
         )
 
 if TYPE_CHECKING:
-    from bonsai_jax import jitted
-    from bonsai_jax.answers import Output, Piece
-    from bonsai_jax.cache import KVCache
-    from bonsai_jax.checks import checked
     from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
-    from bonsai_jax.decoding import State, decode, extend, forward, generate_tokens, prefill, start, step
+    from bonsai_jax.decoding import jitted
+    from bonsai_jax.decoding.checks import checked
+    from bonsai_jax.decoding.sampling import Logprobs
+    from bonsai_jax.decoding.steps import (
+        State,
+        decode,
+        extend,
+        forward,
+        generate_tokens,
+        prefill,
+        start,
+        step,
+    )
     from bonsai_jax.engine import Engine, Handle
+    from bonsai_jax.engine.answers import Output, Piece
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
-    from bonsai_jax.parallel import over_mesh
-    from bonsai_jax.placement import make_mesh
-    from bonsai_jax.sampling import Logprobs
+    from bonsai_jax.network.cache import KVCache
+    from bonsai_jax.network.parallel import over_mesh
+    from bonsai_jax.network.taps import Taps
+    from bonsai_jax.network.transformer import embed
     from bonsai_jax.save import load_state, save_state
-    from bonsai_jax.taps import Taps
     from bonsai_jax.text import generate, iter_logits, logits, stream
-    from bonsai_jax.tokenizer import Tokenizer
-    from bonsai_jax.transformer import embed
+    from bonsai_jax.tokens.tokenizer import Tokenizer
+    from bonsai_jax.weights.placement import make_mesh
     from checkpoints import CheckpointError
 
 # Imported when first used: jax takes a second or two, which `bonsai-jax --help` need not wait for.
 _HOMES = {
-    "bonsai_jax.answers": ("Output", "Piece"),
-    "bonsai_jax.cache": ("KVCache",),
-    "bonsai_jax.checks": ("checked",),
+    "bonsai_jax.engine.answers": ("Output", "Piece"),
+    "bonsai_jax.network.cache": ("KVCache",),
+    "bonsai_jax.decoding.checks": ("checked",),
     "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
-    "bonsai_jax.decoding": (
+    "bonsai_jax.decoding.steps": (
         *("State", "decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
     ),
     "bonsai_jax.engine": ("Engine", "Handle"),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
-    "bonsai_jax.parallel": ("over_mesh",),
-    "bonsai_jax.placement": ("make_mesh",),
-    "bonsai_jax.sampling": ("Logprobs",),
+    "bonsai_jax.network.parallel": ("over_mesh",),
+    "bonsai_jax.weights.placement": ("make_mesh",),
+    "bonsai_jax.decoding.sampling": ("Logprobs",),
     "bonsai_jax.save": ("load_state", "save_state"),
-    "bonsai_jax.taps": ("Taps",),
+    "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
-    "bonsai_jax.tokenizer": ("Tokenizer",),
-    "bonsai_jax.transformer": ("embed",),
+    "bonsai_jax.tokens.tokenizer": ("Tokenizer",),
+    "bonsai_jax.network.transformer": ("embed",),
     "checkpoints": ("CheckpointError",),
 }
 
@@ -73,7 +82,7 @@ def __getattr__(name: str):
     if name == "__version__":
         return importlib.metadata.version("bonsai-jax")
     if name == "jitted":
-        return importlib.import_module("bonsai_jax.jitted")
+        return importlib.import_module("bonsai_jax.decoding.jitted")
     for home, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(importlib.import_module(home), name)

@@ -16,12 +16,12 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import architectures
-from bonsai_jax import cache as kv
 from bonsai_jax.config import ModelConfig, RunConfig
-from bonsai_jax.params import Params
-from bonsai_jax.plan import attention_kernels
-from bonsai_jax.specs import match
+from bonsai_jax.network import architectures
+from bonsai_jax.network import cache as kv
+from bonsai_jax.weights.params import Params
+from bonsai_jax.weights.plan import attention_kernels
+from bonsai_jax.weights.specs import match
 from checkpoints import Checkpoint
 from pallas_kernels import QTensor, cache_layouts, device
 from pallas_kernels.problems import Matmul
@@ -278,8 +278,8 @@ def _times(call: Callable[[jax.Array], jax.Array], x: jax.Array, repetitions: in
 
 
 def kernel_names(weights, rows: int) -> str:
-    """The kernels that multiply these weights with so many rows of activations: "kq_decode",
-    "kq_decode+reference" where they differ, "kq_decode:16" with 16 bits of activations and not 8."""
+    """The kernels that multiply these weights with so many rows of activations: "int_decode",
+    "int_decode+reference" where they differ, "int_decode:16" with 16 bits of activations and not 8."""
     names = {_kernel_name(w, rows) for w in leaves(weights) if isinstance(w, QTensor)}
     return "+".join(sorted(names))
 

@@ -6,26 +6,19 @@ from collections.abc import Callable, Sequence
 import jax
 import numpy as np
 
-from bonsai_jax import (
-    architectures,
-    card,
-    compile_cache,
-    layers,
-    parallel,
-    placement,
-    proposers,
-    speculation,
-    threads,
-)
-from bonsai_jax import cache as kv
-from bonsai_jax import decoding as core
-from bonsai_jax import params as weights
-from bonsai_jax import plan as planning
-from bonsai_jax import sampling as sampling_arrays
+from bonsai_jax import card, compile_cache, threads
 from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
-from bonsai_jax.params import Params
-from bonsai_jax.specs import check_formats
-from bonsai_jax.tokenizer import Tokenizer
+from bonsai_jax.decoding import proposers, speculation
+from bonsai_jax.decoding import sampling as sampling_arrays
+from bonsai_jax.decoding import steps as core
+from bonsai_jax.network import architectures, layers, parallel
+from bonsai_jax.network import cache as kv
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.weights import params as weights
+from bonsai_jax.weights import placement
+from bonsai_jax.weights import plan as planning
+from bonsai_jax.weights.params import Params
+from bonsai_jax.weights.specs import check_formats
 from checkpoints import Checkpoint, open_checkpoint
 
 DEFAULT_CONTEXT = 4096

@@ -23,10 +23,10 @@ from flax import nnx
 from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import decoding as core
+from bonsai_jax.decoding import steps as core
 from bonsai_jax.model import Model
-from bonsai_jax.params import Params
-from bonsai_jax.taps import Taps
+from bonsai_jax.network.taps import Taps
+from bonsai_jax.weights.params import Params
 
 
 class Weight(nnx.Variable):

@@ -12,13 +12,14 @@ from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
-from bonsai_jax import cache as kv
-from bonsai_jax import parallel, placement
-from bonsai_jax.cache import DeltaState, DraftState, KVCache
-from bonsai_jax.decoding import State
+from bonsai_jax.decoding.sampling import Sampler, kernel
+from bonsai_jax.decoding.speculation import Speculation
+from bonsai_jax.decoding.steps import State
 from bonsai_jax.model import Model
-from bonsai_jax.sampling import Sampler, kernel
-from bonsai_jax.speculation import Speculation
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network import parallel
+from bonsai_jax.network.cache import DeltaState, DraftState, KVCache
+from bonsai_jax.weights import placement
 from pallas_kernels import cache_layouts
 
 KINDS = ("State", "KVCache")

@@ -8,17 +8,14 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from bonsai_jax import cache as kv
-from bonsai_jax import decoding as core
-from bonsai_jax import jitted, parallel, placement
-from bonsai_jax.answers import Output, Piece, output
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding import steps as core
+from bonsai_jax.decoding.sampling import bias_width
+from bonsai_jax.engine.answers import Output, Piece, output
 from bonsai_jax.engine.loop import Loop
 from bonsai_jax.engine.plans import row_sizes
-from bonsai_jax.engine.runner import Options
-from bonsai_jax.model import Model
-from bonsai_jax.progress import Progress, shown
-from bonsai_jax.prompts import (
+from bonsai_jax.engine.prompts import (
     Ids,
     Prompt,
     check_new,
@@ -30,8 +27,13 @@ from bonsai_jax.prompts import (
     pad,
     step_options,
 )
-from bonsai_jax.sampling import bias_width
-from bonsai_jax.taps import Taps
+from bonsai_jax.engine.runner import Options
+from bonsai_jax.model import Model
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network import parallel
+from bonsai_jax.network.taps import Taps
+from bonsai_jax.progress import Progress, shown
+from bonsai_jax.weights import placement
 
 STREAM_WAIT_S = 0.1  # between two pieces of `stream`, at most, where steps are shorter
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 import bonsai_jax as bj
-from bonsai_jax import transformer
+from bonsai_jax.network import transformer
 
 try:
     import matplotlib.pyplot as plt  # uv run --group notebook ...

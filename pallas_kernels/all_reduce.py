@@ -10,7 +10,7 @@ The sum is in the order of the devices, so all have the same bits.
     mailbox      number of the last call   slots [2 (call % 2), devices, MOST_WORDS]
                  u32, 128 bytes            (float32, u32) pairs
 
-A kernel of a product sends its outputs as it has them (kq_decode.run_and_send), so that they travel while it
+A kernel of a product sends its outputs as it has them (int_decode.run_and_send), so that they travel while it
 ends and `receive` is launched; what has no such kernel is sent by one of its own, `send`.
 
 Two slots do: a device in call s has received all others' words of call s - 1, which they sent behind the end

@@ -23,40 +23,40 @@ def never(problem: Problem) -> None:
 # Matmul
 
 
-def q1_decode_ring(problem: Matmul) -> str | None:
-    if reason := _on_hopper(problem) or q1_decode_b1(problem):
+def bit_decode_ring(problem: Matmul) -> str | None:
+    if reason := _on_hopper(problem) or bit_decode_b1(problem):
         return reason
-    from pallas_kernels.matmul import q1_decode_ring as kernel  # only GPUs need it
+    from pallas_kernels.matmul.bit_mma import decode_ring as kernel  # only GPUs need it
 
     return kernel.refuses(problem.n, problem.k, problem.matrices, problem.bits)
 
 
-def q1_decode_s8(problem: Matmul) -> str | None:
-    if reason := q1_decode_b1(problem):
+def bit_decode_s8(problem: Matmul) -> str | None:
+    if reason := bit_decode_b1(problem):
         return reason
-    from pallas_kernels.matmul.q1_decode_s8 import plan  # only GPUs need it
+    from pallas_kernels.matmul.bit_mma.decode_s8 import plan  # only GPUs need it
 
     n_tiles, steps = -(-problem.n // ROWS), -(-problem.k // COLUMNS)
     room = plan(n_tiles, steps, problem.matrices, problem.bits, device.shared_bytes())
     return None if room else f"integers of {problem.k} activations a row leave no room for weights"
 
 
-def q1_decode_b1(problem: Matmul) -> str | None:
-    return _of_family("q1", problem)
+def bit_decode_b1(problem: Matmul) -> str | None:
+    return _of_family("bit", problem)
 
 
-def q1_prefill_sm90(problem: Matmul) -> str | None:
-    if reason := _on_hopper(problem) or _of_family("q1", problem):
+def bit_prefill_sm90(problem: Matmul) -> str | None:
+    if reason := _on_hopper(problem) or _of_family("bit", problem):
         return reason
     return "its tiles are 64 outputs" if -(-problem.n // 16) % 4 else None
 
 
-def kq_decode(problem: Matmul) -> str | None:
-    return _of_family("kq", problem)
+def int_decode(problem: Matmul) -> str | None:
+    return _of_family("int", problem)
 
 
-def kq_prefill_sm90(problem: Matmul) -> str | None:
-    return _on_hopper(problem) or _of_family("kq", problem)
+def int_prefill_sm90(problem: Matmul) -> str | None:
+    return _on_hopper(problem) or _of_family("int", problem)
 
 
 def cublas(problem: Matmul) -> str | None:
@@ -87,16 +87,16 @@ def _of_family(family: str, problem: Matmul) -> str | None:
 
 
 def grouped(problem: Experts) -> str | None:
-    if reason := kq_experts(problem) or _on_hopper(problem):
+    if reason := int_experts(problem) or _on_hopper(problem):
         return reason
     if not problem.whole:
         return "gate and up have different formats, or other kernels than down"
     return None
 
 
-def kq_experts(problem: Experts) -> str | None:
-    if problem.kernel != "kq_decode":
-        return "is for weights that kq_decode multiplies"
+def int_experts(problem: Experts) -> str | None:
+    if problem.kernel != "int_decode":
+        return "is for weights that int_decode multiplies"
     return "inputs of folded weights are rotated before, tile by tile" if problem.folded else None
 
 
@@ -165,7 +165,7 @@ def one_launch(problem: Step) -> str | None:
         return reason
     if problem.layers is None:
         return "not all layers' weights are Q1_0, joined by layer"
-    if others := _not_of_family("q1", problem.layers):
+    if others := _not_of_family("bit", problem.layers):
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _attention(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
@@ -227,7 +227,7 @@ def layer_gemms(problem: Step) -> str | None:
         if max(map(len, (o, gate, down))) > 1:
             return "a matrix is of several formats"
     pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
-    if any(formats.family(format) == "q1" and n % 64 for format, n in pieces):
+    if any(formats.family(format) == "bit" and n % 64 for format, n in pieces):
         return "its tiles are 64 outputs"
     return _attention(problem.attention) or _turned(problem.attention)
 
@@ -259,10 +259,10 @@ def _turned(problem: Attention) -> str | None:
 
 
 def _in_tiles(problem: Step) -> str | None:
-    """Why not all products are kq_decode's, or None."""
+    """Why not all products are int_decode's, or None."""
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if others := _not_of_family("kq", problem.layers):
+    if others := _not_of_family("int", problem.layers):
         return f"not all layers' weights have 2 to 8 bits: {others}"
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):

@@ -1,27 +1,27 @@
 """Which kernel runs an op: chosen once, at load, from the problem's sizes alone, and explained.
 
     op         weights or cache    rows                        GPU        kernel
-    Matmul     q1, large matrices  1 to 8                      9.0        q1_decode_ring
-               q1 (1 bit)          1 to 3                      from 8.0   q1_decode_b1
-                                   4 to 8                                 q1_decode_s8, or q1_decode_b1
-                                   from 9                      9.0        q1_prefill_sm90
-               kq (2 to 8 bits)    1 to 8, 1 to 16             from 8.0   kq_decode
-                                   from 9 (16 bits: from 17)   9.0        kq_prefill_sm90
+    Matmul     1 bit, large        1 to 8                      9.0        bit_decode_ring
+               bit (1 bit)          1 to 3                      from 8.0   bit_decode_b1
+                                   4 to 8                                 bit_decode_s8, or bit_decode_b1
+                                   from 9                      9.0        bit_prefill_sm90
+               int (2 to 8 bits)   1 to 8, 1 to 16             from 8.0   int_decode
+                                   from 9 (16 bits: from 17)   9.0        int_prefill_sm90
                not float32         other, from 9               any        cublas
                CPU, not float32    any                         none       cpu
                any                 other                       or none    reference
-    Experts    kq                  from 17                     9.0        grouped
-               kq                  any                         from 8.0   kq_experts
+    Experts    int                 from 17                     9.0        grouped
+               int                 any                         from 8.0   int_experts
                any                 any                         any        tiles, each by a kernel of Matmul
     Attention  any                 1 query of each sequence    from 8.0   decode
                8 or 16 bits        more                        9.0        prefill_sm90
                8 or 16, to 128     more                        from 8.0   prefill_sm80
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
-    Step       q1                  1 to 24, if they have room  from 9.0   one_launch
-               kq, with experts    1, if it has room           from 8.0   one_launch
-               kq                  as many as have room        from 8.0   layer_products
-               q1, kq              9 to 256                    9.0        layer_gemms
+    Step       bit                 1 to 24, if they have room  from 9.0   one_launch
+               int, with experts   1, if it has room           from 8.0   one_launch
+               int                 as many as have room        from 8.0   layer_products
+               bit, int             9 to 256                    9.0        layer_gemms
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
                float32             more                        from 8.0   delta_chunks
@@ -83,19 +83,19 @@ def _rows_of_kq_prefill(problem: Matmul) -> tuple[int, int | None]:
 # In order of preference.
 CANDIDATES: dict[type, dict[str, Candidate]] = {
     Matmul: {
-        "q1_decode_ring": Candidate(refusals.q1_decode_ring, 1, 8),
-        "q1_decode_s8": Candidate(refusals.q1_decode_s8, 4, 8),
-        "q1_decode_b1": Candidate(refusals.q1_decode_b1, 1, 8),
-        "kq_prefill_sm90": Candidate(refusals.kq_prefill_sm90, range_of=_rows_of_kq_prefill),
-        "kq_decode": Candidate(refusals.kq_decode, 1, 16),
-        "q1_prefill_sm90": Candidate(refusals.q1_prefill_sm90, 9),
+        "bit_decode_ring": Candidate(refusals.bit_decode_ring, 1, 8),
+        "bit_decode_s8": Candidate(refusals.bit_decode_s8, 4, 8),
+        "bit_decode_b1": Candidate(refusals.bit_decode_b1, 1, 8),
+        "int_prefill_sm90": Candidate(refusals.int_prefill_sm90, range_of=_rows_of_kq_prefill),
+        "int_decode": Candidate(refusals.int_decode, 1, 16),
+        "bit_prefill_sm90": Candidate(refusals.bit_prefill_sm90, 9),
         "cublas": Candidate(refusals.cublas, 9, pallas=False),
         "cpu": Candidate(refusals.cpu_matmul, pallas=False),
         "reference": Candidate(refusals.never, pallas=False),
     },
     Experts: {
         "grouped": Candidate(refusals.grouped, 17),
-        "kq_experts": Candidate(refusals.kq_experts),
+        "int_experts": Candidate(refusals.int_experts),
         "tiles": Candidate(refusals.never, pallas=False),
     },
     Attention: {
@@ -201,5 +201,5 @@ def _how(problem: Problem, name: str) -> str:
         return ""
     if problem.format == "f16":
         return ": float16 weights as they are"
-    by = "a kernel" if formats.family(problem.format) == "kq" else "XLA"
+    by = "a kernel" if formats.family(problem.format) == "int" else "XLA"
     return f": {by} dequantizes a layer's matrix to float16"

@@ -1,4 +1,4 @@
-"""The layout that the "kq" kernels read, tiles of 16 rows x 256 columns with each lane's share in its own
+"""The layout that the "int" kernels read, tiles of 16 rows x 256 columns with each lane's share in its own
 order, and what they ask of a format (`Lanes`).
 
 `mma.m16n8k32 s8` (m16n8k16 where scales change every 16 columns, or m16n8k32 for two such groups) multiplies
@@ -63,7 +63,7 @@ class WholeScales(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Lanes:
-    """How a lane reads its share of a tile: all that the "kq" kernels ask of a format.
+    """How a lane reads its share of a tile: all that the "int" kernels ask of a format.
 
     group        columns that share a scale, 32 or 16
     signed       whether the bytes are
@@ -75,7 +75,7 @@ class Lanes:
                  row g of one matrix and row g of another
     scales       {field: the lane's words, or vectors of four}, the lane's number -> of each eight groups
                  their Scales, or WholeScales
-    whole_scales  whether they are WholeScales, which only groups of 16 can have. kq_decode then adds whole
+    whole_scales  whether they are WholeScales, which only groups of 16 can have. int_decode then adds whole
                  numbers of 32 columns before it multiplies by anything else
     half_scales  the same fields -> [groups 2 t, 2 t + 1 of each eight][rows g, g + 8][scale times unit,
                  -minimum (if there is one)], each a pair of the same float16. None: `scales`, rounded. Worth

@@ -32,13 +32,13 @@ Settings = dict[str, int]
 
 # By kernel: arguments of its plan, and the values that they may have; described in its file.
 ALLOWED: dict[str, dict[str, tuple[int, ...]]] = {
-    "q1_decode_b1": {"warps": (4, 8, 16), "tiles": tuple(range(1, 17))},
-    "q1_decode_s8": {
+    "bit_decode_b1": {"warps": (4, 8, 16), "tiles": tuple(range(1, 17))},
+    "bit_decode_s8": {
         "warps": (4, 8, 12, 16),
         "tiles": tuple(range(1, 129)),
         "together": tuple(range(1, 9)),
     },
-    "kq_decode": {"warps": (4, 8, 12, 16), "blocks": tuple(range(8, 529)), "depth": tuple(range(2, 25))},
+    "int_decode": {"warps": (4, 8, 12, 16), "blocks": tuple(range(8, 529)), "depth": tuple(range(2, 25))},
 }
 
 

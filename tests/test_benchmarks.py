@@ -93,8 +93,8 @@ def test_activations_of_a_matvec_are_codes_of_the_groups_that_are_rounded_togeth
     """q = round(x top / absmax) of each group gives x back: columns that share a scale, whatever the format,
     also those of a norm's weights times x."""
     kernel = formats.family(format)
-    group = formats.get(format).LANES.activation_group if kernel == "kq" else 128
-    top = {8: 127, 16: 127 * 257 if kernel == "kq" else 32767}[bits]
+    group = formats.get(format).LANES.activation_group if kernel == "int" else 128
+    top = {8: 127, 16: 127 * 257 if kernel == "int" else 32767}[bits]
     x = np.asarray(matvec.exact_activations(np.random.default_rng(0), 3, 1024, format, bits), np.float64)
     gamma = np.repeat(2.0 ** np.arange(-4, 4), 128)
     for values in (x, gamma * x):

@@ -3,15 +3,15 @@
 import dataclasses
 from typing import Any
 
-from bonsai_jax.answers import Output
 from bonsai_jax.batch import objects
 from bonsai_jax.batch.lines import Line, Needs
 from bonsai_jax.batch.requests import FieldError, Request
-from bonsai_jax.bench import model_name
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.engine import Engine, Handle
+from bonsai_jax.engine.answers import Output
+from bonsai_jax.engine.prompts import each_sampling, encode
+from bonsai_jax.measure.bench import model_name
 from bonsai_jax.model import Model
-from bonsai_jax.prompts import each_sampling, encode
 
 WAIT_S = 0.5  # nobody reads along, so a dispatch may have many steps; who waits for a row shortens it
 

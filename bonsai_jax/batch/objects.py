@@ -9,10 +9,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bonsai_jax.answers import Output
 from bonsai_jax.batch.lines import Line
 from bonsai_jax.batch.requests import FieldError, Request
-from bonsai_jax.tokenizer import Tokenizer
+from bonsai_jax.engine.answers import Output
+from bonsai_jax.tokens.tokenizer import Tokenizer
 
 
 def answered(line: Line, body: dict[str, Any]) -> dict[str, Any]:

@@ -13,13 +13,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from bonsai_jax import placement
 from bonsai_jax.batch import lines as reading
 from bonsai_jax.batch.answers import Answers, Job
 from bonsai_jax.batch.lines import Line
 from bonsai_jax.batch.results import Results
 from bonsai_jax.model import Model
 from bonsai_jax.progress import Progress, shown
+from bonsai_jax.weights import placement
 
 Answer = Callable[[Line], Awaitable[dict[str, Any]]]
 # Times as many lines under way as rows, so that a free row finds one whose prompt is tokens already.

@@ -111,8 +111,9 @@ def command(
     options.join_processes(coordinator, num_processes, process_id)
 
     import bonsai_jax as bj
-    from bonsai_jax import architectures, bench
-    from bonsai_jax import profile as phases
+    from bonsai_jax.measure import bench
+    from bonsai_jax.measure import profile as phases
+    from bonsai_jax.network import architectures
     from checkpoints import open_checkpoint
 
     context = max(
@@ -169,7 +170,7 @@ def command(
 
 def _tune(model, rows: list[int], repetitions: int, output: str) -> None:
     """Print what is found, as it is found, and write what wins."""
-    from bonsai_jax import tune
+    from bonsai_jax.measure import tune
     from pallas_kernels import device, tuned
 
     new, header = {}, tune.markdown_header() if output == "md" else None

@@ -29,7 +29,8 @@ def command(as_json: options.Json = False) -> None:
     """Print versions, devices, memory and folders. Without a device, the reason stands in its place."""
     import jax
 
-    from bonsai_jax import bench, card
+    from bonsai_jax import card
+    from bonsai_jax.measure import bench
     from checkpoints.hub import cache
 
     found: dict[str, Any] = {

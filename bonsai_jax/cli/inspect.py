@@ -14,7 +14,7 @@ from bonsai_jax.cli import options
 
 if TYPE_CHECKING:
     from bonsai_jax import ModelConfig, RunConfig
-    from bonsai_jax.plan import LoadPlan
+    from bonsai_jax.weights.plan import LoadPlan
     from checkpoints import Checkpoint
 
 LONGEST = 72  # characters of a metadata value
@@ -41,8 +41,8 @@ def command(
     )
     source = next((given for given in (name, model) if given is not None), "demo")
 
-    from bonsai_jax import architectures
     from bonsai_jax.model import load_plan, resolve
+    from bonsai_jax.network import architectures
     from checkpoints import open_checkpoint
 
     checkpoint = open_checkpoint(source, offline=offline)
@@ -129,8 +129,8 @@ def _row(name: str, tensors: list) -> dict[str, Any]:
 
 
 def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") -> dict[str, Any]:
-    from bonsai_jax import cache as kv
     from bonsai_jax import card
+    from bonsai_jax.network import cache as kv
     from checkpoints import folding
 
     step = card.step_bytes(checkpoint, run)
@@ -175,7 +175,7 @@ def _weights(checkpoint: "Checkpoint", config: "ModelConfig", asked: "RunConfig"
 def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[dict[str, Any]]:
     """For every matrix, attention, the decode step and sampling the kernel for each number of rows, and why
     those before it in the order of preference were not taken."""
-    from bonsai_jax.plan import attention_problems, delta_problems
+    from bonsai_jax.weights.plan import attention_problems, delta_problems
     from pallas_kernels import problems, selection
 
     def entry(what: str, times: int, asked: Mapping[str, tuple[problems.Problem, int, str]]):

@@ -72,7 +72,7 @@ def command(
     mesh = options.mesh(tensor=tensor_parallel)
     loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)
 
-    from bonsai_jax import evaluate
+    from bonsai_jax.measure import evaluate
 
     tokenizer, vocab_size = loaded.tokenizer, loaded.config.vocab_size
     ids = tokenizer.encode(text, parse_special=False)

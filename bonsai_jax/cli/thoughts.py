@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bonsai_jax.tokenizer import Tokenizer
+    from bonsai_jax.tokens.tokenizer import Tokenizer
 
 OPEN, CLOSE = "<think>", "</think>"
 

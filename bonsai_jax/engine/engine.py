@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from bonsai_jax import cache as kv
-from bonsai_jax import sampling as sampling_arrays
-from bonsai_jax.answers import Piece
 from bonsai_jax.config import SamplingParams
-from bonsai_jax.decoding import LogitsProcessor
+from bonsai_jax.decoding import sampling as sampling_arrays
+from bonsai_jax.decoding.steps import LogitsProcessor
+from bonsai_jax.engine.answers import Piece
 from bonsai_jax.engine.handle import Handle
 from bonsai_jax.engine.loop import Loop
+from bonsai_jax.engine.prompts import Prompt, check_new, checked_sampling, encode, step_options
 from bonsai_jax.engine.runner import Options
 from bonsai_jax.model import Model
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
-from bonsai_jax.prompts import Prompt, check_new, checked_sampling, encode, step_options
-from bonsai_jax.taps import Taps
 
 TRIES = 2  # failures in a row, with nothing drawn between, after which an engine gives up
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from bonsai_jax.answers import Output, Piece, output
+from bonsai_jax.engine.answers import Output, Piece, output
 
 
 class Handle:

@@ -15,14 +15,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from bonsai_jax import decoding, parallel
-from bonsai_jax.answers import Piece, Reader
 from bonsai_jax.config import SamplingParams
+from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.engine.answers import Piece, Reader
 from bonsai_jax.engine.plans import Plan, Request
+from bonsai_jax.engine.prompts import Ids
 from bonsai_jax.engine.runner import Drawn, Options, Runner, numbered
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
-from bonsai_jax.prompts import Ids
+from bonsai_jax.network import parallel
 
 STEADY_STEPS = 8  # of a plan, where clocks cannot say how many: those of several processes differ
 

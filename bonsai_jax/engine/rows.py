@@ -18,14 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from bonsai_jax import decoding, jitted, sampling, speculation
-from bonsai_jax.cache import KVCache
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.decoding import LogitsProcessor, State
-from bonsai_jax.parallel import over_mesh
-from bonsai_jax.params import Params
-from bonsai_jax.sampling import NO_TOKEN
-from bonsai_jax.taps import Taps
+from bonsai_jax.decoding import jitted, sampling, speculation
+from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.decoding.sampling import NO_TOKEN
+from bonsai_jax.decoding.steps import LogitsProcessor, State
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.parallel import over_mesh
+from bonsai_jax.network.taps import Taps
+from bonsai_jax.weights.params import Params
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch

@@ -20,13 +20,16 @@ from typing import Any
 import jax
 import numpy as np
 
-from bonsai_jax import decoding, parallel, placement, sampling, speculation
 from bonsai_jax.config import SamplingParams
-from bonsai_jax.decoding import LogitsProcessor, State
+from bonsai_jax.decoding import sampling, speculation
+from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.decoding.steps import LogitsProcessor, State
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.model import Model, start_state
-from bonsai_jax.taps import Taps
+from bonsai_jax.network import parallel
+from bonsai_jax.network.taps import Taps
+from bonsai_jax.weights import placement
 
 PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 in 15.4 ms and 2,048 in 53.8
 

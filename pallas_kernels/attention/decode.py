@@ -32,8 +32,8 @@ from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total, true
-from pallas_kernels.matmul import activations_int8
-from pallas_kernels.matmul.activations_int8 import GROUP, columns_of_lane, store_group
+from pallas_kernels.matmul.bit_mma import activations as activations_int8
+from pallas_kernels.matmul.bit_mma.activations import GROUP, columns_of_lane, store_group
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "integers"))

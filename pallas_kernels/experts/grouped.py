@@ -2,7 +2,7 @@
 
     chosen -> places of pairs, sorted by expert, and tiles of them     places.py
     x -> float16, each token at the places of its pairs                activations_float16.py
-      -> silu(x G.T) * (x U.T), tile by tile                           kq_prefill_sm90.py
+      -> silu(x G.T) * (x U.T), tile by tile                           prefill_sm90.py
       -> float16
       -> h W.T, tile by tile
       -> of each token the weighted sum of its pairs                   XLA
@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import device, formats
 from pallas_kernels.experts import places
-from pallas_kernels.matmul import activations_float16
-from pallas_kernels.matmul.kq_prefill_plan import Tiles
-from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
+from pallas_kernels.matmul.int_mma import activations_float16
+from pallas_kernels.matmul.int_mma.prefill_plan import Tiles
+from pallas_kernels.matmul.int_mma.prefill_sm90 import int_prefill_sm90
 from pallas_kernels.qtensor import LayerStack, QTensor
 
 MOST_TOKENS = 256  # of a tile: sums of 64 outputs with as many are half of a lane's registers
@@ -42,7 +42,7 @@ def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Ar
     """float32 [*batch, N]: sum_j weights[..., j] D_e (silu(G_e x) * (U_e x)), e = chosen[..., j].
 
     x                [*batch, K]
-    stacks           of G, U and D: QTensors or LayerStacks of matrices in the tiles of the "kq" kernels; in
+    stacks           of G, U and D: QTensors or LayerStacks of matrices in the tiles of the "int" kernels; in
                      each layer G and U have one format
     chosen, weights  [*batch, used]
     """
@@ -64,7 +64,7 @@ def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Ar
         if index is not None:
             fields = jax.tree.map(lambda field: field.reshape(-1, *field.shape[2:]), fields)
         gpu = device.default()
-        return kq_prefill_sm90(
+        return int_prefill_sm90(
             a, scale, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
             format=matrices[0].format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
             tiles_of=tiles,

@@ -8,7 +8,7 @@ each of one expert.
 A stack of layers' experts, [layers, experts, N, K], is one of layers * experts matrices, and a tile's product
 reads the one at layer * experts + expert: where kernels read stacks in place, no matrix is copied or
 dequantized that is not multiplied. The number of tiles is that of the worst case; those that are left over
-are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (kq_experts.py); and on Hopper the
+are skipped. On a GPU weights of 2 to 8 bits have all tiles in one launch (int_experts.py); and on Hopper the
 many rows of a prefill go through a whole feed-forward once sorted (grouped.py).
 """
 
@@ -105,8 +105,8 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     of_row = pairs.size // len(rows)
     valid = (pairs >= 0) & (pairs < experts)
     most_rows, kernel = MOST_ROWS, None
-    if skips and _chosen(weights, 1) == "kq_experts":
-        from pallas_kernels.experts import kq_experts as kernel  # only GPUs need it
+    if skips and _chosen(weights, 1) == "int_experts":
+        from pallas_kernels.experts import int_experts as kernel  # only GPUs need it
 
         most_rows = kernel.most_rows(weights)
     tiles = tiles_of(jnp.where(valid, pairs, experts), experts, most_rows)

@@ -15,11 +15,11 @@ A format module defines
 
 and, where there are kernels that multiply it,
 
-    KERNELS      the family of kernels that reads its tiles: "q1" (1 bit) or "kq" (2 to 8 bits); absent: none,
-                 the reference multiplies it
+    KERNELS      the family of kernels that reads its tiles: "bit" (1 bit) or "int" (2 to 8 bits);
+                 absent: none, the reference multiplies it
     tile         blocks -> {field: array}, the layout that they read; the integers are its field "words"
     untile       the inverse of `tile`, given the matrix's shape
-    LANES        for "kq": a tiles.Lanes, how a lane of a kernel reads its share of the tiles
+    LANES        for "int": a tiles.Lanes, how a lane of a kernel reads its share of the tiles
 
 and, where the kernel of CPUs multiplies it,
 
@@ -58,7 +58,7 @@ def get(name: str) -> ModuleType:
 
 
 def family(name: str) -> str | None:
-    """The family of kernels that reads the format's tiles, "q1" or "kq"; None for a format without one."""
+    """The family of kernels that reads the format's tiles, "bit" or "int"; None for a format without one."""
     return getattr(get(name), "KERNELS", None)
 
 

@@ -23,7 +23,7 @@ def dequantize(block):
     return d * jnp.asarray(VALUES, jnp.float32)[q]
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

@@ -40,7 +40,7 @@ def _codes(block):
     return jnp.concatenate([qs & 15, qs >> 4], axis=-1)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

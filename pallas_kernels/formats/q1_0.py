@@ -30,7 +30,7 @@ def quantize(x):
     return {"d": jnp.abs(x).mean(axis=-1).astype(jnp.float16), "qs": qs}
 
 
-KERNELS = "q1"
+KERNELS = "bit"
 
 
 def tile(block):

@@ -39,7 +39,7 @@ def ternary_bytes(key, shape):
     return (q << SHIFTS).sum(axis=-1, dtype=jnp.uint8)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

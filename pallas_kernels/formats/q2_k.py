@@ -38,7 +38,7 @@ def _codes(block):
     return q.reshape(*lead, 16, 16)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row and group
 
 

@@ -46,7 +46,7 @@ def _scale_codes(block):
     return low | high.reshape(low.shape) << 4
 
 
-KERNELS = "kq"
+KERNELS = "int"
 ONES = np.uint32(0x01010101)
 BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row and group
 

@@ -21,7 +21,7 @@ def dequantize(block):
     return d * (q.astype(jnp.float32) - 8)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

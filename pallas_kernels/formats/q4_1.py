@@ -22,7 +22,7 @@ def dequantize(block):
     return d * q.astype(jnp.float32) + m
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

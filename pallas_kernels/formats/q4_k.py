@@ -47,7 +47,7 @@ def dequantize(block):
     return (scale[..., None] * q.astype(jnp.float32) - minimum[..., None]).reshape(*lead, 256)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

@@ -36,7 +36,7 @@ def dequantize(block):
     return d * (codes(block).astype(jnp.float32) - 16)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

@@ -23,7 +23,7 @@ def dequantize(block):
     return d * codes(block).astype(jnp.float32) + m
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

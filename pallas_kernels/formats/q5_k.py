@@ -48,7 +48,7 @@ def codes(block):
     return low | (high << 4)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 LOW3, MIDDLE, BIT4, BIT3 = (np.uint32(byte * 0x01010101) for byte in (0x07, 0x18, 0x10, 0x08))
 
 

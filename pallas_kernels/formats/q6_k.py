@@ -31,7 +31,7 @@ def dequantize(block):
     return (scale[..., None] * q).reshape(*lead, 256)
 
 
-KERNELS = "kq"
+KERNELS = "int"
 SHIFTS = np.array([6, 4, 2], np.uint32)[:, None, None]
 
 

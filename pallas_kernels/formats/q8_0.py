@@ -28,7 +28,7 @@ def quantize(x):
     return {"d": d[..., 0].astype(jnp.float16), "qs": q.astype(jnp.int8)}
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):

@@ -120,9 +120,9 @@ def sent_product(
     if isinstance(layer, int):
         part, i = w.where[layer]
         piece = w.parts[part]
-        if isinstance(piece, QTensor) and piece.shape[0] % ROWS == 0 and kernel_of(piece, x) == "kq_decode":
-            return module("kq_decode").run_and_send(
-                rotated_input(x, piece, layer, kernel="kq_decode")[0], piece, i, peers
+        if isinstance(piece, QTensor) and piece.shape[0] % ROWS == 0 and kernel_of(piece, x) == "int_decode":
+            return module("int_decode").run_and_send(
+                rotated_input(x, piece, layer, kernel="int_decode")[0], piece, i, peers
             )
     return [all_reduce.send(matmul(x, w, layer), peers)]
 

@@ -2,7 +2,7 @@
 layer at a time: any format, stacks of several formats, any GPU.
 
 For the time of a call the matrices exist in float16, rows below rows (2 N K bytes): 200 MB for gate and up of
-an 8B model. kq_dequantize.py makes them of tiles, XLA of everything else. With tiles what SwiGLU is made of
+an 8B model. dequantize.py makes them of tiles, XLA of everything else. With tiles what SwiGLU is made of
 leaves the GEMM as float16, the rows' scales still apart: half the bytes, and rounded as x was. Sums of |a w|
 stay below float16's 65504 where a row's sum of |w| is below 32752.
 """
@@ -26,7 +26,7 @@ def prologue(x: jax.Array, weights: Weights, layer, gamma, eps: float) -> tuple[
     # Without a norm XLA can round x while it makes it, but not what a kernel has made, as SwiGLU's on Hopper.
     made = gamma is not None or device.platform() == "sm_90"
     if made and any(w.tiled for w in leaves(weights)):
-        from pallas_kernels.matmul.activations_float16 import activations_float16  # only GPUs need it
+        from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16  # only GPUs need it
 
         gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
         a, scale = activations_float16(x, gamma, index, eps)
@@ -52,9 +52,9 @@ run = in_two_phases(prologue, gemm)
 def to_float16(weights: Weights, layer) -> jax.Array:
     """float16 [N of all of them, K], the weights of a layer, each rounded to nearest."""
     if _by_kernel(weights):
-        from pallas_kernels.matmul import kq_dequantize  # only GPUs need it
+        from pallas_kernels.matmul.int_mma import dequantize as int_dequantize  # only GPUs need it
 
-        return kq_dequantize.run(weights, layer)
+        return int_dequantize.run(weights, layer)
 
     def one(w: QTensor | Rows | LayerStack, i) -> jax.Array:
         if isinstance(w, LayerStack):
@@ -67,5 +67,5 @@ def to_float16(weights: Weights, layer) -> jax.Array:
 
 
 def _by_kernel(weights: Weights) -> bool:
-    """Whether kq_dequantize.py makes them; else XLA does, and may make one kernel of that and the GEMM."""
-    return all(w.tiled and formats.family(w.format) == "kq" for w in leaves(weights))
+    """Whether dequantize.py makes them; else XLA does, and may make one kernel of that and the GEMM."""
+    return all(w.tiled and formats.family(w.format) == "int" for w in leaves(weights))

@@ -74,18 +74,18 @@ def kernel_of(w: QTensor, x: jax.Array) -> str:
 def module(kernel: str) -> ModuleType:
     """The module of a kernel. Imported here, because those of Pallas take a while and only GPUs need them."""
     match kernel:
-        case "q1_decode_b1":
-            from pallas_kernels.matmul import q1_decode_b1 as found
-        case "q1_decode_ring":
-            from pallas_kernels.matmul import q1_decode_ring as found
-        case "q1_decode_s8":
-            from pallas_kernels.matmul import q1_decode_s8 as found
-        case "q1_prefill_sm90":
-            from pallas_kernels.matmul import q1_prefill_sm90 as found
-        case "kq_decode":
-            from pallas_kernels.matmul import kq_decode as found
-        case "kq_prefill_sm90":
-            from pallas_kernels.matmul import kq_prefill_sm90 as found
+        case "bit_decode_b1":
+            from pallas_kernels.matmul.bit_mma import decode_b1 as found
+        case "bit_decode_ring":
+            from pallas_kernels.matmul.bit_mma import decode_ring as found
+        case "bit_decode_s8":
+            from pallas_kernels.matmul.bit_mma import decode_s8 as found
+        case "bit_prefill_sm90":
+            from pallas_kernels.matmul.bit_mma import prefill_sm90 as found
+        case "int_decode":
+            from pallas_kernels.matmul.int_mma import decode as found
+        case "int_prefill_sm90":
+            from pallas_kernels.matmul.int_mma import prefill_sm90 as found
         case "cublas":
             from pallas_kernels.matmul import cublas as found
         case "cpu":
@@ -173,7 +173,8 @@ def rotated_input(
         return x, gamma
     x = x.astype(jnp.float32)
     if kernel not in ("reference", "cpu"):
-        from pallas_kernels.matmul import activations_rotated, rotated_columns, stacks  # only GPUs need it
+        from pallas_kernels.matmul import stacks  # only GPUs need it
+        from pallas_kernels.matmul.int_mma import activations_rotated, rotated_columns  # only GPUs need it
 
         if rotated_columns.refuses(w.rotation, x.shape[-1]) is None:
             gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
@@ -189,11 +190,11 @@ def _rotates(kernel: str, w: QTensor, x: jax.Array) -> bool:
     """Whether a kernel rotates its inputs itself."""
     if w.rotation is None:
         return False
-    able = kernel == "kq_prefill_sm90"  # as it rounds them
-    if kernel == "kq_decode":
+    able = kernel == "int_prefill_sm90"  # as it rounds them
+    if kernel == "int_decode":
         able = module(kernel).rotates(w.format, w.shape[1], x.size // x.shape[-1])
     if able:
-        from pallas_kernels.matmul import rotated_columns  # only GPUs need it
+        from pallas_kernels.matmul.int_mma import rotated_columns  # only GPUs need it
 
         able = rotated_columns.refuses(w.rotation, w.shape[1]) is None
     return able
@@ -226,8 +227,8 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
     kernel = "reference" if exact else kernel_of(w.pieces[0], x)
     x, gamma = rotated_input(x, w.pieces[0], layer, gamma, eps, kernel)
     w = Rows(tuple(piece.replace(rotation=None) for piece in w.pieces))
-    if not exact and residual is None and all(kernel_of(piece, x) == "kq_decode" for piece in w.pieces):
-        return module("kq_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
+    if not exact and residual is None and all(kernel_of(piece, x) == "int_decode" for piece in w.pieces):
+        return module("int_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
     y = [_run(exact, x, (piece,), part_layer, layer, gamma, eps, None) for piece in w.pieces]
     y = jnp.concatenate(y, axis=-1)
     return y if residual is None else y + residual

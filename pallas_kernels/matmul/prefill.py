@@ -1,13 +1,13 @@
 """Products with many rows (prefill, steps of 9 rows and more), on the tensor cores: a prologue that norms and
 rounds activations, then a GEMM with its epilogue. Three modules have these two:
 
-    q1_prefill_sm90          x [M, K] -> norm -> x = s q, q integers, s per group of 128 columns
+    bit_prefill_sm90          x [M, K] -> norm -> x = s q, q integers, s per group of 128 columns
                                          -> exact sums of a group -> d s in float32, SwiGLU or residual
-    kq_prefill_sm90, cublas  x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
+    int_prefill_sm90, cublas  x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
                                          -> GEMM with float32 sums -> s, SwiGLU or residual
 
-q1_prefill_sm90, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over
-groups are in another order. kq_prefill_sm90 is for stacks of one format of 2 to 8 bits.
+bit_prefill_sm90, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over
+groups are in another order. int_prefill_sm90 is for stacks of one format of 2 to 8 bits.
 
 Why the others get float16 and not bfloat16: it holds a weight's float16 scale exactly, and 11 bits of an
 activation where bfloat16 holds 8; the scale of each row keeps any activation in range. What is lost:

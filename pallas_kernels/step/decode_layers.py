@@ -33,9 +33,9 @@ from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
-from pallas_kernels.matmul.bit_product import BitProduct, LaneColumns, RowPlanes
-from pallas_kernels.matmul.q1_decode import GROUP
-from pallas_kernels.matmul.rows_product import RowsProduct, Section
+from pallas_kernels.matmul.bit_mma.bit_product import BitProduct, LaneColumns, RowPlanes
+from pallas_kernels.matmul.bit_mma.decode import GROUP
+from pallas_kernels.matmul.bit_mma.rows_product import RowsProduct, Section
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights

@@ -4,7 +4,7 @@ multiprocessor, for weights of 2 to 8 bits.
     q, k, v -> [attention] -> [o, + x] -> x -> [norm, router, top-k] -> [norm, gate, up, SwiGLU of the chosen]
             -> [down of the chosen, their sum, + x] -> x -> [norm, next layer's q, k, v]
 
-Attention is decode.py's, a product kq_decode.py's, and activations go from block to block as words with a
+Attention is decode.py's, a product decode.py's, and activations go from block to block as words with a
 tag, as in decode_layers.py and by its rule (workspace.py). What experts add:
 
     router    a block makes the logit of one expert; every block reads all logits and takes the largest itself
@@ -33,10 +33,10 @@ from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, index, integer, minimum, real, select, sum_of_squares, total
-from pallas_kernels.matmul.activations_shared import WarpActivations
 from pallas_kernels.matmul.epilogue import inverse_rms, over_warps
-from pallas_kernels.matmul.kq_decode_block import Block, IntegerProduct
-from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
+from pallas_kernels.matmul.int_mma.activations_shared import WarpActivations
+from pallas_kernels.matmul.int_mma.decode_block import Block, IntegerProduct
+from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.step import router
 from pallas_kernels.step.experts_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Planned, plan, scratch_words

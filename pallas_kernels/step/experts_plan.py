@@ -7,8 +7,8 @@ from pallas_kernels import device
 from pallas_kernels.attention import decode_plan
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul import kq_decode_plan
-from pallas_kernels.matmul.kq_decode_block import IntegerProduct, scratch
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
+from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct, scratch
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
 from pallas_kernels.step.router import Experts
 from pallas_kernels.tiles import COLUMNS
@@ -46,11 +46,11 @@ def plan(
         wide, most = experts.used if number == DOWN else 1, blocks
         if number == GATE_UP:
             most = blocks // experts.used
-        placed = [kq_decode_plan.share_out(phase.parts, phase.formats, most) for phase in each]
+        placed = [int_decode_plan.share_out(phase.parts, phase.formats, most) for phase in each]
         products.append(
             tuple(
                 IntegerProduct(
-                    kq_decode_plan.Plan(WARPS, kq_decode_plan.together(parts, 1), parts), 1,
+                    int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts), 1,
                     phase.columns * wide, sum(part.n_tiles for part in parts),
                     phase.columns // COLUMNS * wide, len(phase.parts[0]), eps, bits,
                 )

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 
 from pallas_kernels import cache_layouts, formats
 from pallas_kernels.attention.decode import decode_attention
-from pallas_kernels.matmul import kq_prefill_sm90, q1_prefill_sm90
+from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
+from pallas_kernels.matmul.int_mma import prefill_sm90 as int_prefill_sm90
 from pallas_kernels.matmul.prefill import in_order
 from pallas_kernels.matmul.prologue import Parts
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows
 from pallas_kernels.step.inputs import StepInputs
 
-GEMMS = {"q1": q1_prefill_sm90, "kq": kq_prefill_sm90}
+GEMMS = {"bit": bit_prefill_sm90, "int": int_prefill_sm90}
 
 
 def run(
@@ -66,13 +67,13 @@ def run(
         pieces = list(pieces)
         *activations, x_before = rounded(x, pieces, inputs.attn_norm)
         for piece in pieces:
-            several = gemm is kq_prefill_sm90
-            own = kq_prefill_sm90.order_of(activations, piece[0]) if several else activations
+            several = gemm is int_prefill_sm90
+            own = int_prefill_sm90.order_of(activations, piece[0]) if several else activations
             joined.append(product(own, [piece]))
         x = Parts(x_before[None])
     if inputs.bias is not None:
         joined = [jnp.concatenate([in_order(y, None)[:rows] for y in joined], axis=-1) + inputs.bias[layer]]
-    as_integers = _gemm(o[0][0]) is q1_prefill_sm90
+    as_integers = _gemm(o[0][0]) is bit_prefill_sm90
     attended, k_pages, v_pages, workspace = decode_attention(
         tuple(joined), inputs.k_pages, inputs.v_pages, inputs.block_table, inputs.positions, layer,
         *inputs.rotation, inputs.head_norms, workspace, eps=eps, interleaved=interleaved,

@@ -3,9 +3,9 @@ launch, a block on each multiprocessor, for weights of 2 to 8 bits.
 
     mixed -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x -> [norm, next q, k, v]
 
-Each [phase] is a product of kq_decode.py, with its block and its order of sums. A launch that does only one
+Each [phase] is a product of decode.py, with its block and its order of sums. A launch that does only one
 has an idle memory at both ends: until its first weights are there, and while its last sums are made and the
-next one starts. Here a warp's ring runs on from phase to phase (kq_decode_ring.py): weights are on their way
+next one starts. Here a warp's ring runs on from phase to phase (decode_ring.py): weights are on their way
 while activations go from block to block. These have a tag in the workspace, as in decode_layers.py: whoever
 reads the tag has the value. Every block reads all of them at once, and waits, so their bytes count: where all
 parts of what follows want the same integers, the block that made them rounds them, and 8 are passed on in 16
@@ -28,9 +28,9 @@ from pallas_kernels import device, formats
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
-from pallas_kernels.matmul.activations_shared import eights, rounded_words
-from pallas_kernels.matmul.kq_decode_block import Block, scratch
-from pallas_kernels.matmul.kq_decode_ring import Ring, Share, Stream
+from pallas_kernels.matmul.int_mma.activations_shared import eights, rounded_words
+from pallas_kernels.matmul.int_mma.decode_block import Block, scratch
+from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.step.layer_products_plan import Fields, Phase, Planned, plan, rotated_words

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 
 from pallas_kernels import device, formats
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul import kq_decode, kq_decode_plan, rotated_columns
-from pallas_kernels.matmul.kq_decode_block import IntegerProduct
+from pallas_kernels.matmul.int_mma import decode as int_decode
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
+from pallas_kernels.matmul.int_mma import rotated_columns
+from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
 from pallas_kernels.tiles import COLUMNS
 
@@ -44,9 +46,9 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns, weighted by bytes; of equals the largest."""
-    padded = kq_decode_plan.columns_of_rows(rows)[1]
+    padded = int_decode_plan.columns_of_rows(rows)[1]
     placed = [
-        kq_decode_plan.share_out(phase.parts, phase.formats, device.multiprocessors()) for phase in phases
+        int_decode_plan.share_out(phase.parts, phase.formats, device.multiprocessors()) for phase in phases
     ]
     slot_bytes = max(
         part.item_bytes(len(phase.parts[0]))
@@ -56,7 +58,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
     best = None
     for warps in (16, 12, 8):
         sizes = [
-            kq_decode_plan.scratch_bytes(
+            int_decode_plan.scratch_bytes(
                 parts, len(phase.parts[0]), phase.columns // COLUMNS, padded, warps, bits
             )
             for phase, parts in zip(phases, placed, strict=True)
@@ -77,7 +79,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
     _, warps, depth = best
     products = tuple(
         IntegerProduct(
-            kq_decode_plan.Plan(warps, kq_decode_plan.together(parts, padded), parts), rows, phase.columns,
+            int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts), rows, phase.columns,
             sum(part.n_tiles for part in parts), phase.columns // COLUMNS, len(phase.parts[0]), eps, bits,
         )
         for phase, parts in zip(phases, placed, strict=True)
@@ -107,7 +109,7 @@ def refuses(
         return "gate and up have different formats"
     for phase in phases if rotated else ():
         for format in phase.formats:
-            if not kq_decode.rotates(format, phase.columns, rows):
+            if not int_decode.rotates(format, phase.columns, rows):
                 return f"blocks do not rotate {phase.columns} inputs of {format}, rows: {rows}"
     if plan(phases, rows, bits, 0.0, rotated) is None:
         return f"integers of {rows} rows of {ffn} activations leave no room for weights on their way"

@@ -9,12 +9,12 @@ from pallas_kernels import device
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul import rows_of_planes
-from pallas_kernels.matmul.bit_product import BitProduct
-from pallas_kernels.matmul.q1_decode import GROUP, PAIR_BYTES, SCALE_BYTES
-from pallas_kernels.matmul.rows_of_bytes import RowsOfBytes
-from pallas_kernels.matmul.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.rows_product import MOST_ROWS, WIDTH, RowsProduct
+from pallas_kernels.matmul.bit_mma import rows_of_planes
+from pallas_kernels.matmul.bit_mma.bit_product import BitProduct
+from pallas_kernels.matmul.bit_mma.decode import GROUP, PAIR_BYTES, SCALE_BYTES
+from pallas_kernels.matmul.bit_mma.rows_of_bytes import RowsOfBytes
+from pallas_kernels.matmul.bit_mma.rows_of_planes import RowsOfPlanes
+from pallas_kernels.matmul.bit_mma.rows_product import MOST_ROWS, WIDTH, RowsProduct
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import integer, of
-from pallas_kernels.matmul.rows_product import RowsProduct
+from pallas_kernels.matmul.bit_mma.rows_product import RowsProduct
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 
 READS = {

@@ -13,11 +13,12 @@ import pytest
 from flax import nnx
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, layers, params, plan
 from bonsai_jax.cli import options
 from bonsai_jax.config import ExpertsConfig
+from bonsai_jax.network import architectures, layers
 from bonsai_jax.nnx import LanguageModel
-from bonsai_jax.placement import Placement, _mailbox
+from bonsai_jax.weights import params, plan
+from bonsai_jax.weights.placement import Placement, _mailbox
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
 from pallas_kernels import device as gpu

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import bench, sampling
-from bonsai_jax import cache as kv
+from bonsai_jax.decoding import sampling
+from bonsai_jax.measure import bench
+from bonsai_jax.network import cache as kv
 
 KEYS = [
     *("date", "commit", "device", "driver", "jax", "impl", "model", "test"),

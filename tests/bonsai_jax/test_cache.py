@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import cache, evaluate
+from bonsai_jax.measure import evaluate
+from bonsai_jax.network import cache
 from pallas_kernels import cache_layouts
 from tests.bonsai_jax.vocabularies import smollm2, smollm2_path
 

@@ -11,8 +11,9 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, card
+from bonsai_jax import card
 from bonsai_jax.model import resolve
+from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import device as gpu
 from tests.bonsai_jax.command_line import run as run_command

@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from bonsai_jax import chat_budget
-from bonsai_jax.chat_template import ChatTemplateError
-from bonsai_jax.tokenizer import Tokenizer
-from bonsai_jax.vocabulary import CONTROL
+from bonsai_jax.tokens import chat_budget
+from bonsai_jax.tokens.chat_template import ChatTemplateError
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import CONTROL
 from tests.bonsai_jax.vocabularies import pair, smollm2, tokenizer_of
 
 MESSAGES = [

@@ -3,7 +3,7 @@
 import pytest
 from markupsafe import Markup
 
-from bonsai_jax import chat_template
+from bonsai_jax.tokens import chat_template
 from tests.bonsai_jax import transformers_jinja
 
 PARAMETERS = {

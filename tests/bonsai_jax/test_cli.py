@@ -14,8 +14,9 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card, cli, compile_cache
+from bonsai_jax import card, cli, compile_cache
 from bonsai_jax.cli import app, main, options
+from bonsai_jax.measure import bench
 from checkpoints import demo
 from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, command, run, tiny
 

@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import bench, card, decoding, params, profile
-from bonsai_jax import cache as kv
-from bonsai_jax.plan import StepPlan
+from bonsai_jax import card
+from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.measure import bench, profile
+from bonsai_jax.network import cache as kv
+from bonsai_jax.weights import params
+from bonsai_jax.weights.plan import StepPlan
 from checkpoints import open_checkpoint
 from pallas_kernels import Products, QTensor, device
 from tests.bonsai_jax.command_line import TINY, run, tiny
@@ -28,14 +31,14 @@ def test_rows_say_when_a_step_is_one_launch():
 def test_rows_say_when_kernels_had_16_bits():
     w, exact = (
         QTensor({}, "q1_0", (16, 256), products=Products(((3, name), (None, "cublas")), bits))
-        for name, bits in (("q1_decode_b1", 16), ("reference", 8))
+        for name, bits in (("bit_decode_b1", 16), ("reference", 8))
     )
-    assert card.kernel_names([w, exact], rows=3) == "q1_decode_b1:16+reference"
+    assert card.kernel_names([w, exact], rows=3) == "bit_decode_b1:16+reference"
     assert card.kernel_names([w, exact], rows=4) == "cublas"
 
 
 def test_inspect_reads_no_weights(monkeypatch):
-    monkeypatch.setattr("bonsai_jax.params.load", None)
+    monkeypatch.setattr("bonsai_jax.weights.params.load", None)
     done = run("inspect", "synth:bonsai-8b:q1_0", "--weights", "packed")
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -43,9 +46,8 @@ def test_inspect_reads_no_weights(monkeypatch):
     assert ["KV", "bytes", "per", "token", "294,912"] in lines  # float32: twice FACTS' bfloat16
     assert ["qwen3.block_count", "36"] in lines
     assert ["wq", "wk", "wv", "matmul", "q1_0", "6144", "x", "4096", "on", "cpu", "x", "36", "cpu"] in lines
-    refused = (
-        "matmul not by q1_decode_s8, q1_decode_b1, kq_decode: needs an NVIDIA GPU of compute capability 8.0"
-    )
+    refused = "matmul not by bit_decode_s8, bit_decode_b1, int_decode: "
+    refused += "needs an NVIDIA GPU of compute capability 8.0"
     assert refused in done.stdout
     assert max(map(len, done.stdout.splitlines())) < 140
 
@@ -54,7 +56,7 @@ def test_inspect_names_the_kernels_of_experts_and_why_a_step_of_more_rows_is_not
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     done = run("inspect", "synth:tiny-qwen3moe:q4_k", "--weights", "packed")
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if " on sm_90 " in line}
-    assert lines["expert_gate"].endswith("1 row, 8 rows: kq_experts; 64 rows, prefill: grouped")
+    assert lines["expert_gate"].endswith("1 row, 8 rows: int_experts; 64 rows, prefill: grouped")
     assert lines["embed"].endswith("look-up of rows")
     assert lines["decode"].endswith("1 row: one_launch; more: launches")
     refused = "decode step not by one_launch: with experts it is for one row: 8 have experts of their own"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import decoding as core
-from bonsai_jax import jitted
+from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding import steps as core
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)

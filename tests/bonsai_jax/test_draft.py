@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, draft, jitted, params, plan
+from bonsai_jax.decoding import jitted
 from bonsai_jax.model import resolve
+from bonsai_jax.network import architectures, draft
+from bonsai_jax.weights import params, plan
 from checkpoints import Checkpoint, Tensor, open_checkpoint
 from tests.bonsai_jax.test_speculation import HYBRID, two_layers
 from tests.bonsai_jax.tokens import assert_same

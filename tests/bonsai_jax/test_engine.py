@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import jitted
+from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine import runner as running
 from bonsai_jax.engine.loop import Loop

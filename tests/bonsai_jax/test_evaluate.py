@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import evaluate
+from bonsai_jax.measure import evaluate
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import jitted
+from bonsai_jax.decoding import jitted
 
 GREEDY = bj.SamplingParams(temperature=0.0)
 RNG = np.random.default_rng(0)

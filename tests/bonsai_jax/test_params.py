@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, drawing, params
-from bonsai_jax.params import blocks
+from bonsai_jax.network import architectures
+from bonsai_jax.weights import drawing, params
+from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks
 from pallas_kernels.qtensor import Rows

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, model
-from bonsai_jax.params import Params
+from bonsai_jax import model
+from bonsai_jax.network import architectures
+from bonsai_jax.weights.params import Params
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
@@ -91,7 +92,7 @@ def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
     layers = loaded(*args).layers
     for stack in (*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down):
         held = leaves(stack)
-        assert {w.products.of(512) for w in held} == {"kq_prefill_sm90" if len(held) == 1 else "cublas"}
+        assert {w.products.of(512) for w in held} == {"int_prefill_sm90" if len(held) == 1 else "cublas"}
     assert len(leaves(layers.w_down)) == 2 and len(leaves(layers.w_gate)) == 1
 
 
@@ -125,9 +126,9 @@ def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypa
     other = dataclasses.replace(checkpoint.tensors[name], format="q6_k")
     mixed = dataclasses.replace(checkpoint, tensors=checkpoint.tensors | {name: other})
     alike, apart = plan, model.load_plan(mixed, config, run)
-    for plan, of_many in ((alike, "grouped"), (apart, "kq_experts")):
+    for plan, of_many in ((alike, "grouped"), (apart, "int_experts")):
         matrices = [matrix for matrix, _ in plan.each() if matrix.experts]
-        assert {plan.kernel(matrix, 16) for matrix in matrices} == {"kq_experts"}
+        assert {plan.kernel(matrix, 16) for matrix in matrices} == {"int_experts"}
         assert {plan.kernel(matrix, 17) for matrix in matrices} == {of_many}
     verdicts = selection.explain(plan.experts_problem(matrices[0]), 512)
     assert verdicts[0].reason == "gate and up have different formats, or other kernels than down"

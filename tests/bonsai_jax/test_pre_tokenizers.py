@@ -12,9 +12,9 @@ import unicodedata
 
 import pytest
 
-from bonsai_jax.pre_tokenizers import PRE_TOKENIZERS
-from bonsai_jax.tokenizer import Tokenizer
-from bonsai_jax.vocabulary import BYTE_ALPHABET, CONTROL, NORMAL
+from bonsai_jax.tokens.pre_tokenizers import PRE_TOKENIZERS
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import BYTE_ALPHABET, CONTROL, NORMAL
 from tests.bonsai_jax.vocabularies import TEXTS, LlamaCpp, write_model
 
 ASCII = "aZzsSdtlLreE09 '.!,$+_(</|\n\r\t~^`\x00#"

@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, card
-from bonsai_jax import cache as kv
+from bonsai_jax import card
 from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.model import load_params, resolve
-from bonsai_jax.params import blocks
+from bonsai_jax.network import architectures
+from bonsai_jax.network import cache as kv
+from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from tests.bonsai_jax.test_speculation import two_layers
 

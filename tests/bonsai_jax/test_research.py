@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import layers, taps, transformer
+from bonsai_jax.network import layers, taps, transformer
 from pallas_kernels import dequantize
 
 IDS = np.random.default_rng(0).integers(0, 256, 21)

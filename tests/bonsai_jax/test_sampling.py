@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bonsai_jax.config import RunConfig, SamplingParams
-from bonsai_jax.sampling import read_prompt, sample, sampler
+from bonsai_jax.decoding.sampling import read_prompt, sample, sampler
 from pallas_kernels.sampling import reference
 
 V = 50

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bonsai_jax.engine.plans import Limits
-from bonsai_jax.engine.simulate import Arrival, StepTimes, quantile, simulate
+from bonsai_jax.measure.simulate import Arrival, StepTimes, quantile, simulate
 
 LIMITS = Limits(4, 64, 16, row_sizes=(1, 2, 4), shapes=((1, 32), (1, 128)), prefill_cost=1, steps=8)
 TIMES = StepTimes(decode=[(1, 0.010), (2, 0.014), (4, 0.018)], prefill=[(32, 0.1), (128, 0.25)])

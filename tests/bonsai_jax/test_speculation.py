@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import jitted, proposers, sampling, speculation
-from bonsai_jax.proposers import ngram
+from bonsai_jax.decoding import jitted, proposers, sampling, speculation
+from bonsai_jax.decoding.proposers import ngram
 from checkpoints import Checkpoint, open_checkpoint
 from tests.bonsai_jax.tokens import assert_same
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import jitted
+from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
 from tests.bonsai_jax.tokens import assert_same
 

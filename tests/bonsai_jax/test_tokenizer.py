@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bonsai_jax.tokenizer import Tokenizer
-from bonsai_jax.vocabulary import CONTROL, NORMAL, UNKNOWN
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import CONTROL, NORMAL, UNKNOWN
 from tests.bonsai_jax.vocabularies import (
     RANDOM_TEXT,
     TEXTS,

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import tokenizers
 
-from bonsai_jax.pre_tokenizers import PRE_TOKENIZERS
-from bonsai_jax.tokenizer import Tokenizer
-from bonsai_jax.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED
+from bonsai_jax.tokens.pre_tokenizers import PRE_TOKENIZERS
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED
 from tests.bonsai_jax.vocabularies import TEXTS, byte_level_metadata, sentencepiece_metadata, tokenizer_of
 
 # ---- GGUF metadata ----

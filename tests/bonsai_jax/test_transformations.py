@@ -31,7 +31,7 @@ def some(names, every_day=("q1_0", "q4_k", "mxfp4", "bf16")):
 
 
 EVERY_FORMAT = some(formats.names())
-KERNELS = some(formats.names("q1") + formats.names("kq"))
+KERNELS = some(formats.names("bit") + formats.names("int"))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))  # outside of jit each operation would be compiled alone

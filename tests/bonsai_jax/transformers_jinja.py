@@ -1,5 +1,5 @@
 """How Hugging Face's transformers renders a chat template, as an oracle: jinja2 set up as its
-`apply_chat_template` does, without bounds. It shares no code with bonsai_jax.chat_template."""
+`apply_chat_template` does, without bounds. It shares no code with bonsai_jax.tokens.chat_template."""
 
 import datetime
 import json

@@ -21,8 +21,8 @@ import xllamacpp
 from gguf import GGUFWriter
 from hypothesis import strategies as st
 
-from bonsai_jax.tokenizer import Tokenizer
-from bonsai_jax.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from bonsai_jax.tokens.tokenizer import Tokenizer
+from bonsai_jax.tokens.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED
 from checkpoints import open_checkpoint
 
 TEXTS = [

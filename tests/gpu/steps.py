@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import cache as kv
-from bonsai_jax import jitted
+from bonsai_jax.decoding import jitted
+from bonsai_jax.network import cache as kv
 from tests.agreement import divergence, log_softmax
 
 

@@ -70,7 +70,7 @@ def codes_in(y: np.ndarray, step: np.ndarray) -> np.ndarray:
 
 
 @pytest.mark.parametrize("bits", [8, 16])
-@pytest.mark.parametrize("rows", [1, 8])  # by q1_decode_b1, by q1_decode_s8
+@pytest.mark.parametrize("rows", [1, 8])  # by bit_decode_b1, by bit_decode_s8
 @pytest.mark.parametrize(("K", "normed"), [(4096, False), (4096, True), (896, True), (9728, False)])
 def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
     """q = round(x top / absmax) in float32; at most one in 1e4 may be off, and by one."""
@@ -92,7 +92,9 @@ def test_codes_that_a_kernel_makes_are_the_definition_s(K, normed, rows, bits):
     assert off.max() <= 1 and (off > 0).mean() <= 1e-4
 
 
-@pytest.mark.parametrize(("kernel", "bits"), [("q1_prefill_sm90", 8), ("q1_prefill_sm90", 16), ("cublas", 8)])
+@pytest.mark.parametrize(
+    ("kernel", "bits"), [("bit_prefill_sm90", 8), ("bit_prefill_sm90", 16), ("cublas", 8)]
+)
 @pytest.mark.parametrize(
     ("N", "K", "rows", "kind"),
     [

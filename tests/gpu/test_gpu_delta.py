@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import jitted
+from bonsai_jax.decoding import jitted
 from checkpoints import synth
 from pallas_kernels import Rotation
 from pallas_kernels.delta import delta_net
-from pallas_kernels.matmul.activations_rotated import activations_rotated
+from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from tests.agreement import divergence, log_softmax
 from tests.gpu.steps import kl_of_schedules
 from tests.pallas_kernels.stacks import sylvester

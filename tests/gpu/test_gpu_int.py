@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 tile, dequantized = jax.jit(qtensor.tile), jax.jit(dequantize)
 BY_CUBLAS = Products(((None, "cublas"),))
 
-INTEGER = formats.names("kq")
+INTEGER = formats.names("int")
 
 
 def stack(format, N, K, layers, seed=0, bits=8):
@@ -139,7 +139,7 @@ def check_product(format, N, K, rows, kind, bits):
     gamma = np.repeat(2.0 ** rng.integers(-1, 2, (layers, K // group)), group, axis=1).astype(np.float32)
     more = {"eps": 1e-6, "residual": rng.standard_normal((rows, N)).astype(np.float32)}
     want = wanted(x, [dequantized(w[layer]) for w in stacks], kind, gamma=gamma[layer], **more)
-    kernel = Products(((None, "kq_decode"),), bits)  # for so many rows on any GPU
+    kernel = Products(((None, "int_decode"),), bits)  # for so many rows on any GPU
     tiled = [tile(w).replace(products=kernel) for w in stacks]
     check(by_kernels(tiled, layer, kind, gamma=gamma, known=kind != "added", **more), x, want, 1e-5)
 
@@ -203,7 +203,7 @@ def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, for
     """Of the weights rounded to float16, which the kernel has too, but where a scale is not float16 in the
     file."""
     problem = problems.Matmul(device.platform(), format, N, K)
-    if reason := selection.CANDIDATES[problems.Matmul]["kq_prefill_sm90"].refuses(problem):
+    if reason := selection.CANDIDATES[problems.Matmul]["int_prefill_sm90"].refuses(problem):
         pytest.skip(reason)
     rng = np.random.default_rng(N + rows)
     layers, layer = 3, 2

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import decoding, jitted
+from bonsai_jax.decoding import jitted
+from bonsai_jax.decoding import steps as decoding
 from tests.agreement import divergence, log_softmax
 from tests.bonsai_jax.test_decoding import GREEDY
 from tests.gpu.steps import kl_of_schedules, log_p_of_steps

@@ -12,12 +12,13 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 
 # Kernels that prepare a product's operands; a plan names the products.
-PREPARE = {"activations_int8", "activations_float16", "quantize_rows", "kq_dequantize"}
+PREPARE = {"activations_int8", "activations_float16", "quantize_rows", "int_dequantize"}
 SCRIPT = """
 import glob, json, sys
 import jax, jax.numpy as jnp
 import bonsai_jax as bj
-from bonsai_jax import decoding, model as loading
+from bonsai_jax import model as loading
+from bonsai_jax.decoding import steps as decoding
 from checkpoints import open_checkpoint
 from pallas_kernels import selection
 
@@ -79,8 +80,8 @@ def test_a_profiler_sees_the_kernels_of_experts(rows, tokens, tmp_path):
 
 
 def check_products(found: dict):
-    products = {"q1_decode_b1", "q1_decode_s8", "q1_prefill_sm90"}
-    products |= {"kq_decode", "kq_prefill_sm90", "kq_experts"}
+    products = {"bit_decode_b1", "bit_decode_s8", "bit_prefill_sm90"}
+    products |= {"int_decode", "int_prefill_sm90", "int_experts"}
     ran = {kernel for kernel in products if any(name.startswith(kernel) for name in found["names"])}
     ran |= {"grouped"} if any(name.startswith("expert_places") for name in found["names"]) else set()
     print(found["planned"], found["attention"], sorted(ran))

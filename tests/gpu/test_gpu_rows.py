@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import cache as kv
-from bonsai_jax import jitted
+from bonsai_jax.decoding import jitted
+from bonsai_jax.network import cache as kv
 from checkpoints import synth
 from pallas_kernels import QTensor, for_device, formats, matmul
 from tests.agreement import divergence, log_softmax
@@ -94,6 +94,6 @@ def test_an_output_matrix_is_what_its_parts_are(K, rows):
     kernel, y = product(0, N)
     for first in (0, 70_000, N - part):
         other, want = product(first, part)
-        assert kernel == "q1_decode_ring" != other
+        assert kernel == "bit_decode_ring" != other
         got = y[:, first : first + part]
         assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)

@@ -8,8 +8,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
-from bonsai_jax import architectures
-from bonsai_jax.placement import Placement
+from bonsai_jax.network import architectures
+from bonsai_jax.weights.placement import Placement
 from checkpoints import open_checkpoint
 from pallas_kernels import LayerStack, QTensor, for_device, formats, matmul
 from pallas_kernels.matmul import sent_product

@@ -25,7 +25,9 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, use_abstract_mesh
 
 import bonsai_jax as bj
-from bonsai_jax import architectures, decoding, model
+from bonsai_jax import model
+from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import device
 

@@ -13,13 +13,14 @@ from pallas_kernels import Products, QTensor, cache_layouts, delta, device
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.delta import chunks, step
-from pallas_kernels.experts import grouped, kq_experts
+from pallas_kernels.experts import grouped
+from pallas_kernels.experts import int_experts as int_experts
 from pallas_kernels.matmul import execute
-from pallas_kernels.matmul.activations_rotated import activations_rotated
-from pallas_kernels.matmul.kq_decode import kq_decode
-from pallas_kernels.matmul.kq_dequantize import kq_dequantize
-from pallas_kernels.matmul.kq_prefill_sm90 import kq_prefill_sm90
-from pallas_kernels.matmul.q1_prefill_sm90 import q1_prefill_sm90
+from pallas_kernels.matmul.bit_mma.prefill_sm90 import bit_prefill_sm90
+from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
+from pallas_kernels.matmul.int_mma.decode import int_decode
+from pallas_kernels.matmul.int_mma.dequantize import int_dequantize
+from pallas_kernels.matmul.int_mma.prefill_sm90 import int_prefill_sm90
 from pallas_kernels.problems import Matmul
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.sampling import Rules
@@ -101,7 +102,7 @@ def many_rows(n, k, matrices, rows, bits=8):
 
     def f(q, scale, weights, layer, residual):
         gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
-        return q1_prefill_sm90(q, scale, weights, layer, n, residual, **gpu)
+        return bit_prefill_sm90(q, scale, weights, layer, n, residual, **gpu)
 
     return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
@@ -112,7 +113,7 @@ def many_rows_of_integers(format, n, k, matrices, rows):
 
     def f(a, scale, weights, layer, residual):
         gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
-        return kq_prefill_sm90(a, scale, weights, layer, n, residual, format=format, **gpu)
+        return int_prefill_sm90(a, scale, weights, layer, n, residual, format=format, **gpu)
 
     a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
@@ -142,7 +143,7 @@ def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
     residual = jax.ShapeDtypeStruct((rows, n + -n % 16), jnp.float32) if matrices == 1 else None
 
     def f(x, weights, gamma, residual, rotation):
-        return kq_decode(
+        return int_decode(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
             rotation=rotation, activation_bits=bits, shared=device.shared_bytes(),
         )  # fmt: skip
@@ -153,7 +154,7 @@ def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
 def dequantized(formats_of, n, k):
     """Matrices of one layer to float16, rows below rows; the layer is traced."""
     kinds = tuple((((format, n),),) for format in formats_of)
-    f = lambda weights, places: kq_dequantize(weights, places, kinds=kinds, columns=k)  # noqa: E731
+    f = lambda weights, places: int_dequantize(weights, places, kinds=kinds, columns=k)  # noqa: E731
     places = jax.ShapeDtypeStruct((len(formats_of), 2), jnp.int32)
     return f, (tuple(((tiles_of(format, n, k, 3),),) for format in formats_of), places)
 
@@ -277,7 +278,7 @@ def experts(format, n, k, matrices, tiles, rows):
         jax.ShapeDtypeStruct((tiles,), jnp.int32),
         jax.ShapeDtypeStruct((tiles, rows), jnp.int32),
     )
-    return functools.partial(kq_experts.kq_experts, format=format, shared=device.shared_bytes()), arguments
+    return functools.partial(int_experts.int_experts, format=format, shared=device.shared_bytes()), arguments
 
 
 def stack_of_experts(format, n, k, lead=(48, 128), products=None):

@@ -9,8 +9,8 @@ import pytest
 from pallas_kernels import cache_layouts, formats
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
-from pallas_kernels.matmul.activations_float16 import activations_float16
-from pallas_kernels.matmul.activations_int8 import activations_int8
+from pallas_kernels.matmul.bit_mma.activations import activations_int8
+from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target
 from tests.pallas_kernels.aot_kernels import (
     attention,
@@ -46,7 +46,7 @@ def test_a_process_that_dies_fails_its_own_test_with_what_it_said(compilers):
 
 MIXED = ("q4_k", "q4_k", "q6_k", [("q4_k", 5120), ("q6_k", 1024)])
 # One format of each layout.
-LAYOUTS = list({formats.get(name).LANES: name for name in reversed(formats.names("kq"))}.values())
+LAYOUTS = list({formats.get(name).LANES: name for name in reversed(formats.names("int"))}.values())
 HOT = {
     **{f"{format} down": functools.partial(integers, format, 4096, 12288, 1, 1) for format in LAYOUTS},
     "many queries, by mma": lambda: many_queries(mma_attention, 32, 8, 128, 2048),

@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bonsai_jax import decoding as core
-from bonsai_jax import transformer
+from bonsai_jax.decoding import steps as core
 from bonsai_jax.engine import rows as on_device
+from bonsai_jax.network import transformer
 from checkpoints import synth
 from pallas_kernels.attention import prefill_sm90
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
@@ -193,9 +193,9 @@ def test_experts_are_read_in_place(monkeypatch):
         sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // layers
     )
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
-    assert step.as_text().count("experts_layers") and "kq_experts" not in step.as_text()
-    assert of_two.as_text().count("kq_experts") >= 2 * layers
-    assert "expert_places" in prefill.as_text() and "kq_experts" not in prefill.as_text()
+    assert step.as_text().count("experts_layers") and "int_experts" not in step.as_text()
+    assert of_two.as_text().count("int_experts") >= 2 * layers
+    assert "expert_places" in prefill.as_text() and "int_experts" not in prefill.as_text()
     assert step.memory_analysis().temp_size_in_bytes < 1e6
     assert of_two.memory_analysis().temp_size_in_bytes < 4e6
     assert prefill.memory_analysis().temp_size_in_bytes < 2 * one_layer
@@ -235,7 +235,7 @@ def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
     """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q1_0", context=32768)
-    assert params.layers.w_down.parts[0].products.of(512) == "q1_prefill_sm90"
+    assert params.layers.w_down.parts[0].products.of(512) == "bit_prefill_sm90"
     assert state.cache.prefill_impl == "prefill_sm90"
     tokens = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)

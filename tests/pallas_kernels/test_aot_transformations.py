@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from bonsai_jax import decoding as core
+from bonsai_jax.decoding import steps as core
 from pallas_kernels import Products, QTensor, experts_ffn, ffn, for_device, formats
 from tests.pallas_kernels.aot import as_on_a_gpu, compile_for_gpu, shapes
 from tests.pallas_kernels.aot_kernels import stack_of_experts
@@ -29,7 +29,7 @@ PRODUCTS = {  # what is done with a feed-forward, and the shape of x
 ONE_OF_EACH = ("q1_0", "q4_k")
 OF_PRODUCTS = [
     pytest.param(format, transform, marks=[] if format in ONE_OF_EACH else pytest.mark.slow)
-    for format in formats.names("q1") + formats.names("kq")
+    for format in formats.names("bit") + formats.names("int")
     for transform in PRODUCTS
     if format in ONE_OF_EACH or transform == "vmap over 4 rows"
 ]
@@ -54,7 +54,7 @@ def test_a_feed_forward_compiles_under_vmap_and_grad(format, transform):
     rows = math.prod(shape[:-1])
     # Of each product activations are rounded by a launch of their own; or around cuBLAS's GEMM there are the
     # norm's, and one for the weights of each product.
-    launches_of = {"q1_decode_b1": 2, "kq_decode": 2, "cublas": 3}
+    launches_of = {"bit_decode_b1": 2, "int_decode": 2, "cublas": 3}
     expected = launches_of.get(w.products.of(rows), 4)
     assert launches == expected
     assert " while(" not in compiled.as_text()
@@ -72,7 +72,7 @@ def test_steps_of_several_caches_compile_under_vmap():
 @pytest.mark.slow
 def test_gradients_of_rows_of_sorted_experts_compile():
     """Under vmap, a row after the other; derivatives by the reference."""
-    stack = functools.partial(stack_of_experts, lead=(2, 2), products=Products(((None, "kq_decode"),)))
+    stack = functools.partial(stack_of_experts, lead=(2, 2), products=Products(((None, "int_decode"),)))
     stacks = stack("q4_k", 256, 512), stack("q4_k", 256, 512), stack("q6_k", 512, 256)
 
     def loss(x, weights, chosen, layer, stacks):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import LayerStack, Products, QTensor, device, experts_gated, experts_matmul, route
-from pallas_kernels.experts import kq_experts
+from pallas_kernels.experts import int_experts as int_experts
 from pallas_kernels.experts.groups import rows_of_tile, tiles_of
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
@@ -119,8 +119,8 @@ def test_tiles_in_one_launch_are_their_products(case):
     index = np.where(experts < 0, -1, experts + EXPERTS).astype(np.int32)
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
-        assert kq_experts.most_rows(weights) == 16
-        got = np.asarray(kq_experts.run(x, weights, index, of_tile)).reshape(*shape, n)
+        assert int_experts.most_rows(weights) == 16
+        got = np.asarray(int_experts.run(x, weights, index, of_tile)).reshape(*shape, n)
     chosen = np.repeat(experts[:, None], shape[1], axis=1)
     want = expected(x[of_tile], [w.dense[1] for w in stacks], chosen)
     valid = experts >= 0

@@ -10,7 +10,9 @@ import pytest
 
 from pallas_kernels import LayerStack, Products, QTensor, dequantize, device, experts_ffn, formats
 from pallas_kernels.experts import api, grouped, places
-from pallas_kernels.matmul import activations_float16, kq_float16, kq_prefill_plan
+from pallas_kernels.matmul.int_mma import activations_float16
+from pallas_kernels.matmul.int_mma import float16 as int_float16
+from pallas_kernels.matmul.int_mma import prefill_plan as int_prefill_plan
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 from tests.pallas_kernels.test_experts import expected
@@ -79,7 +81,7 @@ def test_a_row_is_at_all_of_its_places(group):
 
 
 def gemm_as_defined(a, scale, fields, layer, n, residual, listed, *, format, tiles_of, **_):
-    """kq_prefill_sm90 of tiles from a list; NaN in rows of none."""
+    """int_prefill_sm90 of tiles from a list; NaN in rows of none."""
     (tiles, count), group = map(np.asarray, listed), formats.get(format).LANES.group
     y, k = np.full((len(a), n), np.nan, np.float32), a.shape[1]
     dense = [dequantize(QTensor(of, format, (n, k), tiled=True)) for of in fields]
@@ -93,7 +95,7 @@ def gemm_as_defined(a, scale, fields, layer, n, residual, listed, *, format, til
 
 
 def taken(w: QTensor) -> QTensor:
-    return w.replace(products=Products(((8, "kq_decode"), (None, "kq_prefill_sm90"))))
+    return w.replace(products=Products(((8, "int_decode"), (None, "int_prefill_sm90"))))
 
 
 @pytest.mark.parametrize("how", ROUTINGS)
@@ -109,7 +111,7 @@ def test_the_feed_forward_is_float64_s(how):
     stacks = [LayerStack((taken(w.tiled),), ((0, 0), (0, 1))) for w in (gate, up)]
     stacks.append(LayerStack(tuple(taken(w.tiled) for w in downs), ((0, 0), (1, 0))))
     gpu = mock.patch.object(device, "default", lambda: device.GPUS["sm_90"])
-    with mock.patch.object(grouped, "kq_prefill_sm90", gemm_as_defined), gpu, lockstep():
+    with mock.patch.object(grouped, "int_prefill_sm90", gemm_as_defined), gpu, lockstep():
         got = grouped.feed_forward(x, tuple(stacks), chosen.reshape(5, 10, 2), weights, 1)
     hidden = expected(x.reshape(-1, k), [gate.dense[1], up.dense[1]], chosen)
     each = expected(hidden, [downs[1].dense[0]], chosen)
@@ -141,16 +143,16 @@ def test_many_rows_on_hopper_and_only_those_go_sorted():
     assert not sorted_(20, "sm_90", w) and not sorted_(20, "sm_90", mixed)
 
 
-@pytest.mark.parametrize("format", formats.names("kq"))
+@pytest.mark.parametrize("format", formats.names("int"))
 @pytest.mark.parametrize(("tokens", "n", "k", "matrices"), [
     (17, 768, 2048, 2), (512, 768, 2048, 2), (2048, 2048, 768, 1), (32768, 2048, 768, 1), (2048, 64, 256, 2),
 ])  # fmt: skip
 def test_every_plan_of_listed_tiles_fits_into_shared_memory(format, tokens, n, k, matrices):
     tiles, shared = grouped.tiles_for(tokens * 8, 128), 227 * 1024
     assert tiles.tokens % tiles.stored == 0 and tiles.stored % 16 == 0 and tiles.tokens <= 256
-    words, scales = tile_words(format), kq_float16.bytes_of_scales(formats.get(format).LANES)
-    plan = kq_prefill_plan.planned(0, n // 16, k // 256, matrices, words, scales, 132, shared, tiles)
-    assert kq_prefill_plan.shared_bytes(plan, matrices, words, scales) <= shared
+    words, scales = tile_words(format), int_float16.bytes_of_scales(formats.get(format).LANES)
+    plan = int_prefill_plan.planned(0, n // 16, k // 256, matrices, words, scales, 132, shared, tiles)
+    assert int_prefill_plan.shared_bytes(plan, matrices, words, scales) <= shared
     assert (plan.tokens, plan.stored, plan.splits) == (tiles.tokens, tiles.stored, 1)
-    assert 2 <= plan.slots <= kq_prefill_plan.STEPS * k // 256
-    assert plan.blocks * plan.tokens <= kq_prefill_plan.MOST_TOKENS[plan.warpgroups]
+    assert 2 <= plan.slots <= int_prefill_plan.STEPS * k // 256
+    assert plan.blocks * plan.tokens <= int_prefill_plan.MOST_TOKENS[plan.warpgroups]

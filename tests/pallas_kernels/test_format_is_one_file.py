@@ -47,7 +47,7 @@ def dequantize(block):
     return d * jnp.asarray(BOOK)[codes(block["qs"])].astype(jnp.float32) - m
 
 
-KERNELS = "kq"
+KERNELS = "int"
 
 
 def tile(block):
@@ -117,9 +117,9 @@ def q3_book(tmp_path, monkeypatch):
 
 
 def test_it_is_a_format_and_kernels_take_it():
-    assert "q3_book" in formats.names("kq")
+    assert "q3_book" in formats.names("int")
     chosen = products(Matmul("sm_90", "q3_book", 64, 256))
-    assert chosen.kernels == ((8, "kq_decode"), (None, "kq_prefill_sm90"))
+    assert chosen.kernels == ((8, "int_decode"), (None, "int_prefill_sm90"))
 
 
 def test_its_tiles_are_its_weights():

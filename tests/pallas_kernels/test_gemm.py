@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Products, QTensor, dequantize, formats, matmul
-from pallas_kernels.matmul import kq_float16, kq_prefill_plan, prefill, q1_prefill_sm90
+from pallas_kernels.matmul import prefill
+from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
+from pallas_kernels.matmul.int_mma import float16 as int_float16
+from pallas_kernels.matmul.int_mma import prefill_plan as int_prefill_plan
 from pallas_kernels.qtensor import tile
 
 
@@ -27,7 +30,7 @@ def has_float16_scales(format) -> bool:
 
 
 def in_group_order(a: np.ndarray, group: int) -> np.ndarray:
-    """[M, K] -> the order of columns that kq_prefill_sm90's docstring gives, behind K zeros up to 256
+    """[M, K] -> the order of columns that int_prefill_sm90's docstring gives, behind K zeros up to 256
     columns."""
     a = np.pad(a, [(0, 0), (0, -a.shape[1] % 256)])
     s, h, t, e = np.ogrid[: group // 16, :2, :4, :2]
@@ -86,7 +89,7 @@ def test_lanes_decode_the_columns_that_their_activations_follow():
 
 @pytest.mark.parametrize("group", [16, 32])
 def test_lanes_have_the_columns_that_their_activations_follow(group):
-    """wgmma gives lane 4 g + t the positions 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16; kq_decode's layout the
+    """wgmma gives lane 4 g + t the positions 2 t, 2 t + 1, 2 t + 8 and 2 t + 9 of 16; int_decode's layout the
     columns (group / 4) t .. of a group."""
     columns = in_group_order(np.arange(256)[None], group)[0]
     for position, column in enumerate(columns):
@@ -102,19 +105,19 @@ def tile_words(format):
     return [math.prod(field.shape[2:]) for field in fields.values()]
 
 
-@pytest.mark.parametrize("format", formats.names("kq"))
+@pytest.mark.parametrize("format", formats.names("int"))
 @pytest.mark.parametrize("matrices", [1, 2])
 @pytest.mark.parametrize(("m", "n"), [(9, 64), (17, 64), (33, 4096), (64, 4096), (512, 4096), (2048, 12288)])
 def test_every_plan_fits_into_shared_memory(format, matrices, m, n):
-    kq, shared, words = formats.get(format).LANES, 227 * 1024, tile_words(format)
-    scales = kq_float16.bytes_of_scales(kq)
-    plan = kq_prefill_plan.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
+    format_lanes, shared, words = formats.get(format).LANES, 227 * 1024, tile_words(format)
+    scales = int_float16.bytes_of_scales(format_lanes)
+    plan = int_prefill_plan.planned(m, n // 16, 16, matrices, words, scales, 132, shared)
     warpgroups, blocks, tokens, slots, stored, splits = plan
-    of_tile = 4 * kq_prefill_plan.WEIGHT_SLOTS * sum(words) + matrices * scales
-    stages = warpgroups * kq_prefill_plan.STAGES * stored * 64 // matrices * 4
+    of_tile = 4 * int_prefill_plan.WEIGHT_SLOTS * sum(words) + matrices * scales
+    stages = warpgroups * int_prefill_plan.STAGES * stored * 64 // matrices * 4
     assert 4 * warpgroups * blocks * of_tile + slots * tokens * 128 + stages + 3 * tokens * 4 + 256 <= shared
     assert slots >= 2 and tokens % stored == 0 and 16 % splits == 0
-    assert slots <= kq_prefill_plan.STEPS * 16 // splits  # a block waits in the end until all were used
+    assert slots <= int_prefill_plan.STEPS * 16 // splits  # a block waits in the end until all were used
     assert matrices == 1 or splits == 1
 
 
@@ -126,7 +129,7 @@ def test_tiles_of_the_8b_shape_keep_the_multiprocessors_busy():
         (512, 4096, 4096, 1, 0.95),
         *((m, n, k, 1, 0.7) for m in (16, 64, 256) for n, k in ((6144, 4096), (4096, 4096), (4096, 12288))),
     ]:
-        warpgroups, tokens, splits, _ = q1_prefill_sm90.planned(
+        warpgroups, tokens, splits, _ = bit_prefill_sm90.planned(
             m, n, k // 512, matrices, planes=1, multiprocessors=132, shared=227 * 1024
         )
         count = -(-m // tokens) * -(-n // (64 * warpgroups // matrices)) * splits

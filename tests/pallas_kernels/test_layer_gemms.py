@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor
-from pallas_kernels.matmul import kq_prefill_sm90
+from pallas_kernels.matmul.int_mma import prefill_sm90 as int_prefill_sm90
 from pallas_kernels.matmul.prologue import Parts
 from pallas_kernels.qtensor import LayerStack, Rows
 from pallas_kernels.step import layer_gemms
@@ -26,11 +26,11 @@ def silu(x):
 
 
 def gemm(a, scale, weights, at, residual, summed):
-    """As kq_prefill_sm90's: columns in two splits, or SwiGLU."""
+    """As int_prefill_sm90's: columns in two splits, or SwiGLU."""
     assert residual is None and not summed
     a = np.float64(a) * np.asarray(scale, np.float64)[:, None]
     of_each = [
-        in_group_order(w.fields["dense"][at], kq_prefill_sm90.formats.get(w.format).LANES.group)
+        in_group_order(w.fields["dense"][at], int_prefill_sm90.formats.get(w.format).LANES.group)
         for w in weights
     ]
     if len(of_each) == 2:
@@ -82,7 +82,7 @@ def test_a_layer_of_mixed_formats_is_its_definition(qkv, bias):
     with (
         lockstep(),
         jax.disable_jit(),
-        mock.patch.object(kq_prefill_sm90, "gemm", gemm),
+        mock.patch.object(int_prefill_sm90, "gemm", gemm),
         mock.patch.object(layer_gemms, "decode_attention", attention),
     ):
         unused: Any = None  # by this attention

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, Rotation, dequantize, formats
-from pallas_kernels.matmul import kq_decode
+from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.qtensor import tile
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, sylvester
 
-INTEGER = formats.names("kq")
+INTEGER = formats.names("int")
 WHOLE = [format for format in INTEGER if formats.get(format).LANES.whole_scales]
 
 CASES = [
@@ -84,7 +84,7 @@ def test_the_kernel_in_lockstep_is_the_product(parts, K, rows, kind, bits, index
     if index is None:
         fields = tuple(tuple({k: v[:1] for k, v in w.items()} for w in of) for of in fields)
     with lockstep(at_a_time=8):
-        got = kq_decode.kq_decode(
+        got = int_decode.int_decode(
             x, fields, None if index is None else np.array([index, index], np.int32),
             formats_of=tuple(f for f, _ in parts), gamma=gamma if normed else None, eps=1e-6,
             residual=residual if kind == "added" else None, activation_bits=bits, shared=220 * 1024,
@@ -116,9 +116,9 @@ def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits):
     want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
     residual = rng.standard_normal((rows, 32)).astype(np.float32) if kind == "added" else None
     rotation = Rotation.of(signs, block, heads)
-    assert kq_decode.rotates("ptq1_0", K, rows)
+    assert int_decode.rotates("ptq1_0", K, rows)
     with lockstep():
-        got = kq_decode.kq_decode(
+        got = int_decode.int_decode(
             x, (tuple(w.tiled.fields for w in weights),), np.array([1, 1], np.int32), formats_of=("ptq1_0",),
             gamma=gamma if normed else None, eps=1e-6, residual=residual, rotation=rotation,
             activation_bits=bits, shared=220 * 1024,
@@ -146,5 +146,5 @@ def test_the_largest_whole_numbers_are_exact(format, rows, bits):
     want = x.astype(np.float64) @ np.asarray(dequantize(w), np.float64).T
     fields = {name: value[None] for name, value in jax.device_get(tile(w).fields).items()}
     with lockstep():
-        got = kq_decode.kq_decode(x, ((fields,),), None, formats_of=(format,), activation_bits=bits)
+        got = int_decode.int_decode(x, ((fields,),), None, formats_of=(format,), activation_bits=bits)
     np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -15,7 +15,7 @@ from pallas_kernels import attend, cache_layouts, device
 from pallas_kernels.attention import attention, decode, empty_workspace, prefill_pages, prefill_sm80
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
-from pallas_kernels.matmul import activations_int8
+from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_cache_layouts import ROUNDING, room

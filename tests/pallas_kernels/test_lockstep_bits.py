@@ -1,5 +1,5 @@
-"""The 1-bit kernels in numpy (lockstep) against float64: q1_decode_b1 for 1 to 3 rows, q1_decode_s8 for
-more; q1_decode_ring."""
+"""The 1-bit kernels in numpy (lockstep) against float64: bit_decode_b1 for 1 to 3 rows, bit_decode_s8 for
+more; bit_decode_ring."""
 
 import dataclasses
 
@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import Products, device
-from pallas_kernels.matmul import q1_decode_b1, q1_decode_ring, q1_decode_s8
+from pallas_kernels.matmul.bit_mma import decode_b1 as bit_decode_b1
+from pallas_kernels.matmul.bit_mma import decode_ring as bit_decode_ring
+from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
@@ -30,7 +32,7 @@ CASES = [
 
 @pytest.mark.parametrize(("N", "K", "rows", "kind", "bits"), CASES)
 def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
-    check(q1_decode_b1 if rows < 4 else q1_decode_s8, N, K, rows, kind, bits)
+    check(bit_decode_b1 if rows < 4 else bit_decode_s8, N, K, rows, kind, bits)
 
 
 @pytest.mark.parametrize(
@@ -46,7 +48,7 @@ def test_the_ring_in_lockstep_is_the_product(N, K, rows, kind, monkeypatch):
     """By two blocks, the second of which has fewer tiles."""
     two = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=2)
     monkeypatch.setattr(device, "default", lambda: two)
-    check(q1_decode_ring, N, K, rows, kind, 8)
+    check(bit_decode_ring, N, K, rows, kind, 8)
 
 
 def check(kernel, N, K, rows, kind, bits):

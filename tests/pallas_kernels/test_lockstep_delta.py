@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import layers
+from bonsai_jax.network import layers
 from pallas_kernels.delta import Gates, delta_net
 from tests.pallas_kernels.lockstep import lockstep
 

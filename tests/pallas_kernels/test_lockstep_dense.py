@@ -4,18 +4,18 @@ import numpy as np
 import pytest
 
 from pallas_kernels import LayerStack, formats
-from pallas_kernels.matmul import kq_dequantize
+from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
 from pallas_kernels.qtensor import Rows
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
-INTEGER = formats.names("kq")
+INTEGER = formats.names("int")
 LAYERS = 3
 
 
 def in_lockstep(weights, layer):
     with lockstep(at_a_time=16):
-        return np.asarray(kq_dequantize.run(weights, layer))
+        return np.asarray(int_dequantize.run(weights, layer))
 
 
 # Each format in a matrix without whole tiles. How a layer is found does not depend on the format.

@@ -1,4 +1,4 @@
-"""What kq_prefill_sm90's lanes decode, and where they put a tile's results, in numpy (lockstep): all but TMA
+"""What int_prefill_sm90's lanes decode, and where they put a tile's results, in numpy (lockstep): all but TMA
 and the tensor cores."""
 
 import math
@@ -13,12 +13,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import formats
 from pallas_kernels.gpu import lanes, memory, wgmma
 from pallas_kernels.gpu.values import index, integer
-from pallas_kernels.matmul import kq_float16, kq_prefill_plan, kq_prefill_sm90
+from pallas_kernels.matmul.int_mma import float16 as int_float16
+from pallas_kernels.matmul.int_mma import prefill_plan as int_prefill_plan
+from pallas_kernels.matmul.int_mma import prefill_sm90 as int_prefill_sm90
 from tests.pallas_kernels.lockstep import launched, lockstep
 from tests.pallas_kernels.stacks import drawn
 from tests.pallas_kernels.test_gemm import has_float16_scales, in_group_order
 
-INTEGER = formats.names("kq")
+INTEGER = formats.names("int")
 
 
 # Two matrices are other rows of the same lanes, whatever the format: one of each kind of scales.
@@ -34,14 +36,14 @@ CASES = [
 def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(format, matrices):
     """Bit for bit where the file's scales are float16; else within their rounding and that of what is
     subtracted, 2^-12 of each."""
-    kq = formats.get(format).LANES
+    format_lanes = formats.get(format).LANES
     n = 64 // matrices
     w = [drawn(format, (n, 256), i) for i in range(matrices)]
     fields = [{name: field[:, 0] for name, field in v.tiled.fields.items()} for v in w]
     names = sorted(fields[0])
     shapes = [fields[0][name].shape[1:] for name in names]
     operands = [
-        of[name].reshape(-1, *kq_prefill_sm90._shape_by_lanes(shape))
+        of[name].reshape(-1, *int_prefill_sm90._shape_by_lanes(shape))
         for of in fields
         for name, shape in zip(names, shapes, strict=True)
     ]
@@ -51,31 +53,35 @@ def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(fo
         by_name = [
             dict(zip(names, refs[i : i + len(names)], strict=True)) for i in range(0, len(refs), len(names))
         ]
-        kq_float16.put_scales(kq, shapes, by_name, scales)
-        kq_float16.seen()
+        int_float16.put_scales(format_lanes, shapes, by_name, scales)
+        int_float16.seen()
         warp, number, g, _ = wgmma.lane()
-        at = kq_float16.scales_of_warp(scales, warp, kq, g)
-        vectors = kq_float16.vectors_of([of["words"] for of in by_name], warp, number)
-        for step in range(kq_prefill_plan.STEPS):
-            for i, pair in enumerate(kq_float16.step_pairs(kq, step, vectors, at)):
+        at = int_float16.scales_of_warp(scales, warp, format_lanes, g)
+        vectors = int_float16.vectors_of([of["words"] for of in by_name], warp, number)
+        for step in range(int_prefill_plan.STEPS):
+            for i, pair in enumerate(int_float16.step_pairs(format_lanes, step, vectors, at)):
                 memory.store(pair, out, warp, number, step, i)
 
     with lockstep():
-        scratch = [plgpu.SMEM((4, kq_float16.bytes_of_scales(kq) // 4), jnp.float32)]
-        out = jax.ShapeDtypeStruct((4, 32, kq_prefill_plan.STEPS, 16), jnp.int32)
+        scratch = [plgpu.SMEM((4, int_float16.bytes_of_scales(format_lanes) // 4), jnp.float32)]
+        out = jax.ShapeDtypeStruct((4, 32, int_prefill_plan.STEPS, 16), jnp.int32)
         held = np.asarray(launched(body, out, scratch, *operands))
     pairs = held.view(np.float16).reshape(
-        4, 8, 4, kq_prefill_plan.STEPS, 8, 2, 2
+        4, 8, 4, int_prefill_plan.STEPS, 8, 2, 2
     )  # warp, g, t, step, j, r, e
     got = pairs.transpose(0, 5, 1, 3, 4, 2, 6)
     # Row 16 warp + 8 r + g, or row 8 warp + g of matrix r; column 64 step + 8 j + 2 t + e.
     got = got.reshape(1, 64, 256) if matrices == 1 else got.swapaxes(0, 1).reshape(2, 32, 256)
     for v, mine in zip(w, got, strict=True):
-        want = in_group_order(v.dense.astype(np.float16), kq.group)
+        want = in_group_order(v.dense.astype(np.float16), format_lanes.group)
         if has_float16_scales(format):
             np.testing.assert_array_equal(mine, want)
         else:
-            largest = np.abs(want.reshape(n, -1, kq.group)).max(axis=-1).repeat(kq.group, axis=-1)
+            largest = (
+                np.abs(want.reshape(n, -1, format_lanes.group))
+                .max(axis=-1)
+                .repeat(format_lanes.group, axis=-1)
+            )
             error = np.abs(mine.astype(np.float32) - want.astype(np.float32))
             assert (error <= 2**-9 * largest.astype(np.float32) + 2**-19).all()  # subnormal scales
             assert np.linalg.norm(error) < 6e-4 * np.linalg.norm(want.astype(np.float32))

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import attend, cache_layouts
 from pallas_kernels.gpu import lanes
-from pallas_kernels.matmul import rows_of_bytes
+from pallas_kernels.matmul.bit_mma import rows_of_bytes
 from pallas_kernels.step import decode_layers, workspace
 from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep

@@ -1,5 +1,5 @@
 """All products between two layers' attention in one launch, in numpy (lockstep): bit for bit those of
-kq_decode launched one by one, when what goes from block to block is rounded as on its way
+int_decode launched one by one, when what goes from block to block is rounded as on its way
 (memory.store_tagged). Integers are not, but the sum of squares for the norm is."""
 
 import dataclasses
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import QTensor, Rotation, device
-from pallas_kernels.matmul import kq_decode
+from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.qtensor import LayerStack, Products, Rows
 from pallas_kernels.step import layer_products
 from tests.pallas_kernels.lockstep import lockstep
@@ -85,7 +85,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
 
         def alone(number, x, residual=None):
             return np.asarray(
-                kq_decode.kq_decode(
+                int_decode.int_decode(
                     x,
                     tuple(weights[number]),
                     None,

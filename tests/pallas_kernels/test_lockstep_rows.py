@@ -10,14 +10,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.matmul import (
-    activations_float16,
-    activations_int8,
-    activations_rotated,
-    prefill,
-    prologue,
-    q1_prefill_sm90,
-)
+from pallas_kernels.matmul import prefill, prologue
+from pallas_kernels.matmul.bit_mma import activations as activations_int8
+from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
+from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.rotation import Rotation
 from tests.pallas_kernels.lockstep import lockstep
@@ -154,11 +150,11 @@ def test_bits_in_lockstep_are_64_or_less_64_where_activations_expect_them():
     def body(words_gmem, out_gmem):
         thread = lanes.thread()
         held = [memory.load(words_gmem, thread, r) for r in (0, 1)]
-        for i, register in enumerate(q1_prefill_sm90._weights(held)):
+        for i, register in enumerate(bit_prefill_sm90._weights(held)):
             memory.store(register, out_gmem, thread, i)
 
     with lockstep():
-        out = q1_prefill_sm90.plgpu.kernel(
+        out = bit_prefill_sm90.plgpu.kernel(
             body,
             out_type=jax.ShapeDtypeStruct((128, 16), jnp.int32),
             grid=(1,),
@@ -194,11 +190,11 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
         thread = lanes.thread()
         held = [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)]
         fragment = types.SimpleNamespace(registers=types.SimpleNamespace(flat=held))
-        q1_prefill_sm90._store(fragment, out_gmem, matrices, added)
+        bit_prefill_sm90._store(fragment, out_gmem, matrices, added)
 
     with lockstep():
         out = jax.new_ref(start.reshape(*start.shape[:3], 32))
-        q1_prefill_sm90.plgpu.kernel(body, out_type=(), grid=(1,), num_threads=1, scratch_types=[])(
+        bit_prefill_sm90.plgpu.kernel(body, out_type=(), grid=(1,), num_threads=1, scratch_types=[])(
             by_lane, out
         )
         got = jax.freeze(out)

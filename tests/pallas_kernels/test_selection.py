@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from bonsai_jax import architectures
+from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
@@ -61,7 +61,7 @@ def refusal(problem) -> str | None:
     if next(v.kernel for v in verdicts if v.taken) != "reference":
         return None
     named = {v.kernel: v.reason for v in verdicts}
-    return named["kq_decode" if isinstance(problem, Matmul) else "decode"]
+    return named["int_decode" if isinstance(problem, Matmul) else "decode"]
 
 
 @pytest.mark.parametrize("platform", PLATFORMS)
@@ -107,33 +107,33 @@ def test_the_table_of_kernels(monkeypatch):
     """Rows of activations, formats and GPUs: selection's page, as code."""
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     rows = (1, 3, 4, 8, 9, 16, 17, 64, 512)
-    one_bit = ["q1_decode_b1"] * 2 + ["q1_decode_s8"] * 2
+    one_bit = ["bit_decode_b1"] * 2 + ["bit_decode_s8"] * 2
     for format, platform, want in (
-        ("q1_0", "sm_90", one_bit + ["q1_prefill_sm90"] * 5),
+        ("q1_0", "sm_90", one_bit + ["bit_prefill_sm90"] * 5),
         ("q1_0", "sm_80", one_bit + ["cublas"] * 5),
         ("q1_0", "sm_120", one_bit + ["cublas"] * 5),
-        ("q4_k", "sm_90", ["kq_decode"] * 4 + ["kq_prefill_sm90"] * 5),
-        ("q4_k", "sm_89", ["kq_decode"] * 6 + ["cublas"] * 3),
+        ("q4_k", "sm_90", ["int_decode"] * 4 + ["int_prefill_sm90"] * 5),
+        ("q4_k", "sm_89", ["int_decode"] * 6 + ["cublas"] * 3),
         ("f16", "sm_90", ["reference"] * 4 + ["cublas"] * 5),
         ("f32", "sm_90", ["reference"] * 9),
         ("q4_k", "cpu", ["cpu"] * 9),
     ):
         assert kernels(format, platform) == dict(zip(rows, want, strict=True)), (format, platform)
     mixed = kernels("q4_k", "sm_90", mixed=True)
-    assert [mixed[rows] for rows in (8, 64, 512)] == ["kq_decode", "kq_prefill_sm90", "cublas"]
+    assert [mixed[rows] for rows in (8, 64, 512)] == ["int_decode", "int_prefill_sm90", "cublas"]
     exact = kernels("q4_k", "sm_90", bits=16)
-    assert [exact[rows] for rows in (16, 17, 512)] == ["kq_decode"] + ["kq_prefill_sm90"] * 2
+    assert [exact[rows] for rows in (16, 17, 512)] == ["int_decode"] + ["int_prefill_sm90"] * 2
     assert kernels("q1_0", "sm_90", n=4000)[9] == "cublas"  # no whole tiles of 64 outputs
     head = kernels("q1_0", "sm_90", n=151669)
-    assert [head[rows] for rows in (1, 8, 9)] == ["q1_decode_ring"] * 2 + ["q1_prefill_sm90"]
+    assert [head[rows] for rows in (1, 8, 9)] == ["bit_decode_ring"] * 2 + ["bit_prefill_sm90"]
     for rest in ({"bits": 16}, {"matrices": 2}, {"k": 12288}):  # of which none is for
-        assert kernels("q1_0", "sm_90", **{"n": 151669, **rest})[1] == "q1_decode_b1"
+        assert kernels("q1_0", "sm_90", **{"n": 151669, **rest})[1] == "bit_decode_b1"
     # Integers of 8 rows of so many columns are more than the shared memory of a block.
     wide = kernels("q1_0", "sm_90", k=32768)
-    assert wide[8] == wide[1] == "q1_decode_b1"
+    assert wide[8] == wide[1] == "bit_decode_b1"
 
 
-@pytest.mark.parametrize("format", formats.names("q1") + formats.names("kq"))
+@pytest.mark.parametrize("format", formats.names("bit") + formats.names("int"))
 def test_hopper_multiplies_many_rows_without_dequantizing_to_memory(format):
     assert kernels(format, "sm_90")[512].endswith("prefill_sm90")
     assert kernels(format, "sm_80")[512] == "cublas"

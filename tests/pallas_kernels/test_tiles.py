@@ -15,12 +15,14 @@ import pytest
 from pallas_kernels import QTensor, dequantize, device, formats
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
-from pallas_kernels.matmul import kq_bytes, kq_decode_plan, kq_dequantize
+from pallas_kernels.matmul.int_mma import bytes as int_bytes
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
+from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
 from pallas_kernels.qtensor import tile, tiled_nbytes
 from tests.pallas_kernels.lockstep import launched, lockstep
 from tests.pallas_kernels.stacks import Drawn, drawn_whole
 
-INTEGER = formats.names("kq")
+INTEGER = formats.names("int")
 # Of tiles that are larger than the file's blocks: base 3 becomes 2 bits a weight, and a share of d.
 BITS = {"tq1_0": 2.0625, "ptq1_0": 2.125}
 
@@ -107,18 +109,18 @@ def test_rows_of_tiled_weights(format):
 def test_what_lanes_read_is_the_weights(format):
     """Each group's bytes as a 16 x group matrix, times the scale and minus the minimum that the lanes hold
     for it, is what the format says the weights are."""
-    kq, w = formats.get(format).LANES, made(format, 32, 512)
-    tiled, kinds = w.tiled.fields, 1 + kq.minimums
-    names, groups, parts = sorted(tiled), 256 // kq.group, kq.group // 8
+    format_lanes, w = formats.get(format).LANES, made(format, 32, 512)
+    tiled, kinds = w.tiled.fields, 1 + format_lanes.minimums
+    names, groups, parts = sorted(tiled), 256 // format_lanes.group, format_lanes.group // 8
 
     def body(*refs):
         *fields, bytes_gmem, scales_gmem = refs
         thread = integer(lanes.thread())
         warp, lane = thread // 32, thread % 32
         place = warp // 2, warp % 2
-        words = kq_dequantize.read(dict(zip(names, fields, strict=True)), integer(0), *place, lane)
+        words = int_dequantize.read(dict(zip(names, fields, strict=True)), integer(0), *place, lane)
         thread = index(thread)
-        for u, unit in enumerate(kq_bytes.units(kq, words, lane)):
+        for u, unit in enumerate(int_bytes.units(format_lanes, words, lane)):
             for i, a in enumerate(unit.a):
                 for part, value in enumerate(a):
                     memory.store(value, bytes_gmem, thread, 8 * u + i, part)
@@ -137,12 +139,12 @@ def test_what_lanes_read_is_the_weights(format):
     thread = np.arange(128)
     own = scales[thread, :, thread % 4]
     np.testing.assert_array_equal(own, scales[:, :, 4])
-    values = held.view(np.int8 if kq.signed else np.uint8).astype(np.float32)
+    values = held.view(np.int8 if format_lanes.signed else np.uint8).astype(np.float32)
     values = values.reshape(128, groups // 8, 4, 2, parts // 2, 2, 4)  # thread, unit, t, h, half, row, byte
     scale = scales[:, :, :4].transpose(0, 1, 2, 5, 3, 4)[
         ..., None, :, :, None
     ]  # [..., t, h, 1, kind, row, 1]
-    got = scale[..., 0, :, :] * values - (scale[..., 1, :, :] if kq.minimums else 0)
+    got = scale[..., 0, :, :] * values - (scale[..., 1, :, :] if format_lanes.minimums else 0)
     got = got.reshape(2, 2, 8, 4, groups, parts // 2, 2, 4)  # n, k, g, t, group, half, row, byte
     got = got.transpose(0, 6, 2, 1, 4, 3, 5, 7).reshape(32, 512)
     np.testing.assert_array_equal(got, w.dense[0])
@@ -155,7 +157,7 @@ def test_what_lanes_read_is_the_weights(format):
 )
 def test_a_plan_gives_every_tile_to_one_block(parts, rows):
     fields = [(shapes(f, n, 4096),) for f, n in parts]
-    found = kq_decode_plan.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
+    found = int_decode_plan.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
     assert found is not None and sum(part.blocks for part in found.parts) <= device.multiprocessors()
     tiles, blocks = [], []
     for part in found.parts:

@@ -12,15 +12,18 @@ import pytest
 from typer.testing import CliRunner
 
 import bonsai_jax as bj
-from bonsai_jax import profile, tune
 from bonsai_jax.cli import app, options
+from bonsai_jax.measure import profile, tune
 from pallas_kernels import QTensor, dequantize, device, formats, tuned
-from pallas_kernels.matmul import kq_decode, kq_decode_plan, q1_decode_b1, q1_decode_s8
+from pallas_kernels.matmul.bit_mma import decode_b1 as bit_decode_b1
+from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
+from pallas_kernels.matmul.int_mma import decode as int_decode
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.qtensor import tile
 from tests.pallas_kernels.lockstep import lockstep
 
 GPU = "NVIDIA Made Up 9000"
-PROBLEM = tuned.Problem("kq_decode", (("q4_k", 5120), ("q6_k", 1024)), 4096, 1, 8, 8)
+PROBLEM = tuned.Problem("int_decode", (("q4_k", 5120), ("q6_k", 1024)), 4096, 1, 8, 8)
 
 
 class Planned(NamedTuple):
@@ -57,11 +60,11 @@ def files(monkeypatch, tmp_path):
 
 
 def test_a_problem_has_one_name():
-    assert str(PROBLEM) == "kq_decode: q4_k 5120 + q6_k 1024 x 4096, 8 rows, 8 bits"
-    gated = tuned.Problem("q1_decode_b1", (("q1_0", 12288),), 4096, 2, 1, 16)
-    assert str(gated) == "q1_decode_b1: 2 of q1_0 12288 x 4096, 1 row, 16 bits"
+    assert str(PROBLEM) == "int_decode: q4_k 5120 + q6_k 1024 x 4096, 8 rows, 8 bits"
+    gated = tuned.Problem("bit_decode_b1", (("q1_0", 12288),), 4096, 2, 1, 16)
+    assert str(gated) == "bit_decode_b1: 2 of q1_0 12288 x 4096, 1 row, 16 bits"
     assert [tuned.named(str(problem)) for problem in (PROBLEM, gated)] == [PROBLEM, gated]
-    assert tuned.named("kq_decode: q4_k x 4096, 1 row, 8 bits") is None
+    assert tuned.named("int_decode: q4_k x 4096, 1 row, 8 bits") is None
 
 
 def test_the_users_file_comes_before_the_packages(files):
@@ -79,7 +82,7 @@ def test_the_users_file_comes_before_the_packages(files):
 
 def test_inspect_shows_what_was_tuned_for_a_models_products(files):
     _, user = files
-    mine = tuned.Problem("kq_decode", (("q4_k", 512), ("q6_k", 256)), 256, 1, 8, 8)
+    mine = tuned.Problem("int_decode", (("q4_k", 512), ("q6_k", 256)), 256, 1, 8, 8)
     other = dataclasses.replace(mine, rows=2)
     entries = {str(problem): {"settings": {"warps": 8}} for problem in (PROBLEM, mine)}
     entries[str(other)] = {"settings": {"warps": 9}}
@@ -91,7 +94,7 @@ def test_inspect_shows_what_was_tuned_for_a_models_products(files):
         f"tuned {other}\n  -> not used: warps of 9 is none of 4, 8, 12, 16: {tuned.user_file(GPU)}"
         in done.output
     )
-    assert done.output.count("tuned kq_decode") == 2
+    assert done.output.count("tuned int_decode") == 2
 
 
 def test_where_there_is_no_gpu_no_file_is_read(files, monkeypatch):
@@ -125,7 +128,7 @@ def test_a_broken_file_is_one_error_with_its_path_and_the_remedy(files, written,
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"warps": 8, "lanes": 3}, "kq_decode has no 'lanes' to tune; it has warps, blocks, depth"),
+        ({"warps": 8, "lanes": 3}, "int_decode has no 'lanes' to tune; it has warps, blocks, depth"),
         ({"warps": 7}, "warps of 7 is none of 4, 8, 12, 16"),
         ({"depth": 24}, None),  # no room: that is known when a product is
     ],
@@ -134,8 +137,8 @@ def test_settings_of_another_version_or_without_room_are_not_used(files, setting
     files[0](settings)
     plan = lambda depth=1, **_: None if depth > 20 else depth  # noqa: E731
     assert tuned.settings(PROBLEM, plan) == {}
-    assert tuned.refused("kq_decode", settings) == says
-    assert tuned.refused("kq_decode", {"warps": 8, "depth": 3}) is None
+    assert tuned.refused("int_decode", settings) == says
+    assert tuned.refused("int_decode", {"warps": 8, "depth": 3}) is None
     assert tuned.refused("a_kernel_to_come", {"warps": 8}) is not None
 
 
@@ -160,7 +163,7 @@ def test_the_packages_files_name_sizes_that_kernels_have():
 
 def test_a_trial_answers_first_and_notes_who_asks(files):
     files[0]({"warps": 8})
-    other = tuned.Problem("q1_decode_b1", (("q1_0", 16),), 256, 1, 1, 8)
+    other = tuned.Problem("bit_decode_b1", (("q1_0", 16),), 256, 1, 1, 8)
     with tuned.trial({PROBLEM: {"depth": 4}}) as asked:
         assert tuned.settings(PROBLEM, ANY) == {"depth": 4}
         assert tuned.settings(other, ANY) == {}
@@ -292,9 +295,9 @@ def product_of(format, N, K, rows, seed=0):
 )
 def test_int_gemv_computes_the_same_with_other_sizes(settings):
     x, w, want = product_of("q4_k", 160, 4096, 3)
-    problem = tuned.Problem("kq_decode", (("q4_k", 160),), 4096, 1, 3, 8)
+    problem = tuned.Problem("int_decode", (("q4_k", 160),), 4096, 1, 3, 8)
     with tuned.trial({problem: settings}) as asked, lockstep(at_a_time=8):
-        got = kq_decode.run(x, (w,), None, None, None, 0.0, None)
+        got = int_decode.run(x, (w,), None, None, None, 0.0, None)
     assert asked[problem].plan(**settings) != asked[problem].plan()
     assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
 
@@ -302,9 +305,9 @@ def test_int_gemv_computes_the_same_with_other_sizes(settings):
 @pytest.mark.parametrize("settings", [{"warps": 4, "tiles": 3}, {"warps": 16, "tiles": 1}])
 def test_bit_gemv_computes_the_same_with_other_sizes(settings):
     x, w, want = product_of("q1_0", 160, 1024, 3)
-    problem = tuned.Problem("q1_decode_b1", (("q1_0", 160),), 1024, 1, 3, 8)
+    problem = tuned.Problem("bit_decode_b1", (("q1_0", 160),), 1024, 1, 3, 8)
     with tuned.trial({problem: settings}) as asked, lockstep(at_a_time=8):
-        got = q1_decode_b1.run(x, (w,), None, None, None, 0.0, None)
+        got = bit_decode_b1.run(x, (w,), None, None, None, 0.0, None)
     assert asked[problem].plan(**settings) == tuple(settings.values()) != asked[problem].plan()
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
 
@@ -312,19 +315,19 @@ def test_bit_gemv_computes_the_same_with_other_sizes(settings):
 @pytest.mark.parametrize("settings", [{"warps": 4, "tiles": 2, "together": 1}, {"warps": 16}])
 def test_bit_rows_computes_the_same_with_other_sizes(settings):
     x, w, want = product_of("q1_0", 160, 1024, 5)
-    problem = tuned.Problem("q1_decode_s8", (("q1_0", 160),), 1024, 1, 5, 8)
+    problem = tuned.Problem("bit_decode_s8", (("q1_0", 160),), 1024, 1, 5, 8)
     with tuned.trial({problem: settings}) as asked, lockstep(at_a_time=8):
-        got = q1_decode_s8.run(x, (w,), None, None, None, 0.0, None)
+        got = bit_decode_s8.run(x, (w,), None, None, None, 0.0, None)
     assert asked[problem].plan(**settings) != asked[problem].plan()
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
 
 
 def test_sizes_that_do_not_fit_have_no_plan():
-    assert q1_decode_b1.plan(256, 16, 1, 8, 16) == (8, 16)
-    assert q1_decode_b1.plan(256, 16, 2, 8, 16) is None  # 64 loads of a lane
-    assert q1_decode_b1.plan(4, 16, 1, 8, 5) is None  # more than there are
+    assert bit_decode_b1.plan(256, 16, 1, 8, 16) == (8, 16)
+    assert bit_decode_b1.plan(256, 16, 2, 8, 16) is None  # 64 loads of a lane
+    assert bit_decode_b1.plan(4, 16, 1, 8, 5) is None  # more than there are
     words = {"words": jax.ShapeDtypeStruct((1, 256, 48, 4, 32, 4), jnp.int32)}
     fields = words | {"scales": jax.ShapeDtypeStruct((1, 256, 48, 32, 2), jnp.int32)}
     at_8_rows = {"formats_of": ("q4_k",), "activation_bits": 8, "shared": 220 * 1024}
-    assert kq_decode_plan.plan(((fields,),), 8, **at_8_rows, warps=8) is not None
-    assert kq_decode_plan.plan(((fields,),), 16, **at_8_rows, warps=16) is None
+    assert int_decode_plan.plan(((fields,),), 8, **at_8_rows, warps=8) is not None
+    assert int_decode_plan.plan(((fields,),), 16, **at_8_rows, warps=16) is None

@@ -24,19 +24,17 @@ import pallas_kernels
 from pallas_kernels.attention import decode
 from pallas_kernels.delta import chunks as delta_chunks
 from pallas_kernels.delta import step as delta_step
-from pallas_kernels.experts import kq_experts, places
+from pallas_kernels.experts import int_experts as int_experts
+from pallas_kernels.experts import places
 from pallas_kernels.gpu import lanes, launch
 from pallas_kernels.gpu import values as gpu_values
-from pallas_kernels.matmul import (
-    activations_float16,
-    activations_int8,
-    activations_rotated,
-    kq_decode,
-    kq_dequantize,
-    q1_decode_b1,
-    q1_decode_ring,
-    q1_decode_s8,
-)
+from pallas_kernels.matmul.bit_mma import activations as activations_int8
+from pallas_kernels.matmul.bit_mma import decode_b1 as bit_decode_b1
+from pallas_kernels.matmul.bit_mma import decode_ring as bit_decode_ring
+from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
+from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
+from pallas_kernels.matmul.int_mma import decode as int_decode
+from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
 from pallas_kernels.sampling import kernel as sampling
 from pallas_kernels.step import decode_layers, experts_layers, layer_products
 from tests.pallas_kernels.lockstep import ptx, values
@@ -143,14 +141,18 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = [
-        *((q1_decode_b1, "q1_decode_b1"), (q1_decode_s8, "q1_decode_s8"), (q1_decode_s8, "quantize_rows")),
-        (q1_decode_ring, "q1_decode_ring"),
-        *((kq_decode, "kq_decode"), (kq_dequantize, "kq_dequantize")),
+        *(
+            (bit_decode_b1, "bit_decode_b1"),
+            (bit_decode_s8, "bit_decode_s8"),
+            (bit_decode_s8, "quantize_rows"),
+        ),
+        (bit_decode_ring, "bit_decode_ring"),
+        *((int_decode, "int_decode"), (int_dequantize, "int_dequantize")),
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
         (activations_rotated, "activations_rotated"),
         *((decode, "decode_attention"), (decode_layers, "decode_layers"), (sampling, "draw")),
         *((layer_products, "layer_products"), (delta_step, "delta_step")),
-        *((delta_chunks, "delta_chunks"), (kq_experts, "kq_experts"), (experts_layers, "experts_layers")),
+        *((delta_chunks, "delta_chunks"), (int_experts, "int_experts"), (experts_layers, "experts_layers")),
         (places, "expert_places"),
     ]
     for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):

@@ -1,0 +1,1 @@
+"""Steps that draw tokens: prefill, decode, sampling, speculation."""

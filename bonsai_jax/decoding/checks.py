@@ -1,0 +1,110 @@
+"""What functions of arrays ask of their arguments: shapes and types always, values inside `checked`."""
+
+import contextlib
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import checkify
+
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.network.cache import KVCache
+
+STATIC = ("config", "size", "taps", "logits_processor", "logprobs")  # arguments that are no arrays
+
+_checking = contextvars.ContextVar("checking", default=False)
+
+
+def check(holds: jax.Array, message: str, **values: jax.Array) -> None:
+    """While `checked` traces: raise ValueError(message.format(**values)) where `holds` turns out False. Else
+    nothing, since a check in a program keeps jax from its fast path."""
+    if _checking.get():
+        checkify.check(holds, message, **values)  # pyrefly: ignore[bad-argument-type]
+
+
+def checked(function: Callable) -> Callable:
+    """`function` (bj.prefill, bj.step, bj.decode, bj.extend, bj.forward, bj.generate_tokens), jitted, with
+    the values of its arguments checked too: lengths, token ids, room in the cache. For a search after a
+    mistake: it waits for the device at each call, and donates nothing.
+
+    Raises ValueError, where the function itself would give numbers that mean nothing.
+    """
+    if isinstance(function, jax.stages.Wrapped):  # of bj.jitted, which has been traced without checks
+        function = inspect.unwrap(function, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
+    signature = inspect.signature(function)
+
+    def traced(*args, **kwargs):
+        with _on():
+            return checkify.checkify(lambda: function(*args, **kwargs))()
+
+    traced.__signature__ = signature  # pyrefly: ignore[missing-attribute]
+    static = [name for name in STATIC if name in signature.parameters]
+    run = jax.jit(traced, static_argnames=static)
+
+    @functools.wraps(function)
+    def with_values_checked(*args, **kwargs):
+        error, out = run(*args, **kwargs)
+        if message := error.get():
+            raise ValueError(message.replace(" (`check` failed)", ""))
+        return out
+
+    return with_values_checked
+
+
+@contextlib.contextmanager
+def _on() -> Iterator[None]:
+    before = _checking.set(True)
+    try:
+        yield
+    finally:
+        _checking.reset(before)
+
+
+def checked_tokens(
+    tokens, lengths, cache: KVCache | None, config: ModelConfig
+) -> tuple[jax.Array, jax.Array]:
+    """Tokens [B, T] or vectors [B, T, H], and their lengths [B], as arrays.
+
+    Raises ValueError for other shapes, TypeError for other types.
+    """
+    if not isinstance(config, ModelConfig):
+        raise TypeError(f"config is a {type(config).__name__}; give model.config")
+    tokens, lengths = jnp.asarray(tokens), jnp.asarray(lengths)
+    vectors = jnp.issubdtype(tokens.dtype, jnp.floating)
+    if not vectors and not jnp.issubdtype(tokens.dtype, jnp.integer):
+        raise TypeError(f"tokens are {tokens.dtype}; expected int32 ids, or float32 vectors")
+    if tokens.ndim != 2 + vectors or (vectors and tokens.shape[2] != config.hidden):
+        expected = f"vectors [rows, tokens, {config.hidden}]" if vectors else "ids [rows, tokens]"
+        raise ValueError(f"tokens have shape {tokens.shape}; expected {expected}, one row a sequence")
+    rows = tokens.shape[0]
+    if lengths.shape != (rows,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"lengths are {lengths.dtype} {lengths.shape}; expected int32 ({rows},), the number of tokens in "
+            f"each of the {rows} rows"
+        )
+    if cache is not None and cache.lengths.shape != (rows,):
+        raise ValueError(f"tokens have {rows} rows, but the cache has {cache.lengths.shape[0]}")
+    width = tokens.shape[1]
+    check(
+        jnp.all((lengths >= 0) & (lengths <= width)),
+        "lengths: {least} to {most} are not within 0 to {width}, the width of tokens",
+        most=lengths.max(), least=lengths.min(), width=jnp.int32(width),
+    )  # fmt: skip
+    if not vectors:
+        inside = (tokens >= 0) & (tokens < config.vocab_size)
+        real = jnp.arange(width) < lengths[:, None]
+        check(
+            jnp.all(inside | ~real),
+            "tokens: ids from {least} to {most}, but the vocabulary has {size}",
+            least=tokens.min(), most=tokens.max(), size=jnp.int32(config.vocab_size),
+        )  # fmt: skip
+    if cache is not None:
+        check(
+            jnp.all(cache.lengths + lengths <= cache.capacity),
+            "a row would have {most} tokens, but the cache has room for {capacity}: give it a larger context",
+            most=(cache.lengths + lengths).max(), capacity=jnp.int32(cache.capacity),
+        )  # fmt: skip
+    return tokens, lengths

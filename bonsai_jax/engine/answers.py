@@ -1,0 +1,126 @@
+"""Answers: what is drawn becomes text, piece by piece, and pieces become an Output."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import numpy as np
+
+from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
+from bonsai_jax.tokens.tokenizer import Detokenizer, Tokenizer
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """One finished answer. `tokens` leaves out the token that ended it; `text` ends before a stop string.
+
+    logprobs  of `tokens`, as numpy arrays [tokens]; None unless asked for
+    steps     decode steps that drew all tokens but the first, which prefill draws
+    cached_tokens  of the prompt that were not read again: their keys and values were there
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    logprobs: Logprobs | None = None
+    steps: int = 0
+    cached_tokens: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """A bit of a streamed answer.
+
+    text           what became readable: never half a character, empty while one is incomplete
+    tokens         the new tokens behind it
+    finish_reason  None until the last piece
+    logprobs       of `tokens`, as numpy arrays [tokens]; None unless asked for
+    steps          decode steps that drew them; 0 for the first token, which prefill draws
+    index          which of a request's answers it belongs to
+    cached_tokens  of the first piece: tokens of the prompt that were not read again
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: FinishReason | None = None
+    logprobs: Logprobs | None = None
+    steps: int = 0
+    index: int = 0
+    cached_tokens: int = 0
+
+
+def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
+    """All pieces of an answer, as one."""
+    scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
+    return Output(
+        "".join(piece.text for piece in pieces),
+        [token for piece in pieces for token in piece.tokens],
+        pieces[-1].finish_reason or "length",
+        prompt_tokens,
+        jax.tree.map(lambda *parts: np.concatenate(parts), *scores) if scores else None,
+        sum(piece.steps for piece in pieces),
+        sum(piece.cached_tokens for piece in pieces),
+    )
+
+
+class Reader:
+    """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, names the
+    end."""
+
+    def __init__(
+        self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str], index: int = 0
+    ):
+        stop = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
+            raise TypeError(f"stop is {stop!r}; give a text, or a list of texts")
+        if any(not s for s in stop):
+            raise ValueError("stop: an empty text would end every answer before it begins")
+        self.detokenizer: Detokenizer = tokenizer.detokenizer(
+            at_start=False
+        )  # an answer continues its prompt
+        self.end_tokens, self.stop, self.held, self.index = end_tokens, tuple(stop), "", index
+
+    def read(
+        self,
+        drawn: Sequence[int] | np.ndarray,
+        ended: bool,
+        scores: Sequence[Logprobs] = (),
+        steps: int = 0,
+    ) -> Piece:
+        """drawn   ends at the first NO_TOKEN
+        ended   no more will come
+        scores  their Logprobs, if asked for
+        steps   that drew them
+        """
+        text, tokens, reason = self._read(drawn, ended)
+        of_tokens = [jax.tree.map(lambda x: x[: len(tokens)], of) for of in scores] if scores else ()
+        return Piece(text, tokens, reason, *of_tokens, steps=steps, index=self.index)
+
+    def _read(self, drawn, ended: bool) -> tuple[str, list[int], FinishReason | None]:
+        tokens: list[int] = []
+        for token in map(int, drawn):
+            if token == NO_TOKEN:
+                break
+            if token in self.end_tokens:
+                return self.held + self.detokenizer.flush(), tokens, "stop"
+            tokens.append(token)
+            self.held += self.detokenizer.push(token)
+            if self.stop and (found := [at for at in map(self.held.find, self.stop) if at >= 0]):
+                return self.held[: min(found)], tokens, "stop"
+        if ended:
+            return self.held + self.detokenizer.flush(), tokens, "length"
+        text, self.held = _split_before_stop(self.held, self.stop) if self.stop else (self.held, "")
+        return text, tokens, None
+
+
+def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Split off the longest end of `text` that is the beginning of a stop string."""
+    longest = max(map(len, stop), default=1) - 1
+    for n in range(min(longest, len(text)), 0, -1):
+        if any(s.startswith(text[-n:]) for s in stop):
+            return text[:-n], text[-n:]
+    return text, ""

@@ -1,0 +1,1 @@
+"""Speed, accuracy and simulation; used by the command line alone."""

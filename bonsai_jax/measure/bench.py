@@ -1,0 +1,365 @@
+"""Speed as llama-bench measures it, prompt processing (pp) and token generation (tg) without tokenizing or
+sampling; and beside it what a user runs (gen).
+
+ppN      N prompt tokens at once, and the logits of the last
+tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
+genN     N tokens as `generate` and `stream` make them: `jitted.decode` with the default SamplingParams, each
+         token drawn from the logits of the one before; gen128+ngram: with proposals from the text itself
+...@dD   the same behind D tokens that are in the cache already
+batchB, gen-batchB  tg and gen for B rows of 128 tokens that produce 128 more; tokens of all rows a second
+
+Over a mesh with data parallelism every device does the whole test: B rows each, tokens of all devices a
+second.
+"""
+
+import csv
+import dataclasses
+import datetime
+import functools
+import io
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax import card
+from bonsai_jax.config import ModelConfig, SamplingParams
+from bonsai_jax.decoding import jitted, speculation
+from bonsai_jax.decoding import steps as core
+from bonsai_jax.model import Model, start_state
+from bonsai_jax.network import parallel, transformer
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.parallel import over_mesh
+from bonsai_jax.weights import params as weights
+from bonsai_jax.weights import placement
+from bonsai_jax.weights.params import Params
+
+BATCH_TOKENS = 128  # of each row of a batch: so many are in the cache, and as many are produced
+WARMUP_STEPS = 8  # a decode loop of any length is the same program: a short one warms it up
+WARMUP_CALLS = 4  # on a GPU the first makes no graph, the second makes it
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where a row for the record comes from: what all of them begin with."""
+
+    date: str
+    commit: str | None
+    device: str
+    driver: str | None
+    jax: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Row(Origin):
+    """One test's result, as it is kept for the record.
+
+    tok_s, tok_s_std  mean and standard deviation over the repetitions
+    gb_s              10^9 bytes a second, of all devices: for tg the weights and the cache (at its mean
+                      depth) at each step, for pp the weights once
+    ceiling_share     gb_s over the bandwidth of all devices' memory; None for pp, which memory does not bound
+    data_parallel, tensor_parallel  devices along the axes of the mesh
+    tokens_per_step  of a row, where steps speculate
+    """
+
+    impl: str
+    model: str
+    test: str
+    tok_s: float
+    tok_s_std: float
+    gb_s: float
+    ceiling_share: float | None
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    tokens_per_step: float | None = None
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+@over_mesh("rows", "held")
+def last_logits(
+    params: Params, cache: KVCache, tokens: Int[Array, "B T"], config: ModelConfig
+) -> tuple[Float[Array, "B V"], KVCache]:
+    """Prompts through the model, behind what the cache holds: their last tokens' logits, and the cache."""
+    lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
+    hidden, cache = core.read(params, cache, tokens, lengths, config)
+    return transformer.logits(params, hidden, config), cache
+
+
+@functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
+@over_mesh("rows", "held")
+def read_one_by_one(
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "B N"],
+    steps: int | Int[Array, ""],
+    config: ModelConfig,
+) -> tuple[Float[Array, "B"], KVCache]:
+    """The first `steps` tokens of every row, one decode step each, in a loop on the device.
+
+    Returns each row's sum of every step's largest logit: it needs all logits, so none can be optimized away.
+    """
+
+    def step(i, carry):
+        total, cache = carry
+        logits, cache = last_logits(params, cache, tokens[:, i][:, None], config)
+        return total + logits.max(axis=-1), cache
+
+    return jax.lax.fori_loop(0, steps, step, (jnp.zeros(tokens.shape[0]), cache))
+
+
+@dataclasses.dataclass
+class Test:
+    """One test of one model, made ready once, then run as often as wanted: run() is one timed repetition.
+
+    rows       of each device that the mesh gives rows to
+    speculate  of gen: what proposes tokens
+    """
+
+    model: Model
+    kind: str  # "pp", "tg" or "gen"
+    tokens: int
+    depth: int = 0
+    rows: int = 1
+    speculate: str | None = None
+
+    def __post_init__(self):
+        model = self.model
+        self.data, self.parts = (
+            placement.size(model.mesh, axis) for axis in (placement.DATA, placement.MODEL)
+        )
+        shape = (self.rows * self.data, self.depth + self.tokens)
+        ids = np.random.default_rng(0).integers(0, model.config.vocab_size, shape).astype(np.int32)
+        self.ids = parallel.place_rows(ids[:, self.depth :], model.mesh)
+        self.cache = parallel.empty_cache(model.config, model.run, *shape, model.mesh)
+        if self.depth:
+            self._call(last_logits, parallel.place_rows(ids[:, : self.depth], model.mesh))
+        if self.kind == "gen":
+            how = {"ignore_eos": True, "speculate": self.speculate}
+            self.state = start_state(model, self.cache, SamplingParams(seed=0), self.tokens, **how)
+            self.state = self.state.replace(tokens=self.ids[:, 0])
+            if (s := self.state.speculation) is not None:
+                known = parallel.place_rows(ids[:, : self.depth + 1], model.mesh)
+                first, valid = jnp.zeros(len(ids), jnp.int32), jnp.ones(known.shape, bool)
+                noted = speculation.note(s, known, first, valid)
+                self.state = self.state.replace(speculation=noted)
+        on_gpu = jax.default_backend() != "cpu"
+        for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
+            self.run(warm=True)
+
+    def _call(self, function, *arrays) -> jax.Array:
+        """Run it on the cache, and return what else it returns."""
+        out, self.cache = function(self.model.params, self.cache, *arrays, self.model.config)
+        return out
+
+    @property
+    def name(self) -> str:
+        how = f"+{self.speculate}" if self.speculate else ""
+        if self.rows > 1:
+            return (f"gen-batch{self.rows}" if self.kind == "gen" else f"batch{self.rows}") + how
+        return f"{self.kind}{self.tokens}{how}" + (f"@d{self.depth}" if self.depth else "")
+
+    def run(self, warm: bool = False) -> float:
+        """Tokens per second of one repetition."""
+        rows = self.rows * self.data
+        steps = np.int32(min(self.tokens, WARMUP_STEPS) if warm else self.tokens)
+        self._rewind()
+        began = time.perf_counter()
+        if self.kind == "pp":
+            out = self._call(last_logits, self.ids)
+        elif self.kind == "gen":
+            model = self.model
+            self.state, out = jitted.decode(
+                model.params, self.state, model.config, limit=steps, size=self.tokens
+            )
+        else:
+            out = self._call(read_one_by_one, self.ids, steps)
+        jax.block_until_ready(out)
+        return rows * self.tokens / (time.perf_counter() - began)
+
+    def _rewind(self) -> None:
+        """Back to `depth` tokens in every row."""
+        rows = self.rows * self.data
+        lengths, remaining = (
+            parallel.place_rows(np.full(rows, n, np.int32), self.model.mesh)
+            for n in (self.depth, self.tokens)
+        )
+        if self.kind == "gen":
+            if (s := self.state.speculation) is not None:
+                again = s.replace(steps=jnp.zeros_like(s.steps))
+                self.state = self.state.replace(speculation=again)
+            cache = self.state.cache.replace(lengths=lengths)
+            self.state = jax.block_until_ready(self.state.replace(cache=cache, remaining=remaining))
+        else:
+            self.cache = jax.block_until_ready(self.cache.replace(lengths=lengths))
+
+    def bytes_moved(self) -> int:
+        """By all devices, per run for pp, per step for tg: see Row."""
+        tokens = self.rows * (self.tokens if self.kind == "pp" else 1)
+        held = weights.decode_bytes(self.model.params, self.model.config, tokens) * self.data
+        if self.kind == "pp":
+            return held
+        lengths = [self.depth + self.tokens // 2] * self.rows * self.data
+        return card.decode_bytes(held, self.model.config, self.model.run, lengths)
+
+    def tokens_per_step(self) -> float | None:
+        """Of a row, in the last run; None where steps do not speculate."""
+        if self.kind != "gen" or (s := self.state.speculation) is None:
+            return None
+        return self.tokens / float(parallel.fetch(s.steps).mean())
+
+    def row(self, speeds: Sequence[float]) -> Row:
+        params, mean = self.model.params, statistics.fmean(speeds)
+        of_row = self.tokens_per_step()
+        tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else of_row or 1)
+        moved = self.bytes_moved() * mean / tokens
+        return Row(
+            **origin(),
+            impl=card.kernel_names(params, self.rows * self.tokens)
+            if self.kind == "pp"
+            else card.step_names(params, self.rows),
+            model=model_name(self.model.source),
+            test=self.name,
+            tok_s=mean,
+            tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
+            gb_s=moved / 1e9,
+            ceiling_share=None if self.kind == "pp" else moved / card.bandwidth() / (self.data * self.parts),
+            data_parallel=self.data,
+            tensor_parallel=self.parts,
+            tokens_per_step=of_row,
+        )
+
+
+def measure(
+    model: Model,
+    prompts: Sequence[int] = (512,),
+    new_tokens: Sequence[int] = (128,),
+    depths: Sequence[int] = (0,),
+    repetitions: int = 5,
+    *,
+    sampled: Sequence[int] = (),
+    batches: Sequence[int] = (),
+    speculate: str | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Iterator[Row]:
+    """A row for every depth and test size, in llama-bench's order, then those of every batch; sizes of 0 are
+    left out, as there.
+
+    prompts, new_tokens, sampled   sizes of the tests pp, tg and gen; batches are sampled too where any is
+    speculate   what proposes tokens to gen
+    """
+    sizes = {"pp": prompts, "tg": new_tokens, "gen": sampled}
+    plan = [(kind, n, depth, 1) for depth in depths for kind, of in sizes.items() for n in of if n]
+    kinds = ("tg", "gen") if any(sampled) else ("tg",)
+    plan += [(kind, BATCH_TOKENS, BATCH_TOKENS, rows) for rows in batches if rows for kind in kinds]
+    for i, sizes in enumerate(plan):
+        test, speeds = Test(model, *sizes, speculate if sizes[0] == "gen" else None), []
+        for repetition in range(repetitions):
+            speeds.append(test.run())
+            progress(i * repetitions + repetition + 1, len(plan) * repetitions)
+        yield test.row(speeds)
+
+
+def seconds_per_call(step: Callable[[Any], Any], state: Any, *, repetitions: int, calls: int) -> list[float]:
+    """Each repetition's seconds per call of step: state -> state, `calls` of them dispatched at once; after
+    calls that do not count."""
+    for _ in range(WARMUP_CALLS):
+        state = step(state)
+    times = []
+    for _ in range(repetitions):
+        jax.block_until_ready(state)
+        began = time.perf_counter()
+        for _ in range(calls):
+            state = step(state)
+        jax.block_until_ready(state)
+        times.append((time.perf_counter() - began) / calls)
+    return times
+
+
+def model_name(source: str) -> str:
+    """What a row calls the model: a file by its name, anything else as it was asked for."""
+    return Path(source).stem if source.endswith(".gguf") else source
+
+
+def origin(named: str | None = None) -> dict[str, Any]:
+    """Fields of an Origin, now and here. `named` is the commit of a checkout without history."""
+    return {
+        "date": now(),
+        "commit": named or commit(),
+        "device": card.device_name(),
+        "driver": card.driver(),
+        "jax": jax.__version__,
+    }
+
+
+def now() -> str:
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+@functools.cache
+def commit() -> str | None:
+    """The checkout's commit, with "-dirty" when tracked files differ from it; None outside a checkout."""
+    root = Path(__file__).parent.parent
+    if not (root / "pyproject.toml").exists():
+        return None
+
+    def git(*arguments):
+        command = ["git", "-C", str(root), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + (
+            "-dirty" if git("status", "--porcelain", "-uno") else ""
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+COLUMNS = ("model", "size", "params", "device", "impl", "test", "t/s", "GB/s", "ceiling")
+
+
+def markdown_header() -> str:
+    rule = ["---" if name in COLUMNS[:6] else "---:" for name in COLUMNS]
+    return f"| {' | '.join(COLUMNS)} |\n| {' | '.join(rule)} |"
+
+
+def markdown(row: Row, size_bytes: int, parameters: int) -> str:
+    share = "-" if row.ceiling_share is None else f"{row.ceiling_share:.0%}"
+    test = row.test + ("" if row.tokens_per_step is None else f", {row.tokens_per_step:.2f} a step")
+    cells = (
+        *(row.model, binary_size(size_bytes), short_count(parameters), row.device, row.impl, test),
+        *(f"{row.tok_s:.2f} ± {row.tok_s_std:.2f}", f"{row.gb_s:.1f}", share),
+    )
+    return f"| {' | '.join(cells)} |"
+
+
+def json_line(row: Any) -> str:
+    """Any dataclass, as a line of JSON."""
+    return json.dumps(dataclasses.asdict(row))
+
+
+def csv_header(row: type = Row) -> str:
+    return ",".join(field.name for field in dataclasses.fields(row))
+
+
+def csv_line(row: Any) -> str:
+    out = io.StringIO()
+    csv.writer(out, lineterminator="").writerow(dataclasses.asdict(row).values())
+    return out.getvalue()
+
+
+def binary_size(count: float) -> str:
+    """Bytes in MiB or GiB, as llama-bench prints them."""
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.2f} MiB"
+
+
+def short_count(count: float) -> str:
+    """Parameters in millions or billions."""
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"

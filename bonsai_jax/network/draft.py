@@ -1,0 +1,100 @@
+"""The draft layer that a file may have (MTP, multi-token prediction): one more, behind the model, that
+foresees the token after the next (Qwen3.5; DeepSeek-AI 2024, section 2.2).
+
+    x_i = W_join [norm(embed(token i + 1)), norm(h_i)];   h_i: what the model's head sees of token i
+    y_i = one layer of attention over x_0 .. x_i and a feed-forward
+    token i + 2 ~ head(norm(y_i));   further ahead norm(y_i) stands for h_i + 1
+
+It shares embedding and head with the model. Its keys and values lie in pages of their own, under the model's
+block table, those of x_i at place i: it follows whatever the model reads (`follow`), a token behind.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.network import layers, transformer
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.weights.params import Params
+from pallas_kernels import matmul
+from pallas_kernels.norm import rms_norm
+
+
+def follow(
+    params: Params,
+    cache: KVCache,
+    hidden: Float[Array, "B T H"],
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+) -> KVCache:
+    """The cache, with the draft layer's keys and values of what the model has just read.
+
+    hidden  what the decoder made of the tokens, not yet normed; the rest as for `decoder`
+    """
+    if params.draft is None or cache.draft is None:
+        return cache
+    # A row's first token here goes with the last one before, of a row that begins with none.
+    place = jnp.where(positions[:, :1] > 0, positions[:, :1] - 1, -1)
+    h = _of_model(params, cache.draft.hidden[:, None], config)
+    _, cache = _attended(params, cache, h, tokens[:, :1], place, config)
+    if tokens.shape[1] > 1:
+        place = jnp.where(positions[:, 1:] >= 0, positions[:, :-1], -1)
+        h = _of_model(params, hidden[:, :-1], config)
+        _, cache = _attended(params, cache, h, tokens[:, 1:], place, config)
+    return rewound(cache, cache, hidden, (positions >= 0).sum(1))
+
+
+def rewound(
+    cache: KVCache, before: KVCache, hidden: Float[Array, "B T H"], count: Int[Array, "B"]
+) -> KVCache:
+    """The cache after `count` of a row's tokens, of which `hidden` are; `before` after none."""
+    if cache.draft is None or before.draft is None:
+        return cache
+    last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]
+    last = jnp.where(count[:, None] > 0, last, before.draft.hidden)
+    return cache.replace(draft=cache.draft.replace(hidden=last))
+
+
+def foresee(
+    params: Params,
+    cache: KVCache,
+    tokens: Int[Array, "B"],
+    running: Array,
+    count: int,
+    config: ModelConfig,
+) -> tuple[Int[Array, "B count"], KVCache]:
+    """The likeliest tokens behind each running row's newest, one after the other, and the cache."""
+    assert params.draft is not None and cache.draft is not None
+    norm = params.final_norm if params.draft.norm is None else params.draft.norm[0]
+    behind = params.replace(final_norm=norm)
+    h, place, found = _of_model(params, cache.draft.hidden[:, None], config), cache.lengths - 1, []
+    for _ in range(count):
+        inside = jnp.where(running & (place < cache.capacity), place, -1)[:, None]
+        x, cache = _attended(params, cache, h, jnp.maximum(tokens, 0)[:, None], inside, config)
+        y = layers.gated_mlp(x, params.replace(layers=params.draft.layers), 0, config)
+        tokens = transformer.logits(behind, y, config)[:, 0].argmax(-1).astype(jnp.int32)
+        h, place = rms_norm(y, norm, config.rms_norm_eps), place + 1
+        found.append(tokens)
+    return jnp.stack(found, axis=1), cache
+
+
+def _of_model(params: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    return rms_norm(hidden, params.final_norm, config.rms_norm_eps)
+
+
+def _attended(
+    params: Params, cache: KVCache, h, tokens, place, config: ModelConfig
+) -> tuple[jax.Array, KVCache]:
+    """The layer up to its feed-forward."""
+    of = params.draft
+    assert of is not None and cache.draft is not None
+    e = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else transformer.embed(params, tokens)
+    eps = config.rms_norm_eps
+    both = [rms_norm(e, of.embed_norm[0], eps), rms_norm(h, of.hidden_norm[0], eps)]
+    x = matmul(jnp.concatenate(both, axis=-1), of.join, 0)
+    pages = cache.replace(k=cache.draft.k, v=cache.draft.v)
+    own, rotation = params.replace(layers=of.layers), layers.rotations(params, place, config)
+    x, pages, _ = layers.attention_block(x, own, 0, pages, place, rotation, config, place.max() + 1)
+    return x, cache.replace(draft=cache.draft.replace(k=pages.k, v=pages.v))

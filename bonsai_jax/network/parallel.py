@@ -1,0 +1,187 @@
+"""Functions of arrays over many devices: each device runs them on its share (placement.py), inside
+`jax.shard_map`."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.weights.params import Params
+from bonsai_jax.weights.placement import AXES, DATA, MODEL, RULES, mapped, present, size, spread
+
+F = TypeVar("F", bound=Callable)
+
+
+def over_mesh(*returns: str, arrays: str = "rows", **optional: str) -> Callable[[F], F]:
+    """Decorates function(params, ...), so that params may lie over a mesh: there, every device runs it on its
+    share, inside shard_map, and where params have no mesh nothing changes.
+
+        @over_mesh("rows", "held")
+        def last_logits(params, cache, tokens, config): ...
+
+    Of the arguments, whatever holds a KVCache is split by `placement.AXES`; of other arrays each device has
+    its rows, the first axis; scalars are on every device, and what is no array is static.
+
+    returns   what the function returns, in order. "held": the argument that holds a KVCache, changed;
+              "rows": arrays with rows first; "layers": arrays with layers first, then rows; "whole": the same
+              on every device
+    arrays    "whole" where arrays among the arguments have no rows
+    optional  by an argument's name, what the function returns in addition where it is not None
+
+    Each row's tokens depend on that row only, so devices along "data" run loops of different lengths; those
+    along "model" draw the same tokens and stay in step.
+    """
+
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+
+        @functools.wraps(function)
+        def anywhere(params: Params, *args: Any, **kwargs: Any):
+            if not isinstance(params, Params):
+                raise TypeError(f"params is a {type(params).__name__}; give model.params")
+            if params.mesh is None:
+                return function(params, *args, **kwargs)
+            mesh, bound = params.mesh, signature.bind(params, *args, **kwargs).arguments
+            bound = {name: jnp.asarray(v) if isinstance(v, list) else v for name, v in bound.items()}
+            rows, layers = present((DATA,), mesh), present((None, DATA), mesh)
+            names = returns + tuple(name for key, name in optional.items() if bound.get(key) is not None)
+            traced = {name: value for name, value in bound.items() if _arrays(value)}
+            static = {name: value for name, value in bound.items() if name not in traced}
+            spec_of = {"rows": rows, "layers": layers, "whole": P()}
+
+            def spec(value):
+                if isinstance(value, Params) or _held(value):
+                    return specs(value, mesh)
+                return jax.tree.map(lambda x: spec_of[arrays] if np.ndim(x) else P(), value)
+
+            def on_device(traced):
+                traced = {name: _own_pages(value, mesh) for name, value in traced.items()}
+                traced["params"] = traced["params"].replace(mesh=None)
+                out = function(**traced, **static)
+                out = out if len(names) > 1 else (out,)
+                return tuple(_own_pages(value, mesh, back=True) for value in out)
+
+            in_specs = {name: spec(value) for name, value in traced.items()}
+            held = [in_specs[name] for name, value in traced.items() if _held(value)]
+            out_specs = tuple(held[0] if name == "held" else spec_of[name] for name in names)
+            # check_vma is off because gathered logits are the same on every device, but JAX's types do not
+            # know it.
+            out = mapped(on_device, mesh, (in_specs,), out_specs)(traced)
+            return out if len(names) > 1 else out[0]
+
+        return cast(F, anywhere)
+
+    return decorate
+
+
+def _arrays(value) -> bool:
+    """Whether it is arrays, and nothing else."""
+    leaves = jax.tree.leaves(value)
+    return bool(leaves) and all(isinstance(leaf, jax.Array | np.ndarray | np.generic) for leaf in leaves)
+
+
+def _is_cache(value) -> bool:
+    return isinstance(value, KVCache)
+
+
+def _held(value) -> bool:
+    """Whether a KVCache is it, or in it."""
+    return any(map(_is_cache, jax.tree.leaves(value, is_leaf=_is_cache)))
+
+
+def _own_pages(tree, mesh: Mesh, back: bool = False):
+    """Whatever holds a KVCache, inside shard_map: its block table in terms of the pages that this device has,
+    or `back` in terms of all pages."""
+    if size(mesh, DATA) == 1:
+        return tree
+
+    def own(value):
+        if not _is_cache(value):
+            return value
+        first = jax.lax.axis_index(DATA) * value.num_pages
+        return value.replace(block_table=value.block_table + (first if back else -first))
+
+    return jax.tree.map(own, tree, is_leaf=_is_cache)
+
+
+def empty_cache(
+    config: ModelConfig,
+    run: RunConfig,
+    rows: int,
+    context: int,
+    mesh: Mesh | None,
+    pages: int | None = None,
+) -> KVCache:
+    """cache.empty over a mesh: each device has the pages of its rows and of its KV heads.
+
+    Raises ValueError for a number of rows that does not split.
+    """
+    if mesh is None:
+        return kv.empty(config, run, rows, context, pages)
+    if rows % size(mesh, DATA):
+        near = rows // size(mesh, DATA) * size(mesh, DATA)
+        able = " or ".join(str(n) for n in (near, near + size(mesh, DATA)) if n)
+        raise ValueError(f"{rows} rows do not split over {size(mesh, DATA)} devices; {able} would")
+    parts = size(mesh, MODEL)
+    # As many KV heads as devices have together: more than the model's where several have the same.
+    held = dataclasses.replace(config, num_kv_heads=parts * max(1, config.num_kv_heads // parts))
+    shape = jax.eval_shape(lambda: kv.empty(held, run, rows, context, pages))
+    sharding = shardings(shape, mesh)
+    table = kv.first_table(rows, shape.block_table.shape[1], pages)
+    zeros = lambda like, sharding: jnp.zeros(like.shape, like.dtype, device=sharding)  # noqa: E731
+    return shape.replace(
+        k=jax.tree.map(zeros, shape.k, sharding.k),  # never whole on one device
+        v=jax.tree.map(zeros, shape.v, sharding.v),
+        delta=jax.tree.map(zeros, shape.delta, sharding.delta),
+        draft=jax.tree.map(zeros, shape.draft, sharding.draft),
+        block_table=spread(table, sharding.block_table),
+        lengths=jnp.zeros(rows, jnp.int32, device=sharding.lengths),
+    )
+
+
+def specs(tree, mesh: Mesh):
+    """PartitionSpec of each array of Params, KVCache or State, by `AXES` and `RULES`. What AXES does not name
+    is whole on every device in Params, and has rows first elsewhere."""
+    default = () if isinstance(tree, Params) else ("rows",)
+
+    def spec(path, _):
+        names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
+        axes = next((AXES[name] for name in reversed(names) if name in AXES), default)
+        return present(tuple(RULES[axis] if axis else None for axis in axes), mesh)
+
+    return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def shardings(tree, mesh: Mesh):
+    """NamedSharding of each array: `specs` on the mesh."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec), specs(tree, mesh), is_leaf=lambda x: isinstance(x, P)
+    )
+
+
+def place_state[T](state: T, mesh: Mesh | None) -> T:
+    """A state whose cache is `empty_cache`'s, with everything else beside its rows."""
+    return state if mesh is None else jax.tree.map(spread, state, shardings(state, mesh))
+
+
+def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
+    """An array with rows first that every process has whole, over the mesh."""
+    return jnp.asarray(array) if mesh is None else spread(array, NamedSharding(mesh, present((DATA,), mesh)))
+
+
+def fetch(array: jax.Array) -> np.ndarray:
+    """An array on the host: all of it, whichever processes' devices hold it. Every process must ask."""
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -1,0 +1,294 @@
+"""Tokenizers from GGUF metadata: byte-level BPE and SentencePiece-style BPE, with llama.cpp's ids."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from bonsai_jax.tokens.pre_tokenizers import PRE_TOKENIZERS
+from bonsai_jax.tokens.vocabulary import (
+    BYTE,
+    BYTE_ALPHABET,
+    BYTE_TOKEN,
+    CONTROL,
+    END_TEXTS,
+    NORMAL,
+    SPACE,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Vocabulary,
+)
+
+_LONGEST_PIECE = 1024  # characters; the longest in real vocabularies have a few hundred
+
+# A user-defined token of one of these names, or of END_TEXTS, is a control token, as in llama.cpp.
+_FILL_TEXTS = (  # noqa: SIM905
+    "<|fim_prefix|> <fim-prefix> <fim_prefix> <\uff5cfim▁begin\uff5c> <PRE> ▁<PRE> "
+    "<|fim_suffix|> <fim-suffix> <fim_suffix> <\uff5cfim▁hole\uff5c> <SUF> ▁<SUF> "
+    "<|fim_middle|> <fim-middle> <fim_middle> <\uff5cfim▁end\uff5c> <MID> ▁<MID>"
+).split()
+
+
+def build(metadata: Mapping[str, Any]) -> Vocabulary:
+    """See Tokenizer.from_gguf."""
+    tokens = _Tokens.read(metadata)
+    kind = _value(metadata, "tokenizer.ggml.model", str)
+    if kind == "gpt2":
+        return _byte_level_bpe(metadata, tokens)
+    if kind == "llama":
+        return _sentencepiece_bpe(metadata, tokens)
+    raise NotImplementedError(
+        f"tokenizer.ggml.model = {kind[:80]!r} is not supported; supported: 'gpt2', 'llama'"
+    )
+
+
+def _value(metadata: Mapping[str, Any], key: str, kind: type, default: Any = ...) -> Any:
+    """metadata[key] as `kind`; ValueError if it has another type, or is missing without a default."""
+    value = metadata.get(key, default)
+    if value is ...:
+        raise ValueError(f"{key} is missing: the file has no usable tokenizer")
+    if value is default:
+        return default
+    value = value.item() if isinstance(value, np.generic) else value
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        raise ValueError(f"{key} = {str(value)[:80]!r}: expected {kind.__name__}")
+    return value
+
+
+def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
+    values = _value(metadata, key, list)
+    if bad := set(map(type, values)) - {str}:
+        raise ValueError(f"{key} holds {bad.pop().__name__}, expected strings")
+    return values
+
+
+def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float | None) -> np.ndarray:
+    """metadata[key] as an array of `count` numbers, all `default` where the key is absent."""
+    if default is not None and key not in metadata:
+        return np.full(count, default)
+    try:
+        values = np.asarray(_value(metadata, key, object))
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+    if values.ndim != 1 or values.dtype.kind not in "iuf":
+        raise ValueError(f"{key}: expected a list of numbers, found shape {values.shape} of {values.dtype}")
+    if len(values) != count:
+        raise ValueError(f"{key} has {len(values)} entries, but tokenizer.ggml.tokens has {count}")
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    """What both kinds of GGUF tokenizer share.
+
+    ids is {text: id}; bpe_ids leaves control tokens out, so that BPE cannot make one from plain text.
+    """
+
+    texts: list[str]
+    kinds: bytes
+    ids: dict[str, int]
+    bpe_ids: dict[str, int]
+
+    @staticmethod
+    def read(metadata: Mapping[str, Any]) -> "_Tokens":
+        texts = _strings(metadata, "tokenizer.ggml.tokens")
+        if not texts:
+            raise ValueError("tokenizer.ggml.tokens is empty")
+        kinds = _numbers(metadata, "tokenizer.ggml.token_type", len(texts), default=NORMAL)
+        bad = np.flatnonzero(~np.isin(kinds, (0, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE)))
+        if bad.size:
+            raise ValueError(f"tokenizer.ggml.token_type[{bad[0]}] = {kinds[bad[0]]}: expected 1 to 6")
+        kinds = bytearray(np.where(kinds == 0, UNUSED, kinds).astype(np.uint8).tobytes())
+        if "" in texts:
+            kinds = bytearray(kind if text else UNUSED for text, kind in zip(texts, kinds, strict=True))
+            texts = [text or f"[EMPTY_{id}]" for id, text in enumerate(texts)]
+        ids = dict(zip(texts, range(len(texts)), strict=True))
+        if len(ids) != len(texts):
+            id = next(id for id, text in enumerate(texts) if ids[text] != id)
+            raise ValueError(f"tokenizer.ggml.tokens: {texts[id][:80]!r} is both {id} and {ids[texts[id]]}")
+        for text in END_TEXTS + _FILL_TEXTS:
+            if text in ids and kinds[ids[text]] == USER_DEFINED:
+                kinds[ids[text]] = CONTROL
+        bpe_ids = dict(ids)
+        for id in np.flatnonzero(np.frombuffer(kinds, np.uint8) == CONTROL):
+            del bpe_ids[texts[id]]
+        return _Tokens(texts, bytes(kinds), ids, bpe_ids)
+
+    def special_id(self, metadata: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
+        key = f"tokenizer.ggml.{name}_token_id"
+        id = _value(metadata, key, int, None)
+        if id is None:
+            return default if default is not None and default < len(self.texts) else None
+        if not 0 <= id < len(self.texts):
+            raise ValueError(f"{key} = {id}, but there are {len(self.texts)} tokens")
+        return id
+
+    def vocabulary(
+        self,
+        metadata: Mapping[str, Any],
+        *,
+        encode_plain: Callable[[str, bool], list[int]],
+        bos_id: int | None,
+        eos_id: int | None,
+        add_bos: bool,
+        **fields: Any,
+    ) -> Vocabulary:
+        """All of it, given how it encodes text without special tokens: (text, follows special) -> ids."""
+        add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
+        add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, False)
+        for name, add, id in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
+            if add and id is None:
+                raise ValueError(
+                    f"tokenizer.ggml.add_{name}_token is set, but tokenizer.ggml.{name}_token_id is not"
+                )
+        ends = {eos_id, *(self.special_id(metadata, name) for name in ("eot", "eom"))}
+        ends |= {
+            self.ids[text] for text in END_TEXTS if text in self.ids and self.kinds[self.ids[text]] == CONTROL
+        }
+        template = _value(metadata, "tokenizer.chat_template", str, None)
+        return Vocabulary(
+            texts=self.texts,
+            kinds=self.kinds,
+            bos_id=bos_id,
+            eos_id=eos_id,
+            eos_ids=frozenset(id for id in ends if id is not None),
+            pad_id=self.special_id(metadata, "padding"),
+            add_bos=add_bos,
+            add_eos=add_eos,
+            chat_template=template,
+            encoder=self._encoder(encode_plain),
+            **fields,
+        )
+
+    def _encoder(self, encode_plain: Callable[[str, bool], list[int]]) -> Callable[[str, bool], list[int]]:
+        """Finds special tokens in a text, longest first as llama.cpp does, and encodes what lies between."""
+        special = [id for id, kind in enumerate(self.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
+        special.sort(key=lambda id: -len(self.texts[id].encode()))
+        user_defined = [id for id in special if self.kinds[id] == USER_DEFINED]
+
+        def encode(text: str, parse_special: bool) -> list[int]:
+            parts: list[str | int] = [text] if text else []
+            for id in special if parse_special else user_defined:
+                if self.texts[id] in text:
+                    parts = [piece for part in parts for piece in _cut(part, self.texts[id], id)]
+            ids, follows_special = [], True
+            for part in parts:
+                ids += [part] if isinstance(part, int) else encode_plain(part, follows_special)
+                follows_special = isinstance(part, int)
+            return ids
+
+        return encode
+
+
+def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
+    """A text cut at every `mark`, with `id` in its place and no empty pieces; an id as it is."""
+    if isinstance(part, int):
+        return [part]
+    pieces: list[str | int] = []
+    for text in part.split(mark):
+        pieces += [text, id] if text else [id]
+    return pieces[:-1]
+
+
+def _bpe(key: str, vocabulary: dict[str, int], merges: Any, **options: Any) -> Any:
+    """A tokenizers.Tokenizer of a BPE model; ValueError names `key` where a merge is of unknown tokens."""
+    from tokenizers import Tokenizer as Backend
+    from tokenizers import models
+
+    try:
+        return Backend(models.BPE(vocabulary, merges, **options))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
+    from tokenizers import Regex, pre_tokenizers
+
+    name = _value(metadata, "tokenizer.ggml.pre", str, "default")
+    pre = PRE_TOKENIZERS.get(name)
+    if pre is None:
+        supported = ", ".join(sorted(PRE_TOKENIZERS))
+        raise NotImplementedError(
+            f"tokenizer.ggml.pre = {name[:80]!r} is not supported; supported: {supported}"
+        )
+
+    # A merge is "left right"; the first of two equal ones counts.
+    merges = [m.partition(" ")[::2] for m in dict.fromkeys(_strings(metadata, "tokenizer.ggml.merges"))]
+    if bad := next((left for left, right in merges if not left or not right or " " in right), None):
+        raise ValueError(f"tokenizer.ggml.merges: {bad[:80]!r} is not two tokens with a space between")
+    # Bytes without a token are dropped, but only after merging: until then they keep their neighbours apart.
+    count = len(tokens.texts)
+    missing = [character for character in BYTE_ALPHABET if character not in tokens.bpe_ids]
+    ids = tokens.bpe_ids | {character: count + i for i, character in enumerate(missing)}
+    backend = _bpe("tokenizer.ggml.merges", ids, merges, ignore_merges=pre.ignore_merges)
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in pre.patterns]
+        + [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+
+    def encode_plain(text: str, follows_special: bool) -> list[int]:
+        ids = backend.encode(text, add_special_tokens=False).ids
+        return [id for id in ids if id < count] if missing else ids
+
+    return tokens.vocabulary(
+        metadata,
+        encode_plain=encode_plain,
+        bos_id=tokens.special_id(metadata, "bos"),
+        eos_id=tokens.special_id(metadata, "eos"),
+        add_bos=pre.add_bos,
+        byte_level=True,
+        space_prefix=False,
+    )
+
+
+def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
+    texts, kinds = tokens.texts, tokens.kinds
+    scores = _numbers(metadata, "tokenizer.ggml.scores", len(texts), default=0.0 if not texts else None)
+    if np.isnan(scores).any():
+        raise ValueError(f"tokenizer.ggml.scores[{np.flatnonzero(np.isnan(scores))[0]}] is not a number")
+    for id, kind in enumerate(kinds):
+        if kind == BYTE and not BYTE_TOKEN.fullmatch(texts[id]):
+            raise ValueError(
+                f"tokenizer.ggml.tokens[{id}] = {texts[id][:80]!r} has type byte: expected <0x00> to <0xFF>"
+            )
+        if len(texts[id]) > _LONGEST_PIECE:
+            raise ValueError(
+                f"tokenizer.ggml.tokens[{id}] has {len(texts[id])} characters, the limit is {_LONGEST_PIECE}"
+            )
+
+    # Every way to put a token together from two others is a merge, and the better token goes first.
+    mergeable = {
+        text for text, kind in zip(texts, kinds, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)
+    }
+    merges = []
+    for id in np.argsort(-scores.astype(np.float64), kind="stable"):
+        if (text := texts[id]) in mergeable:
+            pairs = [(text[:k], text[k:]) for k in range(1, len(text))]
+            merges += [pair for pair in pairs if pair[0] in mergeable and pair[1] in mergeable]
+    unknown_id = tokens.special_id(metadata, "unknown", 0)
+    unknown = texts[unknown_id] if unknown_id is not None and texts[unknown_id] in tokens.bpe_ids else None
+    backend = _bpe(
+        "tokenizer.ggml.tokens",
+        tokens.bpe_ids,
+        merges,
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    space_prefix = _value(metadata, "tokenizer.ggml.add_space_prefix", bool, True)
+
+    def encode_plain(text: str, follows_special: bool) -> list[int]:
+        text = " " + text if space_prefix and follows_special else text
+        return backend.encode(text.replace(" ", SPACE), add_special_tokens=False).ids
+
+    return tokens.vocabulary(
+        metadata,
+        encode_plain=encode_plain,
+        bos_id=tokens.special_id(metadata, "bos", 1),
+        eos_id=tokens.special_id(metadata, "eos", 2),
+        add_bos=True,
+        byte_level=False,
+        space_prefix=space_prefix,
+    )

@@ -1,0 +1,154 @@
+"""Tokenizers from a Hugging Face folder: tokenizer.json and the files beside it."""
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+from bonsai_jax.tokens.vocabulary import (
+    BYTE,
+    BYTE_TOKEN,
+    CONTROL,
+    END_TEXTS,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    Vocabulary,
+)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is no such file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+def build(folder: Path) -> Vocabulary:
+    """See Tokenizer.from_folder."""
+    from tokenizers import Tokenizer as Backend
+
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{path} is missing (of a Hugging Face folder's tokenizer files only tokenizer.json is read)"
+        )
+    try:
+        backend = Backend.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    backend.no_truncation()
+    backend.no_padding()
+    byte_level, space_prefix = _decoder_kind(path, backend)
+    texts, kinds = _huggingface_vocabulary(path, backend, byte_level)
+
+    config = _json(folder / "tokenizer_config.json")
+    ids = {name: _token_id(folder, backend, config, name) for name in ("bos", "eos", "pad")}
+    ends = {ids["eos"], *(backend.token_to_id(text) for text in END_TEXTS)}
+    ends = {id for id in ends if id is not None and (id == ids["eos"] or kinds[id] == CONTROL)}
+    for name in ("generation_config.json", "config.json"):
+        listed = _json(folder / name).get("eos_token_id") or []
+        listed = listed if isinstance(listed, list) else [listed]
+        ends |= {id for id in listed if type(id) is int and 0 <= id < 2**31}
+
+    added = backend.encode("").ids  # what the post-processor puts around a text
+    add_bos = added[:1] == [ids["bos"]]
+    add_eos = added[add_bos:] == [ids["eos"]]
+    if len(added) != add_bos + add_eos:
+        names = [texts[id] for id in added]
+        raise NotImplementedError(
+            f"{path} puts {names} around a text; supported: BOS before it and EOS after it"
+        )
+
+    @functools.cache
+    def without_special() -> Any:
+        copy = Backend.from_str(backend.to_str())
+        copy.encode_special_tokens = True  # encode their names as text
+        return copy
+
+    def encode(text: str, parse_special: bool) -> list[int]:
+        return (backend if parse_special else without_special()).encode(text, add_special_tokens=False).ids
+
+    return Vocabulary(
+        texts=texts,
+        kinds=kinds,
+        byte_level=byte_level,
+        space_prefix=space_prefix,
+        bos_id=ids["bos"],
+        eos_id=ids["eos"],
+        eos_ids=frozenset(ends),
+        pad_id=ids["pad"],
+        add_bos=add_bos,
+        add_eos=add_eos,
+        chat_template=_huggingface_template(folder, config),
+        encoder=encode,
+    )
+
+
+def _decoder_kind(path: Path, backend: Any) -> tuple[bool, bool]:
+    """(byte_level, space_prefix) of a tokenizer.json, from its decoder."""
+    state: dict[str, Any] = (
+        json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
+    )
+    steps = {step["type"]: step for step in state.get("decoders", [state])}
+    if "ByteLevel" in steps:
+        return True, False
+    if "Metaspace" in steps:
+        return False, steps["Metaspace"].get("prepend_scheme", "always") != "never"
+    if "ByteFallback" in steps:
+        return False, "Strip" in steps and steps["Strip"].get("start", 0) > 0
+    raise NotImplementedError(
+        f"{path}: decoder {list(steps)} is not supported; supported: ByteLevel, ByteFallback, Metaspace"
+    )
+
+
+def _huggingface_vocabulary(path: Path, backend: Any, byte_level: bool) -> tuple[list[str], bytes]:
+    """(texts, kinds) by id. Ids without a token are unused."""
+    ids = backend.get_vocab(with_added_tokens=True)
+    count = max(ids.values(), default=-1) + 1
+    if not 0 < count <= 2 * len(ids) + 65536:
+        raise ValueError(f"{path}: {len(ids)} tokens, but ids up to {count - 1}")
+    texts, kinds = [""] * count, bytearray([UNUSED]) * count
+    for text, id in ids.items():
+        texts[id] = text
+        kinds[id] = BYTE if not byte_level and BYTE_TOKEN.fullmatch(text) else NORMAL
+    for id, token in backend.get_added_tokens_decoder().items():
+        kinds[id] = CONTROL if token.special else USER_DEFINED
+    unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
+    if unknown is not None:
+        kinds[unknown] = UNKNOWN
+    return texts, bytes(kinds)
+
+
+def _token_id(folder: Path, backend: Any, config: dict[str, Any], name: str) -> int | None:
+    """Id of tokenizer_config.json's bos_token, eos_token or pad_token."""
+    token = config.get(f"{name}_token")
+    token = token.get("content") if isinstance(token, dict) else token
+    if token is None:
+        return None
+    id = backend.token_to_id(token) if isinstance(token, str) else None
+    if id is None:
+        raise ValueError(f"{folder}/tokenizer_config.json: {name}_token = {token!r} is not in tokenizer.json")
+    return id
+
+
+def _huggingface_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """chat_template.jinja if there is one, else tokenizer_config.json's template, of several the default."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    if not isinstance(template, str | None):
+        raise ValueError(
+            f"{folder}/tokenizer_config.json: chat_template is a {type(template).__name__}, expected text"
+        )
+    return template

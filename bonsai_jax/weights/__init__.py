@@ -1,0 +1,1 @@
+"""From the bytes of a file to Params: which tensors, where they lie, which kernels read them."""

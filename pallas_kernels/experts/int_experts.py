@@ -1,0 +1,121 @@
+"""Products by expert in one launch: what matmul/decode.py does for up to 16 rows of activations and one
+matrix, for many tiles (groups.py), each of a few rows and the matrix of its expert, with blocks of its own.
+
+    grid      blocks of tile 0 | blocks of tile 1 | ..       a tile's blocks share its matrix's rows
+    experts   of each tile the index into the stack of all layers' experts; below 0: the blocks end at once
+    rows      of each tile the rows of x that it has
+
+A decode step has a tile of one row for each chosen expert. Of many rows an expert has several tiles, and its
+matrix is read once for each, if they run side by side out of the L2.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import device
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.values import integer
+from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
+from pallas_kernels.matmul.int_mma.activations_shared import eights
+from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
+from pallas_kernels.qtensor import QTensor
+from pallas_kernels.tiles import COLUMNS, ROWS
+
+
+def most_rows(weights: tuple[QTensor, ...]) -> int:
+    """Of a tile: as many as leave room for weights in shared memory, up to 16."""
+    fields, format = tuple(w.fields for w in weights), weights[0].format
+    bits, shared = weights[0].products.activation_bits, device.shared_bytes()
+    fits = lambda rows: int_decode_plan.plan((fields,), rows, (format,), bits, shared, blocks=1)  # noqa: E731
+    return next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or fits(rows))
+
+
+def run(x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: jax.Array) -> jax.Array:
+    """`int_experts` of a flat stack: float32 [tiles * rows of a tile, N]."""
+    kernel = functools.partial(
+        int_experts,
+        format=weights[0].format,
+        activation_bits=weights[0].products.activation_bits,
+        shared=device.shared_bytes(),
+    )
+    fields = tuple(w.fields for w in weights)
+    y = jax.custom_batching.sequential_vmap(kernel)(x.astype(jnp.float32), fields, experts, rows)
+    return y[:, : weights[0].shape[0]]
+
+
+@functools.partial(jax.jit, static_argnames=("format", "activation_bits", "shared"))
+def int_experts(
+    x: jax.Array,
+    weights: tuple[dict[str, jax.Array], ...],
+    experts: jax.Array,
+    rows: jax.Array,
+    *,
+    format: str,
+    activation_bits: int = 8,
+    shared: int = 96 * 1024,
+) -> jax.Array:
+    """y[t, r] = W[experts[t]] x[rows[t, r]], or silu(G x) * (U x) of two stacks.
+
+    x        float32 [M, K]
+    weights  fields of W, or of G and U, as the format's `tile` makes them, each a stack
+    experts  int32 [tiles]; what of a tile with a number below 0 is returned means nothing
+    rows     int32 [tiles, 1 to 16]
+    Returns float32 [tiles * rows of a tile, N], N padded to 16. The rest as for `int_decode`.
+    """
+    columns, (tiles, of_tile) = x.shape[1], rows.shape
+    n_tiles, steps = weights[0]["words"].shape[1:3]
+    if columns < steps * COLUMNS:
+        x = jnp.pad(x, ((0, 0), (0, steps * COLUMNS - columns)))
+    blocks = max(1, device.multiprocessors() // tiles)
+    planned = int_decode_plan.plan((weights,), of_tile, (format,), activation_bits, shared, blocks=blocks)
+    if planned is None:
+        raise NotImplementedError(
+            f"{format}: {of_tile} rows of {columns} activations of {activation_bits} bits do not fit "
+            f"{shared} bytes of shared memory"
+        )
+    (part,) = planned.parts
+    product = int_decode_block.IntegerProduct(
+        planned, of_tile, columns, n_tiles, steps, len(weights), 0.0, activation_bits
+    )
+    ring = planned.warps * part.depth * part.item_bytes(len(weights))
+    return launch(
+        functools.partial(_body, product),
+        {"weight_gmem": weights, "x_gmem": x, "experts_gmem": experts, "rows_gmem": rows},
+        {"out_gmem": jax.ShapeDtypeStruct((tiles * of_tile, n_tiles * ROWS), jnp.float32)},
+        name="int_experts",
+        blocks=tiles * part.blocks,
+        threads=32 * planned.warps,
+        scratch={"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **int_decode_block.scratch([product])},
+    )
+
+
+def _body(
+    product: int_decode_block.IntegerProduct,
+    *, weight_gmem, x_gmem, experts_gmem, rows_gmem, out_gmem, ring_smem, **refs,
+):  # fmt: skip
+    """Of a block, whose tile its number says."""
+    (part,) = product.plan.parts
+    tile = integer(lanes.block()) // part.blocks
+    share = Share.of(part, product.steps, product.plan.warps, integer(lanes.block()) - tile * part.blocks)
+    expert = memory.load(experts_gmem, tile)
+
+    def load_x(places):
+        return eights(x_gmem, [(memory.load(rows_gmem, tile, row), column) for row, column in places])
+
+    def store(y, row, n, _):
+        memory.store(y, out_gmem, tile * product.rows + integer(row), n)
+
+    with lanes.when(share.here & (expert < 2**31)):  # below 0 is large: numbers have no sign
+        block = int_decode_block.Block(
+            product, share, store, None, load_x, gamma_gmem=None, norm_layer=None, **refs
+        )
+        stream, slot_bytes = Stream(share, weight_gmem, expert), part.item_bytes(product.matrices)
+        ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
+        first_pass = block.load()
+        block.run(first_pass, ring, ring.filled())
+        memory.wait_copies(0)

@@ -1,0 +1,183 @@
+"""Rows to whole numbers of 8 or 16 bits, as prefill_sm90.py wants its activations; behind RMSNorm where
+there is one.
+
+    x, or gamma x  ->  q = round(x top / m), m the largest |x| of a group of 128  ->  q = q0, or 256 q1 + q0
+    s = m / top, with a norm times 1 / sqrt(mean(x^2) + eps);  x = s q, or rms_norm(x) = s q, but for rounding
+
+The same numbers as in a decode step (bit_product.py). A block of threads has a row in its registers, so that
+it is read once. Lane j of 8 has columns j, 8 + j, .. 120 + j of a group, and writes their bytes together:
+place 16 j + i of a group is column 8 i + j. Each of its loads has 32 neighbouring bytes with the other
+seven's.
+
+The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of
+row m the 16 bytes of lane j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128 bytes). Scales of 16
+rows are in the order in which a lane of wgmma's needs them: row 8 b + 2 t + e in place 4 t + 2 b + e.
+
+A kernel that has made a group of a row itself stores it by `store_group`, and this launch is spared.
+"""
+
+import contextlib
+import functools
+import operator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import index, integer, minimum, sum_of_squares
+from pallas_kernels.matmul import prologue
+from pallas_kernels.matmul.epilogue import inverse_rms
+from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
+
+GROUP = 128
+WIDTH = 16  # columns of a lane's piece
+ROWS = 64  # of bit_prefill_sm90's tiles, or, of fewer, a multiple of 16
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "bits", "rows"))
+def activations_int8(
+    x: jax.Array | prologue.Parts,
+    gamma: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    eps: float = 0.0,
+    *,
+    bits: int = 8,
+    rows: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """float32 [M, K] -> (q int8 [bits / 8, G, M', 128], s / 64 float32 [bits / 8, G, M']), in the order
+    above.
+
+    x      or Parts: then their sum, float32 [M, K], is returned too
+    gamma  float32 [L, K], of which gamma[layer] counts; None for no norm
+    layer  int32 []; None for a stack of one
+    bits   8 or 16
+    rows   M, where x has more
+
+    K is a multiple of 128. G is its groups, padded to 4 by zeros. M' is M padded to 64, or to 16 below that;
+    what is behind M means nothing. q has the highest 8 bits first, signed; where there are others, they are
+    unsigned. s has the factor 256 of the highest.
+    """
+    m, columns = prologue.sizes(x, rows)
+    places = columns + -columns % (4 * GROUP)
+    warps = prologue.warps_of_block(m, places)
+    results = results_of(m, columns, bits)
+    if isinstance(x, prologue.Parts):
+        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
+    return prologue.launch_rows(
+        functools.partial(_quantize_row, columns=columns, places=places, warps=warps, eps=eps, bits=bits),
+        x,
+        m,
+        gamma,
+        layer,
+        results,
+        name="activations_int8",
+        warps=warps,
+        slots=1,
+    )
+
+
+def results_of(rows: int, columns: int, bits: int = 8) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `activations_int8` returns."""
+    shape = bits // 8, -(-columns // (4 * GROUP)) * 4, rows + -rows % (ROWS if rows > ROWS else 16)
+    return {
+        "q_gmem": jax.ShapeDtypeStruct((*shape, GROUP), jnp.int8),
+        "scale_gmem": jax.ShapeDtypeStruct(shape, jnp.float32),
+    }
+
+
+class _Piece(NamedTuple):
+    """16 columns of a row.
+
+    group, j  columns 8 i + j of the group
+    in_row    whether the row has them; None where it has those of every lane
+    """
+
+    group: Any
+    j: Any
+    in_row: Any
+
+    @classmethod
+    def of(cls, number, end: int, columns: int):
+        """`number` is the lane's, below `end`."""
+        of_row, of_group = columns // WIDTH, GROUP // WIDTH
+        in_row = None if end <= of_row else number < of_row
+        return cls(number // of_group, number % of_group, in_row)
+
+
+def _quantize_row(
+    x_gmem, gamma_gmem, layer_gmem, q_gmem, scale_gmem, shared_smem, sum_gmem=None,
+    *, columns, places, warps, eps, bits,
+):  # fmt: skip
+    row, thread = lanes.block(), integer(lanes.thread())
+    pieces = [
+        _Piece.of(thread + first, first + 32 * warps, columns)
+        for first in range(0, places // WIDTH, 32 * warps)
+    ]
+
+    # Lanes behind the row's end load its last group.
+    starts = [index(minimum(piece.group, columns // GROUP - 1) * GROUP + piece.j) for piece in pieces]
+
+    def load(ref, *row):
+        return [[memory.load(ref, *row, start + 8 * i) for i in range(WIDTH)] for start in starts]
+
+    x = prologue.row_of(load, x_gmem, row)
+    if sum_gmem is not None:
+        for values, start, piece in zip(x, starts, pieces, strict=True):
+            with contextlib.nullcontext() if piece.in_row is None else lanes.when(piece.in_row):
+                for i, v in enumerate(values):
+                    memory.store(v, sum_gmem, row, start + 8 * i)
+    x = prologue.zeros_behind(x, [piece.in_row for piece in pieces])
+    norm = None
+    if gamma_gmem is not None:
+        gamma = prologue.gamma_of_layer(load, gamma_gmem, layer_gmem)
+        squares = lanes.warp_sum_real(sum_of_squares(prologue.flat(x)))
+        squares = prologue.OverWarps(squares, thread // 32, shared_smem, slot=0)
+        x = [
+            [v * w for v, w in zip(values, of_piece, strict=True)]
+            for values, of_piece in zip(x, gamma, strict=True)
+        ]
+        norm = inverse_rms(squares.combined(operator.add), columns, eps)
+    m = integer(row)
+    for values, piece in zip(x, pieces, strict=True):
+        q, scale = _quantize(values, bits)
+        scale = scale if norm is None else scale * norm
+        group = index(piece.group)
+        with lanes.when(piece.group < places // GROUP):
+            place = (piece.j ^ m & 7) * WIDTH
+            for digit, words in enumerate(q):
+                memory.store_bytes(words, q_gmem, [digit, group, row, place])
+            with lanes.when(piece.j == 0):
+                for digit in range(len(q)):
+                    factor = 256.0 ** (len(q) - 1 - digit) / 64
+                    memory.store(scale * factor, scale_gmem, digit, group, _place_of_scale(m))
+
+
+def columns_of_lane(group) -> list[tuple]:
+    """The columns that a lane has of a group of 128 that is a warp's, an index and a constant each."""
+    lane = lanes.thread() % 32
+    return [(group * GROUP + (lane // 8 * 32 + lane % 8), 8 * i) for i in range(4)]
+
+
+def store_group(x: list, row, group, q_gmem, scale_gmem):
+    """By a warp: a group of a row, of which its lanes have `columns_of_lane`, in 8 bits, to where
+    `activations_int8` has it, with the same bits."""
+    lane, m, top = integer(lanes.thread()) % 32, integer(row), 127
+    largest = largest_of_group(x, lanes.largest_of_warp)
+    words = packed_digits(magic_words(x, top, largest), 0)
+    memory.store_bytes(words, q_gmem, [0, group, row, (lane % 8 ^ m & 7) * WIDTH + lane // 8 * 4])
+    with lanes.when(lane == 0):
+        memory.store(largest * (1 / top) * (1 / 64), scale_gmem, 0, group, _place_of_scale(m))
+
+
+def _place_of_scale(m):
+    """Of row m."""
+    return index(m & 0xFFFFFFF1 | (m & 6) << 1 | (m & 8) >> 2)
+
+
+def _quantize(x: list, bits: int):
+    """8 neighbouring lanes' activations -> (words of 4 bytes of q per 8 bits, the highest first; scale)."""
+    top = 2 ** (bits - 1) - 1
+    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, GROUP // WIDTH))
+    q = magic_words(x, top, largest)
+    return [packed_digits(q, digit) for digit in reversed(range(bits // 8))], largest * (1 / top)

@@ -1,0 +1,70 @@
+"""How prefill_sm90.py shares out a product: tiles, splits of the columns and slots in shared memory, from
+its sizes and the GPU's."""
+
+import itertools
+from typing import NamedTuple
+
+from pallas_kernels.gpu import shared_memory
+from pallas_kernels.matmul.bit_mma.activations import GROUP
+from pallas_kernels.matmul.prefill import clocks_of_sums
+
+STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
+# What a plan takes, as measured on an H200: a step, for each token and warpgroup of it, a tile.
+STEP_CLOCKS, TOKEN_CLOCKS, TILE_CLOCKS = 700, 14, 500
+
+
+class Plan(NamedTuple):
+    """What a block of threads does at a time.
+
+    warpgroups  that multiply, each 64 rows of weights
+    tokens      of a tile
+    splits      of the columns: each makes a part of the sums
+    slots       steps in shared memory
+    """
+
+    warpgroups: int
+    tokens: int
+    splits: int
+    slots: int
+
+
+def planned(
+    m: int,
+    n: int,
+    steps: int,
+    matrices: int,
+    planes: int,
+    multiprocessors: int,
+    shared: int,
+    summed: bool = True,
+) -> Plan:
+    """What is done soonest. The sums of a product whose columns are split are added by XLA; of SwiGLU they
+    would have to be added before it.
+
+    m         rows, padded as activations_int8 does
+    steps     of STEP products along the columns
+    matrices  2 for SwiGLU
+    planes    of 8 bits that activations have
+    multiprocessors, shared, summed   as for bit_prefill_sm90
+    """
+    few = min(m, 64)
+    of_tokens = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
+    of_splits = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
+    best = []
+    for (warpgroups, tokens), splits in itertools.product(of_tokens, of_splits):
+        tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
+        step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
+        clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)
+        clocks += clocks_of_sums(m * n, splits, summed)
+        fits = (s for s in range(8, 0, -1) if shared_bytes(warpgroups, tokens, s, matrices, planes) <= shared)
+        best.append((clocks, Plan(warpgroups, tokens, splits, next(fits))))
+    return min(best)[1]
+
+
+def shared_bytes(warpgroups: int, tokens: int, slots: int, matrices: int, planes: int) -> int:
+    """Shared memory that a block of threads takes: the scratch of `bit_prefill_sm90`, in its order."""
+    pairs = STEP // planes // 2
+    activations, results = slots * STEP * tokens, warpgroups * tokens * 64 // matrices
+    words = slots * 4 * warpgroups * pairs * 128
+    buffers = [activations * GROUP, 4 * results, 4 * activations, 4 * words, 4 * words // 8, 4 * slots * 2]
+    return shared_memory.bytes_taken(*buffers, barriers=2 * slots + warpgroups)

@@ -1,0 +1,185 @@
+"""Rows to float16, each with a power of two, as a GEMM on tensor cores wants its activations; behind RMSNorm
+where there is one.
+
+    n = s a, but for a's rounding;  n = gamma x / sqrt(mean(x^2) + eps), or x itself
+
+s brings a row's largest |a| into [1, 2). A block of threads has a row in its registers, so that it is read
+once; XLA reads it for its largest, and again to round it.
+
+A lane reads 8 neighbouring columns and writes 8 neighbouring places of a row, 16 bytes. In the order of
+prefill_sm90.py the places are four pairs, each two of four neighbours; lanes exchange rounded pairs.
+
+For a mixture of experts a row goes to several places, one for each expert of its token (experts/places.py).
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    greatest,
+    index,
+    integer,
+    maximum,
+    minimum,
+    select,
+    sum_of_squares,
+    true,
+)
+from pallas_kernels.matmul import prologue
+from pallas_kernels.matmul.epilogue import inverse_rms
+from pallas_kernels.tiles import COLUMNS
+
+WIDTH = 8  # places of a piece, which a lane has at a time: 16 bytes of float16
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "group", "rows"))
+def activations_float16(
+    x: jax.Array | prologue.Parts,
+    gamma: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    eps: float = 0.0,
+    places: jax.Array | None = None,
+    *,
+    group: int | tuple[int, int] | None = None,
+    rows: int | None = None,
+) -> tuple[jax.Array, ...]:
+    """float32 [M, K] -> (a float16 [M, K], s float32 [M]).
+
+    x           or Parts: then their sum, float32 [M, K], is returned too
+    gamma       float32 [L, K], of which gamma[layer] counts; None for no norm
+    layer       int32 []; None for a stack of one
+    group       a has int_prefill_sm90's order of columns for groups of so many, 16 or 32, and zeros behind
+                them up to a multiple of 256; None for the order that they have; (32, 16): a in the one and
+                a in the other order are returned, and s
+    places      int32 [M, copies]: row i is at places[i, :] of a and s, but for places below 0; where no row
+                is they are undefined
+    rows        M, where x has more; with places, rows of a and s
+
+    K is a multiple of 8, or of the group.
+    """
+    m, columns = prologue.sizes(x, rows if places is None else None)
+    width, stored = columns, m if places is None or rows is None else rows
+    orders = group if isinstance(group, tuple) else (group,)
+    assert orders in ((None,), (16,), (32,), (32, 16)), orders
+    if group is not None:
+        width += -columns % COLUMNS
+    warps = prologue.warps_of_block(m, width)
+    rounded = jax.ShapeDtypeStruct((stored, width), jnp.float16)
+    results = {"a_gmem": rounded}
+    if len(orders) > 1:
+        results["by_16_gmem"] = rounded
+    results["scale_gmem"] = jax.ShapeDtypeStruct((stored,), jnp.float32)
+    if isinstance(x, prologue.Parts):
+        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
+    return prologue.launch_rows(
+        functools.partial(_round_row, columns=columns, width=width, warps=warps, eps=eps, orders=orders),
+        x,
+        m,
+        gamma,
+        layer,
+        results,
+        name="activations_float16",
+        warps=warps,
+        slots=2,
+        places_gmem=places,
+    )
+
+
+def _round_row(
+    x_gmem, gamma_gmem, layer_gmem, places_gmem, a_gmem, scale_gmem, shared_smem, sum_gmem=None,
+    by_16_gmem=None, *, columns, width, warps, eps, orders,
+):  # fmt: skip
+    row, thread = lanes.block(), integer(lanes.thread())
+    warp = index(thread // 32)
+    pieces = [(thread + first, first) for first in range(0, width // WIDTH, 32 * warps)]
+
+    def within(count):
+        """Of a lane's pieces, whether they are among the row's first so many; None where every lane's is."""
+        return [None if first + 32 * warps <= count else piece < count for piece, first in pieces]
+
+    # Lanes behind the row's end load its last piece, and have zeros.
+    in_row = within(columns // WIDTH)
+    source = [
+        piece if inside is None else minimum(piece, columns // WIDTH - 1)
+        for (piece, _), inside in zip(pieces, in_row, strict=True)
+    ]
+
+    def load(ref, *row):
+        return [_load(ref, row, piece) for piece in source]
+
+    n = prologue.row_of(load, x_gmem, row)
+    if sum_gmem is not None:
+        for values, piece, inside in zip(n, source, in_row, strict=True):
+            with lanes.when(true() if inside is None else inside):
+                for i in range(0, WIDTH, 4):
+                    memory.store_reals(values[i : i + 4], sum_gmem, [row, index(piece * WIDTH) + i])
+    n = prologue.zeros_behind(n, in_row)
+    if gamma_gmem is not None:
+        gamma = prologue.gamma_of_layer(load, gamma_gmem, layer_gmem)
+        squares = lanes.warp_sum_real(sum_of_squares(prologue.flat(n)))
+        squares = prologue.OverWarps(squares, warp, shared_smem, slot=0)
+        norm = inverse_rms(squares.combined(operator.add), columns, eps)
+        n = [
+            [g * (v * norm) for v, g in zip(values, of_piece, strict=True)]
+            for values, of_piece in zip(n, gamma, strict=True)
+        ]
+    largest = greatest([abs(v) for v in prologue.flat(n)])
+    largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
+    scale, inverse = power_of_two(largest.combined(maximum))
+    packed = []
+    for values in n:
+        a = [v * inverse for v in values]
+        packed.append(_in_orders(a, orders))
+    copies = [row]
+    if places_gmem is not None:
+        copies = [memory.load(places_gmem, row, j) for j in range(places_gmem.type.shape[1])]
+    for copy in copies:
+        here = true() if places_gmem is None else copy < 2**31  # below 0 is large: numbers have no sign
+        with lanes.when(here & (thread == 0)):
+            memory.store(scale, scale_gmem, copy)
+        for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
+            with lanes.when(here if inside is None else here & inside):
+                for of_order, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
+                    memory.store_halves(of_order, ref, [copy, piece * WIDTH])
+
+
+def power_of_two(largest) -> tuple:
+    """(s, 1 / s) of a row's largest, as prefill.scaled_to_half."""
+    exponent = as_word(largest) & 0x7F800000
+    exponent = minimum(maximum(exponent, 27 << 23), 227 << 23)
+    return as_real(exponent), as_real((254 << 23) - exponent)
+
+
+def _load(ref, row, piece) -> list:
+    """A piece of neighbouring columns, by 16-byte loads."""
+    start = index(piece * WIDTH)
+    return [v for first in range(0, WIDTH, 4) for v in memory.load_reals(4, ref, [*row, start + first])]
+
+
+def _in_orders(a: list, orders) -> list[list]:
+    """A lane's 8 columns as pairs of float16, in each of the orders (None, 16 or 32).
+
+    Of four lanes t has columns 8 t .. 8 t + 7, as pairs (4 s + h, 4 s + h + 2). Lane 2 s + h has in groups of
+    32 pair (s, h) of each lane; in groups of 16 each two lanes do so: lane h has both pairs h of each."""
+    if orders == (None,):
+        return [[lanes.half_pair(*a[i : i + 2]) for i in range(0, WIDTH, 2)]]
+    pairs = [lanes.half_pair(a[4 * s + h], a[4 * s + h + 2]) for s in (0, 1) for h in (0, 1)]
+    by_16 = _exchanged(pairs[0::2], pairs[1::2], 1)
+    return [by_16 if order == 16 else _exchanged(by_16[0::2], by_16[1::2], 2) for order in orders]
+
+
+def _exchanged(first: list, second: list, distance: int) -> list:
+    """Of two lanes whose numbers differ in the bit `distance` the lower gets both lanes' `first`, its own
+    before the other's, the upper both lanes' `second`."""
+    upper = integer(lanes.thread()) // distance % 2 == 1
+    kept = [select(upper, b, a) for a, b in zip(first, second, strict=True)]
+    given = [select(upper, a, b) for a, b in zip(first, second, strict=True)]
+    taken = [lanes.swapped(v, distance) for v in given]
+    of_lower = [select(upper, t, k) for k, t in zip(kept, taken, strict=True)]
+    return of_lower + [select(upper, k, t) for k, t in zip(kept, taken, strict=True)]

@@ -1,0 +1,158 @@
+"""Inputs of folded weights (rotation.py), behind RMSNorm where there is one: normed, rotated and, for
+prefill_sm90.py, rounded, by one launch that reads them once (rotated_columns.py).
+
+    n = H(s * P(gamma x)) / sqrt(mean(x^2) + eps): the norm's scalar commutes with all that is linear
+
+Blocks of threads have whole rows, since results are rounded by a row's largest. Of few rows that are not
+rounded four warps have a part, and each block sums the squares of all of the row.
+"""
+
+import functools
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.values import greatest, index, maximum, real, select, sum_of_squares
+from pallas_kernels.matmul import prologue
+from pallas_kernels.matmul.epilogue import inverse_rms
+from pallas_kernels.matmul.int_mma.activations_float16 import WIDTH, power_of_two
+from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, LANES, WORDS, RotatedColumns
+from pallas_kernels.rotation import Rotation
+from pallas_kernels.tiles import COLUMNS
+
+MOST_WARPS = 20  # of a block: 100 registers are left to each lane
+WARPS_OF_PART = 4
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "group", "rounded"))
+def activations_rotated(
+    x: jax.Array,
+    rotation: Rotation,
+    gamma: jax.Array | None = None,
+    layer: jax.Array | None = None,
+    eps: float = 0.0,
+    *,
+    rounded: bool = False,
+    group: int | None = None,
+):
+    """rotation(x), or rotation(rms_norm(x; gamma[layer], eps)): float32 [M, K] -> float32 [M, K].
+
+    gamma    float32 [L, K]; None for no norm
+    layer    int32 []; None for a stack of one
+    rounded  instead (a float16 [M, K], s float32 [M]) of it, as activations_float16 makes them; `group` is
+             its argument
+    """
+    rows, columns = x.shape
+    places = columns + (-columns % COLUMNS if rounded and group is not None else 0)
+    chunks, parts = -(-places // CHUNK), 1
+    if not rounded and rows <= prologue.FEW_ROWS:
+        warps, parts = WARPS_OF_PART, -(-chunks // WARPS_OF_PART)
+    else:
+        warps = -(-chunks // -(-chunks // MOST_WARPS))
+        warps += -warps % 4
+    results = {"n_gmem": jax.ShapeDtypeStruct((rows, columns), jnp.float32)}
+    if rounded:
+        results = {
+            "a_gmem": jax.ShapeDtypeStruct((rows, places), jnp.float16),
+            "scale_gmem": jax.ShapeDtypeStruct((rows,), jnp.float32),
+        }
+    return launch(
+        functools.partial(
+            _body, block=rotation.block, heads=rotation.heads, places=places, parts=parts, warps=warps,
+            eps=eps, group=group,
+        ),
+        {
+            "x_gmem": x,
+            "flips_gmem": rotation.flips,
+            "gamma_gmem": gamma,
+            "layer_gmem": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        },
+        results,
+        name="activations_rotated",
+        blocks=rows * parts,
+        threads=32 * warps,
+        scratch={
+            "rotated_smem": plgpu.SMEM((warps * WORDS,), jnp.float32),
+            "shared_smem": plgpu.SMEM((2, warps), jnp.float32),
+        },
+    )  # fmt: skip
+
+
+def _body(
+    x_gmem, flips_gmem, gamma_gmem, layer_gmem, *, rotated_smem, shared_smem, block, heads, places, parts,
+    warps, eps, group, n_gmem=None, a_gmem=None, scale_gmem=None,
+):  # fmt: skip
+    columns = x_gmem.type.shape[1]
+    row, part = lanes.block() // parts, lanes.block() % parts
+    thread = lanes.thread(kept=True)
+    warp, lane = thread // LANES, thread % LANES
+    chunks = -(-places // CHUNK)
+    mine = [part * warps + warp + warps * i for i in range(-(-chunks // (warps * parts)))]
+    norm_layer = 0 if layer_gmem is None or gamma_gmem is None else memory.load(layer_gmem, 0)
+    my = RotatedColumns(
+        functools.partial(memory.load_each, x_gmem), columns, flips_gmem, gamma_gmem, norm_layer, block,
+        heads, rotated_smem, warp, lane,
+    )  # fmt: skip
+
+    def of_chunk(chunk):
+        n, squares = my.rotated(my.load(row, chunk))
+        return [*n, squares]
+
+    found = [
+        lanes.choose(chunk < chunks, functools.partial(of_chunk, chunk), [real(0)] * (LANES + 1))
+        for chunk in mine
+    ]
+    n, factor = [values[:LANES] for values in found], None
+    if gamma_gmem is not None:
+        if parts > 1:
+            squares = _squares_of_row(x_gmem, row, thread, 32 * warps)
+        else:
+            squares = functools.reduce(operator.add, [values[LANES] for values in found])
+        squares = prologue.OverWarps(lanes.warp_sum_real(squares), warp, shared_smem, slot=0)
+        factor = inverse_rms(squares.combined(operator.add), columns, eps)
+    if n_gmem is not None:
+        for chunk, values in zip(mine, n, strict=True):
+            start = (chunk * LANES + lane) * LANES
+            values = values if factor is None else [v * factor for v in values]
+            with lanes.when(start < columns):
+                for i in range(0, LANES, 4):
+                    memory.store_reals(values[i : i + 4], n_gmem, [row, start + i])
+        return
+    largest = lanes.largest_of_warp(greatest([abs(v) for values in n for v in values]))
+    largest = prologue.OverWarps(largest, warp, shared_smem, slot=1).combined(maximum)
+    scale, factor_of_largest = power_of_two(largest if factor is None else largest * factor)
+    with lanes.when(thread == 0):
+        memory.store(scale, scale_gmem, row)
+    factor = factor_of_largest if factor is None else factor * factor_of_largest
+    for chunk, values in zip(mine, n, strict=True):
+        start = (chunk * LANES + lane) * LANES
+        a = [v * factor for v in values]
+        with lanes.when(start < places):
+            for first in range(0, LANES, WIDTH):
+                at = [_column_of(first + i, group) for i in range(WIDTH)]
+                pairs = [lanes.half_pair(a[at[i]], a[at[i + 1]]) for i in range(0, WIDTH, 2)]
+                memory.store_halves(pairs, a_gmem, [row, start + first])
+
+
+def _squares_of_row(x_gmem, row, thread, threads: int):
+    """This thread's part of them."""
+    columns, squares = x_gmem.type.shape[1], real(0)
+    for first in range(0, columns, 4 * threads):
+        at = thread * 4 + first
+        inside = at < columns
+        x = memory.load_reals(4, x_gmem, [row, select(inside, at, index(0))])
+        squares = squares + select(inside, sum_of_squares(x), 0.0)
+    return squares
+
+
+def _column_of(place: int, group: int | None) -> int:
+    """Which of 32 neighbouring columns is at a place of the order that activations_float16 has."""
+    if group is None:
+        return place
+    number, within = divmod(place, group)
+    piece, i = divmod(within, WIDTH)  # piece 2 s + h
+    return number * group + group // 4 * (i // 2) + piece // 2 * 4 + piece % 2 + i % 2 * 2

@@ -1,0 +1,273 @@
+"""Activations to integers in shared memory, for decode.py: each warp makes those that it multiplies.
+
+    x, 4 / rows steps of 256 columns at once, 8 columns of each row a lane
+        -> times gamma, squares added up -> absmax of a scale group -> q, signed, of 8 or 16 bits
+
+    q      [digit of 8 bits, the lowest first][row of x, padded] of row_bytes: a byte a column
+    stats  [chunk of `width` rows][scale group][row in the chunk]: the scale, float32; where the format
+           subtracts something also the sum of x as rounded, float32, or for tiles.WholeScales of each digit
+           the sums of q over the group's halves, two s16
+
+The loads of one pass are on their way while the pass before it is worked on. Passes behind a warp's last step
+are done again, and count nothing.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    index,
+    integer,
+    minimum,
+    of,
+    real,
+    select,
+    sum_of_squares,
+)
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
+from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, RotatedColumns
+from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
+from pallas_kernels.tiles import COLUMNS, Lanes
+
+
+class WarpActivations(NamedTuple):
+    """The activations of one warp, as one of its lanes sees them; what is Any is an MLIR value.
+
+    load_x           [(row, column)] -> of each 8 float32 from there on, or, where they are `rounded`
+                     already, the words that `rounded_words` makes of them
+    rounded          whether they are
+    gamma_gmem       float32 [L, K], of which it takes norm_layer; None without a norm, or where rounded
+    first_step, mine its steps of 256 columns
+    per_warp, steps  the most that a warp has, and all
+    format_lanes               the format's tiles.Lanes
+    bits             8 or 16
+    rows, width, padded, row_bytes   as in int_decode_plan
+    """
+
+    load_x: Callable[[list], list[list]]
+    rounded: bool
+    gamma_gmem: jax.Array | None
+    norm_layer: Any
+    lane: Any
+    first_step: Any
+    mine: Any
+    per_warp: int
+    steps: int
+    format_lanes: Lanes
+    bits: int
+    rows: int
+    width: int
+    padded: int
+    row_bytes: int
+
+    @property
+    def at_once(self) -> int:
+        """Steps of a pass."""
+        return -(-self.per_warp // -(-self.per_warp // max(1, 4 // self.rows)))
+
+    def load(self, s):
+        """Begin to load the pass at this warp's step s: (steps, {(step, row): 8 values}, gammas of steps)."""
+        step = self._steps_at(s)
+        column = [index(v * COLUMNS + of(self.lane) * 8) for v in step]
+        gammas = []
+        if self.gamma_gmem is not None:  # first: x may have to be waited for
+            gammas = eights(self.gamma_gmem, [(self.norm_layer, c) for c in column])
+        places = [(u, row) for u in range(self.at_once) for row in range(self.rows)]
+        x = self.load_x([(row, column[u]) for u, row in places])
+        return step, dict(zip(places, x, strict=True)), gammas
+
+    def store(self, first_pass, q, stats) -> list:
+        """Quantize all of it, from load(0) on, to the addresses q and stats. Returns of each row this lane's
+        sum of squares, 0 without a norm."""
+        at_once = self.at_once
+
+        def one_pass(s, carry):
+            """Load the next while this one is worked on."""
+            s = integer(s)
+            squares, now = carry[: self.rows], self._as_pass(s - at_once, carry[self.rows :])
+            ahead = self.load(s)
+            squares = self._store_pass(squares, s - at_once, now, q, stats)
+            return squares + _flat_pass(ahead)
+
+        start = [real(0)] * self.rows + _flat_pass(first_pass)
+        carry = lanes.loop(at_once, self.per_warp, at_once, start, one_pass)
+        last = integer(-(-self.per_warp // at_once) * at_once - at_once)
+        now = self._as_pass(last, carry[self.rows :])
+        return self._store_pass(carry[: self.rows], last, now, q, stats)
+
+    def _steps_at(self, s):
+        return [minimum(of(self.first_step) + s + u, self.steps - 1) for u in range(self.at_once)]
+
+    def _as_pass(self, s, values):
+        """As `load` had it, from _flat_pass."""
+        each = 4 if self.rounded else 8
+        values = [values[k : k + each] for k in range(0, len(values), each)]
+        places = [(u, row) for u in range(self.at_once) for row in range(self.rows)]
+        x = dict(zip(places, values, strict=False))
+        return self._steps_at(s), x, values[len(x) :]
+
+    def _store_pass(self, squares, s, passes, q, stats):
+        lane, group = of(self.lane), self.format_lanes.activation_group
+        stat_words = int_decode_plan.stat_words(self.format_lanes, self.bits)
+        groups = self.steps * COLUMNS // group
+        step, x, gammas = passes
+        for u in range(self.at_once):
+            for row in range(self.rows):
+                v, counts = x[u, row], s + u < self.mine
+                if self.rounded:
+                    low, high, scale, of_squares = v
+                    squares[row] = squares[row] + select(counts, memory.untagged(of_squares), 0.0)
+                    words = [[low, high]]
+                    stats_of_group = _stats(words, as_real(scale), self.format_lanes)
+                else:
+                    if gammas:
+                        squares[row] = squares[row] + select(counts, sum_of_squares(v), 0.0)
+                        v = [a * b for a, b in zip(v, gammas[u], strict=True)]
+                    words, stats_of_group = _quantize(v, self.format_lanes, self.bits)
+                at = q + step[u] * COLUMNS + lane * 8 + row * self.row_bytes
+                for digit, pair in enumerate(words):
+                    memory.store_shared(pair, at, digit * self.padded * self.row_bytes)
+                chunk, inside = divmod(row, self.width)
+                with lanes.when(lane % (group // 8) == 0):
+                    at_group = step[u] * (COLUMNS // group) + lane // (group // 8)
+                    at = stats + at_group * (self.width * 4 * stat_words)
+                    at = at + (chunk * groups * self.width + inside) * 4 * stat_words
+                    memory.store_shared(stats_of_group + stats_of_group[:1] * (len(stats_of_group) == 3), at)
+        return squares
+
+
+def eights(ref, places: list) -> list[list]:
+    """8 neighbouring float32 of a ref from each (row, column) on."""
+    return [[v for half in (0, 4) for v in memory.load_reals(4, ref, [row, at + half])] for row, at in places]
+
+
+def _flat_pass(loaded) -> list:
+    _, x, gammas = loaded
+    return [v for values in [*x.values(), *gammas] for v in values]
+
+
+class RotatedActivations(NamedTuple):
+    """The activations of a block, rotated (rotated_columns.py): a warp makes whole chunks of 1,024 columns,
+    and others read them.
+
+    my      the warp's rotation
+    rows, columns, format_lanes, bits, width, padded, row_bytes   as above
+    warps   of the block
+    """
+
+    my: RotatedColumns
+    rows: int
+    columns: int
+    format_lanes: Lanes
+    bits: int
+    width: int
+    padded: int
+    row_bytes: int
+    warps: int
+    warp: Any
+    lane: Any
+
+    @property
+    def items(self) -> int:
+        """Chunks of all rows."""
+        return self.rows * -(-self.columns // CHUNK)
+
+    def load(self, _):
+        """Begin to load all of this warp's items: of each its row, its chunk and whether there is one."""
+        loaded = []
+        for first in range(0, self.items, self.warps):
+            item = index(self.warp) + first
+            row, chunk, here = item % self.rows, item // self.rows, item < self.items
+            found = lanes.choose(here, functools.partial(self.my.load, row, chunk), self.my.nothing)
+            loaded.append((row, chunk, here, found))
+        return loaded
+
+    def store(self, items, q, stats) -> list:
+        """As WarpActivations has it; squares are of the block's rows, whichever warp sums them."""
+        squares = [real(0)] * self.rows
+        for row, chunk, here, loaded in items:
+
+            def one(row=row, chunk=chunk, loaded=loaded):
+                n, of_row = self.my.rotated(loaded)
+                words, stats_of_group = _quantize(n, self.format_lanes, self.bits)
+                group, groups = integer(chunk * 32) + self.lane, self.columns // 32
+                at = q + group * 32 + integer(row) * self.row_bytes
+                with lanes.when(group < groups):
+                    for digit, of_digit in enumerate(words):
+                        place = digit * self.padded * self.row_bytes
+                        memory.store_shared(of_digit[:4], at, place)
+                        memory.store_shared(of_digit[4:], at, place + 16)
+                    at = _of_stats(stats, group, integer(row), groups, self.width, len(stats_of_group))
+                    memory.store_shared(stats_of_group, at)
+                return [of_row]
+
+            (found,) = lanes.choose(here, one, [real(0)])
+            squares = [s + select(row == r, found, 0.0) for r, s in enumerate(squares)]
+        return squares
+
+
+def _of_stats(stats, group, row, groups: int, width: int, words: int):
+    """Where the stats of a scale group of a row begin."""
+    return stats + ((row // width * groups + group) * width + row % width) * (4 * words)
+
+
+def _quantize(x, format_lanes: Lanes, bits: int):
+    """Neighbouring lanes' 8 activations each -> (words, stats), the stats in the first of a group's lanes.
+    Or, of a lane that has a whole group, all of it.
+
+    words   per 8 bits of q, the lowest first, two words of signed bytes, or eight
+    stats   words of a group, as the module says
+    """
+    top = 127 if bits == 8 else 127 * 257  # the largest whose digits are both within -128..127
+    lanes_of_group = format_lanes.activation_group // len(x)
+    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, lanes_of_group))
+    q = magic_words(x, top, largest, fused=True)
+    words = []
+    for digit in range(bits // 8):
+        if digit:
+            q = [v + 128 for v in q]  # what the signed low digit has taken
+        words.append(packed_digits(q, digit))
+    return words, _stats(words, largest * (1 / top), format_lanes)
+
+
+def _stats(words: list, scale, format_lanes: Lanes) -> list:
+    """Of _quantize's words and their group's scale."""
+    lanes_of_group = format_lanes.activation_group // (4 * len(words[0]))
+    if not format_lanes.minimums:
+        return [as_word(scale)]
+    sums = [functools.reduce(lambda so_far, w: lanes.sum_of_bytes(w, so_far), of, integer(0)) for of in words]
+    if format_lanes.whole_scales:
+        halves = [lanes.warp_sum_real(v, lanes_of_group // 2) for v in sums]
+        pairs = [lanes.bytes_of(v, lanes.swapped(v, lanes_of_group // 2), 0x5410) for v in halves]
+        return [as_word(scale), *pairs]
+    low, *high = sums
+    total = lanes.warp_sum_real(low + (high[0] << 8) if high else low, lanes_of_group)
+    return [as_word(scale), as_word(scale * real(total))]
+
+
+def _largest_of_lanes(x, group: int):
+    """`lanes.largest_of_warp` of numbers that are not below 0, in one instruction for all 32."""
+    return as_real(lanes.warp_max(as_word(x))) if group == 32 else lanes.largest_of_warp(x, group)
+
+
+def rounded_words(x, factor, group: int) -> list:
+    """A warp's neighbouring activations, one a lane -> of each 8, in the first of their lanes: two words of
+    signed bytes q, their group's scale, and the sum of x^2, float32.
+
+    x factor = q scale; factor: a norm's gamma, or None for 1; group: columns that share a scale.
+    """
+    of_squares = x * x
+    x = x if factor is None else x * factor
+    largest = largest_of_group([x], lambda v: _largest_of_lanes(v, group))
+    (q,) = magic_words([x], 127, largest, fused=True)
+    lane = integer(lanes.thread())
+    word = (q & 0xFF) << (lane % 4) * 8
+    for distance in (1, 2):
+        word = word | lanes.swapped(word, distance)
+    return [word, lanes.swapped(word, 4), as_word(largest * (1 / 127)), lanes.warp_sum_real(of_squares, 8)]

@@ -1,0 +1,272 @@
+"""Matrix-vector products with weights of 2 to 8 bits, on the integer tensor cores. No branch on the format:
+its file brings the layout (`tile`) and says how a lane reads it (`LANES`).
+
+A weight is w = d q - m with d and m per row and scale group of 32 (or 16) columns. An activation is an
+integer q of 8 (or 16) bits times the scale s of its group, the same group. So
+
+    sum_k w_k x_k = sum over groups of   d s (sum_k q_k q'_k)  -  m s (sum_k q'_k)
+
+Where groups of 16 have scales that are whole numbers times d of a row's 256 columns (tiles.WholeScales), two
+groups share s, and the sum over both of scale times sum is a whole number too, exact.
+
+One mma has 16 rows of weights, the columns of one group, and 8 columns of activations. Where x has fewer than
+8 rows, columns are groups instead: the fragment of group i meets zeros but in the columns of its own slot, so
+that a chain of mma leaves the products of 8 / rows groups side by side and no lane scales in vain. (There one
+mma has two groups of 16, in a slot each.)
+
+    columns of the tensor core    0    1    2    3    4    5    6    7
+    1 row of x, set 0             g0   g1   g2   g3   g4   g5   g6   g7
+    2 rows, set j of 2            g j  g j  g 2+j     g 4+j     g 6+j        (each: row 0, row 1)
+    4 rows, set j of 4            g j (rows 0..3)     g 4+j (rows 0..3)
+    8 rows, set j of 8            g j (rows 0..7)
+
+A block of threads has `tiles` tiles of 16 rows, one behind the other, and its warps share the columns:
+
+    copies of a warp's first weights into its own ring in shared memory begin
+    its columns' activations -> norm, absmax, q -> shared memory   (each warp those that it multiplies)
+    for each tile, for each 256 columns of the warp: wait, ring -> registers -> mma -> scaled sums; copy ahead
+    every few tiles: sums of the warps -> 1 / rms, SwiGLU or residual -> out
+
+A lane reads from the ring what it copied there itself: nobody waits for another warp, and loads run on
+across tiles.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels import all_reduce, device, formats, tuned
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.values import integer
+from pallas_kernels.matmul import stacks
+from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
+from pallas_kernels.matmul.int_mma import rotated_columns
+from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
+from pallas_kernels.matmul.int_mma.activations_shared import eights
+from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
+from pallas_kernels.rotation import Rotation
+from pallas_kernels.tiles import COLUMNS, ROWS
+
+MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
+
+
+def rotates(format: str, columns: int, rows: int) -> bool:
+    """Whether blocks rotate so many columns themselves: of few rows, while their weights are on their way."""
+    format_lanes = formats.get(format).LANES
+    alike = (
+        columns % COLUMNS == 0
+        and format_lanes.activation_group == rotated_columns.LANES
+        and not format_lanes.whole_scales
+    )
+    return alike and rows * -(-columns // rotated_columns.CHUNK) <= MOST_CHUNKS
+
+
+def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """Products of few rows, of which a launch takes up to 16 (execute.py)."""
+    y = _run(x, [weights], part_layer, layer, gamma, eps, residual)
+    return y[..., : weights[0].shape[0]]
+
+
+def run_below(x, pieces, part_layer, layer, gamma, eps) -> jax.Array:
+    """Matrices rows below rows (qtensor.Rows), each of a format of this kernel and of whole tiles, in one
+    launch."""
+    return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None)
+
+
+def run_and_send(x, weight, part_layer, peers) -> list[jax.Array]:
+    """The product into mailboxes (all_reduce.py), a launch for at most 16 rows; what `receive` wants."""
+    return _launches(x, [(weight,)], part_layer, part_layer, None, 0.0, None, peers)
+
+
+def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    """Products with parts, rows below rows; each part is one matrix or, for SwiGLU, two."""
+    y = _launches(x, weights, part_layer, layer, gamma, eps, residual, None)
+    y = y[0] if len(y) == 1 else jnp.concatenate(y)
+    return y.reshape(*x.shape[:-1], -1)
+
+
+def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> list[jax.Array]:
+    """Of each launch, with as many rows as there is room for, its result."""
+    any_weight = weights[0][0]
+    parts, index = stacks.narrowed(tuple(tuple(w.fields for w in part) for part in weights), part_layer)
+    gamma, norm_index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+    if residual is not None:
+        n = residual.shape[-1]
+        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+    settings = {
+        "formats_of": tuple(part[0].format for part in weights),
+        "activation_bits": any_weight.products.activation_bits,
+        "shared": device.shared_bytes(),
+    }
+    plan, rotation = functools.partial(int_decode_plan.plan, parts, **settings), any_weight.rotation
+    if rotation is not None:
+        plan = functools.partial(plan, rotated=True)
+        if plan(rows=len(x)) is None:  # no room: by a launch of its own
+            x = activations_rotated(x, rotation, gamma, norm_index, eps)
+            plan, rotation, gamma, norm_index = functools.partial(plan, rotated=False), None, None, None
+    layers = None
+    if index is not None or norm_index is not None:
+        layers = jnp.stack([jnp.int32(0) if i is None else i for i in (index, norm_index)])
+    at_once = next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or plan(rows=rows))
+    return [
+        int_decode(
+            x[first : first + at_once],
+            parts,
+            layers,
+            gamma=gamma,
+            eps=eps,
+            residual=None if residual is None else residual[first : first + at_once],
+            peers=peers,
+            sent_before=first * any_weight.shape[0],
+            rotation=rotation,
+            **settings,
+            **_tuned(parts, min(at_once, x.shape[0] - first), settings, plan),
+        )
+        for first in range(0, x.shape[0], at_once)
+    ]
+
+
+def _tuned(parts, rows: int, settings: dict, plan: Callable) -> tuned.Settings:
+    """warps, blocks and depth of a plan, where they were measured for this product."""
+    words = [fields[0]["words"].shape for fields in parts]
+    of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
+    columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
+    problem = tuned.Problem("int_decode", of_parts, columns, len(parts[0]), rows, bits)
+    return tuned.settings(problem, functools.partial(plan, rows=rows))
+
+
+@functools.partial(
+    jax.jit,
+    static_argnames=(
+        "formats_of", "eps", "activation_bits", "shared", "sent_before", "warps", "blocks", "depth",
+    ),
+)  # fmt: skip
+def int_decode(
+    x: jax.Array,
+    weights: tuple[tuple[dict[str, jax.Array], ...], ...],
+    layers: jax.Array | None,
+    *,
+    formats_of: tuple[str, ...],
+    gamma: jax.Array | None = None,
+    eps: float = 0.0,
+    residual: jax.Array | None = None,
+    peers: jax.Array | None = None,
+    sent_before: int = 0,
+    rotation: Rotation | None = None,
+    activation_bits: int = 8,
+    shared: int = 96 * 1024,
+    warps: int | None = None,
+    blocks: int | None = None,
+    depth: int | None = None,
+) -> jax.Array:
+    """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below
+    rows.
+
+    x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
+    layers    int32 [2], the index into the weights' stacks and the one into gamma's; None for stacks of one
+    formats_of  of each part
+    residual  float32 [rows, N], added to y
+    peers     all_reduce.addresses: y is sent to mailboxes, behind so many words of the same call, and the
+              number of the call is returned
+    rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
+    activation_bits  8 or 16
+    shared    bytes of shared memory that a block takes at most
+    warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
+    Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
+    here, symmetric per scale group.
+    """
+    rows, columns = x.shape
+    steps, matrices = weights[0][0]["words"].shape[2], len(weights[0])
+    if columns < steps * COLUMNS:
+        padding = ((0, 0), (0, steps * COLUMNS - columns))
+        x = jnp.pad(x, padding)
+        gamma = None if gamma is None else jnp.pad(gamma, padding)
+    planned = int_decode_plan.plan(
+        weights, rows, formats_of, activation_bits, shared, warps, blocks, depth, rotation is not None
+    )
+    if planned is None:
+        raise NotImplementedError(
+            f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
+            f"{shared} bytes of shared memory; split the rows"
+        )
+    product = int_decode_block.IntegerProduct(
+        planned, rows, columns, sum(part.n_tiles for part in planned.parts), steps, matrices, eps,
+        activation_bits,
+    )  # fmt: skip
+    devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * ROWS), jnp.float32)
+    if peers is not None:
+        devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
+    warps = planned.warps
+    ring = max(warps * part.depth * part.item_bytes(matrices) for part in planned.parts)
+    scratch = {"ring_smem": plgpu.SMEM((ring // 4,), jnp.int32), **int_decode_block.scratch([product])}
+    rotating = None
+    if rotation is not None:
+        scratch["rotated_smem"] = plgpu.SMEM((rotated_columns.words(rows, columns, warps),), jnp.float32)
+        rotating = {"block": rotation.block, "heads": rotation.heads}
+    if devices:
+        scratch["sender_smem"] = plgpu.SMEM((all_reduce.Sender.words(devices),), jnp.int32)
+    return launch(
+        functools.partial(_body, product, devices, sent_before, rotating),
+        {
+            "weight_gmem": weights,
+            "x_gmem": x,
+            "layers_gmem": layers,
+            "gamma_gmem": gamma,
+            "flips_gmem": None if rotation is None else rotation.flips,
+            "residual_gmem": residual,
+            "peers_gmem": None if peers is None else all_reduce.as_operand(peers),
+        },
+        {"out_gmem": out},
+        name="int_decode",
+        blocks=sum(part.blocks for part in planned.parts),
+        threads=32 * warps,
+        scratch=scratch,
+    )
+
+
+def _body(
+    product: int_decode_block.IntegerProduct, devices: int, sent_before: int, rotating: dict | None,
+    *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
+    rotated_smem=None, sender_smem=None, **refs,
+):  # fmt: skip
+    """Of a block, whose part its number says."""
+    if devices:
+        sender = all_reduce.Sender(sender_smem, devices)
+        sender.prepare(peers_gmem, out_gmem)
+        width = product.n_tiles * ROWS
+
+        def store(y, row, n, _):
+            sender.send(y, n + sent_before + row * width)
+    else:
+
+        def store(y, row, n, _):
+            memory.store(y, out_gmem, row, n)
+
+    for part, of_part in zip(product.plan.parts, weight_gmem, strict=True):
+        share = Share.of(part, product.steps, product.plan.warps)
+        with lanes.when(share.here):
+            layer, norm_layer = (
+                integer(0) if layers_gmem is None else memory.load(layers_gmem, at) for at in (0, 1)
+            )
+            residual = None
+            if residual_gmem is not None:
+                residual = functools.partial(memory.load, residual_gmem)
+            load_x, rotation = functools.partial(eights, x_gmem), None
+            if rotating is not None:
+                load_x = functools.partial(memory.load_each, x_gmem)
+                rotation = {"flips_gmem": flips_gmem, "rotated_smem": rotated_smem, **rotating}
+            block = int_decode_block.Block(
+                product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs
+            )
+            stream, slot_bytes = Stream(share, of_part, layer), part.item_bytes(product.matrices)
+            ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
+            first_pass = block.load()  # on its way before the layer's number is known
+            block.run(first_pass, ring, ring.filled())
+            memory.wait_copies(0)

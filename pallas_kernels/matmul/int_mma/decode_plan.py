@@ -1,0 +1,159 @@
+"""How the blocks of an integer product (decode.py) share its tiles, and what of it lies where in shared
+memory."""
+
+import math
+from typing import NamedTuple
+
+from pallas_kernels import device, formats
+from pallas_kernels.gpu import shared_memory
+from pallas_kernels.matmul.int_mma import rotated_columns
+from pallas_kernels.tiles import COLUMNS, Lanes
+
+
+class Part(NamedTuple):
+    """One weight of a product: rows of the output that are of one format, and the blocks that have them.
+
+    format, names, shapes   of the weight: its fields by name, what each has for a tile of 16 rows x 256
+                            columns
+    n_tiles, above          tiles of 16 rows that it has, and that the parts above it have
+    first_block, blocks     blocks of threads that share it
+    tiles                   of each of them
+    depth                   items (a tile's 256 columns, of each matrix) that a warp has in its ring
+    """
+
+    format: str
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    n_tiles: int
+    above: int
+    first_block: int
+    blocks: int
+    tiles: int
+    depth: int
+
+    def item_bytes(self, matrices: int) -> int:
+        return 32 * matrices * sum(map(lane_bytes, self.shapes))
+
+
+class Plan(NamedTuple):
+    """How the blocks of a product work: warps of each, tiles between two barriers, and the parts."""
+
+    warps: int
+    together: int
+    parts: tuple[Part, ...]
+
+
+def columns_of_rows(rows: int) -> tuple[int, int]:
+    """(rows a set of columns holds: 1, 2, 4 or 8; rows in all, padded to that)."""
+    width = min(8, 2 ** math.ceil(math.log2(rows)))
+    return width, -(-rows // width) * width
+
+
+def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
+    """The parts of a product with the blocks that have them, at most so many in all: so that the one with
+    most bytes has as few as can be. Rings have no depth yet."""
+    drafts, above = [], 0
+    for format, (fields, *_) in zip(formats_of, parts, strict=True):
+        names = tuple(sorted(fields))
+        n_tiles = fields["words"].shape[1]
+        drafts.append(
+            Part(format, names, tuple(fields[name].shape[3:] for name in names), n_tiles, above, 0, 0, 0, 0)
+        )
+        above += n_tiles
+    sizes = [draft.item_bytes(1) for draft in drafts]
+    largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
+    for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
+        tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
+        wanted = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
+        if min(tiles) and sum(wanted) <= blocks:
+            break
+    else:
+        raise AssertionError("no share of the blocks fits")
+    first, placed = 0, []
+    for draft, t, count in zip(drafts, tiles, wanted, strict=True):
+        placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
+        first += count
+    return tuple(placed)
+
+
+def together(placed: tuple[Part, ...], padded: int) -> int:
+    """Tiles between two barriers, of so many rows."""
+    return max(1, min(max(part.tiles for part in placed), 16 // padded))
+
+
+def scratch_bytes(placed, matrices: int, steps: int, padded: int, warps: int, bits: int) -> tuple[int, ...]:
+    """Shared memory of a block besides its ring: q, stats, sums and squares (decode.py)."""
+    return (
+        bits // 8 * padded * row_bytes(steps),
+        max(stats_bytes(part.format, steps, padded, bits) for part in placed),
+        together(placed, padded) * matrices * 16 * padded * warps * 4,
+        padded * warps * 4,
+    )
+
+
+def plan(
+    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None,
+    rotated: bool = False,
+) -> Plan | None:  # fmt: skip
+    """The Plan for a product, or None where activations of so many rows leave no room for the weights.
+
+    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given. rotated:
+    blocks rotate activations.
+
+    Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
+    the columns and room for 96 KiB on their way, if there is one; of equals the largest.
+    """
+    matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
+    padded = columns_of_rows(rows)[1]
+    placed = share_out(parts, formats_of, blocks or device.multiprocessors())
+    sizes, most_items = [part.item_bytes(matrices) for part in placed], depth or 24
+    best = None
+    for w in (16, 12, 8, 4) if warps is None else (warps,):
+        # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
+        taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
+        taken += (4 * rotated_columns.words(rows, steps * COLUMNS, w),) if rotated else ()
+        left = shared - shared_memory.bytes_taken(*taken)
+        left -= left % shared_memory.ALIGNMENT
+        depths = [min(most_items, left // (w * size)) for size in sizes]
+        in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
+        cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
+        if min(depths) >= 2 and (best is None or cost < best[0]):
+            # No more slots than a warp has items: before its first product it visits all of them.
+            items = [part.tiles * -(-steps // w) for part in placed]
+            parts_of = tuple(
+                part._replace(depth=max(2, min(slots, most)))
+                for part, slots, most in zip(placed, depths, items, strict=True)
+            )
+            best = cost, Plan(w, together(placed, padded), parts_of)
+    return best and best[1]
+
+
+def stat_words(format_lanes: Lanes, activation_bits: int) -> int:
+    """What a lane needs to know of a group of activations, in words: their scale, and where something is
+    subtracted their sum; whole numbers (activations_shared.py) are two to a word for each digit."""
+    if not format_lanes.minimums:
+        return 1
+    return activation_bits // 4 if format_lanes.whole_scales else 2
+
+
+def stats_bytes(format: str, steps: int, padded: int, activation_bits: int) -> int:
+    """Shared memory for `stat_words` of each group of each row of activations."""
+    format_lanes = formats.get(format).LANES
+    return (
+        steps
+        * COLUMNS
+        // format_lanes.activation_group
+        * padded
+        * 4
+        * stat_words(format_lanes, activation_bits)
+    )
+
+
+def row_bytes(steps: int) -> int:
+    return steps * COLUMNS + 32  # 32: neighbouring rows lie in other banks
+
+
+def lane_bytes(shape: tuple[int, ...]) -> int:
+    """Shared memory that a lane needs for a field of one tile: [V, 32, 4] is V vectors, [32 / n, w] w words
+    that n neighbouring lanes share, [32 / n] one."""
+    return {3: 16 * shape[0], 2: 4 * shape[-1], 1: 4}[len(shape)]

@@ -1,0 +1,185 @@
+"""The weights of a warp of int_decode on their way through shared memory, of one product or of several that
+follow each other in a launch.
+
+    an item    a tile's 256 columns, of each matrix; the items of a warp are in the order tile, step
+    the ring   slots of an item each; a slot that was multiplied is at once asked for the item `depth` further
+
+A lane reads from a slot what it copied there itself, so nobody waits for another warp. Copies run on from a
+product to the next, whose first weights are there before its activations.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax._src.lib.mlir.dialects import arith
+
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import integer, minimum, of, select
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
+
+
+class Share(NamedTuple):
+    """What a warp has of a part of a product; what is Any is an MLIR value.
+
+    part        of the plan
+    steps       of 256 columns, of all warps
+    here        whether the block has tiles of this part
+    first_tile, count   of the block
+    first_step, mine    of the warp's steps
+    tiles       of which the warp has steps
+    """
+
+    part: int_decode_plan.Part
+    steps: int
+    here: Any
+    first_tile: Any
+    count: Any
+    first_step: Any
+    mine: Any
+    tiles: Any
+
+    @classmethod
+    def of(cls, part: int_decode_plan.Part, steps: int, warps: int, block=None) -> "Share":
+        """Of a block of the product: this one, unless given."""
+        from_part = (integer(lanes.block()) if block is None else block) - part.first_block
+        # Blocks of other parts are below 0, which is large here, or behind the last.
+        here = from_part < part.blocks
+        first_tile = from_part * part.tiles
+        count = minimum(part.n_tiles - first_tile, part.tiles)
+        per_warp = -(-steps // warps)
+        first_step = integer(lanes.thread()) // 32 * per_warp
+        mine = arith.minsi(integer(per_warp), steps - first_step)  # signed: below 0 behind the last
+        mine = of(arith.maxsi(integer(0), mine))
+        tiles = select(here & (mine != 0), count, 0)
+        return cls(part, steps, here, first_tile, count, first_step, mine, tiles)
+
+
+class Stream(NamedTuple):
+    """A share, and where its weights are: fields by name of each matrix, refs of stacks, and the layer."""
+
+    share: Share
+    weight_gmem: Sequence[dict[str, Any]]
+    layer: Any
+
+    def item(self, tile, step):
+        """The number in the stack of a tile's step of 256 columns, both counted from the warp's first."""
+        share = self.share
+        row = self.layer * share.part.n_tiles + share.first_tile + tile
+        return row * share.steps + share.first_step + step
+
+
+class Field(NamedTuple):
+    """A field in a slot of the ring: from byte `at` on `vectors` times 32 lanes' pieces of `size` bytes.
+    shape: what a tile has of it."""
+
+    at: int
+    size: int
+    vectors: int
+    shape: tuple[int, ...]
+
+
+class Ring:
+    """phases   of each product its parts (Stream, or what is like one), of which a block has one at most
+    smem     of the block: depth slots of so many bytes for each warp
+
+    What changes from item to item is a list `state`: of the item to copy next the product's number, tile and
+    step in it, of how many tiles and steps, and the slot of the item to multiply.
+    """
+
+    def __init__(self, phases: Sequence[Sequence[Any]], smem, depth: int, slot_bytes: int):
+        self.phases, self.depth, self.slot_bytes = phases, depth, slot_bytes
+        thread = integer(lanes.thread())
+        self.lane = thread % 32
+        self.address = memory.shared_address(smem) + thread // 32 * (depth * slot_bytes)
+
+    def filled(self) -> list:
+        """Begin to copy what there is room for: the first state."""
+        phase, tiles, mine = self._from(0)
+        state = [phase, integer(0), integer(0), tiles, mine, integer(0)]
+        if len(self.phases) > 1:  # a loop, since the code for several products is long
+            return lanes.loop(0, self.depth, 1, state, lambda _, state: self.refilled(state))
+        for _ in range(self.depth):
+            state = self.refilled(state)
+        return [*state[:-1], integer(0)]
+
+    def refilled(self, state: list, number: int = 0) -> list:
+        """Begin to copy the next item, of product `number` or later, into the slot that was multiplied: the
+        state behind it."""
+        phase, tile, step, tiles, mine, slot = state
+        several = len(self.phases) > 1
+        self._copy_of(number, (phase == number) if several else None, tile, step, slot)
+        if number + 1 < len(self.phases):
+            with lanes.when(phase > number):
+                for later in range(number + 1, len(self.phases)):
+                    self._copy_of(later, phase == later, tile, step, slot)
+        memory.commit_copies()  # a group of its own even if there was nothing
+        step = step + 1
+        last_step = step >= mine
+        tile, step = select(last_step, tile + 1, tile), select(last_step, 0, step)
+        if number + 1 < len(self.phases):
+            last = tile >= tiles
+            tile = select(last, 0, tile)
+            phase, tiles, mine = lanes.choose(
+                last, lambda: self._from(number + 1, phase + 1), [phase, tiles, mine]
+            )
+        slot = slot + 1
+        return [phase, tile, step, tiles, mine, select(slot == self.depth, 0, slot)]
+
+    def arrived(self, state: list):
+        """Where the slot to multiply begins, when it is there."""
+        memory.wait_copies(self.depth - 1)
+        return self.address + state[-1] * self.slot_bytes
+
+    def words(self, part: int_decode_plan.Part, m: int, at_slot) -> dict:
+        """A lane's words of a matrix of an item by name, or vectors of four."""
+        words = {}
+        for name, field in _fields(part, m).items():
+            at = at_slot + self.lane * field.size
+            loaded = [
+                memory.load_shared(field.size // 4, at, field.at + 512 * v) for v in range(field.vectors)
+            ]
+            words[name] = loaded if len(field.shape) == 3 else loaded[0]
+        return words
+
+    def _copy_of(self, number: int, condition, tile, step, slot):
+        """Of product `number`, if the condition holds (None: it does) and there is such a tile."""
+        for stream in self.phases[number]:
+            share, part = stream.share, stream.share.part
+            wanted = tile < share.tiles
+            with lanes.when(wanted if condition is None else condition & wanted):
+                item = stream.item(tile, step)
+                target = self.address + slot * self.slot_bytes
+                for m, fields in enumerate(stream.weight_gmem):
+                    for name, field in _fields(part, m).items():
+                        whole = len(field.shape) == 3
+                        piece = self.lane if whole else self.lane // (32 // field.shape[0])
+                        start = memory.address(fields[name])
+                        of_item = 4 * math.prod(field.shape)
+                        source = memory.at_byte(start, item, of_item, piece * field.size)
+                        to = target + field.at + self.lane * field.size
+                        for v in range(field.vectors):
+                            memory.copy_async(to, source, field.size, at=512 * v)
+
+    def _from(self, number: int, phase=None) -> list:
+        """The first product from `phase` on, one of `number` and later, of which this warp has something: its
+        number, tiles and steps."""
+        found = [integer(len(self.phases)), integer(0), integer(0)]
+        for at in reversed(range(number, len(self.phases))):
+            tiles, mine = integer(0), integer(0)
+            for share, *_ in self.phases[at]:
+                tiles, mine = tiles + share.tiles, share.mine
+            it = (tiles != 0) if phase is None else (tiles != 0) & (phase <= at)
+            of_it = (integer(at), tiles, mine)
+            found = [select(it, new, old) for new, old in zip(of_it, found, strict=True)]
+        return found
+
+
+def _fields(part: int_decode_plan.Part, m: int) -> dict[str, Field]:
+    """Of matrix m in a slot."""
+    fields, at = {}, m * part.item_bytes(1)
+    for name, shape in zip(part.names, part.shapes, strict=True):
+        size = int_decode_plan.lane_bytes(shape)
+        fields[name] = Field(at, min(size, 16), max(1, size // 16), shape)
+        at += 32 * size
+    return fields
