@@ -138,6 +138,6 @@ def _check_cache(path, cache: KVCache, model: Model) -> None:
 def _check(path, what: str, stored: Any, expected: Any) -> None:
     if stored != expected:
         raise ValueError(
-            f"{path}: this state has {what} {stored}, but the model {expected}; load the model that it was made "
-            "with"
+            f"{path}: this state has {what} {stored}, but the model {expected}; load the model that it was "
+            "made with"
         )

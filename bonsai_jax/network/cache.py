@@ -11,7 +11,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.network.kinds import attention, delta_net
+from bonsai_jax.network.kinds.attention import State as AttentionState
 from bonsai_jax.network.kinds.attention import read_size
+from bonsai_jax.network.kinds.delta_net import State as DeltaNetState
 from pallas_kernels import cache_layouts, serializable
 from pallas_kernels.cache_layouts import Pages
 
@@ -45,8 +47,8 @@ class KVCache(struct.PyTreeNode):
 
     block_table: Int[Array, "B pages_per_row"]
     lengths: Int[Array, "B"]
-    attention: tuple[attention.State, ...] = ()
-    delta_net: tuple[delta_net.State, ...] = ()
+    attention: tuple[AttentionState, ...] = ()
+    delta_net: tuple[DeltaNetState, ...] = ()
     draft: DraftState | None = None
     chunk: int | None = struct.field(pytree_node=False, default=None)
 
@@ -105,7 +107,7 @@ class KVCache(struct.PyTreeNode):
         def copied(tree: Any, pages: jax.Array) -> Any:
             return jax.tree.map(lambda array: array[:, pages.reshape(-1)], tree)
 
-        def taken(state: attention.State) -> attention.State:
+        def taken(state: AttentionState) -> AttentionState:
             if state.ring is None:
                 return state.replace(k=copied(state.k, pages), v=copied(state.v, pages))
             size = ring_size(state)
@@ -125,7 +127,7 @@ class KVCache(struct.PyTreeNode):
         )
 
 
-def ring_size(state: attention.State) -> int:
+def ring_size(state: AttentionState) -> int:
     """Pages of each row's ring."""
     assert state.ring is not None
     return state.num_pages // state.ring.shape[0]
@@ -185,7 +187,7 @@ def empty(
     return with_kernels(cache, config, run)
 
 
-def empty_states(config: ModelConfig, rows: int) -> tuple[delta_net.State, ...]:
+def empty_states(config: ModelConfig, rows: int) -> tuple[DeltaNetState, ...]:
     """Recurrent states of rows that have read nothing."""
     groups = config.groups("delta_net")
     return tuple(delta_net.empty(group.settings, len(group.layers), rows) for group in groups)

@@ -9,8 +9,12 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.network import rope, schedules
-from bonsai_jax.network.kinds import attention, delta_net, experts, get, mlp
+from bonsai_jax.network import kinds, rope, schedules
+from bonsai_jax.network.kinds.attention import Weights as Attention
+from bonsai_jax.network.kinds.attention import ropes
+from bonsai_jax.network.kinds.delta_net import Weights as DeltaNet
+from bonsai_jax.network.kinds.experts import Weights as Experts
+from bonsai_jax.network.kinds.mlp import Weights as Mlp
 from bonsai_jax.network.schedules import StepPlan
 from bonsai_jax.weights.plan import LoadPlan
 from bonsai_jax.weights.read import Fields, read
@@ -31,10 +35,10 @@ class Layers(struct.PyTreeNode):
     """Weights of layers, by kind: one for each group of layers with equal settings (ModelConfig.groups),
     stacked over its layers. Empty where no layer has a kind."""
 
-    attention: tuple[attention.Weights, ...] = ()
-    delta_net: tuple[delta_net.Weights, ...] = ()
-    mlp: tuple[mlp.Weights, ...] = ()
-    experts: tuple[experts.Weights, ...] = ()
+    attention: tuple[Attention, ...] = ()
+    delta_net: tuple[DeltaNet, ...] = ()
+    mlp: tuple[Mlp, ...] = ()
+    experts: tuple[Experts, ...] = ()
 
 
 @serializable
@@ -92,7 +96,7 @@ def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
         own = read(plan.draft)
         draft = Draft(**own | {"layers": _layers(own)})
     frequencies = []
-    for one in attention.ropes(plan.config):
+    for one in ropes(plan.config):
         value = rope.frequencies(one)
         # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one for each pair.
         if (divisors := fields.get("rope_divisors")) is not None:
@@ -115,7 +119,7 @@ def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
 
 def _layers(fields: Fields) -> Layers:
     groups = fields["layers"].items()
-    return Layers(**{kind: tuple(get(kind).Weights(**group) for group in own) for kind, own in groups})
+    return Layers(**{kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups})
 
 
 def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:

@@ -3,13 +3,11 @@ stores a window's pages as a ring. What lies outside of a row's window is large,
 
 from unittest import mock
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, attention, cache_layouts, device
-from pallas_kernels.attention import cpu, prefill_pages
+from pallas_kernels import attend, cache_layouts, device
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
 from pallas_kernels.attention.scores import Scores

@@ -7,7 +7,7 @@ Hugging Face files hold them in halves.
 
 import dataclasses
 
-from bonsai_jax.config import Layer, ModelConfig, yarn_mscale
+from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.network.kinds import tensors
 from bonsai_jax.network.kinds.attention import Attention
 from bonsai_jax.network.kinds.mlp import Mlp

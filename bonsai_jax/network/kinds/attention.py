@@ -125,8 +125,8 @@ class Attention:
         return selection.choose(decode, impl=run.impl), selection.choose(prefill, impl=many)
 
     def pages(self, context: int, page_size: int, chunk: int | None) -> int:
-        """Pages of a sequence of so many tokens, of which `chunk` are read at once at most. With a window they
-        are a ring: as many as the window and a chunk touch. None: all keys stay."""
+        """Pages of a sequence of so many tokens, of which at most `chunk` are read at once. With a window
+        they are a ring, as many as the window and a chunk touch. None: all keys stay."""
         every = -(-context // page_size)
         if self.window is None or chunk is None:
             return every
@@ -183,17 +183,21 @@ TENSORS = {
     spec.field: spec
     for spec in (
         Spec("norm", "attn_norm.weight", "input_layernorm.weight", ("hidden",)),
-        Spec("q", "attn_q.weight", "self_attn.q_proj.weight", ("q_rows", "hidden"), ("heads", None), joined="qkv"),
+        Spec("q", "attn_q.weight", "self_attn.q_proj.weight", ("q_rows", "hidden"), ("heads", None),
+             joined="qkv"),
         Spec("k", "attn_k.weight", "self_attn.k_proj.weight", ("kv_width", "hidden"), ("kv heads", None),
              joined="qkv"),
         Spec("v", "attn_v.weight", "self_attn.v_proj.weight", ("kv_width", "hidden"), ("kv heads", None),
              joined="qkv"),
         Spec("q_bias", "attn_q.bias", "self_attn.q_proj.bias", ("q_rows",), ("heads",), joined="qkv_bias"),
-        Spec("k_bias", "attn_k.bias", "self_attn.k_proj.bias", ("kv_width",), ("kv heads",), joined="qkv_bias"),
-        Spec("v_bias", "attn_v.bias", "self_attn.v_proj.bias", ("kv_width",), ("kv heads",), joined="qkv_bias"),
+        Spec("k_bias", "attn_k.bias", "self_attn.k_proj.bias", ("kv_width",), ("kv heads",),
+             joined="qkv_bias"),
+        Spec("v_bias", "attn_v.bias", "self_attn.v_proj.bias", ("kv_width",), ("kv heads",),
+             joined="qkv_bias"),
         Spec("q_norm", "attn_q_norm.weight", "self_attn.q_norm.weight", ("head_dim",)),
         Spec("k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("head_dim",)),
-        Spec("o", "attn_output.weight", "self_attn.o_proj.weight", ("hidden", "q_width"), (None, "head inputs")),
+        Spec("o", "attn_output.weight", "self_attn.o_proj.weight", ("hidden", "q_width"),
+             (None, "head inputs")),
         Spec("post_norm", "post_attention_norm.weight", "post_attention_layernorm.weight", ("hidden",)),
     )
 }  # fmt: skip
@@ -285,7 +289,7 @@ def ring_table(rows: int, every: int, ring: int) -> np.ndarray:
 
 
 def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
-    """Self-attention of one layer and its residual: x, the cache and the workspace (pallas_kernels.attend)."""
+    """Self-attention of one layer and its residual: x, the cache and the workspace (`attend`)."""
     state = cache.attention[place.group]
     if place.taps:
         check_taps(place, state.impl if x.shape[-2] == 1 else state.prefill_impl)

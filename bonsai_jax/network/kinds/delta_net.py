@@ -1,4 +1,5 @@
-"""Gated delta net (Yang et al. 2024), which mixes tokens through a state of fixed size (pallas_kernels/delta).
+"""Gated delta net (Yang et al. 2024), which mixes tokens through a state of fixed size
+(pallas_kernels/delta).
 
 x + W_out delta_net(W_qkv n, W_z n, W_alpha n, W_beta n),  n = norm(x)
 """
@@ -143,7 +144,8 @@ TENSORS = {
         Spec("dt", "ssm_dt.bias", "linear_attn.dt_bias", ("v_heads",), ("v heads",)),
         Spec("decay", "ssm_a", "linear_attn.A_log", ("v_heads",), ("v heads",)),
         Spec("head_norm", "ssm_norm.weight", "linear_attn.norm.weight", ("v_dim",)),
-        Spec("out", "ssm_out.weight", "linear_attn.out_proj.weight", ("hidden", "v_width"), (None, "v width")),
+        Spec("out", "ssm_out.weight", "linear_attn.out_proj.weight", ("hidden", "v_width"),
+             (None, "v width")),
         Spec("conv_weights", "ssm_conv1d.weight", "linear_attn.conv1d.weight", ("qkv_width", "conv"),
              ("qkv width", None), plain=True),
     )
