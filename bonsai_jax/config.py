@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import jax
 
+from pallas_kernels.activations import SILU, Activation
+
 
 @dataclasses.dataclass(frozen=True)
 class RopeConfig:
@@ -121,7 +123,7 @@ class ModelConfig:
     that decides what is compiled, named in static_argnames or not.
 
     vocab_size       rows of the embedding, which can exceed the tokenizer's tokens
-    activation       of the feed-forward's gate; "gelu" is tanh's approximation
+    activation       of the feed-forward (pallas_kernels/activations.py)
     window           keys that a query sees, itself among them; None: all before it
     attention_scale  factor on scores; None: 1 / sqrt(head_dim)
     attention_gate   whether what a head gives is multiplied by the sigmoid of a gate as wide, which wq
@@ -147,7 +149,7 @@ class ModelConfig:
     context_length: int
     rms_norm_eps: float
     rope: RopeConfig
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Activation = SILU
     window: int | None = None
     attention_scale: float | None = None
     attention_gate: bool = False

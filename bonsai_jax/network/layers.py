@@ -194,20 +194,18 @@ def gated_mlp(
     config: ModelConfig,
     taps: Mapping[str, Tap] = NO_TAPS,
 ) -> Float[Array, "B T H"]:
-    """SwiGLU feed-forward of one layer (Shazeer 2020) and its residual.
+    """Gated feed-forward of one layer (Shazeer 2020) and its residual.
 
-    x + W_down (silu(W_gate n) * W_up n),  n = rms_norm(x)
+    x + W_down activation(W_gate n, W_up n),  n = rms_norm(x)
 
     index  the layer's among those with such a feed-forward (ModelConfig.places)
     taps   what edits or notes values on their way (taps.SITES)
     """
     w = params.layers
     assert w.w_gate is not None and w.w_up is not None and w.w_down is not None
-    norm = {"gamma": w.ffn_norm, "eps": config.rms_norm_eps}
-    if config.activation == "silu":
-        hidden = gated(x, w.w_gate, w.w_up, index, **norm)
-    else:
-        hidden = jax.nn.gelu(matmul(x, w.w_gate, index, **norm)) * matmul(x, w.w_up, index, **norm)
+    hidden = gated(
+        x, w.w_gate, w.w_up, index, activation=config.activation, gamma=w.ffn_norm, eps=config.rms_norm_eps
+    )
     hidden = tapped(taps, "hidden", hidden)
     return _add_product(x, hidden, w.w_down, index, params, taps.get("mlp"))
 
@@ -222,7 +220,7 @@ def experts_block(
 ) -> Float[Array, "B T H"]:
     """Mixture of experts of one layer (Shazeer et al. 2017) and its residual.
 
-    x + sum of w_e W_down,e (silu(W_gate,e n) * W_up,e n) over the chosen experts e,  n = rms_norm(x)
+    x + sum of w_e W_down,e activation(W_gate,e n, W_up,e n) over the chosen experts e,  n = rms_norm(x)
     w, chosen = route(softmax(W_router n))
 
     Over a mesh each device has some experts, whose part of the sum it adds. Tokens of padding have none.
@@ -245,10 +243,13 @@ def experts_block(
         here &= (chosen >= 0) & (chosen < held)
     chosen = jnp.where(here, chosen, -1)
     if "hidden" in taps:
-        hidden = tapped(taps, "hidden", experts_gated(n, w.expert_gate, w.expert_up, chosen, index))
+        hidden = experts_gated(n, w.expert_gate, w.expert_up, chosen, index, activation=config.activation)
+        hidden = tapped(taps, "hidden", hidden)
         y = experts_matmul(hidden, w.expert_down, chosen, weights, index)
     else:
-        y = experts_ffn(n, w.expert_gate, w.expert_up, w.expert_down, chosen, weights, index)
+        y = experts_ffn(
+            n, w.expert_gate, w.expert_up, w.expert_down, chosen, weights, index, activation=config.activation
+        )
     return _added(x, y, _rounds(x, w.expert_down), params, taps.get("mlp"))
 
 

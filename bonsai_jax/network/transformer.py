@@ -225,6 +225,7 @@ def _one_launch(x, cache: KVCache, params: Params, positions, rotation, config: 
             blocks=device.multiprocessors(),
             bits=stacks[0].products.activation_bits,
             eps=config.rms_norm_eps,
+            activation=config.activation,
         ),
         interleaved=config.rope.interleaved,
     )
@@ -251,6 +252,7 @@ def _one_launch_of_experts(x, cache: KVCache, params: Params, positions, rotatio
         experts=experts_layers.Experts(sizes.count, sizes.used, sizes.normalized),
         eps=config.rms_norm_eps,
         interleaved=config.rope.interleaved,
+        activation=config.activation,
     )
     return y[:, None], cache.replace(k=k_pages, v=v_pages)
 
@@ -292,7 +294,7 @@ def _by_layer_products(x, cache: KVCache, params: Params, positions, rotation, c
         following = of_mixer(layer + 1)[:2] if layer + 1 < config.num_layers else None
         y, made, of_products = layer_products.run(
             out[:, 0], x[:, 0], of_mixer(layer)[2], (norm, gate, up, down), following, layer, of_products,
-            config.rms_norm_eps, rounded,
+            config.rms_norm_eps, rounded, config.activation,
         )  # fmt: skip
         x, made = y[:, None], None if made is None else made[:, None]
     return x, cache
@@ -309,8 +311,9 @@ def _by_layer_gemms(x, cache: KVCache, params: Params, positions, rotation, conf
     workspace = empty_workspace(x.shape[0], config.num_heads, cache.k)
     for layer in range(config.num_layers):
         kernels = functools.partial(
-            layer_gemms.run, layer=layer, eps=config.rms_norm_eps, interleaved=config.rope.interleaved
-        )
+            layer_gemms.run, layer=layer, eps=config.rms_norm_eps, interleaved=config.rope.interleaved,
+            activation=config.activation,
+        )  # fmt: skip
         total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(kernels)(
             total, stacks, inputs, workspace
         )

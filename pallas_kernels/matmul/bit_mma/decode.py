@@ -3,11 +3,13 @@ common: sizes of their tiles, and how they are called."""
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels import tuned
+from pallas_kernels.activations import Activation
 from pallas_kernels.matmul import stacks
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -16,8 +18,9 @@ PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of
 
 
 def run(
-    kernel: Callable, name: str, plan: Callable | None, x, weights, part_layer, layer, gamma, eps, residual
-) -> jax.Array:
+    kernel: Callable, name: str, plan: Callable | None, x, weights, part_layer, layer, gamma, eps, residual,
+    activation: Activation,
+) -> jax.Array:  # fmt: skip
     """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
 
     kernel  (x, stacks, layers, **options) -> y
@@ -35,12 +38,14 @@ def run(
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
     n_tiles, pairs = matrices[0][0].shape[1:3]
-    sizes = {}
+    sizes: dict[str, Any] = {}
     if plan is not None:
         problem = tuned.Problem(
             name, (("q1_0", ROWS * n_tiles),), COLUMNS * pairs, len(matrices), len(x), bits
         )
-        sizes = tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(matrices), bits))
+        sizes |= tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(matrices), bits))
+    if len(matrices) == 2:
+        sizes["activation"] = activation
     y = kernel(
         x,
         matrices,
