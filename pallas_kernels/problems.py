@@ -90,7 +90,6 @@ class Step:
     plain       whether all layers mix tokens by attention without gates
     folded      whether weights are folded (rotation.py)
     attention   of one query a row
-    activation  of the feed-forward's gate
     split       whether layers are split over devices, which add their parts within each
     experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
                 one of each
@@ -103,7 +102,6 @@ class Step:
     layers: tuple[tuple[Parts, ...], ...] | None
     attention: Attention
     bits: int = 8
-    activation: str = "silu"
     split: bool = False
     widths: tuple[int, ...] = ()
     plain: bool = True

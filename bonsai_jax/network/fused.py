@@ -45,6 +45,7 @@ def one_launch(
             experts=experts_layers.Experts(e.count, e.used, e.normalized),
             eps=eps,
             interleaved=interleaved,
+            activation=e.activation,
         )
         return y[:, None], _with_pages(cache, k_pages, v_pages)
     from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
@@ -55,8 +56,9 @@ def one_launch(
     heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     bits = stacks[0].products.activation_bits
     shapes = Shapes(
-        x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits, eps=eps
-    )
+        x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits, eps=eps,
+        activation=config.mlp.activation,
+    )  # fmt: skip
     kernel = functools.partial(decode_layers, shapes=shapes, interleaved=interleaved)
     fields = tuple((part.fields["words"], part.fields["scales"]) for part in stacks)
     y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(x[:, 0], fields, inputs)
@@ -104,6 +106,7 @@ def layer_products(
             words,
             config.rms_norm_eps,
             rounded,
+            config.mlp.activation,
         )
         x, made = x[:, None], None if made is None else made[:, None]
     return x, cache
@@ -122,8 +125,9 @@ def layer_gemms(
     workspace = empty_workspace(x.shape[0], sizes.num_heads, inputs.k_pages)
     for layer in range(config.num_layers):
         run = functools.partial(
-            kernels.run, layer=layer, eps=config.rms_norm_eps, interleaved=sizes.rope.interleaved
-        )
+            kernels.run, layer=layer, eps=config.rms_norm_eps, interleaved=sizes.rope.interleaved,
+            activation=config.mlp.activation,
+        )  # fmt: skip
         total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(run)(
             total, stacks, inputs, workspace
         )

@@ -15,7 +15,6 @@ import dataclasses
 from bonsai_jax.network import kinds
 from bonsai_jax.weights.plan import LoadPlan, Stack
 from pallas_kernels import device, problems, refusals, selection
-from pallas_kernels.activations import SILU
 
 # Rows of a step, first and most: of one launch three times the columns of a tensor core; more of
 # layer_products are not measured (LOG.md); fewer than 9 have products of their own.
@@ -103,7 +102,6 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         decode,
         experts=(experts.count, experts.used) if experts else None,
         bits=run.activation_bits,
-        activation=SILU if experts else only.activation,
         split=split,
         widths=tuple(layer.mixer.output_width for layer in config.layers),
         plain=_is_plain(plan),

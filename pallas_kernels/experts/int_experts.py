@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -35,11 +36,15 @@ def most_rows(weights: tuple[QTensor, ...]) -> int:
     return next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or fits(rows))
 
 
-def run(x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: jax.Array) -> jax.Array:
+def run(
+    x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: jax.Array,
+    activation: Activation = SILU,
+) -> jax.Array:  # fmt: skip
     """`int_experts` of a flat stack: float32 [tiles * rows of a tile, N]."""
     kernel = functools.partial(
         int_experts,
         format=weights[0].format,
+        activation=activation,
         activation_bits=weights[0].products.activation_bits,
         shared=device.shared_bytes(),
     )
@@ -48,7 +53,7 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: ja
     return y[:, : weights[0].shape[0]]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "activation_bits", "shared"))
+@functools.partial(jax.jit, static_argnames=("format", "activation", "activation_bits", "shared"))
 def int_experts(
     x: jax.Array,
     weights: tuple[dict[str, jax.Array], ...],
@@ -56,10 +61,11 @@ def int_experts(
     rows: jax.Array,
     *,
     format: str,
+    activation: Activation = SILU,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
 ) -> jax.Array:
-    """y[t, r] = W[experts[t]] x[rows[t, r]], or silu(G x) * (U x) of two stacks.
+    """y[t, r] = W[experts[t]] x[rows[t, r]], or activation(G x, U x) of two stacks.
 
     x        float32 [M, K]
     weights  fields of W, or of G and U, as the format's `tile` makes them, each a stack
@@ -80,7 +86,7 @@ def int_experts(
         )
     (part,) = planned.parts
     product = int_decode_block.IntegerProduct(
-        planned, of_tile, columns, n_tiles, steps, len(weights), 0.0, activation_bits
+        planned, of_tile, columns, n_tiles, steps, len(weights), 0.0, activation_bits, activation
     )
     ring = planned.warps * part.depth * part.item_bytes(len(weights))
     return launch(

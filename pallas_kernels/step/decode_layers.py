@@ -56,7 +56,7 @@ def decode_layers(
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:
     """One token of every row through all layers.
 
-    x <- x + W_o attention(norm(x));  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x)
+    x <- x + W_o attention(norm(x));  x <- x + W_down activation(W_gate n, W_up n),  n = norm(x)
 
     x          float32 [rows, hidden]
     weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (formats/q1_0.py)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention import decode_plan
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
@@ -31,8 +32,9 @@ class Planned(NamedTuple):
 
 
 def plan(
-    phases: Sequence[Sequence[Phase]], experts: Experts, attention_words: int, bits: int, eps: float
-) -> Planned | None:
+    phases: Sequence[Sequence[Phase]], experts: Experts, attention_words: int, bits: int, eps: float,
+    activation: Activation = SILU,
+) -> Planned | None:  # fmt: skip
     """Of one row for the default device; None where there is no room for two items of a warp in each ring, or
     an expert has less than a block.
 
@@ -53,6 +55,7 @@ def plan(
                     int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts), 1,
                     phase.columns * wide, sum(part.n_tiles for part in parts),
                     phase.columns // COLUMNS * wide, len(phase.parts[0]), eps, bits,
+                    activation,
                 )
                 for phase, parts in zip(each, placed, strict=True)
             )

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
@@ -40,7 +41,10 @@ class Planned(NamedTuple):
     slot_bytes: int
 
 
-def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False) -> Planned | None:
+def plan(
+    phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False,
+    activation: Activation = SILU,
+) -> Planned | None:  # fmt: skip
     """For the default device; None where so many rows leave no room for weights on their way. rotated: blocks
     rotate activations.
 
@@ -81,6 +85,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
         IntegerProduct(
             int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts), rows, phase.columns,
             sum(part.n_tiles for part in parts), phase.columns // COLUMNS, len(phase.parts[0]), eps, bits,
+            activation,
         )
         for phase, parts in zip(phases, placed, strict=True)
     )  # fmt: skip

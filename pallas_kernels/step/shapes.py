@@ -6,6 +6,7 @@ import enum
 import functools
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
@@ -55,6 +56,7 @@ class Shapes:
     blocks: int
     bits: int = 8
     eps: float = 0.0
+    activation: Activation = SILU
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
@@ -87,7 +89,7 @@ class Shapes:
                 kind = functools.partial(BitProduct, bits=self.bits)
             p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
-                tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,
+                tiles=-(-n_tiles // self.blocks), eps=self.eps, activation=self.activation, **rest,
             )  # fmt: skip
             return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
 

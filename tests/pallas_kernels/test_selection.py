@@ -215,7 +215,6 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, scale=0.1)}, "scores are scaled by 0.1"),
         (
@@ -250,7 +249,6 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
         ({"layers": (layer_of(["q4_k"] * 4 + ["q1_0"]),)}, "not all layers' weights have 2 to 8 bits: q1_0"),
         ({"layers": None}, "q, k and v of a layer are not joined"),
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),

@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import (
     as_real,
@@ -116,6 +117,7 @@ class BitProduct:
     normed: bool = False
     eps: float = 0.0
     bits: int = 8
+    activation: Activation = SILU
     splits: ClassVar[int] = 1  # of the columns: each block has all of them
 
     @property
@@ -207,7 +209,7 @@ class BitProduct:
                 if self.normed:
                     squares = over_warps(row * self.warps + (self.scratch - self.rows * self.warps), 1)
                     norm = epilogue.inverse_rms(squares, self.columns, self.eps)
-                store(i, row, n, epilogue.finished(y, norm))
+                store(i, row, n, epilogue.output(y, norm, self.activation))
 
 
 def over_lanes(t, shares: list, count: int) -> list:

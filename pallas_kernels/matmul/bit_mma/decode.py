@@ -2,10 +2,12 @@
 common: how they are called."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.matmul import stacks
 from pallas_kernels.tiles import ROWS
 
@@ -13,7 +15,9 @@ GROUP = 128  # columns that share a scale, of weights and of activations
 PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
 
 
-def run(kernel: Callable, x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+def run(
+    kernel: Callable, x, weights, part_layer, layer, gamma, eps, residual, activation: Activation
+) -> jax.Array:
     """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
 
     kernel  (x, stacks, layers, **options) -> y
@@ -27,6 +31,7 @@ def run(kernel: Callable, x, weights, part_layer, layer, gamma, eps, residual) -
     gamma, norm_index = stacks.whole(*stacks.of_gamma(gamma, layer))
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+    gated: dict[str, Any] = {"activation": activation} if len(matrices) == 2 else {}
     y = kernel(
         x,
         matrices,
@@ -36,5 +41,6 @@ def run(kernel: Callable, x, weights, part_layer, layer, gamma, eps, residual) -
         eps=eps,
         residual=residual,
         activation_bits=bits,
+        **gated,
     )
     return y[:, :n].reshape(*lead, n)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
@@ -41,7 +42,7 @@ def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
     return warps, max(1, min(LOADS_PER_LANE // each(warps), most))
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
+@functools.partial(jax.jit, static_argnames=("eps", "activation", "activation_bits"))
 def bit_decode_b1(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -50,9 +51,10 @@ def bit_decode_b1(
     gamma: jax.Array | None = None,
     eps: float = 0.0,
     residual: jax.Array | None = None,
+    activation: Activation = SILU,
     activation_bits: int = 8,
 ) -> jax.Array:
-    """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
+    """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
@@ -66,7 +68,7 @@ def bit_decode_b1(
     warps, tiles = plan(n_tiles, pairs)
     phase = BitProduct(
         rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-        matrices=len(weights), normed=gamma is not None, eps=eps, bits=activation_bits,
+        matrices=len(weights), normed=gamma is not None, eps=eps, bits=activation_bits, activation=activation,
     )  # fmt: skip
     return launch(
         functools.partial(_multiply_rows, phase),

@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real, select
@@ -68,7 +69,7 @@ def _sums_of_row(warps: int) -> int:
     return warps * 16 + 4  # 4: rows that are stored together lie in other banks
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
+@functools.partial(jax.jit, static_argnames=("eps", "activation", "activation_bits"))
 def bit_decode_s8(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -77,9 +78,10 @@ def bit_decode_s8(
     gamma: jax.Array | None = None,
     eps: float = 0.0,
     residual: jax.Array | None = None,
+    activation: Activation = SILU,
     activation_bits: int = 8,
 ) -> jax.Array:
-    """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
+    """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
@@ -102,7 +104,7 @@ def bit_decode_s8(
         )
     product = ByteProduct(
         rows, columns, n_tiles, pairs, len(weights), *planned,
-        normed=gamma is not None, eps=eps, bits=activation_bits,
+        normed=gamma is not None, eps=eps, bits=activation_bits, activation=activation,
     )  # fmt: skip
     i32, f32 = jnp.int32, jnp.float32
     dtypes = {"q_smem": i32, "scales_smem": f32, "sums_smem": f32, "squares_smem": f32}
@@ -141,6 +143,7 @@ class ByteProduct:
     normed: bool
     eps: float
     bits: int
+    activation: Activation
 
     @property
     def per_warp(self) -> int:
@@ -290,7 +293,7 @@ class _Block:
             if sizes.normed:
                 squares = over_warps(self.squares_smem, row * sizes.warps, 1)
                 norm = epilogue.inverse_rms(squares, sizes.columns, sizes.eps)
-            y = epilogue.finished(y, norm)
+            y = epilogue.output(y, norm, sizes.activation)
             if self.residual_gmem is not None:
                 y = y + memory.load(self.residual_gmem, row, n)
             memory.store(y, self.out_gmem, row, n)

@@ -20,6 +20,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import epilogue
 from pallas_kernels.matmul.bit_mma.bit_product import LaneColumns
@@ -67,6 +68,7 @@ class RowsProduct(abc.ABC):
     matrices: int = 1
     normed: bool = False
     eps: float = 0.0
+    activation: Activation = SILU
 
     @property
     @abc.abstractmethod
@@ -147,7 +149,7 @@ class RowsProduct(abc.ABC):
                 places = [self.place(section, u, m, row) + inside for m in range(self.matrices)]
                 y = [self._over_warps(scratch_smem, at, 16) for at in places]
                 norm = norms[i] if norms else self.norm(scratch_smem, of_all)
-                store(i, of_all, n, epilogue.finished(y, norm))
+                store(i, of_all, n, epilogue.output(y, norm, self.activation))
 
     def norm(self, scratch_smem, row):
         """Of a row, behind a block barrier; None where the phase norms nothing."""

@@ -25,7 +25,7 @@ A block of threads has `tiles` tiles of 16 rows, one behind the other, and its w
     copies of a warp's first weights into its own ring in shared memory begin
     its columns' activations -> norm, absmax, q -> shared memory   (each warp those that it multiplies)
     for each tile, for each 256 columns of the warp: wait, ring -> registers -> mma -> scaled sums; copy ahead
-    every few tiles: sums of the warps -> 1 / rms, SwiGLU or residual -> out
+    every few tiles: sums of the warps -> 1 / rms, activation or residual -> out
 
 A lane reads from the ring what it copied there itself: nobody waits for another warp, and loads run on
 across tiles.
@@ -38,6 +38,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import all_reduce, device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -65,31 +66,33 @@ def rotates(format: str, columns: int, rows: int) -> bool:
     return alike and rows * -(-columns // rotated_columns.CHUNK) <= MOST_CHUNKS
 
 
-def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+def run(x, weights, part_layer, layer, gamma, eps, residual, activation: Activation) -> jax.Array:
     """Products of few rows, of which a launch takes up to 16 (execute.py)."""
-    y = _run(x, [weights], part_layer, layer, gamma, eps, residual)
+    y = _run(x, [weights], part_layer, layer, gamma, eps, residual, activation)
     return y[..., : weights[0].shape[0]]
 
 
 def run_below(x, pieces, part_layer, layer, gamma, eps) -> jax.Array:
     """Matrices rows below rows (qtensor.Rows), each of a format of this kernel and of whole tiles, in one
     launch."""
-    return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None)
+    return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None, SILU)
 
 
 def run_and_send(x, weight, part_layer, peers) -> list[jax.Array]:
     """The product into mailboxes (all_reduce.py), a launch for at most 16 rows; what `receive` wants."""
-    return _launches(x, [(weight,)], part_layer, part_layer, None, 0.0, None, peers)
+    return _launches(x, [(weight,)], part_layer, part_layer, None, 0.0, None, SILU, peers)
 
 
-def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
-    """Products with parts, rows below rows; each part is one matrix or, for SwiGLU, two."""
-    y = _launches(x, weights, part_layer, layer, gamma, eps, residual, None)
+def _run(x, weights, part_layer, layer, gamma, eps, residual, activation: Activation) -> jax.Array:
+    """Products with parts, rows below rows; each part is one matrix or, with an activation, two."""
+    y = _launches(x, weights, part_layer, layer, gamma, eps, residual, activation, None)
     y = y[0] if len(y) == 1 else jnp.concatenate(y)
     return y.reshape(*x.shape[:-1], -1)
 
 
-def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> list[jax.Array]:
+def _launches(
+    x, weights, part_layer, layer, gamma, eps, residual, activation: Activation, peers
+) -> list[jax.Array]:
     """Of each launch, with as many rows as there is room for, its result."""
     any_weight = weights[0][0]
     parts, index = stacks.narrowed(tuple(tuple(w.fields for w in part) for part in weights), part_layer)
@@ -124,6 +127,7 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
             peers=peers,
             sent_before=first * any_weight.shape[0],
             rotation=rotation,
+            activation=activation,
             **settings,
         )
         for first in range(0, x.shape[0], at_once)
@@ -132,7 +136,7 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
 
 @functools.partial(
     jax.jit,
-    static_argnames=("formats_of", "eps", "activation_bits", "shared", "sent_before"),
+    static_argnames=("formats_of", "eps", "activation", "activation_bits", "shared", "sent_before"),
 )
 def int_decode(
     x: jax.Array,
@@ -146,11 +150,12 @@ def int_decode(
     peers: jax.Array | None = None,
     sent_before: int = 0,
     rotation: Rotation | None = None,
+    activation: Activation = SILU,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
 ) -> jax.Array:
-    """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below
-    rows.
+    """y = x W.T for parts of one matrix, or activation(x G.T, x U.T) for parts of two; parts are rows
+    below rows.
 
     x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
@@ -181,7 +186,7 @@ def int_decode(
         )
     product = int_decode_block.IntegerProduct(
         planned, rows, columns, sum(part.n_tiles for part in planned.parts), steps, matrices, eps,
-        activation_bits,
+        activation_bits, activation,
     )  # fmt: skip
     devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * ROWS), jnp.float32)
     if peers is not None:

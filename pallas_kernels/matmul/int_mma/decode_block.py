@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, total
-from pallas_kernels.matmul.epilogue import finished, inverse_rms, over_warps
+from pallas_kernels.matmul.epilogue import inverse_rms, output, over_warps
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import RotatedActivations, WarpActivations
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
@@ -33,6 +34,7 @@ class IntegerProduct:
     matrices: int
     eps: float
     bits: int
+    activation: Activation = SILU
 
     @property
     def width(self) -> int:
@@ -240,7 +242,7 @@ class Block:
             if self.normed:
                 squares = over_warps(lambda w: memory.load(self.squares_smem, row * warps + w), warps)
                 norm = inverse_rms(squares, sizes.columns, sizes.eps)
-            y = finished(sums, norm)
+            y = output(sums, norm, sizes.activation)
             residual, of_store = self.ahead_of(at, first) if ahead is None else ahead
             self.store(y if residual is None else y + residual, row, n, of_store)
             return carry
