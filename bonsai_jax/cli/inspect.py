@@ -243,9 +243,9 @@ def _refused(chosen: list[dict[str, Any]]) -> list[tuple[str, str, list[str]]]:
 def _tuned(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
     """Tuned tile sizes that products with this model's formats and widths have on this device."""
     from pallas_kernels import tuned
-    from pallas_kernels.tiles import COLUMNS
+    from pallas_kernels.tiles import TILE_COLUMNS
 
-    padded = lambda columns: columns + -columns % COLUMNS  # noqa: E731
+    padded = lambda columns: columns + -columns % TILE_COLUMNS  # noqa: E731
     kinds = {(t.format, padded(t.shape[1])) for t in checkpoint.tensors.values() if len(t.shape) == 2}
     found = []
     for name, (settings, path) in tuned.entries().items():

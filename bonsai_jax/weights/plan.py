@@ -19,7 +19,7 @@ from bonsai_jax.weights.specs import Source, Spec, match
 from checkpoints import Checkpoint, Folding, RandomTensor, folding
 from pallas_kernels import device, problems, refusals, selection
 from pallas_kernels.qtensor import Products
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 # Fields of Layers that join those of Spec, rows below rows, because they have the same input.
 JOINED = {
@@ -340,7 +340,7 @@ def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
     another input."""
     if any(len({m.folded for m in of}) > 1 for of in zip(*members, strict=True)):
         return False
-    return not any(m.own_shape[0] % ROWS and _is_tiled(m, run) for of in members for m in of)
+    return not any(m.own_shape[0] % TILE_ROWS and _is_tiled(m, run) for of in members for m in of)
 
 
 def _stack(fields: tuple[str, ...], members: Mapping[str, Sequence[Member]], run: RunConfig) -> Stack:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels import tuned
 from pallas_kernels.matmul import stacks
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 GROUP = 128  # columns that share a scale, of weights and of activations
 PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
@@ -33,12 +33,12 @@ def run(
     matrices, index = stacks.whole(matrices, part_layer)
     gamma, norm_index = stacks.whole(*stacks.of_gamma(gamma, layer))
     if residual is not None:
-        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
     n_tiles, pairs = matrices[0][0].shape[1:3]
     sizes = {}
     if plan is not None:
         problem = tuned.Problem(
-            name, (("q1_0", ROWS * n_tiles),), COLUMNS * pairs, len(matrices), len(x), bits
+            name, (("q1_0", TILE_ROWS * n_tiles),), TILE_COLUMNS * pairs, len(matrices), len(x), bits
         )
         sizes = tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(matrices), bits))
     y = kernel(
