@@ -7,7 +7,7 @@ import importlib.util
 
 from pallas_kernels import cache_layouts, device, formats
 from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts, Problem, Sampling, Step
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 STEP_ROWS = 256  # of a decode step, at most
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
@@ -36,7 +36,7 @@ def bit_decode_s8(problem: Matmul) -> str | None:
         return reason
     from pallas_kernels.matmul.bit_mma.decode_s8 import plan  # only GPUs need it
 
-    n_tiles, steps = -(-problem.n // ROWS), -(-problem.k // COLUMNS)
+    n_tiles, steps = -(-problem.n // TILE_ROWS), -(-problem.k // TILE_COLUMNS)
     room = plan(n_tiles, steps, problem.matrices, problem.bits, device.shared_bytes())
     return None if room else f"integers of {problem.k} activations a row leave no room for weights"
 
@@ -272,8 +272,8 @@ def _in_tiles(problem: Step) -> str | None:
         return f"not all layers' weights have 2 to 8 bits: {others}"
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
-        if size % COLUMNS:
-            return f"{what} is {size} wide, no multiple of {COLUMNS}"
+        if size % TILE_COLUMNS:
+            return f"{what} is {size} wide, no multiple of {TILE_COLUMNS}"
     return None
 
 

@@ -123,13 +123,13 @@ def _row(name: str, tensors: list) -> dict[str, Any]:
 
 
 def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") -> dict[str, Any]:
-    from bonsai_jax import card
+    from bonsai_jax import card, machine
     from bonsai_jax.network import cache as kv
     from checkpoints import folding
 
     step = card.step_bytes(checkpoint, run)
     return {
-        "device": card.device_name(),
+        "device": machine.device_name(),
         "weights on the device": run.weights,
         "weight bytes": card.held_bytes(checkpoint, config, run),
         "KV bytes per token": kv.bytes_per_token(config, run.cache_dtype),
@@ -141,8 +141,8 @@ def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") 
         **({"Hadamard-folded weights": len(fold.weights)} if (fold := folding(checkpoint)) else {}),
         "KV bytes at that context": card.cache_bytes(config, run),
         "bytes per decoded token": step,
-        "memory bytes/s": card.bandwidth(),
-        "ceiling tok/s": card.bandwidth() / step,
+        "memory bytes/s": machine.bandwidth(),
+        "ceiling tok/s": machine.bandwidth() / step,
     }
 
 

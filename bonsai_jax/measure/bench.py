@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import card
+from bonsai_jax import card, machine
 from bonsai_jax.config import ModelConfig, SamplingParams
 from bonsai_jax.decoding import jitted, speculation
 from bonsai_jax.decoding import steps as core
@@ -230,7 +230,9 @@ class Test:
             tok_s=mean,
             tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
             gb_s=moved / 1e9,
-            ceiling_share=None if self.kind == "pp" else moved / card.bandwidth() / (self.data * self.parts),
+            ceiling_share=None
+            if self.kind == "pp"
+            else moved / machine.bandwidth() / (self.data * self.parts),
             data_parallel=self.data,
             tensor_parallel=self.parts,
             tokens_per_step=of_row,
@@ -293,8 +295,8 @@ def origin(named: str | None = None) -> dict[str, Any]:
     return {
         "date": now(),
         "commit": named or commit(),
-        "device": card.device_name(),
-        "driver": card.driver(),
+        "device": machine.device_name(),
+        "driver": machine.driver(),
         "jax": jax.__version__,
     }
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import card
+from bonsai_jax import card, machine
 from bonsai_jax.config import Channels, Mixer
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.measure import bench
@@ -40,8 +40,8 @@ class Phase(bench.Origin):
     operations  two for each weight and token, or for each element of a query and a key or value that it sees
     tflops      10^12 operations a second
     ceiling_share  the time that the ceiling allows over the time taken
-    bound       the ceiling that it meets first: "memory" (bytes over card.bandwidth) or "compute" (operations
-                over card.arithmetic: of the tensor cores, by what they multiply)
+    bound       the ceiling that it meets first: "memory" (bytes over machine.bandwidth) or "compute" (operations
+                over machine.arithmetic: of the tensor cores, by what they multiply)
     """
 
     impl: str
@@ -132,12 +132,12 @@ def measure(
         seconds = _seconds(lambda state, call=call: call(params, state), start, repetitions, tokens)
         if phase in ("attention", "delta net"):
             of_delta = cache.delta and (cache.delta.prefill_impl if many else cache.delta.impl)
-            impl, rate = attends if phase == "attention" else str(of_delta), card.arithmetic()
+            impl, rate = attends if phase == "attention" else str(of_delta), machine.arithmetic()
         elif phase == "head":
             impl, rate = card.kernel_names(head, rows), _rate(head, rows)
         else:
             impl, rate = of_products, _rate((w.wo if w.w_down is None else w.w_down).parts[0], rows * tokens)
-        least = (moved / card.bandwidth(), operations / rate)
+        least = (moved / machine.bandwidth(), operations / rate)
         total = (total[0] + seconds, total[1] + moved, total[2] + operations)
         total_least = (total_least[0] + least[0], total_least[1] + least[1])
         yield row(phase, seconds, moved, operations, least, impl)
@@ -155,10 +155,10 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
     piece = weight.pieces[0] if isinstance(weight, Rows) else weight
     kernel = piece.products.of(rows)
     if kernel in ("reference", "cublas", "int_prefill_sm90"):
-        return card.arithmetic("half")
+        return machine.arithmetic("half")
     by_planes = kernel == "bit_decode_b1" or (kernel == "bit_decode_ring" and rows <= 4)
     kind = "planes" if by_planes else "int8"
-    return card.arithmetic(kind) * 8 / piece.products.activation_bits
+    return machine.arithmetic(kind) * 8 / piece.products.activation_bits
 
 
 def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callable[[Params, Any], Any]:

@@ -23,7 +23,7 @@ from bonsai_jax.weights.specs import Description, Source, Sources, Spec
 from checkpoints import Folding, RandomTensor
 from pallas_kernels import device, problems, selection
 from pallas_kernels.qtensor import Products
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 DEFAULT_CONTEXT = 4096
 
@@ -303,7 +303,7 @@ def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
     another input."""
     if any(len({m.folded for m in layer}) > 1 for layer in zip(*members, strict=True)):
         return False
-    return not any(m.own_shape[0] % ROWS and _is_tiled(m, run) for field in members for m in field)
+    return not any(m.own_shape[0] % TILE_ROWS and _is_tiled(m, run) for field in members for m in field)
 
 
 def _parts(

@@ -12,7 +12,7 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct, scratch
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
 from pallas_kernels.step.router import Experts
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 OUT, GATE_UP, DOWN, NEXT_QKV = range(4)  # products
 
@@ -54,7 +54,7 @@ def plan(
                 IntegerProduct(
                     int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts), 1,
                     phase.columns * wide, sum(part.n_tiles for part in parts),
-                    phase.columns // COLUMNS * wide, len(phase.parts[0]), eps, bits,
+                    phase.columns // TILE_COLUMNS * wide, len(phase.parts[0]), eps, bits,
                     activation,
                 )
                 for phase, parts in zip(each, placed, strict=True)
@@ -92,8 +92,8 @@ def refuses(
     """
     if len({parts for layer in layers for parts in layer[2:4]}) > 1:
         return "gate and up, or those of different layers, have different formats"
-    if hidden > 4 * WARPS * COLUMNS:
-        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * COLUMNS}"
+    if hidden > 4 * WARPS * TILE_COLUMNS:
+        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * TILE_COLUMNS}"
     query_heads, kv_heads, head_dim = heads
     of_attention = decode_plan.Plan(
         1, kv_heads, query_heads // kv_heads, head_dim, 1, 1, device.multiprocessors(), True, 0.0, False

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from bonsai_jax.network.layers import rope_frequencies
 
 from bonsai_jax.model import RunConfig, Tokenizer, load_plan, resolve
 from bonsai_jax.network import architectures
-from bonsai_jax.network.layers import rope_frequencies
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 
 ODD = ["x", {}, [], None, True, -1, 0, float("inf"), 1.5, 10**400, [1, 2]]

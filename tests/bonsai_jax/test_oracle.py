@@ -12,9 +12,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from bonsai_jax.weights.params import blocks
 
 import bonsai_jax as bj
-from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from tests.agreement import agreement, log_softmax, top_kl
 

@@ -13,11 +13,11 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from bonsai_jax.weights.params import blocks
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
 from bonsai_jax.weights import drawing, params
-from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks
 from pallas_kernels.qtensor import Rows

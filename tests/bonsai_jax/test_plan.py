@@ -4,11 +4,11 @@ import dataclasses
 
 import jax
 import pytest
+from bonsai_jax.weights.params import Params
 
 import bonsai_jax as bj
 from bonsai_jax import model
 from bonsai_jax.network import architectures
-from bonsai_jax.weights.params import Params
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves

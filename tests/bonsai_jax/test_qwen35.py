@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bonsai_jax.weights.params import blocks
 
 import bonsai_jax as bj
 from bonsai_jax import card
@@ -18,7 +19,6 @@ from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.network import architectures
 from bonsai_jax.network import cache as kv
-from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from tests.bonsai_jax.test_speculation import two_layers
 

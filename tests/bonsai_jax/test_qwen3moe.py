@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bonsai_jax.weights.params import blocks
 
 import bonsai_jax as bj
 from bonsai_jax import card
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.network import architectures
 from bonsai_jax.weights import params
-from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 
 TINY = "synth:tiny-qwen3moe:f32"

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.activations import Activation
 from pallas_kernels.matmul import stacks
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 GROUP = 128  # columns that share a scale, of weights and of activations
 PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
@@ -30,7 +30,7 @@ def run(
     matrices, index = stacks.whole(matrices, part_layer)
     gamma, norm_index = stacks.whole(*stacks.of_gamma(gamma, layer))
     if residual is not None:
-        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
     gated: dict[str, Any] = {"activation": activation} if len(matrices) == 2 else {}
     y = kernel(
         x,

@@ -30,7 +30,7 @@ from pallas_kernels.matmul.bit_mma.decode import PAIR_BYTES, SCALE_BYTES
 from pallas_kernels.matmul.bit_mma.rows_of_bytes import RowsOfBytes
 from pallas_kernels.matmul.bit_mma.rows_of_planes import RowsOfPlanes
 from pallas_kernels.matmul.bit_mma.rows_product import WIDTH, RowsProduct, Section
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 MOST_STAGES, LEAST_STAGES = 8, 3
 ROUND_BYTES = 40_000  # at most: the last round's are multiplied when nothing is on its way any more
@@ -47,10 +47,10 @@ def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     """Why it is not for a matrix of n outputs and k inputs, or two, or None."""
     if matrices > 1 or bits != 8:
         return "is for one matrix, and activations of 8 bits"
-    n_tiles, least = -(-n // ROWS), LEAST_TILES * device.multiprocessors()
+    n_tiles, least = -(-n // TILE_ROWS), LEAST_TILES * device.multiprocessors()
     if n_tiles < least:
-        return f"is for {ROWS * least} outputs or more, of which every block has rounds"
-    pairs = -(-k // COLUMNS)
+        return f"is for {TILE_ROWS * least} outputs or more, of which every block has rounds"
+    pairs = -(-k // TILE_COLUMNS)
     room = all(plan(rows, k, n_tiles, pairs) for rows in (1, rows_of_planes.MOST_ROWS, WIDTH))
     return None if room else f"{WIDTH} rows of {k} activations leave no room for weights"
 
