@@ -30,11 +30,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
-from bonsai_jax.weights.params import blocks
 
 import bonsai_jax as bj
 from bonsai_jax import card, machine
 from bonsai_jax.measure import bench
+from bonsai_jax.network.params import blocks
 from checkpoints import Tensor, open_checkpoint, write_gguf
 from checkpoints.demo import demo_path
 

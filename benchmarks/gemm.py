@@ -163,11 +163,11 @@ class Weights:
     """
 
     def __init__(self, arguments: argparse.Namespace, config: ModelConfig, op: str, rows: list[int]):
-        hidden, ffn_width = config.hidden, config.ffn
+        hidden, ffn_width = config.hidden, config.mlp.ffn
         self.op = op
         self.shapes = {
-            "qkv": [(config.q_width + 2 * config.kv_width, hidden)],
-            "attention output": [(hidden, config.q_width)],
+            "qkv": [(config.attention.q_width + 2 * config.attention.kv_width, hidden)],
+            "attention output": [(hidden, config.attention.q_width)],
             "feed-forward": [(ffn_width, hidden), (ffn_width, hidden), (hidden, ffn_width)],
         }[op]
         self.joined = self.shapes if len(self.shapes) == 1 else [(2 * ffn_width, hidden), self.shapes[-1]]

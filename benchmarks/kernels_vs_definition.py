@@ -24,7 +24,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bonsai_jax.weights.params import Params
 from jaxtyping import Array, Float, Int
 
 import bonsai_jax as bj
@@ -33,6 +32,7 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.params import Params
 from tests.agreement import log_softmax
 
 ORACLE = Path(__file__).parent.parent / "tests" / "data" / "smollm2_oracle.json"

@@ -27,12 +27,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from bonsai_jax.weights.params import blocks
 
 import bonsai_jax as bj
 from bonsai_jax import card, machine
 from bonsai_jax.decoding import jitted
 from bonsai_jax.network import cache as kv
+from bonsai_jax.network.params import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks, quantize
 from tests.agreement import agreement, log_softmax, top_kl

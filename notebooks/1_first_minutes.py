@@ -104,7 +104,9 @@ if plt:
 # Which implementation was chosen for a product, and why not another:
 
 # %%
-product = problems.Matmul(device.platform(), layers.wo.parts[0].format, *layers.wo.shape)
+product = problems.Matmul(
+    device.platform(), layers.attention[0].o.parts[0].format, *layers.attention[0].o.shape
+)
 for verdict in selection.explain(product):
     print("->" if verdict.taken else "  ", verdict.kernel, "-", verdict.reason)
 

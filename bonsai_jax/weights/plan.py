@@ -188,8 +188,8 @@ def plan(description: Description, run: RunConfig, placement: Placement | None =
     draft = None
     if description.draft is not None:
         own = placement and dataclasses.replace(placement, config=description.draft.config)
-        draft = _planned(description.draft, dataclasses.replace(run, schedule="launches"), own)
-    return dataclasses.replace(_planned(description, run, placement), draft=draft)
+        draft = planned(description.draft, dataclasses.replace(run, schedule="launches"), own)
+    return dataclasses.replace(planned(description, run, placement), draft=draft)
 
 
 def resolve(description: Description, run: RunConfig, parts: int = 1) -> RunConfig:
@@ -206,7 +206,8 @@ def resolve(description: Description, run: RunConfig, parts: int = 1) -> RunConf
     return dataclasses.replace(run, weights=next(verdict.kernel for verdict in verdicts if verdict.taken))
 
 
-def _planned(description: Description, run: RunConfig, placement: Placement | None) -> LoadPlan:
+def planned(description: Description, run: RunConfig, placement: Placement | None = None) -> LoadPlan:
+    """The plan for a resolved RunConfig, without its draft layer and whatever it takes of memory."""
     config, stacks = description.config, []
     if placement:
         placement.check(list(_split_matrices(description, run)))

@@ -67,8 +67,8 @@ def test_prefill_equals_reading_token_by_token(name):
     model, ids, lengths = tiny(name), prompt(64), np.array([1, 2, 16, 17, 33, 64])
 
     def held(state, row):
-        pages = np.asarray(state.cache.k)[:, state.cache.block_table[row]]
-        return pages.reshape(model.config.num_layers, -1, model.config.kv_width)[:, : lengths[row]]
+        pages = np.asarray(state.cache.attention[0].k)[:, state.cache.block_table[row]]
+        return pages.reshape(model.config.num_layers, -1, model.config.attention.kv_width)[:, : lengths[row]]
 
     at_once = prefilled(model, [ids[:length] for length in lengths])
     one_by_one = prefilled(model, [ids[:1]] * ROWS)
@@ -92,7 +92,7 @@ def test_prefill_in_chunks_equals_prefill_at_once(monkeypatch):
     chunked = run(model.params, new(model), *padded(prompts), config=model.config).state
     np.testing.assert_array_equal(chunked.cache.lengths, whole.cache.lengths)
     assert_same([chunked.tokens], [whole.tokens])
-    np.testing.assert_allclose(chunked.cache.v, whole.cache.v, atol=2e-5)
+    np.testing.assert_allclose(chunked.cache.attention[0].v, whole.cache.attention[0].v, atol=2e-5)
 
 
 def test_prefill_goes_on_behind_what_the_cache_holds():
@@ -110,7 +110,13 @@ def test_a_row_keeps_its_bits_whatever_the_other_rows_hold():
         prompts = [prompt(lengths[0], seed), mine, prompt(lengths[1], seed + 10)]
         state, drawn, _ = decode(model, prefilled(model, prompts, sampling), limit=NEW)
         pages = state.cache.block_table[1]
-        runs.append((drawn[1], np.asarray(state.cache.k)[:, pages], np.asarray(state.cache.v)[:, pages]))
+        runs.append(
+            (
+                drawn[1],
+                np.asarray(state.cache.attention[0].k)[:, pages],
+                np.asarray(state.cache.attention[0].v)[:, pages],
+            )
+        )
     assert_same(*([drawn] for drawn, _, _ in runs))
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -135,7 +141,7 @@ def test_shuffled_pages_give_the_same_bits_as_pages_in_order():
     results = []
     for s in (state, other.replace(cache=other.cache.replace(block_table=jnp.asarray(table)))):
         s, drawn, _ = decode(model, read(model, s, prompts), limit=15)
-        results.append((drawn, np.asarray(s.cache.k)[:, s.cache.block_table]))
+        results.append((drawn, np.asarray(s.cache.attention[0].k)[:, s.cache.block_table]))
     assert_same(results[0][0], results[1][0])
     np.testing.assert_array_equal(results[0][1], results[1][1])
 
@@ -144,16 +150,16 @@ def test_the_cache_is_donated_and_updated_in_place():
     model = tiny()
     state = bj.new_state(model, 1, 2048, GREEDY, 8, ignore_eos=True)
     state = state.replace(tokens=jnp.zeros(1, jnp.int32))  # the first to be read
-    cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
+    cache_bytes = state.cache.attention[0].k.nbytes + state.cache.attention[0].v.nbytes
     compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     assert (
         compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
     )  # XLA's dots on CPU copy one layer's weights
-    before = state.cache.k.unsafe_buffer_pointer()
+    before = state.cache.attention[0].k.unsafe_buffer_pointer()
     after = jitted.decode(model.params, state, model.config, limit=4, size=8).state
-    assert state.cache.k.is_deleted() and state.cache.v.is_deleted()
-    assert after.cache.k.unsafe_buffer_pointer() == before
+    assert state.cache.attention[0].k.is_deleted() and state.cache.attention[0].v.is_deleted()
+    assert after.cache.attention[0].k.unsafe_buffer_pointer() == before
 
 
 def test_greedy_tokens_are_the_argmax_of_teacher_forced_logits():

@@ -80,7 +80,7 @@ def test_caches_of_every_dtype_come_back_bit_for_bit(cache_dtype, tmp_path):
     cache = bj.new_cache(model, 2, 64)
     filled = {
         name: jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 40, a.shape).astype(a.dtype)), pages)
-        for name, pages in (("k", cache.k), ("v", cache.v))
+        for name, pages in (("k", cache.attention[0].k), ("v", cache.attention[0].v))
     }
     cache = cache.replace(lengths=jnp.array([5, 7], jnp.int32), **filled)
     bj.save_state(tmp_path / "cache", cache)
@@ -97,7 +97,7 @@ def test_a_cache_alone_and_the_kernels_of_this_process(tmp_path):
     written = cache.replace(impl="decode", prefill_impl="prefill_sm90")  # as a GPU would have it
     bj.save_state(tmp_path / "prefix", written)
     own = bj.new_cache(here, 2, 64)
-    assert own.impl != cache.impl
+    assert own.impl != cache.attention[0].impl
     same(
         bj.load_state(tmp_path / "prefix", here),
         cache.replace(impl=own.impl, prefill_impl=own.prefill_impl),
@@ -225,7 +225,7 @@ def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), forward(model.params, *prompt), atol=1e-5)
     stepped, want = bj.load_state(tmp_path / "stepped", model), go_on(model, state, 1).state
     np.testing.assert_array_equal(stepped.tokens, want.tokens)
-    np.testing.assert_allclose(stepped.cache.k, want.cache.k, atol=1e-5)
+    np.testing.assert_allclose(stepped.cache.attention[0].k, want.cache.attention[0].k, atol=1e-5)
 
 
 def test_weights_of_many_formats_are_exported():

@@ -44,11 +44,11 @@ def problems(platform: str):
     for name in MODELS:
         checkpoint = open_checkpoint(f"synth:{name}:f32")
         config = architectures.config_of(checkpoint)
-        heads[name] = (config.num_heads, config.num_kv_heads, config.head_dim)
+        heads[name] = (config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim)
         turned[name] = config.rotated
         plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
         shapes = {t.shape[-2:] for t in checkpoint.tensors.values() if len(t.shape) > 1}
-        for shape in shapes - ({(config.delta.qkv_width, config.delta.conv)} if plain else set()):
+        for shape in shapes - ({(config.delta_net.qkv_width, config.delta_net.conv)} if plain else set()):
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)
     for name, shape in heads.items():
