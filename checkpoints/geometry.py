@@ -56,7 +56,7 @@ GEOMETRY = {
     "pq2_0": Geometry(142, 128, 34),
     "ptq1_0": Geometry(143, 128, 28),
 }
-NAME_OF_ID = {g.id: name for name, g in GEOMETRY.items() if g.id != SHARED_ID}
+FORMAT_BY_ID = {g.id: name for name, g in GEOMETRY.items() if g.id != SHARED_ID}
 
 
 def tensor_nbytes(format: str, shape: tuple[int, ...]) -> int:

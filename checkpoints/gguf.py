@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .checkpoint import Checkpoint, CheckpointError, Tensor
-from .geometry import GEOMETRY, NAME_OF_ID, SHARED_ID, SHARED_LAYOUTS, tensor_nbytes
+from .geometry import FORMAT_BY_ID, GEOMETRY, SHARED_ID, SHARED_LAYOUTS, tensor_nbytes
 
 MAX_HEADER = 64 << 20  # bytes of metadata and tensor list; the largest vocabularies come to about 20 MB
 MAX_KEYS = MAX_TENSORS = 1 << 16
@@ -66,7 +66,7 @@ def open_gguf(path: str | Path) -> Checkpoint:
     path = Path(path)
     parts = _open_parts(path)
     shared = _shared_layout(parts)
-    names = NAME_OF_ID if shared is None else {**NAME_OF_ID, SHARED_ID: shared}
+    names = FORMAT_BY_ID if shared is None else {**FORMAT_BY_ID, SHARED_ID: shared}
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for info in part.infos:
@@ -348,9 +348,10 @@ class _Header:
         if not 1 <= weights < 1 << 60:
             raise _error(self.path, f"shape of {short}", shape, "1 to 2**60 weights are expected")
         type_id = self.unpack(_U32, f"type of {short}")
-        if type_id not in NAME_OF_ID and type_id != SHARED_ID:
-            known = ", ".join(str(i) for i in sorted({*NAME_OF_ID, SHARED_ID}))
-            raise _error(self.path, f"type of {short}", type_id, f"known tensor types are {known}")
+        if type_id not in FORMAT_BY_ID and type_id != SHARED_ID:
+            known = ", ".join(map(str, sorted({*FORMAT_BY_ID, SHARED_ID})))
+            limit = f"known tensor types are {known} (checkpoints/geometry.py lists them)"
+            raise _error(self.path, f"type of {short}", type_id, limit)
         offset = self.unpack(_U64, f"offset of {short}")
         if offset % alignment:
             raise _error(

@@ -109,7 +109,6 @@ _MODELS = {
 }  # fmt: skip
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 _NOT_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k")
-_FORMATS = [*_MIXES, *(name for name in GEOMETRY if name not in _NOT_WEIGHTS)]
 
 # The first merges of English; each part is a byte's symbol or the result of an earlier merge.
 _MERGES = """\
@@ -138,8 +137,10 @@ def open_synth(source: str) -> Checkpoint:
     _, name, format, *seeds = parts
     if name not in _MODELS:
         raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(_MODELS)}")
-    if format not in _FORMATS:
-        raise CheckpointError(f"{source}: format is {format!r}; there are {', '.join(_FORMATS)}")
+    known = [*_MIXES, *(format for format in GEOMETRY if format not in _NOT_WEIGHTS)]
+    if format not in known:
+        known = f"{', '.join(known)} (checkpoints/geometry.py lists them)"
+        raise CheckpointError(f"{source}: format is {format!r}; there are {known}")
     seed = seeds[0] if seeds else "0"
     if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 1 << 32):
         raise CheckpointError(f"{source}: seed is {seed!r}; a number from 0 to {(1 << 32) - 1} is expected")

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,10 @@ from pallas_kernels.attention import cpu
 from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import Products
 from pallas_kernels.selection import choose, explain, for_device
+from tests.pallas_kernels import expected_blocks
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_ops import naive_attention
 
-KEPT = np.load(Path(__file__).parent.parent / "data" / "formats.npz")
 FORMATS = [name for name in formats.names() if hasattr(formats.get(name), "CPU")]
 KINDS = ("plain", "normed", "added", "gated")
 RAGGED, WHOLE = 640, 1024  # columns: no multiple of 256, and one
@@ -33,11 +32,12 @@ made = jax.jit(from_blocks, static_argnums=1)  # outside of jit each operation w
 
 
 def weights(format, seed, *shape, bits=8):
-    """A stack [layers, N, K] of blocks that were kept, and their weights in float64."""
+    """A stack [layers, N, K] of expected blocks, and their weights in float64."""
     *lead, k = shape
     size = formats.get(format).BLOCK.itemsize
-    raw, dense = KEPT[f"{format}.raw"].reshape(-1, size), KEPT[f"{format}.weights"]
-    dense = dense.reshape(len(raw), -1)
+    expected = expected_blocks.load(format)
+    raw = expected.raw.reshape(-1, size)
+    dense = expected.weights.reshape(len(raw), -1)
     which = np.random.default_rng(seed).integers(0, len(raw), (*lead, k // dense.shape[1]))
     w = made(raw[which].reshape(*lead, -1), format)
     w = w.replace(products=Products(((None, "cpu"),), bits))
@@ -79,7 +79,7 @@ CASES += [(format, 16, (7,)) for format in ("q4_0", "q4_k", "q1_0")]
 
 @pytest.mark.parametrize(("format", "bits", "rows"), CASES)
 def test_the_kernel_is_the_product(format, bits, rows):
-    case = FORMATS.index(format) + bits + rows[0]
+    case = formats.names().index(format) + bits + rows[0]
     rows, kind = rows[case % len(rows)], KINDS[case % 4]
     k = RAGGED if 256 % formats.get(format).WEIGHTS == 0 and formats.get(format).WEIGHTS < 256 else WHOLE
     rng = np.random.default_rng(case)

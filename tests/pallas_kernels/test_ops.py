@@ -20,7 +20,7 @@ from pallas_kernels import (
     matmul,
     quantize,
 )
-from tests import kept_oracles
+from tests.pallas_kernels import expected_blocks
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -41,17 +41,16 @@ DECODED_BY_GGUF = [
 ]
 
 
-KEPT = np.load(kept_oracles.DATA / "formats.npz")
 # Outside of jit each operation would be compiled alone.
 made = jax.jit(from_blocks, static_argnums=1)
 product = jax.jit(matmul)
 
 
 def random_weight(format, seed, *shape):
-    """A QTensor of kept blocks in any order, [*lead, N, K], and the same weights decoded by the gguf package,
-    in float64."""
+    """A QTensor of expected blocks in random order, [*lead, N, K], and the same weights, as the gguf package
+    dequantizes them, in float64."""
     module = formats.get(format)
-    blocks = KEPT[f"{format}.raw"].reshape(-1, module.BLOCK.itemsize)
+    blocks = expected_blocks.load(format).raw.reshape(-1, module.BLOCK.itemsize)
     of_rows = (*shape[:-1], shape[-1] // module.WEIGHTS)
     raw = blocks[np.random.default_rng(seed).integers(0, len(blocks), of_rows)].reshape(*shape[:-1], -1)
     type_ = gguf.GGMLQuantizationType[format.upper()]

@@ -5,7 +5,6 @@ the picture in the PTX manual.
 """
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,9 @@ from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
 from pallas_kernels.qtensor import tile, tiled_nbytes
+from tests.pallas_kernels import expected_blocks
 from tests.pallas_kernels.lockstep import launched, lockstep
-from tests.pallas_kernels.stacks import Drawn, drawn_whole
+from tests.pallas_kernels.stacks import Drawn
 
 INTEGER = formats.names("int")
 # Of tiles that are larger than the file's blocks: base 3 becomes 2 bits a weight, and a share of d.
@@ -40,20 +40,17 @@ def sizes(format):
     return [(N, K) for N, K in every if K % formats.get(format).WEIGHTS == 0]
 
 
-KEPT = np.load(Path(__file__).parent.parent / "data" / "formats.npz")
 tiles_of = jax.jit(tile)  # outside of jit each operation would be compiled alone
 
 
 @functools.cache
 def made(format, N, K) -> Drawn:
-    """A stack of two, of blocks that were kept, with their weights: only tiling them is a program."""
-    if f"{format}.raw" not in KEPT:  # test_format_is_one_file.py's own
-        return jax.device_get(drawn_whole(format, (2, N, K), std=0.05))
+    """A stack of two matrices of expected blocks, with their weights. Only tiling runs a program."""
     weights, block = formats.get(format).WEIGHTS, formats.get(format).BLOCK
-    kept = KEPT[f"{format}.raw"].view(block).reshape(-1)
-    dense = KEPT[f"{format}.weights"].reshape(-1, weights)
-    which = np.random.default_rng(N).integers(len(kept), size=(2, N, K // weights))
-    fields = {name: np.ascontiguousarray(kept[name][which]) for name in block.names}
+    expected = expected_blocks.load(format)
+    raw, dense = expected.raw.view(block).reshape(-1), expected.weights.reshape(-1, weights)
+    which = np.random.default_rng(N).integers(len(raw), size=(2, N, K // weights))
+    fields = {name: np.ascontiguousarray(raw[name][which]) for name in block.names}
     w = QTensor(fields, format, (N, K))
     return Drawn(w, jax.device_get(tiles_of(w)), dense[which].reshape(2, N, K))
 
