@@ -149,7 +149,7 @@ class LoadPlan:
     def kernel(self, matrix: Matrix, rows: int) -> str:
         """What multiplies so many rows with a matrix, or so many tokens with those of their experts."""
         chosen = selection.choose(self.experts_problem(matrix), rows) if matrix.experts else "tiles"
-        return matrix.products.of(rows) if chosen == "tiles" else chosen
+        return matrix.products.kernel(rows) if chosen == "tiles" else chosen
 
     def experts_problem(self, matrix: Matrix) -> problems.Experts:
         """Of a matrix that each expert has."""
@@ -158,11 +158,11 @@ class LoadPlan:
             for stack in self.stacks
             if stack.members[0][0].experts
         }
-        kernels = {of.products.of(1) for of, _ in self.each() if of.experts}
+        kernels = {of.products.kernel(1) for of, _ in self.each() if of.experts}
         alike = stored["expert_gate"] == stored["expert_up"]
         return problems.Experts(
             device.platform(),
-            matrix.products.of(1),
+            matrix.products.kernel(1),
             whole=alike and len(kernels) == 1,
             folded=any(folded for of in stored.values() for _, folded in of),
         )

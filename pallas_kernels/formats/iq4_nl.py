@@ -36,9 +36,9 @@ def tile(block):
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = selectors_of(tiled["words"], shape)
+    codes = from_selector_words(tiled["words"], shape)
     codes = codes.reshape(*codes.shape[:-1], -1, 2, 16)
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    d = tiles.from_lane_scales(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
     return {"d": d, "qs": codes[..., 0, :] | codes[..., 1, :] << 4}
 
 
@@ -52,12 +52,12 @@ def selector_words(codes):
     return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 16
 
 
-def selectors_of(words, shape):
+def from_selector_words(words, shape):
     """The inverse of `selector_words` for matrices of this shape: uint8 [*lead, N, K]."""
     words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
     words = words & 0xFF | words << 8 & 0xFF0000
     words = (words | words << 4) & 0x0F0F0F0F
-    codes = tiles.codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+    codes = tiles.from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
     return codes << 1 & 15 | codes >> 3
 
 

@@ -68,11 +68,11 @@ def untile(tiled, shape):
     words = tiled["words"].reshape(*tiled["words"].shape[:-1], 2, 2)
     words = jnp.moveaxis(words, -2, -4)[..., None, :, :]
     words = words >> np.arange(0, 8, 2, dtype=np.uint32)[:, None, None] & 0x03030303
-    q = tiles.codes_of(words.reshape(*words.shape[:-5], 16, 32, 2), shape)
+    q = tiles.from_lane_words(words.reshape(*words.shape[:-5], 16, 32, 2), shape)
     qs = q.reshape(*q.shape[:-1], -1, 2, 4, 32) << SHIFTS
     scales = jnp.moveaxis(tiled["scales"], -1, -2)[..., None, None] >> BYTE
-    scales = tiles.scales_of(scales.astype(jnp.uint8), shape)
-    d, dmin = (tiles.rows_of(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
+    scales = tiles.from_lane_scales(scales.astype(jnp.uint8), shape)
+    d, dmin = (tiles.from_lane_rows(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
     return {
         "scales": scales.reshape(*scales.shape[:-1], -1, 16),
         "qs": qs.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64),

@@ -102,7 +102,7 @@ def untile(tiled, shape):
     seven = (y & 3 * ONES) << 1 | z & ONES
     groups = [part >> right & 7 * ONES for part in (x, y, z) for right in (5, 2)]
     words = jnp.stack([*groups, six, seven], axis=-3)
-    q = tiles.codes_of(words.reshape(*words.shape[:-4], 16, 32, 2), shape) ^ 4
+    q = tiles.from_lane_words(words.reshape(*words.shape[:-4], 16, 32, 2), shape) ^ 4
     q = q.reshape(*q.shape[:-1], -1, 2, 4, 32)  # [..., blocks, h, t, b]
     qs = ((q & 3) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
     hmask = (q >> 2).reshape(*q.shape[:-3], 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
@@ -110,7 +110,7 @@ def untile(tiled, shape):
     low = jnp.stack([tiled["low"], tiled["low"] >> 4], axis=-1).reshape(tiled["scales"].shape)
     high, low = (part[..., None, None] >> BYTE for part in (tiled["scales"], low))
     sc = [(high >> 4 * u & 15) << 2 | low >> 2 * u & 3 for u in (1, 0)]
-    sc = tiles.scales_of(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
+    sc = tiles.from_lane_scales(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
     sc = sc.reshape(*sc.shape[:-1], -1, 16)
     nibbles = sc[..., :8] & 15 | (sc[..., 8:] & 15) << 4
     pairs = ((sc >> 4).reshape(*sc.shape[:-1], 4, 4) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
@@ -118,7 +118,7 @@ def untile(tiled, shape):
         "hmask": hmask.sum(axis=-2, dtype=jnp.uint8),
         "qs": qs.reshape(*qs.shape[:-2], 64),
         "scales": jnp.concatenate([nibbles, pairs], axis=-1),
-        "d": tiles.rows_of(tiles.halves(tiled["d"]), shape),
+        "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
     }
 
 
@@ -163,7 +163,7 @@ def _vector_codes(load):
     """Bit 2 of the weights of group g of 32 is bit g of hmask's bytes."""
     hmask = load("hmask")
     hmask = hmask.then(hmask)
-    high = [(hmask & (1 << of_byte)).compared("!=", 0).bytes(4, 0) for of_byte in QUARTERS // 32]
+    high = [(hmask & (1 << bits)).compared("!=", 0).bytes(4, 0) for bits in QUARTERS // 32]
     return [low | bit for low, bit in zip(two_bits(load), high, strict=True)]
 
 

@@ -34,7 +34,7 @@ def tile(block):
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    d = tiles.from_lane_scales(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
     return {"d": d, "qs": untile_nibbles(tiled["words"], shape)}
 
 
@@ -60,7 +60,7 @@ def tile_nibbles(qs):
 
 def untile_nibbles(words, shape):
     """The inverse of `tile_nibbles`."""
-    codes = tiles.nibbles_of(words, shape)
+    codes = tiles.from_nibble_words(words, shape)
     codes = codes.reshape(*codes.shape[:-1], -1, 2, 16)
     return codes[..., 0, :] | codes[..., 1, :] << 4
 

@@ -36,7 +36,7 @@ def tile(block):
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
     values = tiles.halves(tiled["scales"])[..., None, :, :, :]
-    d, m = (tiles.scales_of(part, shape) for part in jnp.split(values, 2, axis=-2))
+    d, m = (tiles.from_lane_scales(part, shape) for part in jnp.split(values, 2, axis=-2))
     return {"d": d, "m": m, "qs": untile_nibbles(tiled["words"], shape)}
 
 

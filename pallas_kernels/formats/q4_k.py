@@ -61,7 +61,7 @@ def tile(block):
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = tiles.nibbles_of(tiled["words"], shape)
+    codes = tiles.from_nibble_words(tiled["words"], shape)
     codes = codes.reshape(*codes.shape[:-1], -1, 4, 2, 32)
     qs = codes[..., 0, :] | codes[..., 1, :] << 4
     return {**untile_scales_mins(tiled["scales"], shape), "qs": qs.reshape(*qs.shape[:-2], 128)}
@@ -96,14 +96,14 @@ def untile_scales_mins(tiled, shape):
     values = []
     for word in (tiled[..., 0], tiled[..., 1]):
         value = (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32)) & 63
-        value = tiles.scales_of(value.reshape(*value.shape[:-2], 1, 32, 2, 2), shape)
+        value = tiles.from_lane_scales(value.reshape(*value.shape[:-2], 1, 32, 2, 2), shape)
         values.append(value.reshape(*value.shape[:-1], -1, 2, 4).astype(jnp.uint8))
     sc, m = values
     low, high = (jnp.split(value, 2, axis=-2) for value in (sc, m))
     scales = [low[0] | low[1] >> 4 << 6, high[0] | high[1] >> 4 << 6, (low[1] & 15) | high[1] << 4]
     d = (tiled[..., 0] >> 24 | tiled[..., 1] >> 24 << 8).astype(jnp.uint16)
     d = jax.lax.bitcast_convert_type(d, jnp.float16).reshape(*d.shape[:-1], 8, 2, 2)
-    d, dmin = (tiles.rows_of(d[..., i], shape) for i in (0, 1))
+    d, dmin = (tiles.from_lane_rows(d[..., i], shape) for i in (0, 1))
     return {"d": d, "dmin": dmin, "scales": jnp.concatenate(scales, axis=-1)[..., 0, :]}
 
 
@@ -113,8 +113,8 @@ def lane_scales(factors, fields, lane):
     from pallas_kernels.gpu import lanes
 
     words = fields["scales"]
-    mine = lanes.bytes_of(words[0], words[1], 0x0073)  # this lane's float16
-    d = [lanes.low_half(lanes.from_quad(mine, lane, i)) for i in range(4)]
+    own = lanes.bytes_of(words[0], words[1], 0x0073)  # this lane's float16
+    d = [lanes.low_half(lanes.from_quad(own, lane, i)) for i in range(4)]
     scale, minimum = [], []
     for r in (0, 1):
         sc, m = ([lanes.small_integer(word, 12 * r + 6 * h, 6) for h in (0, 1)] for word in words)
@@ -178,5 +178,5 @@ def _sixes(load):
     return scales[0:4], scales[4:8], scales[8:12]
 
 
-COLUMNS = np.arange(256).reshape(2, 2, 2, 32).swapaxes(1, 2).reshape(4, 64)
-CPU = Vectors(COLUMNS, group=32, codes=vector_codes, scales=vector_scales, minimums=vector_minimums)
+CPU_COLUMNS = np.arange(256).reshape(2, 2, 2, 32).swapaxes(1, 2).reshape(4, 64)
+CPU = Vectors(CPU_COLUMNS, group=32, codes=vector_codes, scales=vector_scales, minimums=vector_minimums)

@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, five_bits_of
+from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, from_five_bit_words
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
@@ -49,8 +49,8 @@ def tile(block):
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
-    q = five_bits_of(tiled["words"], shape) ^ 16
+    d = tiles.from_lane_scales(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    q = from_five_bit_words(tiled["words"], shape) ^ 16
     return {"d": d, **packed(q.reshape(*q.shape[:-1], -1, 32))}
 
 

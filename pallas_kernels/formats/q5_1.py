@@ -10,7 +10,7 @@ import numpy as np
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.formats.q5_0 import codes, packed, vector_codes
-from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, five_bits_of
+from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, from_five_bit_words
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
@@ -38,8 +38,8 @@ def tile(block):
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
     values = tiles.halves(tiled["scales"])[..., None, :, :, :]
-    d, m = (tiles.scales_of(part, shape) for part in jnp.split(values, 2, axis=-2))
-    q = five_bits_of(tiled["words"], shape)
+    d, m = (tiles.from_lane_scales(part, shape) for part in jnp.split(values, 2, axis=-2))
+    q = from_five_bit_words(tiled["words"], shape)
     return {"d": d, "m": m, **packed(q.reshape(*q.shape[:-1], -1, 32))}
 
 

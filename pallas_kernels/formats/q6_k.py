@@ -69,17 +69,17 @@ def untile(tiled, shape):
     three = jnp.moveaxis(three, -2, -4)
     fourth = ((three & 0x03030303) << SHIFTS).sum(axis=-3, keepdims=True, dtype=jnp.uint32)
     words = jnp.concatenate([three & np.uint32(0xFCFCFCFC), fourth], axis=-3)
-    codes = tiles.codes_of(words.reshape(*words.shape[:-5], 16, 32, 2), shape) >> 2 ^ 32
+    codes = tiles.from_lane_words(words.reshape(*words.shape[:-5], 16, 32, 2), shape) >> 2 ^ 32
     codes = codes.reshape(*codes.shape[:-1], -1, 2, 4, 32)  # [..., blocks, h, t, b]
     ql = (codes[..., :2, :] & 15) | codes[..., 2:, :] << 4
     qh = (codes >> 4 << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(axis=-2, dtype=jnp.uint8)
     scales = jax.lax.bitcast_convert_type(jnp.moveaxis(tiled["scales"], -1, -2), jnp.int8)
-    scales = tiles.scales_of(scales.reshape(*scales.shape[:-1], 2, 2), shape)
+    scales = tiles.from_lane_scales(scales.reshape(*scales.shape[:-1], 2, 2), shape)
     return {
         "ql": ql.reshape(*ql.shape[:-3], 128),
         "qh": qh.reshape(*qh.shape[:-2], 64),
         "scales": scales.reshape(*scales.shape[:-1], -1, 16),
-        "d": tiles.rows_of(tiles.halves(tiled["d"]), shape),
+        "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
     }
 
 

@@ -43,8 +43,8 @@ def tile(block):
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    qs = jax.lax.bitcast_convert_type(tiles.codes_of(tiled["words"], shape), jnp.int8)
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    qs = jax.lax.bitcast_convert_type(tiles.from_lane_words(tiled["words"], shape), jnp.int8)
+    d = tiles.from_lane_scales(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
     return {"d": d, "qs": qs.reshape(*qs.shape[:-1], -1, 32)}
 
 

@@ -92,7 +92,7 @@ def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
     layers = loaded(*args).layers
     for stack in (*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down):
         held = leaves(stack)
-        assert {w.products.of(512) for w in held} == {"int_prefill_sm90" if len(held) == 1 else "cublas"}
+        assert {w.products.kernel(512) for w in held} == {"int_prefill_sm90" if len(held) == 1 else "cublas"}
     assert len(leaves(layers.w_down)) == 2 and len(leaves(layers.w_gate)) == 1
 
 

@@ -194,7 +194,7 @@ def test_quantize_then_multiply_is_near_the_exact_product():
         assert relative_error(near(x, dense, format), x @ dense.T) < error
     with pytest.raises(NotImplementedError, match=r"q2_k has no encoder; formats that have one: .*q1_0"):
         quantize(jnp.asarray(dense), "q2_k")
-    with pytest.raises(ValueError, match="100 columns are no multiple of its block of 32"):
+    with pytest.raises(ValueError, match="100 columns are not a multiple of its block of 32"):
         quantize(jnp.zeros((4, 100)), "q8_0")
 
 

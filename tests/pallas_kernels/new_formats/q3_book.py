@@ -51,9 +51,11 @@ def untile(tiled, shape):
     words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3).reshape(*words.shape[:-3], 16, 32, 2)
     words = words & 0xFF | (words & 0xFF00) << 8
     words = (words | words << 4) & 0x0F0F0F0F
-    q = tiles.codes_of(words, shape)
+    q = tiles.from_lane_words(words, shape)
     q = q.reshape(*q.shape[:-1], -1, 2, 8)
-    d, m = (tiles.scales_of(tiles.halves(part), shape) for part in jnp.split(tiled["scales"], 2, axis=-1))
+    d, m = (
+        tiles.from_lane_scales(tiles.halves(part), shape) for part in jnp.split(tiled["scales"], 2, axis=-1)
+    )
     return {"d": d, "m": m, "qs": q[..., 0, :] | q[..., 1, :] << 4}
 
 

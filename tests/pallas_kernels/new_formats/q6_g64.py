@@ -49,11 +49,11 @@ def untile(tiled, shape):
     three = tiled["words"].reshape(*tiled["words"].shape[:-3], 2, 3, 32, 4)
     fourth = ((three & 0x03030303) << FOURTH).sum(axis=-3, keepdims=True, dtype=jnp.uint32)
     words = jnp.concatenate([three & np.uint32(0xFCFCFCFC), fourth], axis=-3)
-    q = tiles.codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape) >> 2 ^ 32
+    q = tiles.from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape) >> 2 ^ 32
     q = q.reshape(*q.shape[:-1], -1, 64)
     high = (q >> 4).reshape(*q.shape[:-1], 4, 16) << SHIFTS
     return {
-        "d": tiles.rows_of(tiles.halves(tiled["d"]), shape),
+        "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
         "ql": q[..., :32] & 15 | q[..., 32:] << 4,
         "qh": high.sum(axis=-2, dtype=jnp.uint8),
     }
