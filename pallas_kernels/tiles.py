@@ -179,6 +179,17 @@ def from_lane_scales(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return values.reshape(*lead, tiles * TILE_ROWS, steps * units * 8)[..., : shape[0], :groups]
 
 
+def scale_words(values: jax.Array) -> jax.Array:
+    """float16 [*lead, N, K / 32] -> uint32 [*lead, N / 16, K / 256, 32 lanes, 2]: `lane_scales` of groups of
+    32, two in a word."""
+    return bits(lane_scales(values, 32))[..., 0, :, :]
+
+
+def from_scale_words(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """The inverse of `scale_words`: float16 [*lead, N, K / 32]."""
+    return from_lane_scales(halves(words)[..., None, :, :, :], shape)
+
+
 def lane_rows(values: jax.Array, columns: int = TILE_COLUMNS) -> jax.Array:
     """One value per row and `columns` columns (64, 128 or 256), [*lead, N, K / columns] -> [*lead, N / 16, K
     / 256, 8 c, 2] with c = 256 / columns: rows g and g + 8 on the last axis. The values for lane 4 g + t,

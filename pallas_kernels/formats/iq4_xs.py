@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.formats.iq4_nl import VALUES, from_selector_words, looked_up, selector_words, vector_codes
 
@@ -36,8 +36,7 @@ def _scale_codes(block):
 
 def _codes(block):
     """uint8 [..., 8, 32]."""
-    qs = block["qs"].reshape(*block["d"].shape, 8, 16)
-    return jnp.concatenate([qs & 15, qs >> 4], axis=-1)
+    return packing.codes(block["qs"].reshape(*block["d"].shape, 8, 16), 4)
 
 
 KERNELS = "int"
@@ -62,8 +61,7 @@ def tile(block):
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
     codes = from_selector_words(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 8, 2, 16)
-    qs = codes[..., 0, :] | codes[..., 1, :] << 4
+    qs = packing.packed(codes.reshape(*codes.shape[:-1], -1, 8, 32), 4)
     sc = tiled["scales"][..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63
     sc = tiles.from_lane_scales(sc.reshape(*sc.shape[:-2], 1, 32, 2, 2), shape)
     sc = sc.reshape(*sc.shape[:-1], -1, 8)

@@ -12,12 +12,14 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.formats.q4_k import (
     CPU_COLUMNS,
     lane_half_scales,
     lane_scales,
+    low_codes,
+    packed_low,
     scales_mins,
     tile_scales_mins,
     untile_scales_mins,
@@ -41,11 +43,8 @@ def dequantize(block):
 
 def codes(block):
     """uint8 [..., 8, 32]."""
-    lead = block["d"].shape
-    qs = block["qs"].reshape(*lead, 4, 32)
-    low = jnp.stack([qs & 15, qs >> 4], axis=-2).reshape(*lead, 8, 32)
-    high = (block["qh"][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [..., 8, 32]
-    return low | (high << 4)
+    low = low_codes(block)
+    return low | packing.codes(block["qh"], 1).reshape(low.shape) << 4
 
 
 KERNELS = "int"
@@ -62,11 +61,9 @@ def tile(block):
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
     codes = from_five_bit_words(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 8, 32)
-    low = (codes & 15).reshape(*codes.shape[:-2], 4, 2, 32)
-    qs = low[..., 0, :] | low[..., 1, :] << 4
-    qh = (codes >> 4 << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=-2, dtype=jnp.uint8)
-    return {**untile_scales_mins(tiled["scales"], shape), "qh": qh, "qs": qs.reshape(*qs.shape[:-2], 128)}
+    codes = codes.reshape(*codes.shape[:-1], -1, 256)
+    qh = packing.packed(codes >> 4, 1)
+    return {**untile_scales_mins(tiled["scales"], shape), "qh": qh, **packed_low(codes)}
 
 
 def five_bit_words(codes):

@@ -8,21 +8,18 @@ qh 16 bytes: bits 2i and 2i + 1 of byte j are bits 4-5 of weight 16i + j
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
 
 WEIGHTS = 64
 BLOCK = np.dtype([("d", "<f2"), ("ql", "u1", 32), ("qh", "u1", 16)])
 # q - 32 has mean -0.5 and root mean square 18.5; d has either sign, so that weights have mean 0.
 RANDOM = {"d": (-1 / 18.5, 1 / 18.5)}
-SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def codes(block):
     """uint8 [..., 64]."""
-    low = jnp.concatenate([block["ql"] & 15, block["ql"] >> 4], axis=-1)
-    high = (block["qh"][..., None, :] >> SHIFTS) & 3  # [..., 4, 16]
-    return low | high.reshape(low.shape) << 4
+    return packing.codes(block["ql"], 4) | packing.codes(block["qh"], 2) << 4
 
 
 def dequantize(block):
@@ -51,11 +48,10 @@ def untile(tiled, shape):
     words = jnp.concatenate([three & np.uint32(0xFCFCFCFC), fourth], axis=-3)
     q = tiles.from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape) >> 2 ^ 32
     q = q.reshape(*q.shape[:-1], -1, 64)
-    high = (q >> 4).reshape(*q.shape[:-1], 4, 16) << SHIFTS
     return {
         "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
-        "ql": q[..., :32] & 15 | q[..., 32:] << 4,
-        "qh": high.sum(axis=-2, dtype=jnp.uint8),
+        "ql": packing.packed(q & 15, 4),
+        "qh": packing.packed(q >> 4, 2),
     }
 
 
