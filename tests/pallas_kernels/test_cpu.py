@@ -237,12 +237,12 @@ def later(monkeypatch, made, eps):
     """What runs a product by a kernel that `made` compiles, and what it is."""
     from pallas_kernels.cpu import compiled
 
-    compile = compiled.made
+    compile = compiled.compile
     own = lambda names: names[0].startswith("bonsai_later")  # noqa: E731
-    monkeypatch.setattr(compiled, "place", lambda *_: None)
+    monkeypatch.setattr(compiled, "cache_path", lambda *_: None)
     monkeypatch.setattr(
         compiled,
-        "made",
+        "compile",
         lambda names, *rest: compile(names, *rest) if own(names) else made(compile, names, *rest),
     )
     w, dense = weights("q8_0", 1, 8, 64)
