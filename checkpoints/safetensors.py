@@ -95,7 +95,12 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     length = int.from_bytes(buffer[:8], "little")
     if not 2 <= length <= min(size - 8, MAX_JSON):
         limit = f"2 to {min(size - 8, MAX_JSON)} are possible ({size} bytes in the file, {MAX_JSON} at most)"
-        raise CheckpointError(f"{path}: header length is {length}; {limit}")
+        hint = (
+            "; this is a Git LFS pointer, fetch the file itself (git lfs pull)"
+            if buffer[:4] == b"vers"
+            else ""
+        )
+        raise CheckpointError(f"{path}: header length is {length}; {limit}{hint}")
     header = _object(path, _parse_json(path, buffer[8 : 8 + length]))
     header.pop("__metadata__", None)
     data = np.frombuffer(buffer, np.uint8)[8 + length :]
