@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bonsai_jax.cli import options
 
 if TYPE_CHECKING:
-    from checkpoints.hub.cache import Held
+    from checkpoints.hub.cache import CachedModel
 
 
 def command(as_json: options.Json = False) -> None:
@@ -18,7 +18,7 @@ def command(as_json: options.Json = False) -> None:
     """
     from checkpoints.hub import cache
 
-    found = cache.held()
+    found = cache.models()
     if as_json:
         models = [dataclasses.asdict(model) for model in found]
         print(options.to_json({"folder": cache.folder(), "models": models}))
@@ -28,13 +28,13 @@ def command(as_json: options.Json = False) -> None:
         print(f"no models in {cache.folder()}; bonsai-jax pull user/repo:quant gets one", file=sys.stderr)
 
 
-def table(models: "list[Held]") -> str:
+def table(models: "list[CachedModel]") -> str:
     from checkpoints.hub.names import readable
 
     return options.table([(model.name, _files(model), readable(model.nbytes)) for model in models])
 
 
-def _files(model: "Held") -> str:
+def _files(model: "CachedModel") -> str:
     if not model.files:
         return "unfinished download"
     return model.files[0] if len(model.files) == 1 else f"{len(model.files)} files"

@@ -6,7 +6,7 @@ d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weigh
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.formats.q8_0 import lane_scales
 
@@ -18,7 +18,7 @@ RANDOM = {"d": (-1 / 67.4, 1 / 67.4)}
 
 
 def dequantize(block):
-    q = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
+    q = packing.codes(block["qs"], 4)
     d = block["d"].astype(jnp.float32)[..., None]
     return d * jnp.asarray(VALUES, jnp.float32)[q]
 
@@ -29,17 +29,16 @@ KERNELS = "int"
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
     256, 32, 2]}: `selector_words` of the codes, and Q8_0's scales."""
-    codes = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
-    d = tiles.bits(tiles.lane_scales(block["d"], 32))[..., 0, :, :]
-    return {"words": selector_words(codes.reshape(*codes.shape[:-2], -1)), "scales": d}
+    codes = packing.codes(block["qs"], 4)
+    words = selector_words(codes.reshape(*codes.shape[:-2], -1))
+    return {"words": words, "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = selectors_of(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 2, 16)
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
-    return {"d": d, "qs": codes[..., 0, :] | codes[..., 1, :] << 4}
+    codes = from_selector_words(tiled["words"], shape)
+    codes = codes.reshape(*codes.shape[:-1], -1, 32)
+    return {"d": tiles.from_scale_words(tiled["scales"], shape), "qs": packing.packed(codes, 4)}
 
 
 def selector_words(codes):
@@ -52,12 +51,12 @@ def selector_words(codes):
     return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 16
 
 
-def selectors_of(words, shape):
+def from_selector_words(words, shape):
     """The inverse of `selector_words` for matrices of this shape: uint8 [*lead, N, K]."""
     words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
     words = words & 0xFF | words << 8 & 0xFF0000
     words = (words | words << 4) & 0x0F0F0F0F
-    codes = tiles.codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+    codes = tiles.from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
     return codes << 1 & 15 | codes >> 3
 
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 
 WEIGHTS = 32
@@ -23,7 +24,7 @@ POWER = np.array([0, 0, 1, 1, 2, 2, 3, 3], np.int32)
 
 def dequantize(block):
     """Float32's bits, because XLA takes its smallest numbers (e = 0 and 1) for zero."""
-    q = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
+    q = packing.codes(block["qs"], 4)
     fraction = jnp.asarray(FRACTION)[q & 7]
     exponent = block["e"].astype(jnp.int32)[..., None] - 1 + jnp.asarray(POWER)[q & 7]
     normal = (exponent << 23).astype(jnp.uint32) + (fraction & 0x7FFFFF)

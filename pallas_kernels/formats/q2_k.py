@@ -10,7 +10,7 @@ q in 0..3, sc and m in 0..15, laid out as
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
@@ -19,9 +19,6 @@ BLOCK = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin",
 # sc and m: mean 7.5, mean square 77.5, variance 21.25; q: 1.5, 3.5. Mean 0 takes dmin = 1.5 d, and then
 # variance / d^2 = 77.5 * 3.5 - (7.5 * 1.5)^2 + 1.5^2 * 21.25 = 13.87^2
 RANDOM = {"d": 1 / 13.87, "dmin": 1.5 / 13.87}
-
-
-SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def dequantize(block):
@@ -34,8 +31,7 @@ def dequantize(block):
 def _codes(block):
     """uint8 [..., 16, 16]."""
     lead = block["d"].shape
-    q = (block["qs"].reshape(*lead, 2, 1, 32) >> SHIFTS) & 3  # [..., 2, 4, 32]
-    return q.reshape(*lead, 16, 16)
+    return packing.codes(block["qs"].reshape(*lead, 2, 32), 2).reshape(*lead, 16, 16)
 
 
 KERNELS = "int"
@@ -68,14 +64,13 @@ def untile(tiled, shape):
     words = tiled["words"].reshape(*tiled["words"].shape[:-1], 2, 2)
     words = jnp.moveaxis(words, -2, -4)[..., None, :, :]
     words = words >> np.arange(0, 8, 2, dtype=np.uint32)[:, None, None] & 0x03030303
-    q = tiles.codes_of(words.reshape(*words.shape[:-5], 16, 32, 2), shape)
-    qs = q.reshape(*q.shape[:-1], -1, 2, 4, 32) << SHIFTS
+    q = tiles.from_lane_words(words.reshape(*words.shape[:-5], 16, 32, 2), shape)
     scales = jnp.moveaxis(tiled["scales"], -1, -2)[..., None, None] >> BYTE
-    scales = tiles.scales_of(scales.astype(jnp.uint8), shape)
-    d, dmin = (tiles.rows_of(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
+    scales = tiles.from_lane_scales(scales.astype(jnp.uint8), shape)
+    d, dmin = (tiles.from_lane_rows(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
     return {
         "scales": scales.reshape(*scales.shape[:-1], -1, 16),
-        "qs": qs.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64),
+        "qs": packing.packed(q.reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64),
         "d": d,
         "dmin": dmin,
     }

@@ -12,16 +12,13 @@ q in 0..7, sc in 0..63, laid out as
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
 BLOCK = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
 RANDOM = {"d": 1 / 43.3}  # mean squares: 341.5 of sc - 32, 5.5 of q - 4; the product is 43.3^2
-
-
-SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def dequantize(block):
@@ -33,17 +30,14 @@ def dequantize(block):
 def _codes(block):
     """uint8 [..., 16, 16]."""
     lead = block["d"].shape
-    low = (block["qs"].reshape(*lead, 2, 1, 32) >> SHIFTS) & 3  # [..., 2, 4, 32]
-    high = (block["hmask"][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [..., 8, 32]
-    return low.reshape(*lead, 16, 16) | high.reshape(*lead, 16, 16) << 2
+    low = packing.codes(block["qs"].reshape(*lead, 2, 32), 2)
+    return low.reshape(*lead, 16, 16) | packing.codes(block["hmask"], 1).reshape(*lead, 16, 16) << 2
 
 
 def _scale_codes(block):
     """sc, uint8 [..., 16]."""
     nibbles, pairs = block["scales"][..., :8], block["scales"][..., 8:]
-    low = jnp.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-    high = (pairs[..., None, :] >> SHIFTS) & 3  # [..., 4, 4]
-    return low | high.reshape(low.shape) << 4
+    return packing.codes(nibbles, 4) | packing.codes(pairs, 2) << 4
 
 
 KERNELS = "int"
@@ -102,23 +96,20 @@ def untile(tiled, shape):
     seven = (y & 3 * ONES) << 1 | z & ONES
     groups = [part >> right & 7 * ONES for part in (x, y, z) for right in (5, 2)]
     words = jnp.stack([*groups, six, seven], axis=-3)
-    q = tiles.codes_of(words.reshape(*words.shape[:-4], 16, 32, 2), shape) ^ 4
-    q = q.reshape(*q.shape[:-1], -1, 2, 4, 32)  # [..., blocks, h, t, b]
-    qs = ((q & 3) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
-    hmask = (q >> 2).reshape(*q.shape[:-3], 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    q = tiles.from_lane_words(words.reshape(*words.shape[:-4], 16, 32, 2), shape) ^ 4
+    q = q.reshape(*q.shape[:-1], -1, 256)
+    qs = packing.packed((q & 3).reshape(*q.shape[:-1], 2, 128), 2)
 
     low = jnp.stack([tiled["low"], tiled["low"] >> 4], axis=-1).reshape(tiled["scales"].shape)
     high, low = (part[..., None, None] >> BYTE for part in (tiled["scales"], low))
     sc = [(high >> 4 * u & 15) << 2 | low >> 2 * u & 3 for u in (1, 0)]
-    sc = tiles.scales_of(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
+    sc = tiles.from_lane_scales(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
     sc = sc.reshape(*sc.shape[:-1], -1, 16)
-    nibbles = sc[..., :8] & 15 | (sc[..., 8:] & 15) << 4
-    pairs = ((sc >> 4).reshape(*sc.shape[:-1], 4, 4) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
     return {
-        "hmask": hmask.sum(axis=-2, dtype=jnp.uint8),
+        "hmask": packing.packed(q >> 2, 1),
         "qs": qs.reshape(*qs.shape[:-2], 64),
-        "scales": jnp.concatenate([nibbles, pairs], axis=-1),
-        "d": tiles.rows_of(tiles.halves(tiled["d"]), shape),
+        "scales": jnp.concatenate([packing.packed(sc & 15, 4), packing.packed(sc >> 4, 2)], axis=-1),
+        "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
     }
 
 
@@ -163,7 +154,7 @@ def _vector_codes(load):
     """Bit 2 of the weights of group g of 32 is bit g of hmask's bytes."""
     hmask = load("hmask")
     hmask = hmask.then(hmask)
-    high = [(hmask & (1 << of_byte)).compared("!=", 0).bytes(4, 0) for of_byte in QUARTERS // 32]
+    high = [(hmask & (1 << bits)).compared("!=", 0).bytes(4, 0) for bits in QUARTERS // 32]
     return [low | bit for low, bit in zip(two_bits(load), high, strict=True)]
 
 

@@ -35,14 +35,22 @@ def dequantize(block):
 
 
 def _codes(block):
-    """[..., 256]."""
-    qs, qh = block["qs"], block["qh"]
-    return jnp.concatenate([digits(qs[..., :32], 5), digits(qs[..., 32:], 5), digits(qh, 4)], axis=-1)
+    """uint16 [..., WEIGHTS]: two thirds of qs, the rest of qs, then qh."""
+    first, second = jnp.split(block["qs"], (2 * block["qs"].shape[-1] // 3,), axis=-1)
+    return jnp.concatenate([digits(first, 5), digits(second, 5), digits(block["qh"], 4)], axis=-1)
 
 
 def random_codes(key, lead):
-    key_qs, key_qh = jax.random.split(key)
-    return {"qs": ternary_bytes(key_qs, (*lead, 48), 5), "qh": ternary_bytes(key_qh, (*lead, 4), 4)}
+    return random_ternary(key, lead, BLOCK)
+
+
+def random_ternary(key, lead, block):
+    """Valid qs and qh of a block of this dtype."""
+    counts = {"qs": 5, "qh": 4}
+    return {
+        name: ternary_bytes(field_key, (*lead, *block[name].shape), count)
+        for field_key, (name, count) in zip(jax.random.split(key), counts.items(), strict=True)
+    }
 
 
 def ternary_bytes(key, shape, count):
@@ -73,8 +81,13 @@ def tile(block):
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
-    qs = jnp.concatenate([packed(q[..., :160], 5), packed(q[..., 160:240], 5)], axis=-1)
-    return {"qs": qs, "qh": packed(q[..., 240:], 4), "d": d}
+    weights = q.shape[-1]
+    first, second, last = jnp.split(q, (5 * weights // 8, 15 * weights // 16), axis=-1)
+    return {
+        "qs": jnp.concatenate([packed(first, 5), packed(second, 5)], axis=-1),
+        "qh": packed(last, 4),
+        "d": d,
+    }
 
 
 def vector_digits(packed, runs):

@@ -101,7 +101,7 @@ def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
         layers.mlp[0].down,
     ):
         held = leaves(stack)
-        assert {w.products.of(512) for w in held} == {"int_prefill_sm90" if len(held) == 1 else "cublas"}
+        assert {w.products.kernel(512) for w in held} == {"int_prefill_sm90" if len(held) == 1 else "cublas"}
     assert len(leaves(layers.mlp[0].down)) == 2 and len(leaves(layers.mlp[0].gate)) == 1
 
 

@@ -27,10 +27,10 @@ model = bj.load(source, bj.RunConfig(schedule="launches", context=1024))
 checkpoint = open_checkpoint(source)
 plan = loading.load_plan(checkpoint, model.config, model.run)
 of_layers = [m for m, _ in plan.each() if m.fields[0] not in ("embed", "head")]
-per_layer = {m.products.of(rows * tokens) for m in of_layers if not m.experts}
+per_layer = {m.products.kernel(rows * tokens) for m in of_layers if not m.experts}
 of_experts = {plan.kernel(m, rows * tokens) for m in of_layers if m.experts}
-of_head = {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "head"}
-of_head = of_head or {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "embed"}
+of_head = {m.products.kernel(rows) for m, _ in plan.each() if m.fields[0] == "head"}
+of_head = of_head or {m.products.kernel(rows) for m, _ in plan.each() if m.fields[0] == "embed"}
 state = bj.new_state(model, rows, 1024, bj.SamplingParams(temperature=0.0), 64)
 attends = state.cache.attention[0].impl if tokens == 1 else state.cache.attention[0].prefill_impl
 prompt, lengths = jnp.ones((rows, max(tokens, 8)), jnp.int32), jnp.full(rows, max(tokens, 8), jnp.int32)

@@ -19,7 +19,7 @@ from pallas_kernels import (
     matmul,
     quantize,
 )
-from tests import kept_oracles
+from tests.pallas_kernels import expected_blocks
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -40,17 +40,16 @@ DECODED_BY_GGUF = [
 ]
 
 
-KEPT = np.load(kept_oracles.DATA / "formats.npz")
 # Outside of jit each operation would be compiled alone.
 made = jax.jit(from_blocks, static_argnums=1)
 product = jax.jit(matmul)
 
 
 def random_weight(format, seed, *shape):
-    """A QTensor of kept blocks in any order, [*lead, N, K], and the same weights decoded by the gguf package,
-    in float64."""
+    """A QTensor of expected blocks in random order, [*lead, N, K], and the same weights, as the gguf package
+    dequantizes them, in float64."""
     module = formats.get(format)
-    blocks = KEPT[f"{format}.raw"].reshape(-1, module.BLOCK.itemsize)
+    blocks = expected_blocks.load(format).raw.reshape(-1, module.BLOCK.itemsize)
     of_rows = (*shape[:-1], shape[-1] // module.WEIGHTS)
     raw = blocks[np.random.default_rng(seed).integers(0, len(blocks), of_rows)].reshape(*shape[:-1], -1)
     type_ = gguf.GGMLQuantizationType[format.upper()]
@@ -187,7 +186,7 @@ def test_quantize_then_multiply_is_near_the_exact_product():
         assert relative_error(near(x, dense, format), x @ dense.T) < error
     with pytest.raises(NotImplementedError, match=r"q2_k has no encoder; formats that have one: .*q1_0"):
         quantize(jnp.asarray(dense), "q2_k")
-    with pytest.raises(ValueError, match="100 columns are no multiple of its block of 32"):
+    with pytest.raises(ValueError, match="100 columns are not a multiple of its block of 32"):
         quantize(jnp.zeros((4, 100)), "q8_0")
 
 

@@ -100,7 +100,7 @@ def test_elsewhere_everything_falls_back(platform):
 
 def kernels(format: str, platform: str, n=4096, k=4096, **rest) -> dict[int, str]:
     chosen = products(Matmul(platform, format, n, k, **rest))
-    return {rows: chosen.of(rows) for rows in (1, 3, 4, 8, 9, 16, 17, 64, 512)}
+    return {rows: chosen.kernel(rows) for rows in (1, 3, 4, 8, 9, 16, 17, 64, 512)}
 
 
 def test_the_table_of_kernels(monkeypatch):

@@ -31,7 +31,7 @@ def units(format_lanes: Lanes, fields: dict[str, Any], lane) -> list[Unit]:
     for u, of in enumerate(scales(format_lanes, fields, lane)):
         values = [of.scale] + ([of.minimum] if of.minimum is not None else [])
         assert len(values) == 1 + format_lanes.minimums
-        out.append(Unit(a[8 * u : 8 * u + 8], values, of.of_lane or _fetched(values)))
+        out.append(Unit(a[8 * u : 8 * u + 8], values, of.fetch or _fetched(values)))
     return out
 
 
