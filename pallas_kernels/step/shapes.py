@@ -3,22 +3,25 @@ room for it."""
 
 import dataclasses
 import enum
-import functools
 
 from pallas_kernels import device
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul.bit_mma import rows_of_planes
-from pallas_kernels.matmul.bit_mma.bit_product import BitProduct
-from pallas_kernels.matmul.bit_mma.decode import GROUP, PAIR_BYTES, SCALE_BYTES
-from pallas_kernels.matmul.bit_mma.rows_of_bytes import RowsOfBytes
-from pallas_kernels.matmul.bit_mma.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.bit_mma.rows_product import MOST_ROWS, WIDTH, RowsProduct
+from pallas_kernels.matmul.bit_mma import plane_product
+from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
+from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
+from pallas_kernels.matmul.bit_mma.product import (
+    GROUP,
+    MMA_COLUMNS,
+    MOST_ROWS,
+    PAIR_BYTES,
+    SCALE_BYTES,
+    Product,
+)
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
-Product = BitProduct | RowsProduct
 
 
 class Phase(enum.IntEnum):
@@ -82,14 +85,12 @@ class Shapes:
 
         def product(n, k, added=False, **rest):
             n_tiles = -(-n // 16)
-            kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
-            if not self.passes_on:
-                kind = functools.partial(BitProduct, bits=self.bits)
+            kind = ByteProduct if self.rows > plane_product.MOST_ROWS else PlaneProduct
             p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
-                tiles=-(-n_tiles // self.blocks), eps=self.eps, **rest,
+                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=self.bits, **rest,
             )  # fmt: skip
-            return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
+            return _split(p, self.blocks) if added and self.passes_on else p
 
         return {
             Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
@@ -155,7 +156,7 @@ class Shapes:
         which have been read and are asked for later; else in the scratch, as others' do."""
         products = self.products()
         p, room = products[Phase.GATE_UP], share_bytes(products[Phase.QKV]) + share_bytes(products[Phase.O])
-        return self.rows > 2 * WIDTH and isinstance(p, RowsProduct) and 4 * p.scratch <= room
+        return self.rows > 2 * MMA_COLUMNS and 4 * p.scratch <= room
 
     @property
     def scratch(self) -> int:
@@ -197,7 +198,7 @@ class Shapes:
         return int(vector != Vector.X or not self.passes_on)
 
 
-def _split(p: RowsProduct, blocks: int) -> RowsProduct:
+def _split(p: Product, blocks: int) -> Product:
     """The same with the most splits of the columns that give no warp more to do and, of up to eight rows, no
     block rounds: of more, that blocks read less of what is passed on is worth them."""
     for splits in range(MOST_SPLITS, 1, -1):
@@ -207,7 +208,7 @@ def _split(p: RowsProduct, blocks: int) -> RowsProduct:
             p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
             tiles=-(-p.n_tiles // (blocks // splits)),
         )  # fmt: skip
-        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > WIDTH):
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > MMA_COLUMNS):
             return q
     return p
 

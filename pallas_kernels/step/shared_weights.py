@@ -7,7 +7,7 @@ phases before are at work.
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.matmul.bit_mma.decode import PAIR_BYTES, SCALE_BYTES
+from pallas_kernels.matmul.bit_mma.product import PAIR_BYTES, SCALE_BYTES
 from pallas_kernels.step.shapes import Phase, Shapes
 
 

@@ -9,7 +9,7 @@ rounds, of which all stages of a ring of shared memory but one are under way at 
                -> the stage is asked for a later round; sum over warps, 1 / rms -> out
 
 While the ring fills, the block quantizes all rows for itself, as a step's launch does for all blocks
-(rows_product.py): on the binary tensor cores up to 4 rows, on the integer ones more.
+(product.py): on the binary tensor cores up to 4 rows, on the integer ones more.
 """
 
 import dataclasses
@@ -23,13 +23,17 @@ from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.matmul.bit_mma import decode as bit_decode
-from pallas_kernels.matmul.bit_mma import rows_of_planes
-from pallas_kernels.matmul.bit_mma.bit_product import LaneColumns
-from pallas_kernels.matmul.bit_mma.decode import PAIR_BYTES, SCALE_BYTES
-from pallas_kernels.matmul.bit_mma.rows_of_bytes import RowsOfBytes
-from pallas_kernels.matmul.bit_mma.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.bit_mma.rows_product import WIDTH, RowsProduct, Section
+from pallas_kernels.matmul.bit_mma import decode, plane_product
+from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
+from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
+from pallas_kernels.matmul.bit_mma.product import (
+    MMA_COLUMNS,
+    PAIR_BYTES,
+    SCALE_BYTES,
+    LaneColumns,
+    Product,
+    Section,
+)
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 MOST_STAGES, LEAST_STAGES = 8, 3
@@ -40,7 +44,7 @@ AT_ONCE = 8  # rows of groups that a warp quantizes together, to hide one's late
 
 def run(*arguments) -> jax.Array:
     """Products of 1 to 8 rows (execute.py)."""
-    return bit_decode.run(bit_decode_ring, "bit_decode_ring", None, *arguments)
+    return decode.run(bit_decode_ring, *arguments)
 
 
 def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
@@ -51,15 +55,15 @@ def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     if n_tiles < least:
         return f"is for {ROWS * least} outputs or more, of which every block has rounds"
     pairs = -(-k // COLUMNS)
-    room = all(plan(rows, k, n_tiles, pairs) for rows in (1, rows_of_planes.MOST_ROWS, WIDTH))
-    return None if room else f"{WIDTH} rows of {k} activations leave no room for weights"
+    room = all(plan(rows, k, n_tiles, pairs) for rows in (1, plane_product.MOST_ROWS, MMA_COLUMNS))
+    return None if room else f"{MMA_COLUMNS} rows of {k} activations leave no room for weights"
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """What a block does: the product of a round, how many rounds, and stages of its ring."""
 
-    product: RowsProduct
+    product: Product
     rounds: int
     stages: int
 
@@ -86,7 +90,7 @@ class Plan:
 
 def plan(rows: int, columns: int, n_tiles: int, pairs: int, **rest) -> Plan | None:
     """For so many rows and columns of activations; None where shared memory has no room for three stages."""
-    kind = RowsOfBytes if rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
+    kind = ByteProduct if rows > plane_product.MOST_ROWS else PlaneProduct
     warps = min((8, 12), key=lambda w: -(-pairs // w) * w)
     each, found = -(-n_tiles // device.multiprocessors()), []
     for tiles in range(1, min(each, max(1, ROUND_BYTES // (pairs * (PAIR_BYTES + SCALE_BYTES)))) + 1):
@@ -179,12 +183,12 @@ class _Block:
                 self.request(index(stage))
         self.quantize()
         lanes.block_barrier()
-        me, section = LaneColumns.of(p), Section(index(0), p.rows)
+        me, section = p.lane_columns(), Section(index(0), p.rows)
         x = p.receive(me, section, self.load_activations)
         with p.busy_warps(me):
             p.store_squares(me, section, x, self.sums[0])
         lanes.block_barrier()
-        outputs = lambda tile: p.my_outputs(me, section, index(0), tile)  # noqa: E731
+        outputs = lambda tile: p.outputs(me, section, index(0), tile)  # noqa: E731
         norms = [p.norm(self.sums[0], row) for *_, row in outputs(self.first_tile)]
 
         def one_round(first, sums_smem):
@@ -197,7 +201,7 @@ class _Block:
             # By the last warp, which has the fewest outputs: a copy takes a thread as long as one of those.
             with lanes.when(lanes.thread() == 32 * (p.warps - 1)):
                 self.request(number + plan.stages)
-            p.outputs(section, sums_smem, outputs(self.first_tile + first), self.store, norms)
+            p.finish(section, sums_smem, outputs(self.first_tile + first), self.store, norms)
 
         def two_rounds(first, carry):
             # Sums of the next round lie elsewhere, so that whoever has its outputs goes on.
@@ -221,7 +225,7 @@ class _Block:
             at = (tile[u] * 2 + me.scale_group[pair, h]) * (SCALE_BYTES // 8) + me.g
             return memory.load(self.ring, begin + self.words_of_stage + at)
 
-        return p.multiply(me, x, words, scales)
+        return p.multiply(me, x, p.items(), words, scales)
 
     def request(self, number):
         """A round's weights, by one thread, if there is such a round."""

@@ -11,7 +11,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, integer, minimum, real, select, sum_of_squares, total
 from pallas_kernels.matmul.bit_mma.byte_product import UNIT
-from pallas_kernels.matmul.bit_mma.decode import GROUP
+from pallas_kernels.matmul.bit_mma.product import GROUP
 from pallas_kernels.matmul.quantize_activations import (
     MAGIC_WORD,
     largest_of_group,
