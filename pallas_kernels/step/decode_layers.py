@@ -313,22 +313,18 @@ class _Step:
     def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x, outputs: tuple | None):
         """A section's product with all of the block's tiles; outputs: those of the only round."""
         p, smem = self.products[phase], self._sums(phase)
-        # One row's are multiplied tile by tile.
-        parts = [p.items()] if self.shapes.passes_on else [[item] for item in p.items()]
 
         def one_round(first, carry):
             own, added = outputs or self._outputs(phase, layer, me, section, first)
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             with p.busy_warps(me):
-                sums = {}
-                for items in parts:
-                    sums |= p.multiply(
-                        me, x, items,
-                        lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                        lambda m, u, pair, h: self.weights.scales(
-                            phase, m, tile[u], me.scale_group[pair, h], me.g
-                        ),
-                    )  # fmt: skip
+                sums = p.multiply(
+                    me, x,
+                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
+                    lambda m, u, pair, h: self.weights.scales(
+                        phase, m, tile[u], me.scale_group[pair, h], me.g
+                    ),
+                )  # fmt: skip
                 p.store_sums(me, section, sums, smem)
             lanes.block_barrier()
             p.finish(section, smem, own, self._store(phase, layer, added))

@@ -145,9 +145,10 @@ class ByteProduct(Product):
             with lanes.when((me.t == 2) & (row < self.rows)):
                 memory.store(squares, scratch_smem, row * self.busy + me.warp + self.sums)
 
-    def multiply(self, me: LaneColumns, x: list, items: list, words: Callable, scales: Callable) -> dict:
+    def multiply(self, me: LaneColumns, x: list, words: Callable, scales: Callable) -> dict:
         """{(u, m): [eight of the rows][row g, g + 8][row of x 2 t, 2 t + 1]}; x: of each eight rows an
         `Eight`, or decode_s8.SharedRows."""
+        items = self.items()
         y = {item: [[[real(0)] * 2 for _ in range(2)] for _ in x] for item in items}
         for p in range(self.per_warp):
             loaded = {(u, m): words(m, u, p) for u, m in items}

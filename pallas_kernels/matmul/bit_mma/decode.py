@@ -1,49 +1,123 @@
-"""Decode kernels of 1-bit weights that are a launch of their own: how they are called, and a block of threads
-that has its weights in registers (decode_b1.py, decode_s8.py; decode_ring.py has them in shared memory)."""
+"""1-bit weights (Q1_0) times 1 to 8 rows of activations, in a launch of its own: how it is called and launched.
+Weights are in registers (decode_b1.py, decode_s8.py) or in a ring of shared memory (decode_ring.py)."""
 
-from collections.abc import Callable
+import abc
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.product import Product, Section
 from pallas_kernels.tiles import ROWS
 
 
-def run(kernel: Callable, x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
-    """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
+@dataclasses.dataclass(frozen=True)
+class Decode(abc.ABC):
+    """A kernel with its sizes; `product` is what a block multiplies at a time."""
 
-    kernel  (x, stacks, layers, **options) -> y
-    Returns float32 [*batch, N].
-    """
-    lead, n = x.shape[:-1], weights[0].shape[0]
-    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
-    matrices, part = stacks.whole(matrices, part_layer)
-    gamma, norm_layer = stacks.whole(*stacks.of_gamma(gamma, layer))
-    if residual is not None:
-        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
-    y = kernel(
-        x,
-        matrices,
+    name: ClassVar[str]
+    product: Product
+
+    @classmethod
+    @abc.abstractmethod
+    def plan(
+        cls, rows: int, columns: int, n_tiles: int, pairs: int, matrices: int = 1, bits: int = 8, **norm
+    ) -> Self | None:
+        """For so many rows and columns of activations, of so many bits, and such matrices; norm: whether x is
+        `normed`, and `eps`. None where it is not for them."""
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block."""
+        return self.product.tiles
+
+    @property
+    @abc.abstractmethod
+    def scratch(self) -> dict[str, Any]:
+        """plgpu.SMEM by the names that `block` has for them."""
+
+    def operands(self, x: jax.Array, gamma: jax.Array | None, layers: jax.Array) -> dict[str, Any]:
+        """Activations, by the names that `block` has for them."""
+        return {"x_gmem": x, "gamma_gmem": gamma}
+
+    @abc.abstractmethod
+    def block(self, **refs):
+        """What a block of threads does, as one of its lanes sees it: with weights_gmem, layers_gmem,
+        residual_gmem, operands, out_gmem and scratch."""
+
+    @classmethod
+    def run(cls, x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+        """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
+
+        Returns float32 [*batch, N].
+        """
+        lead, n = x.shape[:-1], weights[0].shape[0]
+        x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
+        matrices, part = stacks.whole(matrices, part_layer)
+        gamma, norm_layer = stacks.whole(*stacks.of_gamma(gamma, layer))
+        if residual is not None:
+            residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
-        jnp.stack([part, norm_layer, jnp.int32(-1)]),
-        gamma=gamma,
-        eps=eps,
-        residual=residual,
-        activation_bits=weights[0].products.activation_bits,
-    )
-    return y[:, :n].reshape(*lead, n)
+        layers, bits = jnp.stack([part, norm_layer, jnp.int32(-1)]), weights[0].products.activation_bits
+        y = bit_decode(x, matrices, layers, gamma, residual, kernel=cls, eps=eps, bits=bits)
+        return y[:, :n].reshape(*lead, n)
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "eps", "bits"))
+def bit_decode(
+    x: jax.Array,
+    weights: tuple[tuple[jax.Array, jax.Array], ...],
+    layers: jax.Array,
+    gamma: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    kernel: type[Decode],
+    eps: float = 0.0,
+    bits: int = 8,
+) -> jax.Array:
+    """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
+
+    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
+    layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
+    residual  float32 [rows, N], added to y
+    bits      of an activation, 8 or 16; they are quantized here, symmetric per group of 128
+    Returns float32 [rows, N padded to 16].
+    """
+    rows, columns = x.shape
+    n_tiles, pairs = weights[0][0].shape[1:3]
+    plan = kernel.plan(rows, columns, n_tiles, pairs, len(weights), bits, normed=gamma is not None, eps=eps)
+    if plan is None:
+        raise NotImplementedError(
+            f"{kernel.name} is not for {rows} rows of {columns} activations of {bits} bits times "
+            f"{len(weights)} matrices of {16 * n_tiles} rows; leave the choice to selection.py"
+        )
+    return launch(
+        plan.block,
+        {
+            "weights_gmem": weights, "layers_gmem": layers, "residual_gmem": residual,
+            **plan.operands(x, gamma, layers),
+        },
+        {"out_gmem": jax.ShapeDtypeStruct((rows, 16 * n_tiles), jnp.float32)},
+        name=kernel.name,
+        blocks=-(-n_tiles // plan.tiles),
+        threads=32 * plan.product.warps,
+        scratch=plan.scratch,
+    )  # fmt: skip
 
 
 class RegisterBlock:
     """A block of threads, as one of its lanes sees it, with the weights of a round in registers."""
 
-    def __init__(self, product: Product, weight_gmem, layers_gmem, residual_gmem, out_gmem):
-        self.product, self.weight_gmem = product, weight_gmem
+    def __init__(self, product: Product, weights_gmem, layers_gmem, residual_gmem, out_gmem):
+        self.product, self.weights_gmem = product, weights_gmem
         self.residual_gmem, self.out_gmem = residual_gmem, out_gmem
         self.layer = index(memory.load(layers_gmem, 0))
         self.me, self.first_tile = product.lane_columns(), lanes.block() * product.tiles
@@ -53,21 +127,22 @@ class RegisterBlock:
         matrix and pair the words and both groups' scales."""
         p, me, out = self.product, self.me, []
         for u, m in p.items():
-            (words, scales), tile = self.weight_gmem[m], minimum(self.first_tile + first + u, p.n_tiles - 1)
+            (words, scales), tile = self.weights_gmem[m], minimum(self.first_tile + first + u, p.n_tiles - 1)
             for k in range(p.per_warp):
                 out.append(memory.load_vector(4, words, [self.layer, tile, me.pair[k], me.lane, 0]))
                 out += [memory.load(scales, self.layer, tile, me.scale_group[k, h], me.g) for h in (0, 1)]
         return out
 
-    def multiply(self, x, loaded: list, items: list) -> dict:
-        """This warp's sums of some items of a round, of which all weights are there."""
+    def multiply(self, x, loaded: list) -> dict:
+        """This warp's sums of a round, of which all weights are there."""
         p = self.product
         place = lambda m, u, k: 3 * ((u * p.matrices + m) * p.per_warp + k)  # noqa: E731
         return p.multiply(
-            self.me, x, items,
+            self.me,
+            x,
             lambda m, u, k: loaded[place(m, u, k)],
             lambda m, u, k, h: loaded[place(m, u, k) + 1 + h],
-        )  # fmt: skip
+        )
 
     def added(self, outputs: list, row: int = 0) -> list:
         """The residual of each of this thread's outputs, which are of rows from `row` on."""

@@ -13,25 +13,22 @@ While the ring fills, the block quantizes all rows for itself, as a step's launc
 """
 
 import dataclasses
-import functools
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.matmul.bit_mma import decode, plane_product
+from pallas_kernels.matmul.bit_mma import plane_product
 from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
+from pallas_kernels.matmul.bit_mma.decode import Decode
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
 from pallas_kernels.matmul.bit_mma.product import (
     MMA_COLUMNS,
     PAIR_BYTES,
     SCALE_BYTES,
     LaneColumns,
-    Product,
     Section,
 )
 from pallas_kernels.tiles import COLUMNS, ROWS
@@ -42,11 +39,6 @@ LEAST_TILES = 16  # of a block
 AT_ONCE = 8  # rows of groups that a warp quantizes together, to hide one's latency behind another's
 
 
-def run(*arguments) -> jax.Array:
-    """Products of 1 to 8 rows (execute.py)."""
-    return decode.run(bit_decode_ring, *arguments)
-
-
 def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     """Why it is not for a matrix of n outputs and k inputs, or two, or None."""
     if matrices > 1 or bits != 8:
@@ -55,21 +47,42 @@ def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     if n_tiles < least:
         return f"is for {ROWS * least} outputs or more, of which every block has rounds"
     pairs = -(-k // COLUMNS)
-    room = all(plan(rows, k, n_tiles, pairs) for rows in (1, plane_product.MOST_ROWS, MMA_COLUMNS))
+    room = all(Ring.plan(rows, k, n_tiles, pairs) for rows in (1, plane_product.MOST_ROWS, MMA_COLUMNS))
     return None if room else f"{MMA_COLUMNS} rows of {k} activations leave no room for weights"
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """What a block does: the product of a round, how many rounds, and stages of its ring."""
+class Ring(Decode):
+    """`product` is a round's; rounds of a block, and stages of its ring."""
 
-    product: Product
     rounds: int
     stages: int
+    name = "bit_decode_ring"
+
+    @classmethod
+    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **norm):
+        """None where shared memory has no room for three stages."""
+        if matrices > 1 or bits != 8:
+            return None
+        kind = ByteProduct if rows > plane_product.MOST_ROWS else PlaneProduct
+        warps = min((8, 12), key=lambda w: -(-pairs // w) * w)
+        each, plans = -(-n_tiles // device.multiprocessors()), []
+        for tiles in range(1, min(each, max(1, ROUND_BYTES // (pairs * (PAIR_BYTES + SCALE_BYTES)))) + 1):
+            product = kind(
+                rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles, **norm
+            )
+            if product.section_rows < rows or product.together < tiles:
+                continue
+            for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
+                plan = cls(product, -(-each // tiles), stages)
+                taken = shared_memory.bytes_taken(*(4 * ref.shape[0] for ref in plan.scratch.values()))
+                if taken <= device.shared_bytes():
+                    plans.append(plan)
+                    break
+        return min(plans, key=lambda plan: (plan.tiles, plan.rounds), default=None)
 
     @property
     def tiles(self) -> int:
-        """Of a block."""
         return self.rounds * self.product.tiles
 
     @property
@@ -77,91 +90,29 @@ class Plan:
         return self.product.tiles * self.product.pairs * (PAIR_BYTES + SCALE_BYTES) // 4
 
     @property
-    def activation_words(self) -> int:
-        """Of all rows, quantized."""
-        return self.product.groups * self.product.rows * self.product.words
+    def scratch(self):
+        """The ring with its mbarriers behind it, all rows' activations, sums of two rounds."""
+        p = self.product
+        words = {
+            "ring_smem": self.stages * (self.stage_words + 2),
+            "activations_smem": p.groups * p.rows * p.words,
+        }
+        sums = dict.fromkeys(("sums0_smem", "sums1_smem"), plgpu.SMEM((p.scratch,), jnp.float32))
+        return {name: plgpu.SMEM((size,), jnp.int32) for name, size in words.items()} | sums
 
-    @property
-    def buffers(self) -> tuple[int, int, int, int]:
-        """Words of shared memory: the ring with its mbarriers behind it, activations, sums of two rounds."""
-        ring = self.stages * (self.stage_words + 2)
-        return ring, self.activation_words, self.product.scratch, self.product.scratch
-
-
-def plan(rows: int, columns: int, n_tiles: int, pairs: int, **rest) -> Plan | None:
-    """For so many rows and columns of activations; None where shared memory has no room for three stages."""
-    kind = ByteProduct if rows > plane_product.MOST_ROWS else PlaneProduct
-    warps = min((8, 12), key=lambda w: -(-pairs // w) * w)
-    each, found = -(-n_tiles // device.multiprocessors()), []
-    for tiles in range(1, min(each, max(1, ROUND_BYTES // (pairs * (PAIR_BYTES + SCALE_BYTES)))) + 1):
-        product = kind(
-            rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles, **rest
-        )
-        if product.section_rows < rows or product.together < tiles:
-            continue
-        for stages in range(MOST_STAGES, LEAST_STAGES - 1, -1):
-            p = Plan(product, -(-each // tiles), stages)
-            if shared_memory.bytes_taken(*(4 * words for words in p.buffers)) <= device.shared_bytes():
-                found.append(p)
-                break
-    return min(found, key=lambda p: (p.tiles, p.rounds), default=None)  # pyrefly: ignore[missing-attribute]
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
-def bit_decode_ring(
-    x: jax.Array,
-    weights: tuple[tuple[jax.Array, jax.Array], ...],
-    layers: jax.Array,
-    *,
-    gamma: jax.Array | None = None,
-    eps: float = 0.0,
-    residual: jax.Array | None = None,
-    activation_bits: int = 8,
-) -> jax.Array:
-    """y = x W.T
-
-    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
-    weights   ((words, scales),) of W: a tiled stack (formats/q1_0.py)
-    layers    int32 [2 or more], the index into the weights' stack and the one into gamma's
-    residual  float32 [rows, N], added to y
-    Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
-    """
-    (words, scales), rows = weights[0], len(x)
-    n_tiles, pairs = words.shape[1:3]
-    found = plan(rows, x.shape[1], n_tiles, pairs, normed=gamma is not None, eps=eps)
-    if found is None or len(weights) > 1 or activation_bits != 8:
-        raise NotImplementedError(
-            f"{len(weights)} matrices, {rows} rows of {x.shape[1]} activations, {activation_bits} bits: this "
-            "is for one matrix, 8 bits, and what leaves room for weights; leave the choice to selection.py"
-        )
-    ring, activations, *sums = found.buffers
-    return launch(
-        lambda **refs: _Block(found, **refs).run(),
-        {
-            "words_gmem": words, "scales_gmem": scales, "x_gmem": x, "layers_gmem": layers,
-            "gamma_gmem": gamma, "residual_gmem": residual,
-        },
-        {"out_gmem": jax.ShapeDtypeStruct((rows, n_tiles * 16), jnp.float32)},
-        name="bit_decode_ring",
-        blocks=-(-n_tiles // found.tiles),
-        threads=32 * found.product.warps,
-        scratch={
-            "ring_smem": plgpu.SMEM((ring,), jnp.int32),
-            "activations_smem": plgpu.SMEM((activations,), jnp.int32),
-            **{f"sums{i}_smem": plgpu.SMEM((size,), jnp.float32) for i, size in enumerate(sums)},
-        },
-    )  # fmt: skip
+    def block(self, **refs):
+        _Block(self, **refs).run()
 
 
 class _Block:
     """What a block of threads does, as one of its lanes sees it."""
 
     def __init__(
-        self, plan: Plan, words_gmem, scales_gmem, x_gmem, layers_gmem, gamma_gmem, residual_gmem, out_gmem,
+        self, plan: Ring, weights_gmem, x_gmem, layers_gmem, gamma_gmem, residual_gmem, out_gmem,
         ring_smem, activations_smem, sums0_smem, sums1_smem,
     ):  # fmt: skip
         self.plan, self.product = plan, plan.product
-        self.gmem, self.x, self.residual = (words_gmem, scales_gmem), x_gmem, residual_gmem
+        (self.gmem,), self.x, self.residual = weights_gmem, x_gmem, residual_gmem
         self.gamma = gamma_gmem
         self.out, self.ring, self.activations = out_gmem, ring_smem, activations_smem
         self.sums = sums0_smem, sums1_smem
@@ -170,7 +121,7 @@ class _Block:
         self.count = minimum(self.product.n_tiles - self.first_tile, plan.tiles)
         self.address = memory.shared_address(ring_smem)
         self.mbarriers = self.address + 4 * plan.stages * plan.stage_words
-        self.words_of_stage = self.product.tiles * self.product.pairs * (PAIR_BYTES // 4)
+        self.stage_scales = self.product.tiles * self.product.pairs * (PAIR_BYTES // 4)
 
     def run(self):
         p, plan = self.product, self.plan
@@ -212,10 +163,10 @@ class _Block:
 
         lanes.loop(0, self.count, 2 * p.tiles, [], two_rounds)
 
-    def multiply(self, me: LaneColumns, x, stage, there) -> dict:
-        """A round's sums of this warp; of tiles that are not there another's."""
+    def multiply(self, me: LaneColumns, x, stage, count) -> dict:
+        """This warp's sums of a round of so many tiles; in place of those beyond, another tile's."""
         p, begin = self.product, stage * self.plan.stage_words
-        tile = [minimum(index(u), there - 1) * p.pairs for u in range(p.tiles)]
+        tile = [minimum(index(u), count - 1) * p.pairs for u in range(p.tiles)]
 
         def words(m, u, pair):
             at = begin + (tile[u] + me.pair[pair]) * (PAIR_BYTES // 4) + me.lane * 4
@@ -223,9 +174,9 @@ class _Block:
 
         def scales(m, u, pair, h):
             at = (tile[u] * 2 + me.scale_group[pair, h]) * (SCALE_BYTES // 8) + me.g
-            return memory.load(self.ring, begin + self.words_of_stage + at)
+            return memory.load(self.ring, begin + self.stage_scales + at)
 
-        return p.multiply(me, x, p.items(), words, scales)
+        return p.multiply(me, x, words, scales)
 
     def request(self, number):
         """A round's weights, by one thread, if there is such a round."""
@@ -238,7 +189,7 @@ class _Block:
             to = self.address + stage * (4 * plan.stage_words)
             tile = self.layer * p.n_tiles + self.first_tile + first
             for ref, each, at in zip(
-                self.gmem, (PAIR_BYTES, SCALE_BYTES), (0, 4 * self.words_of_stage), strict=True
+                self.gmem, (PAIR_BYTES, SCALE_BYTES), (0, 4 * self.stage_scales), strict=True
             ):
                 size = integer(tiles * (p.pairs * each))
                 memory.copy_to_shared(to + at, ref, tile * (p.pairs * each // 4), size, mbarrier)
@@ -286,3 +237,6 @@ class _Block:
         if self.residual is not None:
             y = y + memory.load(self.residual, row, n)
         memory.store(y, self.out, row, n)
+
+
+KERNEL, run = Ring, Ring.run

@@ -13,18 +13,16 @@ A block of threads has `tiles` tiles of 16 rows; its warps share the columns in 
                         -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
 """
 
-import functools
+import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real
-from pallas_kernels.matmul.bit_mma import decode
 from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
+from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
 from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns, Section
 from pallas_kernels.matmul.bit_mma.quantize_rows import quantize_rows
 from pallas_kernels.tiles import COLUMNS, ROWS
@@ -34,114 +32,76 @@ DIGIT_BYTES = 8 * GROUP  # 8 bits of the integers of a group, of 8 rows
 STATISTIC_BYTES = 8 * 8  # two float32 of each of 8 rows
 
 
-def run(*arguments) -> jax.Array:
-    """Products of 4 to 8 rows, which it makes as fast as fewer (execute.py)."""
-    return decode.run(bit_decode_s8, *arguments)
-
-
 def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     """Why it is not for matrices of n outputs and k inputs, or None."""
-    room = plan(8, k, -(-n // ROWS), -(-k // COLUMNS), matrices, bits)
+    room = Rounds.plan(8, k, -(-n // ROWS), -(-k // COLUMNS), matrices, bits)
     return None if room else f"integers of {k} activations a row leave no room for weights"
 
 
-def plan(
-    rows: int, columns: int, n_tiles: int, pairs: int, matrices: int, bits: int, **rest
-) -> ByteProduct | None:
-    """What a block multiplies, with the least idle warps; None where integers and sums are more than the
-    shared memory."""
-    warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
-    tiles = -(-n_tiles // device.multiprocessors())
-    most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
-    product = ByteProduct(
-        rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-        round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **rest,
-    )  # fmt: skip
-    taken = shared_memory.bytes_taken(*(4 * words for words in buffers(product).values()))
-    return product if taken <= device.shared_bytes() else None
+@dataclasses.dataclass(frozen=True)
+class Rounds(Decode):
+    product: ByteProduct
+    name = "bit_decode_s8"
 
+    @classmethod
+    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **norm):
+        """With the least idle warps; None where integers and sums are more than the shared memory."""
+        warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
+        tiles = -(-n_tiles // device.multiprocessors())
+        most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
+        product = ByteProduct(
+            rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
+            round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **norm,
+        )  # fmt: skip
+        plan = cls(product)
+        taken = shared_memory.bytes_taken(*(4 * size for size in plan._words.values()))
+        return plan if taken <= device.shared_bytes() else None
 
-def buffers(p: ByteProduct) -> dict[str, int]:
-    """Words of shared memory."""
-    groups = 2 * p.warps * p.per_warp
-    return {
-        "integers_smem": groups * p.bits // 8 * DIGIT_BYTES // 4,
-        "statistics_smem": groups * STATISTIC_BYTES // 4,
-        "sums_smem": p.scratch,
-    }
+    @property
+    def _words(self) -> dict[str, int]:
+        """Of shared memory."""
+        p = self.product
+        groups = 2 * p.warps * p.per_warp
+        return {
+            "integers_smem": groups * p.bits // 8 * DIGIT_BYTES // 4,
+            "statistics_smem": groups * STATISTIC_BYTES // 4,
+            "sums_smem": p.scratch,
+        }
 
+    @property
+    def scratch(self):
+        dtypes = {"sums_smem": jnp.float32}
+        return {name: plgpu.SMEM((size,), dtypes.get(name, jnp.int32)) for name, size in self._words.items()}
 
-@functools.partial(jax.jit, static_argnames=("eps", "activation_bits"))
-def bit_decode_s8(
-    x: jax.Array,
-    weights: tuple[tuple[jax.Array, jax.Array], ...],
-    layers: jax.Array,
-    *,
-    gamma: jax.Array | None = None,
-    eps: float = 0.0,
-    residual: jax.Array | None = None,
-    activation_bits: int = 8,
-) -> jax.Array:
-    """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
-
-    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
-    weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
-    layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
-    residual  float32 [rows, N], added to y
-    activation_bits  8 or 16
-    Returns float32 [rows, N padded to 16]. Activations are quantized by `quantize_rows`.
-    """
-    rows, columns = x.shape
-    n_tiles, pairs = weights[0][0].shape[1:3]
-    p = plan(rows, columns, n_tiles, pairs, len(weights), activation_bits, normed=gamma is not None, eps=eps)
-    if p is None:
-        raise NotImplementedError(
-            f"{rows} rows of {columns} activations do not fit {device.shared_bytes()} bytes of shared "
-            "memory; split the rows"
-        )
-    if columns < pairs * 2 * GROUP:
-        padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
-        x = jnp.pad(x, padding)
+    def operands(self, x, gamma, layers):
+        padding = ((0, 0), (0, self.product.pairs * COLUMNS - x.shape[1]))
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    quantized = quantize_rows(x, layers, gamma=gamma, activation_bits=activation_bits)
-    return launch(
-        functools.partial(_multiply_rounds, p),
-        {
-            "weight_gmem": weights, "quantized_gmem": quantized, "layers_gmem": layers,
-            "residual_gmem": residual,
-        },
-        {"out_gmem": jax.ShapeDtypeStruct((rows, n_tiles * 16), jnp.float32)},
-        name="bit_decode_s8",
-        blocks=-(-n_tiles // p.tiles),
-        threads=32 * p.warps,
-        scratch={
-            name: plgpu.SMEM((size,), jnp.float32 if name == "sums_smem" else jnp.int32)
-            for name, size in buffers(p).items()
-        },
-    )  # fmt: skip
+        bits = self.product.bits
+        return {
+            "quantized_gmem": quantize_rows(jnp.pad(x, padding), layers, gamma=gamma, activation_bits=bits)
+        }
 
+    def block(
+        self, weights_gmem, layers_gmem, residual_gmem, quantized_gmem, out_gmem,
+        integers_smem, statistics_smem, sums_smem,
+    ):  # fmt: skip
+        block = RegisterBlock(self.product, weights_gmem, layers_gmem, residual_gmem, out_gmem)
+        p, me, section = self.product, block.me, Section(index(0), self.product.rows)
+        count, loaded = minimum(p.n_tiles - block.first_tile, p.tiles), block.load_round(index(0))
+        x = SharedRows(p, me, quantized_gmem, integers_smem, statistics_smem, sums_smem)
 
-def _multiply_rounds(
-    p: ByteProduct, weight_gmem, quantized_gmem, layers_gmem, residual_gmem, out_gmem,
-    integers_smem, statistics_smem, sums_smem,
-):  # fmt: skip
-    block = decode.RegisterBlock(p, weight_gmem, layers_gmem, residual_gmem, out_gmem)
-    section, count = Section(index(0), p.rows), minimum(p.n_tiles - block.first_tile, p.tiles)
-    loaded = block.load_round(index(0))
-    x = SharedRows(p, block.me, quantized_gmem, integers_smem, statistics_smem, sums_smem)
+        def one_round(first, loaded):
+            following = block.load_round(first + p.together) if p.tiles > p.together else loaded
+            outputs = p.outputs(me, section, first, block.first_tile)
+            added = block.added(outputs)
+            with p.busy_warps(me):
+                p.store_sums(me, section, block.multiply([x], loaded), sums_smem)
+            lanes.block_barrier()
+            block.finish(section, sums_smem, outputs, added)
+            lanes.block_barrier()
+            return following
 
-    def one_round(first, loaded):
-        following = block.load_round(first + p.together) if p.tiles > p.together else loaded
-        outputs = p.outputs(block.me, section, first, block.first_tile)
-        added = block.added(outputs)
-        with p.busy_warps(block.me):
-            p.store_sums(block.me, section, block.multiply([x], loaded, p.items()), sums_smem)
-        lanes.block_barrier()
-        block.finish(section, sums_smem, outputs, added)
-        lanes.block_barrier()
-        return following
-
-    lanes.loop(0, count, p.together, loaded, one_round)
+        lanes.loop(0, count, p.together, loaded, one_round)
 
 
 class SharedRows:
@@ -186,3 +146,6 @@ class SharedRows:
     def statistics(self, me: LaneColumns, p: int, h: int) -> list:
         words = memory.load_shared(4, self.at + integer(me.t * 16), (2 * p + h) * STATISTIC_BYTES)
         return [as_real(word) for word in words]
+
+
+KERNEL, run = Rounds, Rounds.run

@@ -182,8 +182,17 @@ class PlaneProduct(Product):
             with lanes.when((me.g == 0) & (self._part(me) == 0) & (row < self.rows)):
                 memory.store(x.squares, scratch_smem, row * self.busy + me.warp + self.sums)
 
-    def multiply(self, me: LaneColumns, x: Rows, items: list, words: Callable, scales: Callable) -> dict:
+    def multiply(self, me: LaneColumns, x: Rows, words: Callable, scales: Callable) -> dict:
         """{(u, m): [rows g, g + 8]} of the lane's row of x."""
+        if self.rows > 1:
+            return self._multiply(me, x, self.items(), words, scales)
+        y = {}
+        for item in self.items():
+            y |= self._multiply(me, x, [item], words, scales)
+        return y
+
+    def _multiply(self, me: LaneColumns, x: Rows, items: list, words: Callable, scales: Callable) -> dict:
+        """Some items of a round, together."""
         y = {item: [real(0)] * 2 for item in items}
         for p in range(self.per_warp):
             loaded = {(u, m): words(m, u, p) for u, m in items}

@@ -256,8 +256,8 @@ class Product(abc.ABC):
         """Behind a norm, each row's sum of squares over this warp's groups."""
 
     @abc.abstractmethod
-    def multiply(self, me: LaneColumns, x: Any, items: list, words: Callable, scales: Callable) -> dict:
-        """This warp's sums of tiles of a round, by (tile u, matrix m). words(m, u, p) is a tile's vector of a
+    def multiply(self, me: LaneColumns, x: Any, words: Callable, scales: Callable) -> dict:
+        """This warp's sums of a round, by (tile u, matrix m). words(m, u, p) is a tile's vector of a
         pair, scales(m, u, p, h) its scales of a group."""
 
     @abc.abstractmethod
