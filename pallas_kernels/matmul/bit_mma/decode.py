@@ -1,5 +1,5 @@
-"""1-bit weights (Q1_0) times 1 to 8 rows of activations, in a launch of its own: how it is called and launched.
-Weights are in registers (decode_b1.py, decode_s8.py) or in a ring of shared memory (decode_ring.py)."""
+"""1-bit weights (Q1_0) times 1 to 8 rows of activations, in a launch of its own. Weights are in registers
+(decode_b1.py, decode_s8.py) or in a ring of shared memory (decode_ring.py)."""
 
 import abc
 import dataclasses
@@ -47,7 +47,7 @@ class Decode(abc.ABC):
         return {"x_gmem": x, "gamma_gmem": gamma}
 
     @abc.abstractmethod
-    def block(self, **refs):
+    def block(self, *_: Any, **refs: Any):
         """What a block of threads does, as one of its lanes sees it: with weights_gmem, layers_gmem,
         residual_gmem, operands, out_gmem and scratch."""
 
@@ -137,12 +137,8 @@ class RegisterBlock:
         """This warp's sums of a round, of which all weights are there."""
         p = self.product
         place = lambda m, u, k: 3 * ((u * p.matrices + m) * p.per_warp + k)  # noqa: E731
-        return p.multiply(
-            self.me,
-            x,
-            lambda m, u, k: loaded[place(m, u, k)],
-            lambda m, u, k, h: loaded[place(m, u, k) + 1 + h],
-        )
+        words = lambda m, u, k: loaded[place(m, u, k)]  # noqa: E731
+        return p.multiply(self.me, x, words, lambda m, u, k, h: loaded[place(m, u, k) + 1 + h])
 
     def added(self, outputs: list, row: int = 0) -> list:
         """The residual of each of this thread's outputs, which are of rows from `row` on."""

@@ -76,10 +76,7 @@ class Rounds(Decode):
     def operands(self, x, gamma, layers):
         padding = ((0, 0), (0, self.product.pairs * COLUMNS - x.shape[1]))
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-        bits = self.product.bits
-        return {
-            "quantized_gmem": quantize_rows(jnp.pad(x, padding), layers, gamma=gamma, activation_bits=bits)
-        }
+        return {"quantized_gmem": quantize_rows(jnp.pad(x, padding), layers, gamma, self.product.bits)}
 
     def block(
         self, weights_gmem, layers_gmem, residual_gmem, quantized_gmem, out_gmem,

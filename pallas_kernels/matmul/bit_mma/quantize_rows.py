@@ -22,9 +22,9 @@ from pallas_kernels.matmul.quantize_activations import (
 ROWS = 8  # columns of the tensor core
 
 
-@functools.partial(jax.jit, static_argnames="activation_bits")
+@functools.partial(jax.jit, static_argnames="bits")
 def quantize_rows(
-    x: jax.Array, layers: jax.Array, *, gamma: jax.Array | None = None, activation_bits: int = 8
+    x: jax.Array, layers: jax.Array, gamma: jax.Array | None, bits: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Quantize activations, symmetric per group of 128: x, or x gamma[i] with gamma of float32 [L, K].
 
@@ -36,9 +36,9 @@ def quantize_rows(
     are not there have scales of 0.
     """
     rows, columns = x.shape
-    groups, digits = columns // GROUP, activation_bits // 8
+    groups, digits = columns // GROUP, bits // 8
     return launch(
-        functools.partial(_quantize_group, rows=rows, bits=activation_bits),
+        functools.partial(_quantize_group, rows=rows, bits=bits),
         {"x_gmem": x, "layers_gmem": None if gamma is None else layers, "gamma_gmem": gamma},
         {
             "q_gmem": jax.ShapeDtypeStruct((groups, digits, 2, 32, 4), jnp.int32),
