@@ -34,7 +34,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
-from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns, Section
+from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
@@ -228,11 +228,11 @@ class _Step:
             group, row = (
                 (item, warp) if items == p.groups else (item % p.groups, item // p.groups * p.warps + warp)
             )
-            wanted = (item < items) & (row < p.rows)
+            valid = (item < items) & (row < p.rows)
             if phase == Phase.O and self.attends_groups:
                 position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
-                wanted = wanted & ~self.attention.has_one_split(position)
-            with lanes.when(wanted):
+                valid = valid & ~self.attention.has_one_split(position)
+            with lanes.when(valid):
                 use(group, row)
 
     def _residual(self, phase: Phase, layer, row, columns) -> list:
@@ -266,16 +266,15 @@ class _Step:
         p = self.products[phase]
         me = p.lane_columns()
 
-        def one_section(first, carry):
-            section = Section(first, p.section_rows)
+        def one_section(first_row, carry):
             # What one row's block adds to its outputs is asked for before activations are waited for.
             early = p.together == p.tiles and not self.shapes.passes_on
-            outputs = self._outputs(phase, layer, me, section, index(0)) if early else None
-            x = self._activations(phase, layer, me, section)
+            outputs = self._outputs(phase, layer, me, first_row, index(0)) if early else None
+            x = self._activations(phase, layer, me, first_row)
             with p.busy_warps(me):
-                p.store_squares(me, section, x, self._sums(phase))
+                p.store_squares(me, first_row, x, self._sums(phase))
             self.weights.wait(phase, layer)
-            self._rounds(phase, layer, me, section, x, outputs)
+            self._rounds(phase, layer, me, first_row, x, outputs)
             return carry
 
         if p.section_rows == p.rows:
@@ -283,15 +282,15 @@ class _Step:
         else:  # a loop: straight code of both would be more than the instruction cache has room for
             lanes.loop(0, p.rows, p.section_rows, [], one_section)
 
-    def _activations(self, phase: Phase, layer, me: LaneColumns, section: Section):
+    def _activations(self, phase: Phase, layer, me: LaneColumns, first_row):
         """What this warp multiplies, when it is there; weights of later phases are asked for then."""
         p, workspace = self.products[phase], self.workspace
         if self.shapes.passes_on:
             split = self.weights.split(phase)
             x = p.receive(
-                me, section, lambda places: workspace.receive_passed_on(phase, layer, places, p, split)
+                me, first_row, lambda places: workspace.receive_passed_on(phase, layer, places, p, split)
             )
-            with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(section.first == 0):
+            with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first_row == 0):
                 self._request_during(phase, layer)
             return x
         assert isinstance(p, PlaneProduct)
@@ -310,12 +309,12 @@ class _Step:
             return memory.Reals(self.weights.smem, 0)
         return self.scratch
 
-    def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x, outputs: tuple | None):
+    def _rounds(self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: tuple | None):
         """A section's product with all of the block's tiles; outputs: those of the only round."""
         p, smem = self.products[phase], self._sums(phase)
 
         def one_round(first, carry):
-            own, added = outputs or self._outputs(phase, layer, me, section, first)
+            own, added = outputs or self._outputs(phase, layer, me, first_row, first)
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             with p.busy_warps(me):
                 sums = p.multiply(
@@ -325,9 +324,9 @@ class _Step:
                         phase, m, tile[u], me.scale_group[pair, h], me.g
                     ),
                 )  # fmt: skip
-                p.store_sums(me, section, sums, smem)
+                p.store_sums(me, sums, smem)
             lanes.block_barrier()
-            p.finish(section, smem, own, self._store(phase, layer, added))
+            p.finish(smem, own, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
             return carry
 
@@ -336,10 +335,10 @@ class _Step:
         else:
             lanes.loop(0, p.tiles, p.together, [], one_round)
 
-    def _outputs(self, phase: Phase, layer, me: LaneColumns, section: Section, first) -> tuple[list, list]:
+    def _outputs(self, phase: Phase, layer, me: LaneColumns, first_row, first) -> tuple[list, list]:
         """This thread's outputs of a round, and what is added to each."""
         p = self.products[phase]
-        own = p.outputs(me, section, first, self.weights.first_tile(phase))
+        own = p.outputs(me, first_row, first, self.weights.first_tile(phase))
         return own, self._added(phase, layer, [(minimum(row, p.rows - 1), n) for *_, n, row in own])
 
     def _store(self, phase: Phase, layer, added: list):
@@ -352,13 +351,15 @@ class _Step:
 
         return store
 
-    def _added(self, phase: Phase, layer, mine: list) -> list:
+    def _added(self, phase: Phase, layer, outputs: list) -> list:
         """To each of this thread's outputs, (row, n): of one row the residual, which is this block's own; the
         bias."""
         last = 16 * self.products[phase].n_tiles - 1
         if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
             width = self.shapes.width(Vector.X)
-            return [memory.load_written_by_others(self.x, row * width + minimum(n, last)) for row, n in mine]
+            return [
+                memory.load_written_by_others(self.x, row * width + minimum(n, last)) for row, n in outputs
+            ]
         if phase == Phase.QKV and self.bias is not None:
-            return [memory.load(self.bias, layer, minimum(n, last)) for _, n in mine]
+            return [memory.load(self.bias, layer, minimum(n, last)) for _, n in outputs]
         return []

@@ -15,8 +15,6 @@ from pallas_kernels.matmul.bit_mma.product import (
     GROUP,
     MMA_COLUMNS,
     MOST_ROWS,
-    PAIR_BYTES,
-    SCALE_BYTES,
     Product,
 )
 
@@ -113,13 +111,13 @@ class Shapes:
         for phase, p in self.products().items():
             for m in range(p.matrices):
                 out[phase, m] = at
-                at += share_bytes(p)
+                at += p.shared_bytes
         return out
 
     @property
     def weight_bytes(self) -> int:
         """Of shared memory, for a block's share of a layer."""
-        return sum(share_bytes(p) * p.matrices for p in self.products().values())
+        return sum(p.shared_bytes * p.matrices for p in self.products().values())
 
     @property
     def slots(self) -> list[int]:
@@ -128,13 +126,13 @@ class Shapes:
         room. Where there is more, the first warps have a second one (of 9 rows on there are no registers)."""
         size, products = self.slot_bytes, self.products()
         within = lambda phase: [  # noqa: E731
-            self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
+            self.begins[phase, 0] + at for at in range(0, products[phase].shared_bytes - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
         most = MOST_SLOTS if self.rows <= 8 else WARPS
         for count in range(most, WARPS - 1, -1):
-            behind = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
-            places = [*down, *behind, *qkv][:count]
+            beyond = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
+            places = [*down, *beyond, *qkv][:count]
             end = max(self.weight_bytes, max(places) + size)
             if shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes():
                 return places
@@ -155,15 +153,15 @@ class Shapes:
         """Whether sums of gate and up, of more than 16 rows, lie in place of weights of q, k and v and of o,
         which have been read and are asked for later; else in the scratch, as others' do."""
         products = self.products()
-        p, room = products[Phase.GATE_UP], share_bytes(products[Phase.QKV]) + share_bytes(products[Phase.O])
+        p, room = products[Phase.GATE_UP], products[Phase.QKV].shared_bytes + products[Phase.O].shared_bytes
         return self.rows > 2 * MMA_COLUMNS and 4 * p.scratch <= room
 
     @property
     def scratch(self) -> int:
         """float32 of shared memory for the phases, in turn; an even number."""
         elsewhere = Phase.GATE_UP if self.sums_among_weights else None
-        here = [p for phase, p in self.products().items() if phase != elsewhere]
-        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *here))
+        others = [p for phase, p in self.products().items() if phase != elsewhere]
+        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *others))
         return most + most % 2
 
     @property
@@ -211,8 +209,3 @@ def _split(p: Product, blocks: int) -> Product:
         if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > MMA_COLUMNS):
             return q
     return p
-
-
-def share_bytes(p: Product) -> int:
-    """Of a block's tiles of one matrix."""
-    return p.tiles * p.pairs * (PAIR_BYTES + SCALE_BYTES)

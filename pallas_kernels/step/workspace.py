@@ -102,12 +102,12 @@ class Workspace:
         """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads; of
         each split, one behind the other."""
         vector = self.reads[phase]
-        wanted = [
+        places = [
             ((self._at(vector, row, column), more + copy * self.shapes.rows * self.width[vector]), count)
             for copy in range(self.shapes.copies(vector))
             for column, more in columns
         ]
-        return memory.load_tagged(self.ref, wanted, self.tag_read(phase, layer), at_once)
+        return memory.load_tagged(self.ref, places, self.tag_read(phase, layer), at_once)
 
     def send(self, phase: Phase, layer, y, row, column, split=0):
         """A float32 of what a phase writes."""

@@ -34,14 +34,14 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
     total,
 )
-from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns, Product, Section
+from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns, Product
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD, largest_of_group
 
 TOP = 127
 UNIT = 128  # times sums of products is what `multiply_group` returns
 GROUP_WORDS = 48  # that are passed on of a row of a group
-KEPT_WORDS = 9  # of a group, of each eight rows, while they are multiplied
-MOST_KEPT = 112
+# Of a group of each eight rows a lane has so many words while they are multiplied, and at most in all:
+REGISTER_WORDS, MOST_REGISTERS = 9, 112
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,11 +76,15 @@ class ByteProduct(Product):
 
     @property
     def section_rows(self) -> int:
-        eights, kept = -(-self.rows // MMA_COLUMNS), KEPT_WORDS * 2 * self.per_warp
-        if kept * eights <= MOST_KEPT:
+        eights, each = -(-self.rows // MMA_COLUMNS), REGISTER_WORDS * 2 * self.per_warp
+        if each * eights <= MOST_REGISTERS:
             return self.rows
-        sections = -(-eights // max(1, min(2, MOST_KEPT // kept)))
+        sections = -(-eights // max(1, min(2, MOST_REGISTERS // each)))
         return min(self.rows, MMA_COLUMNS * -(-eights // sections))
+
+    def _eights(self) -> range:
+        """The first row of each eight, within a section."""
+        return range(0, self.section_rows, MMA_COLUMNS)
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
@@ -113,11 +117,11 @@ class ByteProduct(Product):
             ),
         ]
 
-    def receive(self, me: LaneColumns, section: Section, load: Callable) -> list[Eight]:
+    def receive(self, me: LaneColumns, first_row, load: Callable) -> list[Eight]:
         group_words = self.rows * GROUP_WORDS
         places = []
-        for first in _eights(section):
-            row = minimum(me.g + (section.first + first), self.rows - 1)
+        for first in self._eights():
+            row = minimum(me.g + (first_row + first), self.rows - 1)
             place = row * 16 + me.t * 4
             places += [
                 (base * group_words + place, more * group_words + v * (16 * self.rows), 4)
@@ -134,14 +138,14 @@ class ByteProduct(Product):
             out.append(Eight(words, fours))
         return out
 
-    def store_squares(self, me: LaneColumns, section: Section, x: list[Eight], scratch_smem):
+    def store_squares(self, me: LaneColumns, first_row, x: list[Eight], scratch_smem):
         if not self.normed:
             return
-        for first, eight in zip(_eights(section), x, strict=True):
+        for first, eight in zip(self._eights(), x, strict=True):
             squares = real(0)
             for at, words in eight.words.items():
                 squares = fma(memory.untagged(words[11]), me.count[at], squares)
-            row = me.g + (section.first + first)
+            row = me.g + (first_row + first)
             with lanes.when((me.t == 2) & (row < self.rows)):
                 memory.store(squares, scratch_smem, row * self.busy + me.warp + self.sums)
 
@@ -164,19 +168,14 @@ class ByteProduct(Product):
                         y[u, m][i][r][c] = fma(d[r], product, y[u, m][i][r][c])
         return y
 
-    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
-        for (i, first), c in itertools.product(enumerate(_eights(section)), (0, 1)):
+    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+        for (i, first), c in itertools.product(enumerate(self._eights()), (0, 1)):
             row = me.t * 2 + (first + c)
-            with lanes.when(row < section.rows):
+            with lanes.when(row < self.section_rows):
                 for (u, m), tile_sums in y.items():
                     for r in (0, 1):
-                        at = self.place(section, u, m, 0) + me.warp * 16 + me.g + 8 * r
+                        at = self.place(u, m, 0) + me.warp * 16 + me.g + 8 * r
                         memory.store(tile_sums[i][r][c], scratch_smem, row * self.row_sums + at)
-
-
-def _eights(section: Section) -> range:
-    """The first row of each eight, within the section."""
-    return range(0, section.rows, MMA_COLUMNS)
 
 
 def multiply_group(bits: list, q: list) -> list:

@@ -13,7 +13,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul import stacks
-from pallas_kernels.matmul.bit_mma.product import Product, Section
+from pallas_kernels.matmul.bit_mma.product import Product
 from pallas_kernels.tiles import ROWS
 
 
@@ -147,10 +147,10 @@ class RegisterBlock:
         last = 16 * self.product.n_tiles - 1
         return [memory.load(self.residual_gmem, x_row + row, minimum(n, last)) for *_, n, x_row in outputs]
 
-    def finish(self, section: Section, sums_smem, outputs: list, added: list, row: int = 0):
+    def finish(self, sums_smem, outputs: list, added: list, row: int = 0):
         """After a block barrier: outputs from their sums."""
 
         def store(i, x_row, n, y):
             memory.store(y + added[i] if added else y, self.out_gmem, x_row + row, n)
 
-        self.product.finish(section, sums_smem, outputs, store)
+        self.product.finish(sums_smem, outputs, store)

@@ -21,7 +21,6 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index
 from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
-from pallas_kernels.matmul.bit_mma.product import Section
 
 LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
 
@@ -56,24 +55,24 @@ class RowByRow(Decode):
 
     def block(self, weights_gmem, layers_gmem, residual_gmem, x_gmem, gamma_gmem, out_gmem, **sums_smem):
         block = RegisterBlock(self.product, weights_gmem, layers_gmem, residual_gmem, out_gmem)
-        p, me, section, sums = self.product, block.me, Section(index(0), 1), list(sums_smem.values())
+        p, me, sums = self.product, block.me, list(sums_smem.values())
 
         def columns(ref, i):
             return p.own_columns(me, lambda places: [memory.load(ref, i, at + more) for at, more in places])
 
         gamma = columns(gamma_gmem, index(memory.load(layers_gmem, 1))) if p.normed else {}
-        outputs = p.outputs(me, section, index(0), block.first_tile)
+        outputs = p.outputs(me, index(0), index(0), block.first_tile)
         added = [block.added(outputs, row) for row in range(self.rows)]
         first_row = columns(x_gmem, 0)  # before the weights: these are near and wanted first
         loaded = block.load_round(index(0))
         for row, smem in enumerate(sums):
             x = p.quantize_own(me, columns(x_gmem, row) if row else first_row, gamma)
             with p.busy_warps(me):
-                p.store_squares(me, section, x, smem)
-                p.store_sums(me, section, block.multiply(x, loaded), smem)
+                p.store_squares(me, index(0), x, smem)
+                p.store_sums(me, block.multiply(x, loaded), smem)
         lanes.block_barrier()
         for row, smem in enumerate(sums):
-            block.finish(section, smem, outputs, added[row], row)
+            block.finish(smem, outputs, added[row], row)
 
 
 KERNEL, run = RowByRow, RowByRow.run

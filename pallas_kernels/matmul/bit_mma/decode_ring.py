@@ -24,13 +24,7 @@ from pallas_kernels.matmul.bit_mma import plane_product
 from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
 from pallas_kernels.matmul.bit_mma.decode import Decode
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
-from pallas_kernels.matmul.bit_mma.product import (
-    MMA_COLUMNS,
-    PAIR_BYTES,
-    SCALE_BYTES,
-    LaneColumns,
-    Section,
-)
+from pallas_kernels.matmul.bit_mma.product import MMA_COLUMNS, PAIR_BYTES, SCALE_BYTES, LaneColumns
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 MOST_STAGES, LEAST_STAGES = 8, 3
@@ -87,7 +81,7 @@ class Ring(Decode):
 
     @property
     def stage_words(self) -> int:
-        return self.product.tiles * self.product.pairs * (PAIR_BYTES + SCALE_BYTES) // 4
+        return self.product.shared_bytes // 4
 
     @property
     def scratch(self):
@@ -112,7 +106,7 @@ class _Block:
         ring_smem, activations_smem, sums0_smem, sums1_smem,
     ):  # fmt: skip
         self.plan, self.product = plan, plan.product
-        (self.gmem,), self.x, self.residual = weights_gmem, x_gmem, residual_gmem
+        (self.weights,), self.x, self.residual = weights_gmem, x_gmem, residual_gmem
         self.gamma = gamma_gmem
         self.out, self.ring, self.activations = out_gmem, ring_smem, activations_smem
         self.sums = sums0_smem, sums1_smem
@@ -121,7 +115,6 @@ class _Block:
         self.count = minimum(self.product.n_tiles - self.first_tile, plan.tiles)
         self.address = memory.shared_address(ring_smem)
         self.mbarriers = self.address + 4 * plan.stages * plan.stage_words
-        self.stage_scales = self.product.tiles * self.product.pairs * (PAIR_BYTES // 4)
 
     def run(self):
         p, plan = self.product, self.plan
@@ -134,12 +127,12 @@ class _Block:
                 self.request(index(stage))
         self.quantize()
         lanes.block_barrier()
-        me, section = p.lane_columns(), Section(index(0), p.rows)
-        x = p.receive(me, section, self.load_activations)
+        me = p.lane_columns()
+        x = p.receive(me, index(0), self.load_activations)
         with p.busy_warps(me):
-            p.store_squares(me, section, x, self.sums[0])
+            p.store_squares(me, index(0), x, self.sums[0])
         lanes.block_barrier()
-        outputs = lambda tile: p.outputs(me, section, index(0), tile)  # noqa: E731
+        outputs = lambda tile: p.outputs(me, index(0), index(0), tile)  # noqa: E731
         norms = [p.norm(self.sums[0], row) for *_, row in outputs(self.first_tile)]
 
         def one_round(first, sums_smem):
@@ -147,12 +140,12 @@ class _Block:
             stage = number % plan.stages
             memory.mbarrier_wait(self.mbarriers + integer(stage) * 8, integer(number // plan.stages % 2))
             with p.busy_warps(me):
-                p.store_sums(me, section, self.multiply(me, x, stage, self.count - first), sums_smem)
+                p.store_sums(me, self.multiply(me, x, stage, self.count - first), sums_smem)
             lanes.block_barrier()
             # By the last warp, which has the fewest outputs: a copy takes a thread as long as one of those.
             with lanes.when(lanes.thread() == 32 * (p.warps - 1)):
                 self.request(number + plan.stages)
-            p.finish(section, sums_smem, outputs(self.first_tile + first), self.store, norms)
+            p.finish(sums_smem, outputs(self.first_tile + first), self.store, norms)
 
         def two_rounds(first, carry):
             # Sums of the next round lie elsewhere, so that whoever has its outputs goes on.
@@ -166,17 +159,12 @@ class _Block:
     def multiply(self, me: LaneColumns, x, stage, count) -> dict:
         """This warp's sums of a round of so many tiles; in place of those beyond, another tile's."""
         p, begin = self.product, stage * self.plan.stage_words
-        tile = [minimum(index(u), count - 1) * p.pairs for u in range(p.tiles)]
-
-        def words(m, u, pair):
-            at = begin + (tile[u] + me.pair[pair]) * (PAIR_BYTES // 4) + me.lane * 4
-            return memory.load_vector(4, self.ring, [at])
-
-        def scales(m, u, pair, h):
-            at = (tile[u] * 2 + me.scale_group[pair, h]) * (SCALE_BYTES // 8) + me.g
-            return memory.load(self.ring, begin + self.stage_scales + at)
-
-        return p.multiply(me, x, words, scales)
+        tile = [minimum(index(u), count - 1) for u in range(p.tiles)]
+        return p.multiply(
+            me, x,
+            lambda m, u, pair: p.shared_words(self.ring, begin, tile[u], me.pair[pair], me.lane),
+            lambda m, u, pair, h: p.shared_scales(self.ring, begin, tile[u], me.scale_group[pair, h], me.g),
+        )  # fmt: skip
 
     def request(self, number):
         """A round's weights, by one thread, if there is such a round."""
@@ -186,13 +174,9 @@ class _Block:
             stage, tiles = integer(number % plan.stages), minimum(self.count - first, p.tiles)
             mbarrier = self.mbarriers + stage * 8
             memory.mbarrier_expect(mbarrier, integer(tiles * (p.pairs * (PAIR_BYTES + SCALE_BYTES))))
+            source = self.layer * p.n_tiles + self.first_tile + first
             to = self.address + stage * (4 * plan.stage_words)
-            tile = self.layer * p.n_tiles + self.first_tile + first
-            for ref, each, at in zip(
-                self.gmem, (PAIR_BYTES, SCALE_BYTES), (0, 4 * self.stage_scales), strict=True
-            ):
-                size = integer(tiles * (p.pairs * each))
-                memory.copy_to_shared(to + at, ref, tile * (p.pairs * each // 4), size, mbarrier)
+            p.copy_to_shared(self.weights, source, tiles, to, 0, mbarrier)
 
     def quantize(self):
         """All rows of all groups, a warp each."""
@@ -202,14 +186,14 @@ class _Block:
         at_once = -(-each // -(-each // AT_ONCE))
 
         def some(first, carry):
-            wanted = [first + i * p.warps + warp for i in range(at_once)]
-            loaded = [self.load(minimum(item, items - 1)) for item in wanted]
-            for item, (group, row, x, gamma) in zip(wanted, loaded, strict=True):
-                of_columns = None if gamma is None else lambda _, gamma=gamma: gamma
-                words = p.quantize(group, row, lambda _, x=x: x, of_columns, integer(0))
+            own = [first + i * p.warps + warp for i in range(at_once)]
+            loaded = [self.load(minimum(item, items - 1)) for item in own]
+            for item, (group, row, x, gamma) in zip(own, loaded, strict=True):
+                gamma_columns = None if gamma is None else lambda _, gamma=gamma: gamma
+                words = p.quantize(group, row, lambda _, x=x: x, gamma_columns, integer(0))
                 for place, word, condition in words:
-                    there = item < items if condition is None else (item < items) & condition
-                    with lanes.when(there):
+                    valid = item < items if condition is None else (item < items) & condition
+                    with lanes.when(valid):
                         at = group * (p.words * p.rows) + index(place)
                         memory.store(word, self.activations, at)
             return carry

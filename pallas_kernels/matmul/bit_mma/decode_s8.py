@@ -23,7 +23,7 @@ from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real
 from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
 from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
-from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns, Section
+from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns
 from pallas_kernels.matmul.bit_mma.quantize_rows import quantize_rows
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -83,18 +83,18 @@ class Rounds(Decode):
         integers_smem, statistics_smem, sums_smem,
     ):  # fmt: skip
         block = RegisterBlock(self.product, weights_gmem, layers_gmem, residual_gmem, out_gmem)
-        p, me, section = self.product, block.me, Section(index(0), self.product.rows)
+        p, me = self.product, block.me
         count, loaded = minimum(p.n_tiles - block.first_tile, p.tiles), block.load_round(index(0))
         x = SharedRows(p, me, quantized_gmem, integers_smem, statistics_smem, sums_smem)
 
         def one_round(first, loaded):
             following = block.load_round(first + p.together) if p.tiles > p.together else loaded
-            outputs = p.outputs(me, section, first, block.first_tile)
+            outputs = p.outputs(me, index(0), first, block.first_tile)
             added = block.added(outputs)
             with p.busy_warps(me):
-                p.store_sums(me, section, block.multiply([x], loaded), sums_smem)
+                p.store_sums(me, block.multiply([x], loaded), sums_smem)
             lanes.block_barrier()
-            block.finish(section, sums_smem, outputs, added)
+            block.finish(sums_smem, outputs, added)
             lanes.block_barrier()
             return following
 

@@ -40,7 +40,7 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
     total,
 )
-from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns, Product, Section
+from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns, Product
 from pallas_kernels.matmul.quantize_activations import largest_of_group
 
 PLANES = 8
@@ -113,7 +113,7 @@ class PlaneProduct(Product):
             ),
         ]
 
-    def receive(self, me: LaneColumns, section: Section, load: Callable) -> Rows:
+    def receive(self, me: LaneColumns, first_row, load: Callable) -> Rows:
         row_words, count, last = 4 * self.row_columns, self.products, self.rows - 1
         place, row, counted = me.lane % row_words, minimum(me.lane // row_words, last), self._row(me)
         group_words, begin = self.rows * self.words, self.rows * PLANE_WORDS
@@ -176,7 +176,7 @@ class PlaneProduct(Product):
         """Which of a row's columns, two each."""
         return me.t % (self.row_columns // 2)
 
-    def store_squares(self, me: LaneColumns, section: Section, x: Rows, scratch_smem):
+    def store_squares(self, me: LaneColumns, first_row, x: Rows, scratch_smem):
         if self.normed:
             row = self._row(me)
             with lanes.when((me.g == 0) & (self._part(me) == 0) & (row < self.rows)):
@@ -228,7 +228,7 @@ class PlaneProduct(Product):
             counted = [n + (c[2 * r] + c[2 * r + 1] * second << 8 * byte) for r, n in enumerate(counted)]
         return [real(n) for n in counted]
 
-    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
+    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
         # Lanes of a row beyond the last have the last one's sums, and store them once more: behind a
         # condition the compiler would put the products too, and have no registers for what they wait with.
         row, inside = minimum(self._row(me), self.rows - 1), me.warp * 16 + me.g
@@ -237,7 +237,7 @@ class PlaneProduct(Product):
             y = {at: [v] for at, v in zip(y, summed, strict=True)}
             inside = inside + me.t % 2 * 8
         for (u, m), sums in y.items():
-            at = row * self.row_sums + self.place(section, u, m, 0) + inside
+            at = row * self.row_sums + self.place(u, m, 0) + inside
             for r, v in enumerate(sums):
                 memory.store(v, scratch_smem, at + 8 * r)
 

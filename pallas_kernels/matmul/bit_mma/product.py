@@ -47,14 +47,6 @@ MOST_ROWS = 3 * MMA_COLUMNS
 MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
 
 
-class Section(NamedTuple):
-    """Rows that are multiplied with each weight at once: `rows` from `first` on, of which the last may not be
-    among those of x."""
-
-    first: Any
-    rows: int
-
-
 class LaneColumns(NamedTuple):
     """Where a lane stands in its block, and which columns its warp has.
 
@@ -130,6 +122,7 @@ class Product(abc.ABC):
 
     @property
     def section_rows(self) -> int:
+        """Rows that are multiplied with each weight at once, of which a last section may have fewer."""
         return self.rows
 
     @property
@@ -195,31 +188,59 @@ class Product(abc.ABC):
                     count[p, h] = select(own * 2 + h < groups, 1.0, 0.0)
         return LaneColumns(thread, warp, lane, g, t, pair, scale_group, x_group, count)
 
-    def place(self, section: Section, u, m, row):
-        """Where the sums of a tile of a round, a matrix and a row of a section begin."""
-        return ((u * self.matrices + m) * section.rows + row) * self.row_sums
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of so many tiles of a matrix as a block has: words of all, then scales of all."""
+        return self.tiles * self.pairs * (PAIR_BYTES + SCALE_BYTES)
 
-    def outputs(self, me: LaneColumns, section: Section, first, first_tile) -> list:
-        """This thread's outputs of the round from tile `first` of the block on, whose own first is
-        `first_tile`: (whether there is such a one, u, row of the section, index within the tile, n, row)."""
-        out, threads = [], self.warps * 32
-        for begin in range(0, self.together * section.rows * 16, threads):
+    def copy_to_shared(self, weights: tuple, source, count, address, first, mbarrier):
+        """By one thread: `count` tiles of a stack, refs of words and scales, from tile `source` on, to the
+        places from `first` on of those that begin at an address."""
+        for ref, each, begin in zip(
+            weights, (PAIR_BYTES, SCALE_BYTES), (0, self.tiles * self.pairs * PAIR_BYTES), strict=True
+        ):
+            to, each = address + begin, self.pairs * each
+            if not isinstance(first, int) or first:
+                to = integer(first * each) + to
+            memory.copy_to_shared(to, ref, source * (each // 4), integer(count * each), mbarrier)
+
+    def shared_words(self, smem, begin, tile, pair, lane):
+        """The lane's vector of a pair of groups of one of the tiles that begin at a word of shared memory."""
+        return memory.load_vector(
+            4, smem, [(tile * self.pairs + pair) * (PAIR_BYTES // 4) + lane * 4 + begin]
+        )
+
+    def shared_scales(self, smem, begin, tile, group, g):
+        """The float16 scales of rows g and g + 8 of a group of one of these tiles."""
+        at = (tile * (2 * self.pairs) + group) * (SCALE_BYTES // 8) + g
+        return memory.load(smem, at + (begin + self.tiles * self.pairs * (PAIR_BYTES // 4)))
+
+    def place(self, u, m, row):
+        """Where the sums of a tile of a round, a matrix and a row of a section begin."""
+        return ((u * self.matrices + m) * self.section_rows + row) * self.row_sums
+
+    def outputs(self, me: LaneColumns, first_row, first, first_tile) -> list:
+        """This thread's outputs of the section from `first_row` on and the round from tile `first` of the
+        block on, whose own first is `first_tile`: (whether there is such an output, u, row of the section,
+        index within the tile, n, row)."""
+        out, threads, rows = [], self.warps * 32, self.section_rows
+        for begin in range(0, self.together * rows * 16, threads):
             at = me.thread + begin
-            inside, row, u = at % 16, at // 16 % section.rows, at // (16 * section.rows)
+            inside, row, u = at % 16, at // 16 % rows, at // (16 * rows)
             tile = first + u
             valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
-            x_row = row + section.first
-            if section.rows < self.rows:
+            x_row = row + first_row
+            if rows < self.rows:
                 valid = valid & (x_row < self.rows)
             out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, x_row))
         return out
 
-    def finish(self, section: Section, scratch_smem, outputs: list, store: Callable, norms=None):
+    def finish(self, scratch_smem, outputs: list, store: Callable, norms=None):
         """After a block barrier: store(i, row, n, y) for each of `outputs`; norms: of each, where they are
         known."""
         for i, (valid, u, row, inside, n, x_row) in enumerate(outputs):
             with lanes.when(valid):
-                places = [self.place(section, u, m, row) + inside for m in range(self.matrices)]
+                places = [self.place(u, m, row) + inside for m in range(self.matrices)]
                 y = [self._over_warps(scratch_smem, at, 16) for at in places]
                 norm = norms[i] if norms else self.norm(scratch_smem, x_row)
                 store(i, x_row, n, epilogue.finished(y, norm))
@@ -247,12 +268,12 @@ class Product(abc.ABC):
         """
 
     @abc.abstractmethod
-    def receive(self, me: LaneColumns, section: Section, load: Callable) -> Any:
-        """This warp's groups of a section's rows, when they have been passed on; load: places (an index, a
-        constant and how many words from there) -> words."""
+    def receive(self, me: LaneColumns, first_row, load: Callable) -> Any:
+        """This warp's groups of the section from `first_row` on, when they have been passed on; load: places
+        (an index, a constant and how many words from there) -> words."""
 
     @abc.abstractmethod
-    def store_squares(self, me: LaneColumns, section: Section, x: Any, scratch_smem):
+    def store_squares(self, me: LaneColumns, first_row, x: Any, scratch_smem):
         """Behind a norm, each row's sum of squares over this warp's groups."""
 
     @abc.abstractmethod
@@ -261,5 +282,5 @@ class Product(abc.ABC):
         pair, scales(m, u, p, h) its scales of a group."""
 
     @abc.abstractmethod
-    def store_sums(self, me: LaneColumns, section: Section, y: dict, scratch_smem):
+    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
         """Where `finish` finds them."""
