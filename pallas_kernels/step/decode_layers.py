@@ -182,10 +182,10 @@ class _Step:
         return first, select(warp < len(more), first ^ address(warp, more), 0) if more else None
 
     def _attend(self, layer):
-        workspace, behind_keys = self.workspace, None
+        workspace, after_keys = self.workspace, None
         request = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
         if self.has_slots and self.attention.teams == 1:
-            behind_keys = request
+            after_keys = request
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -198,7 +198,7 @@ class _Step:
             next_layer=minimum(layer + 1, self.layers - 1),
             most_ahead=MOST_AHEAD,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_keys=behind_keys,
+            behind_keys=after_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
         )  # fmt: skip
@@ -311,7 +311,8 @@ class _Step:
 
     def _rounds(self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: tuple | None):
         """A section's product with all of the block's tiles; outputs: those of the only round."""
-        p, smem = self.products[phase], self._sums(phase)
+        p, smem, ref = self.products[phase], self._sums(phase), self.weights.smem
+        begin = [self.weights.begin[phase, m] // 4 for m in range(p.matrices)]
 
         def one_round(first, carry):
             own, added = outputs or self._outputs(phase, layer, me, first_row, first)
@@ -319,10 +320,8 @@ class _Step:
             with p.busy_warps(me):
                 sums = p.multiply(
                     me, x,
-                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                    lambda m, u, pair, h: self.weights.scales(
-                        phase, m, tile[u], me.scale_group[pair, h], me.g
-                    ),
+                    lambda m, u, k: p.shared_words(ref, begin[m], tile[u], me.pair[k], me.lane),
+                    lambda m, u, k, h: p.shared_scales(ref, begin[m], tile[u], me.scale_group[k, h], me.g),
                 )  # fmt: skip
                 p.store_sums(me, sums, smem)
             lanes.block_barrier()

@@ -73,14 +73,6 @@ class SharedWeights:
     def wait(self, phase: Phase, layer):
         memory.mbarrier_wait(self._mbarrier(phase), integer(layer % 2))
 
-    def words(self, phase: Phase, m: int, tile, pair, lane):
-        """The lane's vector of a pair of groups of one of the block's tiles."""
-        return self.products[phase].shared_words(self.smem, self.begin[phase, m] // 4, tile, pair, lane)
-
-    def scales(self, phase: Phase, m: int, tile, group, g):
-        """The float16 scales of rows g and g + 8 of a group."""
-        return self.products[phase].shared_scales(self.smem, self.begin[phase, m] // 4, tile, group, g)
-
     def _mbarrier(self, phase: Phase):
         return self.mbarriers + 8 * phase
 

@@ -31,7 +31,6 @@ from pallas_kernels.gpu.values import (
     minimum,
     real,
     select,
-    sum_of_squares,
     total,
 )
 from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns, Product
@@ -88,12 +87,8 @@ class ByteProduct(Product):
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
-        t, i, columns = lane // 8, lane % 8, self.columns_of_lane(group)
-        weights = gamma(columns) if gamma else None
-        x = load(columns)
-        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
-        if weights:
-            x = [v * w for v, w in zip(x, weights, strict=True)]
+        t, i = lane // 8, lane % 8
+        x, squares = self.gather(group, load, gamma)
         largest = largest_of_group(x, lambda v: as_real(lanes.warp_max(as_word(v))))
         inverse = lanes.ratio(TOP, largest)
         q = [lanes.round_to_integer(v * inverse) for v in x]

@@ -3,7 +3,7 @@ the bits of a word become bytes once, for all rows (product.py, byte_product.py)
 
 decode_b1.py counts bits of one row's eight planes, and each block of threads quantizes the row itself. Of
 more rows, each would cost as much again. Here no planes are made, and a launch of its own quantizes
-(quantize_rows.py): otherwise every multiprocessor would read all rows as float32, 52 MB for 8 rows of 12,288,
+(`quantize_rows`): otherwise every multiprocessor would read all rows as float32, 52 MB for 8 rows of 12,288,
 more than the weights. The integers are the same.
 
 A block of threads has `tiles` tiles of 16 rows; its warps share the columns in pairs of groups:
@@ -14,27 +14,47 @@ A block of threads has `tiles` tiles of 16 rows; its warps share the columns in 
 """
 
 import dataclasses
+import functools
+import itertools
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real
-from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    fma,
+    index,
+    integer,
+    minimum,
+    real,
+    select,
+    sum_of_squares,
+    total,
+)
+from pallas_kernels.matmul.bit_mma.byte_product import UNIT, ByteProduct
 from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
-from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns
-from pallas_kernels.matmul.bit_mma.quantize_rows import quantize_rows
+from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns
+from pallas_kernels.matmul.quantize_activations import (
+    MAGIC_WORD,
+    largest_of_group,
+    magic_words,
+    packed_digits,
+)
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 LOADS_OF_ROUND = 8  # tiles times pairs of a warp: as many 16-byte loads a lane has in flight
-DIGIT_BYTES = 8 * GROUP  # 8 bits of the integers of a group, of 8 rows
-STATISTIC_BYTES = 8 * 8  # two float32 of each of 8 rows
+DIGIT_BYTES = MMA_COLUMNS * GROUP  # 8 bits of the integers of a group, of 8 rows
+STATISTIC_BYTES = 8 * MMA_COLUMNS  # two float32 of each of 8 rows
 
 
 def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     """Why it is not for matrices of n outputs and k inputs, or None."""
-    room = Rounds.plan(8, k, -(-n // ROWS), -(-k // COLUMNS), matrices, bits)
+    room = Rounds.plan(MMA_COLUMNS, k, -(-n // ROWS), -(-k // COLUMNS), matrices, bits)
     return None if room else f"integers of {k} activations a row leave no room for weights"
 
 
@@ -99,6 +119,68 @@ class Rounds(Decode):
             return following
 
         lanes.loop(0, count, p.together, loaded, one_round)
+
+
+@functools.partial(jax.jit, static_argnames="bits")
+def quantize_rows(
+    x: jax.Array, layers: jax.Array, gamma: jax.Array | None, bits: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantize activations, symmetric per group of 128: x, or x gamma[i] with gamma of float32 [L, K].
+
+    x       float32 [rows, K], 1 to 8 rows; K a multiple of 128
+    layers  int32 [2 or more], the second is i
+    Returns q int32 [K / 128, bits / 8, 2, 32, 4] (for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
+    columns 32 t + 8 b + 0..3 and + 4..7 of row g; the digit of the lowest 8 bits first), scales float32
+    [K / 128, 8, 2] (s / 64 and -s sum q of each row) and squares float32 [K / 128, 8] (sum of x^2). Rows that
+    are not there have scales of 0.
+    """
+    rows, columns = x.shape
+    groups, digits = columns // GROUP, bits // 8
+    return launch(
+        functools.partial(_quantize_group, rows=rows, bits=bits),
+        {"x_gmem": x, "layers_gmem": None if gamma is None else layers, "gamma_gmem": gamma},
+        {
+            "q_gmem": jax.ShapeDtypeStruct((groups, digits, 2, 32, 4), jnp.int32),
+            "scales_gmem": jax.ShapeDtypeStruct((groups, MMA_COLUMNS, 2), jnp.float32),
+            "squares_gmem": jax.ShapeDtypeStruct((groups, MMA_COLUMNS), jnp.float32),
+        },
+        name="quantize_rows",
+        blocks=groups,
+        threads=128,
+    )
+
+
+def _quantize_group(x_gmem, layers_gmem, gamma_gmem, q_gmem, scales_gmem, squares_gmem, *, rows, bits):
+    thread, group = integer(lanes.thread()), integer(lanes.block())
+    # 16 threads a row, 8 neighbouring columns each: part c has byte c % 4 of the words of t = c / 4.
+    row, part = thread // 16, thread % 16
+    t, b = part // 4, part % 4
+    column = index(group * GROUP + part * 8)
+
+    def load(ref, row):
+        return [v for half in (0, 4) for v in memory.load_reals(4, ref, [row, column + half])]
+
+    x = load(x_gmem, minimum(row, rows - 1))
+    squares = lanes.warp_sum_real(sum_of_squares(x), lanes=16)
+    if gamma_gmem is not None:
+        gamma = load(gamma_gmem, memory.load(layers_gmem, 1))
+        x = [v * w for v, w in zip(x, gamma, strict=True)]
+    top = 2 ** (bits - 1) - 1
+    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, 16))
+    q = magic_words(x, top, largest)
+    sum_of_q = lanes.warp_sum_real(total(q) + -8 * MAGIC_WORD % 2**32, lanes=16)
+    for digit, half in itertools.product(range(bits // 8), (0, 1)):
+        (own,), word = packed_digits(q[4 * half :][:4], digit), integer(0)
+        for lane in range(4):  # byte b of each of four lanes' words: one word of this lane
+            other = lanes.from_quad(own, thread % 32, lane)
+            word = word | (other >> b * 8 & 0xFF) << 8 * lane
+        memory.store(word, q_gmem, group, digit, half, row * 4 + t, b)
+    with lanes.when(part == 0):
+        scale = select(row < rows, largest * (1 / top), 0.0)
+        at = [index(group), index(row)]
+        memory.store(scale * (2 / UNIT), scales_gmem, *at, 0)
+        memory.store(-(scale * real(sum_of_q)), scales_gmem, *at, 1)
+        memory.store(squares, squares_gmem, *at)
 
 
 class SharedRows:

@@ -86,12 +86,8 @@ class PlaneProduct(Product):
         return [(group * GROUP + lanes.thread() % 32, 32 * i) for i in range(4)]
 
     def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
-        lane, count, columns = lanes.thread() % 32, self.products, self.columns_of_lane(group)
-        weights = gamma(columns) if gamma else None
-        x = load(columns)
-        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
-        if weights:
-            x = [v * w for v, w in zip(x, weights, strict=True)]
+        lane, count = lanes.thread() % 32, self.products
+        x, squares = self.gather(group, load, gamma)
         (plane,), scale, sum_of_q = bit_planes(x, lane, PLANES)  # lane 4 p + t: word t of plane p
         p, t = lane // 4, lane % 4
         i, place = p % count, p // count * 4 + t

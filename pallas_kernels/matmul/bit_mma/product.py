@@ -37,7 +37,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, minimum, real, select
+from pallas_kernels.gpu.values import index, integer, minimum, real, select, sum_of_squares
 from pallas_kernels.matmul import epilogue
 
 GROUP = 128  # columns that share a scale, of weights and of activations
@@ -254,6 +254,15 @@ class Product(abc.ABC):
 
     def _over_warps(self, scratch_smem, at, stride: int):
         return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
+
+    def gather(self, group, load: Callable, gamma: Callable | None) -> tuple[list, Any]:
+        """This lane's `columns_of_lane` of x, times gamma, and the row's sum of x^2 over the group; load and
+        gamma as for `quantize`."""
+        columns = self.columns_of_lane(group)
+        weights = gamma(columns) if gamma else None
+        x = load(columns)
+        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
+        return [v * w for v, w in zip(x, weights, strict=True)] if weights else x, squares
 
     @staticmethod
     @abc.abstractmethod
