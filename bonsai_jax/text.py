@@ -31,6 +31,7 @@ from bonsai_jax.engine.runner import Options
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel
+from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.weights import placement
@@ -166,8 +167,8 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     rows = placement.padded_rows(1, model.mesh)
     context = min(core.bucket(len(ids)), model.run.context)  # few programs
     cache = parallel.empty_cache(model.config, model.run, rows, context, model.mesh)
-    for first in range(0, len(ids), core.PREFILL_CHUNK):
-        chunk = ids[first : first + core.PREFILL_CHUNK]
+    for first in range(0, len(ids), PREFILL_CHUNK):
+        chunk = ids[first : first + PREFILL_CHUNK]
         tokens, lengths = pad([chunk] * rows, model.mesh)
         scores, cache = jitted.extend(model.params, cache, tokens, lengths, model.config)
         yield parallel.fetch(scores)[0, : len(chunk)]

@@ -54,6 +54,7 @@ class Attention:
 
     window  keys that a query sees, itself among them; None: all before it
     scale   of scores; None: 1 / sqrt(head_dim)
+    softcap  scores are softcap tanh(score / softcap); None: they are not bounded
     rotated  values of a head that rope turns; None: all
     """
 
@@ -66,6 +67,7 @@ class Attention:
     cache_dtype: str
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     rotated: int | None = None
 
     def __str__(self):
@@ -88,7 +90,6 @@ class Step:
     plain       whether all layers mix tokens by attention without gates
     folded      whether weights are folded (rotation.py)
     attention   of one query a row
-    activation  of the feed-forward's gate
     split       whether layers are split over devices, which add their parts within each
     experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
                 one of each
@@ -101,7 +102,6 @@ class Step:
     layers: tuple[tuple[Parts, ...], ...] | None
     attention: Attention
     bits: int = 8
-    activation: str = "silu"
     split: bool = False
     widths: tuple[int, ...] = ()
     plain: bool = True

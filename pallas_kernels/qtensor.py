@@ -99,14 +99,14 @@ def from_blocks(raw: jax.Array, format: str) -> QTensor:
 
 def tiled_nbytes(format: str, shape: tuple[int, int]) -> int:
     """Bytes of a matrix of this shape, (N, K), in the layout that kernels read."""
-    return -(-shape[0] // tiles.ROWS) * -(-shape[1] // tiles.COLUMNS) * _tile_nbytes(format)
+    return -(-shape[0] // tiles.TILE_ROWS) * -(-shape[1] // tiles.TILE_COLUMNS) * _tile_nbytes(format)
 
 
 @functools.cache
 def _tile_nbytes(format: str) -> int:
     of = formats.get(format)
-    row = tiles.COLUMNS // of.WEIGHTS * of.BLOCK.itemsize
-    raw = jax.ShapeDtypeStruct((tiles.ROWS, row), jnp.uint8)
+    row = tiles.TILE_COLUMNS // of.WEIGHTS * of.BLOCK.itemsize
+    raw = jax.ShapeDtypeStruct((tiles.TILE_ROWS, row), jnp.uint8)
     fields = jax.eval_shape(lambda raw: tile(from_blocks(raw, format)).fields, raw)
     return sum(math.prod(field.shape) * field.dtype.itemsize for field in fields.values())
 

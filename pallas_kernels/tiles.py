@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-ROWS, COLUMNS = 16, 256  # of a tile
+TILE_ROWS, TILE_COLUMNS = 16, 256
 Word = Any  # an i32 of MLIR
 Real = Any  # a float32 of MLIR
 
@@ -103,13 +103,13 @@ class Lanes:
 def lane_words(codes: jax.Array, group: int) -> jax.Array:
     """uint8 [*lead, N, K] -> uint32 [*lead, N / 16, K / 256, 256 / group, 32 lanes, group / 8], zeros where
     N or K are no whole tiles. The last axis is A0, A1, A2, A3 of the picture (A0, A1 for groups of 16)."""
-    codes = _padded(codes, COLUMNS)
+    codes = _padded(codes, TILE_COLUMNS)
     *lead, n, k = codes.shape
-    tiles, steps = n // ROWS, k // COLUMNS
-    codes = codes.reshape(*lead, tiles, 2, 8, steps, COLUMNS // group, 4, group // 16, 4)
+    tiles, steps = n // TILE_ROWS, k // TILE_COLUMNS
+    codes = codes.reshape(*lead, tiles, 2, 8, steps, TILE_COLUMNS // group, 4, group // 16, 4)
     words = jax.lax.bitcast_convert_type(codes, jnp.uint32)  # tile, r, g, step, group, t, half
     words = _transposed(words, len(lead), (0, 3, 4, 2, 5, 6, 1))
-    return words.reshape(*lead, tiles, steps, COLUMNS // group, 32, group // 8)
+    return words.reshape(*lead, tiles, steps, TILE_COLUMNS // group, 32, group // 8)
 
 
 def codes_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
@@ -118,7 +118,7 @@ def codes_of(words: jax.Array, shape: tuple[int, int]) -> jax.Array:
     words = words.reshape(*lead, tiles, steps, groups, 8, 4, parts // 2, 2)
     words = _transposed(words, len(lead), (0, 6, 3, 1, 2, 4, 5))
     codes = jax.lax.bitcast_convert_type(words, jnp.uint8)
-    return codes.reshape(*lead, tiles * ROWS, steps * COLUMNS)[..., : shape[0], : shape[1]]
+    return codes.reshape(*lead, tiles * TILE_ROWS, steps * TILE_COLUMNS)[..., : shape[0], : shape[1]]
 
 
 def nibble_words(codes: jax.Array) -> jax.Array:
@@ -163,9 +163,9 @@ def lane_scales(values: jax.Array, group: int) -> jax.Array:
     """One value a row and scale group, [*lead, N, K / group] -> [*lead, N / 16, K / 256, 256 / group / 8, 32
     lanes, 2, 2]: of each 8 groups, lane 4 g + t holds rows g and g + 8 (first axis) of groups 2 t and 2 t +
     1."""
-    values = _padded(values, COLUMNS // group)
+    values = _padded(values, TILE_COLUMNS // group)
     *lead, n, groups = values.shape
-    tiles, steps, units = n // ROWS, groups * group // COLUMNS, COLUMNS // group // 8
+    tiles, steps, units = n // TILE_ROWS, groups * group // TILE_COLUMNS, TILE_COLUMNS // group // 8
     values = values.reshape(*lead, tiles, 2, 8, steps, units, 4, 2)
     values = _transposed(values, len(lead), (0, 3, 4, 2, 5, 1, 6))
     return values.reshape(*lead, tiles, steps, units, 32, 2, 2)
@@ -176,18 +176,18 @@ def scales_of(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     *lead, tiles, steps, units, _, _, _ = values.shape
     values = values.reshape(*lead, tiles, steps, units, 8, 4, 2, 2)
     values = _transposed(values, len(lead), (0, 5, 3, 1, 2, 4, 6))
-    groups = shape[1] * units * 8 // COLUMNS
-    return values.reshape(*lead, tiles * ROWS, steps * units * 8)[..., : shape[0], :groups]
+    groups = shape[1] * units * 8 // TILE_COLUMNS
+    return values.reshape(*lead, tiles * TILE_ROWS, steps * units * 8)[..., : shape[0], :groups]
 
 
-def lane_rows(values: jax.Array, columns: int = COLUMNS) -> jax.Array:
+def lane_rows(values: jax.Array, columns: int = TILE_COLUMNS) -> jax.Array:
     """One value a row and `columns` (64, 128 or 256), [*lead, N, K / columns] -> [*lead, N / 16, K / 256, 8
     c, 2] with c = 256 / columns: of rows g and g + 8, the values of the columns where lane 4 g + t has groups
     of 32 number 2 t and 2 t + 1 are at (4 g + t) // (4 / c)."""
-    count = COLUMNS // columns
+    count = TILE_COLUMNS // columns
     values = _padded(values, count)
     *lead, n, across = values.shape
-    values = values.reshape(*lead, n // ROWS, 2, 8, across // count, count)
+    values = values.reshape(*lead, n // TILE_ROWS, 2, 8, across // count, count)
     values = _transposed(values, len(lead), (0, 3, 2, 4, 1))
     return values.reshape(*values.shape[:-3], 8 * count, 2)
 
@@ -197,8 +197,8 @@ def rows_of(values: jax.Array, shape: tuple[int, int]) -> jax.Array:
     *lead, tiles, steps, words, _ = values.shape
     values = values.reshape(*lead, tiles, steps, 8, words // 8, 2)
     values = _transposed(values, len(lead), (0, 4, 2, 1, 3))
-    across = shape[1] * (words // 8) // COLUMNS
-    return values.reshape(*lead, tiles * ROWS, steps * words // 8)[..., : shape[0], :across]
+    across = shape[1] * (words // 8) // TILE_COLUMNS
+    return values.reshape(*lead, tiles * TILE_ROWS, steps * words // 8)[..., : shape[0], :across]
 
 
 def bits(halves: jax.Array) -> jax.Array:
@@ -214,7 +214,7 @@ def halves(words: jax.Array) -> jax.Array:
 def _padded(x: jax.Array, columns: int) -> jax.Array:
     """Zeros up to whole tiles: rows to 16, the last axis to `columns`."""
     *lead, n, k = x.shape
-    return jnp.pad(x, [(0, 0)] * len(lead) + [(0, -n % ROWS), (0, -k % columns)])
+    return jnp.pad(x, [(0, 0)] * len(lead) + [(0, -n % TILE_ROWS), (0, -k % columns)])
 
 
 def _transposed(x: jax.Array, lead: int, order: tuple[int, ...]) -> jax.Array:

@@ -55,9 +55,9 @@ class Worker:
         """Who and where it is."""
         import ray
 
-        from bonsai_jax import card
+        from bonsai_jax import machine
 
-        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}, {card.device_name()}"
+        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}, {machine.device_name()}"
 
     async def answer(self, line: Line) -> dict[str, Any]:
         return await self.answers(line)

@@ -29,7 +29,7 @@ def command(as_json: options.Json = False) -> None:
     """Print versions, devices, memory and folders. Without a device, the reason stands in its place."""
     import jax
 
-    from bonsai_jax import card
+    from bonsai_jax import machine
     from bonsai_jax.measure import bench
     from checkpoints.hub import cache
 
@@ -39,17 +39,17 @@ def command(as_json: options.Json = False) -> None:
         "commit": bench.commit(),
         **{name: version(name) for name in NEEDED},
         **{name: here for name in OPTIONAL if (here := version(name))},
-        "driver": card.driver(),
+        "driver": machine.driver(),
     }
     if why := errors.no_devices():
         found |= {"devices": [], "no device": why}
     else:
         found |= {
             "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
-            "device": card.device_name(),
+            "device": machine.device_name(),
             "CUDA": jax.devices()[0].client.platform_version.replace("\n", " ").strip(),
-            "memory bytes": card.device_memory(),
-            "memory bytes/s": card.bandwidth(),
+            "memory bytes": machine.device_memory(),
+            "memory bytes/s": machine.bandwidth(),
         }
     found |= {"compile cache": compile_cache.folder(), "models": cache.folder()}
     if as_json:

@@ -93,10 +93,10 @@ def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
 
     depth  tokens before the answer: the prompt's, unless some of them were in the cache already
     """
-    from bonsai_jax import card
-    from bonsai_jax.weights import params as weights
+    from bonsai_jax import card, machine
+    from bonsai_jax.network import params as weights
 
-    peak = card.peak_memory()  # before anything below allocates
+    peak = machine.peak_memory()  # before anything below allocates
     depth = figures.prompt_tokens if depth is None else depth
     parts = [f"prefill {_speed(figures.prefill_tok_s)} ({figures.prompt_tokens} tokens)"]
     if figures.decode_tok_s is not None:
@@ -104,7 +104,7 @@ def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
         held = weights.decode_bytes(model.params, model.config)
         step = card.decode_bytes(held, model.config, model.run, [middle])
         each = figures.tokens_per_step
-        ceiling = card.bandwidth() / step * (each or 1)
+        ceiling = machine.bandwidth() / step * (each or 1)
         share = f"{figures.decode_tok_s / ceiling:.0%} of the {ceiling:.1f} that memory allows"
         tokens = f"{len(figures.tokens)} tokens" + (f", {each:.2f} a step" if each else "")
         parts.append(f"decode {_speed(figures.decode_tok_s)} ({tokens}, {share})")

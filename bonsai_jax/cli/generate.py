@@ -124,7 +124,7 @@ def command(
     load_s = time.perf_counter() - began
 
     import bonsai_jax as bj
-    from bonsai_jax import card
+    from bonsai_jax import card, machine
 
     clock = CompileClock()
     encode = _chat(loaded, system, think) if chat else loaded.tokenizer.encode
@@ -160,7 +160,7 @@ def command(
             "text": seen.text,
             "finish_reason": seen.finish_reason,
             "timings": timings,
-            "device": card.device_name(),
+            "device": machine.device_name(),
             "impl": card.step_names(loaded.params),
         }
         if speculate is not None:

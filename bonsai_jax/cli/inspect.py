@@ -13,8 +13,9 @@ import typer
 from bonsai_jax.cli import options
 
 if TYPE_CHECKING:
-    from bonsai_jax import ModelConfig, RunConfig
+    from bonsai_jax import RunConfig
     from bonsai_jax.weights.plan import LoadPlan
+    from bonsai_jax.weights.specs import Description
     from checkpoints import Checkpoint
 
 LONGEST = 72  # characters of a metadata value
@@ -41,18 +42,19 @@ def command(
     )
     source = next((given for given in (name, model) if given is not None), "demo")
 
-    from bonsai_jax.model import load_plan, resolve
     from bonsai_jax.network import architectures
+    from bonsai_jax.weights import memory
+    from bonsai_jax.weights.plan import planned, resolve
     from checkpoints import open_checkpoint
 
     checkpoint = open_checkpoint(source, offline=offline)
-    config = architectures.config_of(checkpoint)
-    run = resolve(asked, checkpoint, config)
+    description = architectures.describe(checkpoint)
+    run = resolve(description, asked)
     tensors = _by_format(checkpoint)
-    figures = _figures(checkpoint, config, run)
-    chosen = _kernels(load_plan(checkpoint, config, run), config, run)
-    stored = _weights(checkpoint, config, dataclasses.replace(run, weights=asked.weights))
-    sizes = _tuned(checkpoint)
+    figures = _figures(description, run)
+    chosen = _kernels(planned(description, run))
+    verdicts = memory.explain_weights(description, dataclasses.replace(run, weights=asked.weights))
+    stored = [dataclasses.asdict(verdict) for verdict in verdicts]
     if as_json:
         out = {
             "source": checkpoint.source,
@@ -61,7 +63,6 @@ def command(
             "figures": figures,
             "weights": stored,
             "kernels": chosen,
-            "tuned": sizes,
         }
         print(options.to_json(out))
         return
@@ -76,10 +77,6 @@ def command(
     print(options.table([_one_line(entry) for entry in chosen]), end="\n\n")
     for op, reason, kernels in _refused(chosen):
         print(f"{op} not by {', '.join(kernels)}: {reason}")
-    for entry in sizes:
-        says = ", ".join(f"{name} {value}" for name, value in entry["settings"].items()) or "its own plan"
-        says = says if entry["refused"] is None else f"not used: {entry['refused']}"
-        print(f"tuned {entry['problem']}\n  -> {says}: {entry['file']}")
 
 
 def _of_json(value: Any) -> Any:
@@ -128,33 +125,28 @@ def _row(name: str, tensors: list) -> dict[str, Any]:
     }
 
 
-def _figures(checkpoint: "Checkpoint", config: "ModelConfig", run: "RunConfig") -> dict[str, Any]:
-    from bonsai_jax import card
-    from bonsai_jax.network import cache as kv
-    from checkpoints import folding
+def _figures(description: "Description", run: "RunConfig") -> dict[str, Any]:
+    from bonsai_jax import card, machine
+    from bonsai_jax.weights import memory
 
-    step = card.step_bytes(checkpoint, run)
+    config, fold = description.config, description.folding
+    step, states = card.step_bytes(description, run), memory.bytes_per_row(config, run)
     return {
-        "device": card.device_name(),
+        "device": machine.device_name(),
         "weights on the device": run.weights,
-        "weight bytes": card.held_bytes(checkpoint, config, run),
-        "KV bytes per token": kv.bytes_per_token(config, run.cache_dtype),
+        "weight bytes": memory.weight_bytes(description, run),
+        "KV bytes per token": memory.bytes_per_token(config, run),
         "cache dtype": run.cache_dtype,
         "context": run.context,
         "model's own context": config.context_length,
-        **({"bytes of a row's states": states} if (states := kv.bytes_per_row(config)) else {}),
-        **({"left aside": ", ".join(aside)} if (aside := _aside(checkpoint, config)) else {}),
-        **({"Hadamard-folded weights": len(fold.weights)} if (fold := folding(checkpoint)) else {}),
-        "KV bytes at that context": card.cache_bytes(config, run),
+        **({"bytes of a row's states": states} if states else {}),
+        **({"not loaded": ", ".join(description.skipped)} if description.skipped else {}),
+        **({"Hadamard-folded weights": len(fold.weights)} if fold else {}),
+        "KV bytes at that context": memory.cache_bytes(config, run),
         "bytes per decoded token": step,
-        "memory bytes/s": card.bandwidth(),
-        "ceiling tok/s": card.bandwidth() / step,
+        "memory bytes/s": machine.bandwidth(),
+        "ceiling tok/s": machine.bandwidth() / step,
     }
-
-
-def _aside(checkpoint: "Checkpoint", config: "ModelConfig") -> list[str]:
-    """How names begin of tensors that nothing here runs, as a draft layer."""
-    return [start for start in config.aside if any(name.startswith(start) for name in checkpoint.tensors)]
 
 
 def _readable(key: str, value: Any) -> str:
@@ -165,18 +157,13 @@ def _readable(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def _weights(checkpoint: "Checkpoint", config: "ModelConfig", asked: "RunConfig") -> list[dict[str, Any]]:
-    """How weights are stored, and why."""
-    from bonsai_jax import card
-
-    return [dataclasses.asdict(v) for v in card.explain_weights(checkpoint, config, asked)]
-
-
-def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[dict[str, Any]]:
+def _kernels(plan: "LoadPlan") -> list[dict[str, Any]]:
     """For every matrix, attention, the decode step and sampling the kernel for each number of rows, and why
     those before it in the order of preference were not taken."""
-    from bonsai_jax.weights.plan import attention_problems, delta_problems
+    from bonsai_jax.network import schedules
     from pallas_kernels import problems, selection
+
+    config, run = plan.config, plan.run
 
     def entry(what: str, times: int, asked: Mapping[str, tuple[problems.Problem, int, str]]):
         kernels, reasons = {}, {}
@@ -193,32 +180,32 @@ def _kernels(plan: "LoadPlan", config: "ModelConfig", run: "RunConfig") -> list[
     matrices: Counter = Counter()
     for matrix, times in plan.each():
         matrices[matrix] += times
-    has_head, found = any(matrix.fields == ("head",) for matrix in matrices), []
+    has_head, entries = any(matrix.fields == ("head",) for matrix in matrices), []
     for matrix, times in matrices.items():
         asked = {name: (matrix.problem, rows, run.impl) for name, rows in ROWS.items()}
-        found.append(entry(" ".join(matrix.fields), times, asked))
+        entries.append(entry(" ".join(matrix.fields), times, asked))
         if has_head and matrix.fields == ("embed",):
-            found[-1] |= {"kernels": {"any": "look-up of rows"}, "not": {}}
+            entries[-1] |= {"kernels": {"any": "look-up of rows"}, "not": {}}
         if matrix.experts:
             problem = plan.experts_problem(matrix)
             by_expert = entry("", 0, {name: (problem, rows, "auto") for name, rows in ROWS.items()})
-            found[-1]["kernels"] = {name: plan.kernel(matrix, rows) for name, rows in ROWS.items()}
-            found[-1]["not"] |= by_expert["not"]
-    of_many = "reference" if run.impl == "reference" else "auto"
-    layers = len(config.layers_of("attention"))
-    for problem, impl in zip(attention_problems(config, run), (run.impl, of_many), strict=True):
-        found.append(entry("attention", layers, {problem.phase: (problem, 1, impl)}))
-    if config.delta is not None:
-        layers = len(config.layers_of("delta"))
-        for problem in delta_problems(config.delta):
-            found.append(entry("delta net", layers, {problem.phase: (problem, 1, of_many)}))
-    of_rows = {n: dataclasses.replace(plan.problem, rows=n) for n in ROWS.values()}
-    step = entry("decode step", 1, {f"{n} rows": (of, 1, run.schedule) for n, of in of_rows.items()})
-    schedules = [(rows, schedule) for rows, schedule in plan.step.schedules]
-    step["kernels"] = {"1 row" if rows == 1 else f"to {rows} rows": schedule for rows, schedule in schedules}
-    step["kernels"]["more" if schedules else "any"] = "launches"
-    draw = problems.Sampling(plan.problem.platform, config.vocab_size)
-    return [*found, step, entry("sampling", 1, {"any": (draw, 1, run.impl)})]
+            entries[-1]["kernels"] = {name: plan.kernel(matrix, rows) for name, rows in ROWS.items()}
+            entries[-1]["not"] |= by_expert["not"]
+    many = "reference" if run.impl == "reference" else "auto"
+    for kind, name in (("attention", "attention"), ("delta_net", "delta net")):
+        for group in config.groups(kind):
+            for problem in group.settings.problems(run):
+                impl = run.impl if (kind, problem.phase) == ("attention", "decode") else many
+                entries.append(entry(name, len(group.layers), {problem.phase: (problem, 1, impl)}))
+    problem, step_plan = schedules.step_problem(plan), schedules.step_plan(plan)
+    by_rows = {n: dataclasses.replace(problem, rows=n) for n in ROWS.values()}
+    step = entry("decode step", 1, {f"{n} rows": (one, 1, run.schedule) for n, one in by_rows.items()})
+    step["kernels"] = {
+        "1 row" if rows == 1 else f"to {rows} rows": schedule for rows, schedule in step_plan.schedules
+    }
+    step["kernels"]["more" if step_plan.schedules else "any"] = "launches"
+    draw = problems.Sampling(problem.platform, config.vocab_size)
+    return [*entries, step, entry("sampling", 1, {"any": (draw, 1, run.impl)})]
 
 
 def _one_line(entry: dict[str, Any]) -> tuple[str, ...]:
@@ -238,19 +225,3 @@ def _refused(chosen: list[dict[str, Any]]) -> list[tuple[str, str, list[str]]]:
         for kernel, reason in entry["not"].items():
             found.setdefault((op, reason), {})[kernel] = None
     return [(op, reason, list(kernels)) for (op, reason), kernels in found.items()]
-
-
-def _tuned(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
-    """Tuned tile sizes that products with this model's formats and widths have on this device."""
-    from pallas_kernels import tuned
-    from pallas_kernels.tiles import COLUMNS
-
-    padded = lambda columns: columns + -columns % COLUMNS  # noqa: E731
-    kinds = {(t.format, padded(t.shape[1])) for t in checkpoint.tensors.values() if len(t.shape) == 2}
-    found = []
-    for name, (settings, path) in tuned.entries().items():
-        problem = tuned.named(name)
-        if problem and all((format, problem.columns) in kinds for format, _ in problem.parts):
-            why = tuned.refused(problem.kernel, settings)
-            found.append({"problem": name, "settings": settings, "refused": why, "file": str(path)})
-    return found

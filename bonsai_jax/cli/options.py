@@ -286,14 +286,16 @@ def load(
     is not installed and would help."""
     compile_cache_off(no_compile_cache)
     import bonsai_jax as bj
-    from bonsai_jax import card
+    from bonsai_jax.network import architectures
+    from bonsai_jax.weights import memory
     from checkpoints import open_checkpoint
 
     # A download has a bar of its own.
     checkpoint = open_checkpoint("demo" if source is None else source, offline=offline)
     with bar("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=on, progress=update)
-    if missing := card.missing_extra(checkpoint, loaded.config, loaded.run):
+    description = architectures.describe(checkpoint)
+    if missing := memory.missing_extra(description, loaded.run):
         print(missing, file=sys.stderr)
     return loaded
 

@@ -11,7 +11,7 @@ where it is, unless one of these rows has a penalty.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,18 +19,37 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.decoding import jitted, sampling, speculation
-from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.decoding.sampling import NO_TOKEN
-from bonsai_jax.decoding.steps import LogitsProcessor, State
+from bonsai_jax.decoding import jitted, sampling, speculation, steps
+from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
+from bonsai_jax.decoding.state import State
+from bonsai_jax.decoding.steps import LogitsProcessor
+from bonsai_jax.network import cache as kv
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.parallel import over_mesh
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights.params import Params
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # none
+
+
+class Result(NamedTuple):
+    """What `note`, `prefill` and `decode` of R rows return.
+
+    pool     with the changed rows
+    drawn    int32 [R, 1 + size]: in column 0 the decode steps in which a row drew tokens (0 for prefill),
+             then the tokens, NO_TOKEN after the last. One array, as the host fetches each array separately.
+             None from `note`, which draws nothing
+    logprobs  Logprobs [R, size]; None unless asked for
+    """
+
+    pool: State
+    drawn: Int[Array, "R 1+size"] | None = None
+    logprobs: Logprobs | None = None
+
+
+RESULT = Result._make(["pool", "rows", "rows"])  # how results lie over a mesh
 
 
 def layout(pool: State, tokens: int) -> np.dtype:
@@ -105,16 +124,16 @@ def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, An
     return out
 
 
-@over_mesh("held")
-def note(params: Params, pool: State, columns: Int[Array, "R columns"]):
-    """Have rows remember tokens that they will not read, as their pages hold them already: what penalties,
-    proposals and processors of logits go by. columns: `packed` rows of `layout`, one token or more."""
+@over_mesh(RESULT)
+def note(params: Params, pool: State, columns: Int[Array, "R columns"]) -> Result:
+    """Give rows the tokens that they will not read, because their pages hold them already, for penalties,
+    proposals and logits processors. columns: `packed` rows of `layout`, with one token or more."""
     chunk = _chunk(pool, columns)
     state = _started(_take(pool, chunk["row"], chunk["table"], True), chunk)
-    return _put(pool, _noted(state, chunk), chunk["row"], True)
+    return Result(_put(pool, _noted(state, chunk), chunk["row"], True))
 
 
-@over_mesh("held", "rows", logprobs="rows")
+@over_mesh(RESULT)
 def prefill(
     params: Params,
     pool: State,
@@ -125,16 +144,16 @@ def prefill(
     taps: Taps | None = None,
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
-):
-    """Read tokens of each row behind what its pages hold, and draw where it says so.
+) -> Result:
+    """Read tokens of each row, which continue what its pages hold, and draw one where `draws` says so.
 
     columns   `packed` rows of `layout`
-    vectors   in place of the tokens, which columns then has none of
-    Returns what `decode` does: the pool, int32 [R, 2], no steps and the tokens drawn, and with logprobs=n
-    Logprobs [R, 1].
+    vectors   in place of tokens; columns then has no tokens
+    The result has size 1.
     """
     chunk = _chunk(pool, columns)
-    pool = pool.replace(cache=_with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"]))
+    cache = _with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"])
+    pool = pool.replace(cache=_with_ring_copies(cache, chunk["begins"], chunk["row"]))
     remembers = _remembers(chunk["rules"], logits_processor)
     state = _started(_take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
     tokens = chunk["tokens"] if vectors is None else vectors
@@ -142,23 +161,23 @@ def prefill(
         state = _noted(state, chunk)
     noted = state.sampler
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-    first = decoding.prefill(params, state, tokens, chunk["count"], config, **options)
-    state, *scores = first if isinstance(first, tuple) else (first,)
-    # A draw of rows that have more to read counts for nothing.
+    state, token, scores = steps.prefill(params, state, tokens, chunk["count"], config, **options)
+    # Rows that have more to read draw a token, too; it is dropped.
     draws = chunk["draws"][:, None] > 0
-    drawn = state.sampler
+    after = state.sampler
     state = state.replace(
-        sampler=drawn.replace(
-            seen=jnp.where(draws, drawn.seen, noted.seen), counts=jnp.where(draws, drawn.counts, noted.counts)
+        sampler=after.replace(
+            seen=jnp.where(draws, after.seen, noted.seen), counts=jnp.where(draws, after.counts, noted.counts)
         )
     )
-    out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
+    drawn = jnp.where(draws, token[:, None], NO_TOKEN)
     pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
+    pool = pool.replace(cache=_with_ring_copies(pool.cache, chunk["row"], chunk["saves"]))
     scores = jax.tree.map(lambda x: x[:, None], scores)
-    return pool, jnp.pad(out, ((0, 0), (1, 0))), *scores
+    return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores)
 
 
-@over_mesh("held", "rows", logprobs="rows")
+@over_mesh(RESULT)
 def decode(
     params: Params,
     pool: State,
@@ -169,12 +188,10 @@ def decode(
     taps: Taps | None = None,
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
-):
-    """decoding.decode of some rows.
+) -> Result:
+    """steps.decode for some rows.
 
-    columns   the row, beyond all where there is none; most steps, the same for all; its pages
-    Returns the pool, int32 [R, 1 + size], the steps that drew tokens and the tokens, and with logprobs=n
-    Logprobs [R, size].
+    columns   the row's number, beyond all rows for padding; most steps, the same for all; the row's pages
     """
     rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, 2:])
     rules = {
@@ -183,17 +200,17 @@ def decode(
     }
     remembers = _remembers(rules, logits_processor)
     state = _take(pool, rows, table, remembers)
-    there = rows < pool.tokens.shape[0]
-    state = state.replace(remaining=jnp.where(there, state.remaining, 0))
+    state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:
         width = speculation.width(rows.shape[0])
         state = state.replace(
             speculation=state.speculation.replace(width=width, steps=jnp.zeros_like(state.speculation.steps))
         )
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-    state, drawn, *scores = decoding.decode(params, state, config, limit=limit, size=size, **options)
-    steps = (drawn != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
-    return _put(pool, state, rows, remembers), jnp.concatenate([steps[:, None], drawn], axis=1), *scores
+    state, tokens, scores = steps.decode(params, state, config, limit=limit, size=size, **options)
+    taken = (tokens != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
+    drawn = jnp.concatenate([taken[:, None], tokens], axis=1)
+    return Result(_put(pool, state, rows, remembers), drawn, scores)
 
 
 def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
@@ -228,9 +245,9 @@ def _take(
         return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
 
     state = _with_memory(of_rows(by_row), _either(remembers, of_rows, nothing, memory))
-    delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
-    cache = state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table)
-    return state.replace(cache=_with_draft_pages(cache, pool.cache))
+    states = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
+    cache = _with_pages(state.cache.replace(delta_net=states, block_table=table), pool.cache)
+    return state.replace(cache=cache)
 
 
 def _put(
@@ -250,32 +267,64 @@ def _put(
     cache, old, new = state.cache, _parts(pool), _parts(state)
     memory = _either(remembers, with_rows, lambda both: both[0], (old[2], new[2]))
     rest = _with_memory(with_rows((old[0], new[0])), memory)
-    delta = old[1]
+    states = old[1]
     for places in (rows,) if saves is None else (rows, saves):
-        delta = jax.tree.map(
+        states = jax.tree.map(
             lambda x, y, at=places: x.at[:, at].set(y, mode="drop", wrap_negative_indices=False),
-            delta,
+            states,
             new[1],
         )
-    return rest.replace(cache=_with_draft_pages(rest.cache.replace(k=cache.k, v=cache.v, delta=delta), cache))
+    return rest.replace(cache=_with_pages(rest.cache.replace(delta_net=states), cache))
 
 
 def _with_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
-    """Pages `to` become copies of pages `source`; those behind the last page are none."""
+    """Pages `to` become copies of pages `source`, where the block table deals them out; those beyond the last
+    page are none."""
+    attention = tuple(
+        state if state.ring is not None else _copied(state, source, to) for state in cache.attention
+    )
+    draft = cache.draft and _copied(cache.draft, source, to)
+    return cache.replace(attention=attention, draft=draft)
+
+
+def _with_ring_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
+    """Rings of rows (or checkpoints) `to` become copies of those of `source`; those beyond the last are
+    none. Mostly there are none, and nothing is read."""
+
+    def copies(state):
+        size = kv.ring_size(state)
+        moves = (source != to)[:, None]
+        pages = [state.ring.at[rows, :size].get(mode="clip") for rows in (source, to)]
+        there = jnp.where(moves & (to < len(state.ring))[:, None], pages[1], state.num_pages)
+        return _copied(state, pages[0].reshape(-1), there.reshape(-1))
+
+    def copied(state):
+        if state.ring is None:
+            return state
+        needed = jnp.any((source != to) & (to < len(state.ring)))
+        return jax.lax.cond(needed, copies, lambda state: state, state)
+
+    return cache.replace(attention=tuple(map(copied, cache.attention)))
+
+
+def _copied(state: Any, source: Int[Array, "R"], to: Int[Array, "R"]) -> Any:
+    """A state whose pages `to` are copies of its pages `source`."""
 
     def copied(pages: Pages) -> Pages:
         return jax.tree.map(
             lambda x: x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False), pages
         )
 
-    draft = cache.draft and cache.draft.replace(k=copied(cache.draft.k), v=copied(cache.draft.v))
-    return cache.replace(k=copied(cache.k), v=copied(cache.v), draft=draft)
+    return state.replace(k=copied(state.k), v=copied(state.v))
 
 
-def _with_draft_pages(cache: KVCache, pages: KVCache) -> KVCache:
-    if cache.draft is None or pages.draft is None:
-        return cache
-    return cache.replace(draft=cache.draft.replace(k=pages.draft.k, v=pages.draft.v))
+def _with_pages(cache: KVCache, pages: KVCache) -> KVCache:
+    """A cache with the pages of another."""
+    attention = tuple(
+        state.replace(k=own.k, v=own.v) for state, own in zip(cache.attention, pages.attention, strict=True)
+    )
+    draft = cache.draft and pages.draft and cache.draft.replace(k=pages.draft.k, v=pages.draft.v)
+    return cache.replace(attention=attention, draft=draft)
 
 
 def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
@@ -283,8 +332,9 @@ def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
     pages, which are of no row."""
     cache, sampler = state.cache, state.sampler
     draft = cache.draft and cache.draft.replace(k=(), v=())
-    by_row = _with_memory(state.replace(cache=cache.replace(k=(), v=(), delta=None, draft=draft)), ((), ()))
-    return by_row, cache.delta, (sampler.seen, sampler.counts)
+    attention = tuple(one.replace(k=(), v=()) for one in cache.attention)
+    by_row = state.replace(cache=cache.replace(attention=attention, delta_net=(), draft=draft))
+    return _with_memory(by_row, ((), ())), cache.delta_net, (sampler.seen, sampler.counts)
 
 
 def _with_memory(state: State, memory: Any) -> State:

@@ -30,17 +30,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import card
+from bonsai_jax import card, machine
 from bonsai_jax.config import ModelConfig, SamplingParams
 from bonsai_jax.decoding import jitted, speculation
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.model import Model, start_state
-from bonsai_jax.network import parallel, transformer
+from bonsai_jax.network import decoder, parallel
+from bonsai_jax.network import params as weights
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.parallel import over_mesh
-from bonsai_jax.weights import params as weights
+from bonsai_jax.network.params import Params
 from bonsai_jax.weights import placement
-from bonsai_jax.weights.params import Params
 
 BATCH_TOKENS = 128  # of each row of a batch: so many are in the cache, and as many are produced
 WARMUP_STEPS = 8  # a decode loop of any length is the same program: a short one warms it up
@@ -83,18 +83,18 @@ class Row(Origin):
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-@over_mesh("rows", "held")
+@over_mesh(("rows", "cache"))
 def last_logits(
     params: Params, cache: KVCache, tokens: Int[Array, "B T"], config: ModelConfig
 ) -> tuple[Float[Array, "B V"], KVCache]:
     """Prompts through the model, behind what the cache holds: their last tokens' logits, and the cache."""
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
-    return transformer.logits(params, hidden, config), cache
+    return decoder.logits(params, hidden, config), cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-@over_mesh("rows", "held")
+@over_mesh(("rows", "cache"))
 def read_one_by_one(
     params: Params,
     cache: KVCache,
@@ -176,7 +176,7 @@ class Test:
             out = self._call(last_logits, self.ids)
         elif self.kind == "gen":
             model = self.model
-            self.state, out = jitted.decode(
+            self.state, *out = jitted.decode(
                 model.params, self.state, model.config, limit=steps, size=self.tokens
             )
         else:
@@ -230,7 +230,9 @@ class Test:
             tok_s=mean,
             tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
             gb_s=moved / 1e9,
-            ceiling_share=None if self.kind == "pp" else moved / card.bandwidth() / (self.data * self.parts),
+            ceiling_share=None
+            if self.kind == "pp"
+            else moved / machine.bandwidth() / (self.data * self.parts),
             data_parallel=self.data,
             tensor_parallel=self.parts,
             tokens_per_step=of_row,
@@ -293,8 +295,8 @@ def origin(named: str | None = None) -> dict[str, Any]:
     return {
         "date": now(),
         "commit": named or commit(),
-        "device": card.device_name(),
-        "driver": card.driver(),
+        "device": machine.device_name(),
+        "driver": machine.driver(),
         "jax": jax.__version__,
     }
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from pallas_kernels import formats
+from pallas_kernels.activations import Activation, Math, half_erfc
 from pallas_kernels.cpu import compiled, ffi
 from pallas_kernels.cpu.values import (
     F32,
@@ -17,6 +18,7 @@ from pallas_kernels.cpu.values import (
     Value,
     Variable,
     constant,
+    exp,
     intrinsic,
     loop,
     type_of,
@@ -33,17 +35,21 @@ class Kernel(abc.ABC):
     """Everything that a kernel's code depends on but sizes, which it reads from the call.
 
     format    of the weights
-    matrices  2 for silu(x G.T) * (x U.T)
+    activation  of two matrices' outputs, activation(x G.T, x U.T); None: there is one matrix
     bits      of activations, 8 or 16
     eps       of the norm before the product; None: no norm
     residual  whether one is added
     """
 
     format: str
-    matrices: int
+    activation: Activation | None
     bits: int
     eps: float | None
     residual: bool
+
+    @property
+    def matrices(self) -> int:
+        return 1 if self.activation is None else 2
 
     @property
     def vectors(self) -> Vectors:
@@ -220,6 +226,21 @@ class Writer(abc.ABC):
 SMALL = 2**18  # products of a weight and an activation that one thread does sooner than two
 PARTS = 4  # for each thread
 AHEAD = 64  # chunks by which a row's bytes are asked for before they are read
+
+
+def _normal(x: Value) -> Value:
+    one = constant(x.b, x.type, 1.0)
+    z = x.called("llvm.fabs") * 2**-0.5
+    half = half_erfc(z, one / (z * 0.5 + 1.0), exp)
+    return x.compared("<", 0.0).select(half, one - half)
+
+
+MATH = Math(
+    lambda x, limit: x.called("llvm.minnum", constant(x.b, x.type, limit)),
+    lambda x, limit: x.called("llvm.maxnum", constant(x.b, x.type, limit)),
+    lambda x, z: x / (exp(-z) + 1.0),
+    _normal,
+)
 
 
 def together(values: list[Value]) -> Value:

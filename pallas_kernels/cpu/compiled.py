@@ -60,7 +60,9 @@ def _loaded(code: bytes, names: Sequence[str]) -> list[int]:
 def _sources() -> tuple[str, ...]:
     """LLVM's version and a digest of the files that write kernels."""
     folder = Path(__file__).parent
-    files = sorted([*folder.glob("*.py"), *folder.parent.glob("formats/*.py")])
+    files = sorted(
+        [*folder.glob("*.py"), *folder.parent.glob("formats/*.py"), folder.parent / "activations.py"]
+    )
     return llvmlite.__version__, hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 

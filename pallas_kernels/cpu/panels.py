@@ -20,7 +20,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi, later
-from pallas_kernels.cpu.activations import LANES, dot, together
+from pallas_kernels.cpu.activations import LANES, MATH, dot, together
 from pallas_kernels.cpu.values import (
     F32,
     I8,
@@ -29,7 +29,6 @@ from pallas_kernels.cpu.values import (
     Value,
     Variable,
     constant,
-    exp,
     loop,
     vector,
     when,
@@ -223,8 +222,8 @@ class _Writer(activations.Writer):
         for m in range(TILE):
             with when((first + m).compared("<", rows)):
                 y = [sums[m, beside].value for beside in range(BESIDE)]
-                if kernel.matrices == 2:
-                    y = [y[0] / (exp(-y[0]) + 1.0) * y[1]]
+                if kernel.activation is not None:
+                    y = [kernel.activation(*y, math=MATH)]
                 for i, out in enumerate(y):
                     count = (n - row - LANES * i).narrow(I32)
                     place = ((first + m) * n + row + LANES * i) * 4

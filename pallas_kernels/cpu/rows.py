@@ -7,8 +7,8 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi, later
-from pallas_kernels.cpu.activations import LANES, dot
-from pallas_kernels.cpu.values import F32, I8, I32, I64, Value, Variable, constant, exp, loop, vector
+from pallas_kernels.cpu.activations import LANES, MATH, dot
+from pallas_kernels.cpu.values import F32, I8, I32, I64, Value, Variable, constant, loop, vector
 from pallas_kernels.cpu.vectors import PIECE
 
 
@@ -100,7 +100,7 @@ class _Writer(activations.Writer):
                 of_row = kept.at((matrix * kernel.rows + m) * LANES * PIECE)
                 lanes = [of_row.at(r * PIECE).load(vector(F32, LANES)) for r in range(LANES)]
                 y.append(_sums_of_each(lanes))
-            out = y[0] if len(y) == 1 else y[0] / (exp(-y[0]) + 1.0) * y[1]
+            out = y[0] if kernel.activation is None else kernel.activation(*y, math=MATH)
             place = (row + n * m) * 4
             if kernel.residual:
                 residual = ffi.argument(frame, self.residual).at(place)

@@ -2,7 +2,7 @@
 
     chosen -> places of pairs, sorted by expert, and tiles of them     places.py
     x -> float16, each token at the places of its pairs                activations_float16.py
-      -> silu(x G.T) * (x U.T), tile by tile                           prefill_sm90.py
+      -> activation(x G.T, x U.T), tile by tile                        prefill_sm90.py
       -> float16
       -> h W.T, tile by tile
       -> of each token the weighted sum of its pairs                   XLA
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.experts import places
 from pallas_kernels.matmul.int_mma import activations_float16
 from pallas_kernels.matmul.int_mma.prefill_plan import Tiles
@@ -38,8 +39,10 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     return Tiles(experts, experts * each, tokens, 32 if tokens % 32 == 0 else 16)
 
 
-def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer) -> jax.Array:
-    """float32 [*batch, N]: sum_j weights[..., j] D_e (silu(G_e x) * (U_e x)), e = chosen[..., j].
+def feed_forward(
+    x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer, activation: Activation = SILU
+) -> jax.Array:
+    """float32 [*batch, N]: sum_j weights[..., j] D_e activation(G_e x, U_e x), e = chosen[..., j].
 
     x                [*batch, K]
     stacks           of G, U and D: QTensors or LayerStacks of matrices in the tiles of the "int" kernels; in
@@ -57,7 +60,7 @@ def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Ar
     flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
 
     def product(x, at, matrices: tuple[QTensor, ...], index):
-        """Of each row with its expert's matrix, or of two matrices SwiGLU."""
+        """Of each row with its expert's matrix, or of two matrices the activation."""
         group = formats.get(matrices[0].format).LANES.group
         a, scale = activations_float16.activations_float16(x, places=at, group=group, rows=rows)
         fields = tuple(w.fields for w in matrices)
@@ -66,8 +69,8 @@ def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Ar
         gpu = device.default()
         return int_prefill_sm90(
             a, scale, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
-            format=matrices[0].format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
-            tiles_of=tiles,
+            format=matrices[0].format, activation=activation, multiprocessors=gpu.multiprocessors,
+            shared=gpu.shared_bytes, tiles_of=tiles,
         )  # fmt: skip
 
     hidden = _of_layer(tuple(gate_up), layer, functools.partial(product, flat, of_token))

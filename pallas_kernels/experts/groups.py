@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, selection
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import differentiated, product, same_part
 from pallas_kernels.problems import Experts
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
@@ -38,25 +39,29 @@ class Tiles(NamedTuple):
     places: jax.Array
 
 
-def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Array:
+def by_expert(
+    x: jax.Array, weights: tuple[Any, ...], chosen, layer, activation: Activation = SILU
+) -> jax.Array:
     """float32 [*batch, used, N]: of each pair the product with its expert's matrix; of two matrices
-    silu(x G.T) * (x U.T).
+    activation(x G.T, x U.T).
 
     x        [*batch, K], the same for all experts of a token, or [*batch, used, K]
     weights  QTensors or LayerStacks
     """
     if len(weights) == 2:
         if (together := same_part(*weights, layer)) is None:
-            gate, up = (by_expert(x, (of,), chosen, layer) for of in weights)
-            return jax.nn.silu(gate) * up
-        return _of_stack(x, together[0], chosen, together[1])
+            return activation(*(by_expert(x, (w,), chosen, layer) for w in weights))
+        return _of_stack(x, together[0], chosen, together[1], activation)
     (w,) = weights
     if isinstance(w, LayerStack):
-        return w.at(layer, lambda part, index: _of_stack(x, (part,), chosen, index))  # no Rows: plan.JOINED
-    return _of_stack(x, weights, chosen, layer)
+        # No part is Rows: plan.JOINED.
+        return w.at(layer, lambda part, index: _of_stack(x, (part,), chosen, index, activation))
+    return _of_stack(x, weights, chosen, layer, activation)
 
 
-def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array | None:
+def feed_forward(
+    x, stacks: tuple, chosen, weights, layer, activation: Activation, exactly
+) -> jax.Array | None:
     """The whole feed-forward by grouped.py, stacks of gate, up and down, with the derivatives of exactly(x,
     weights, stacks, (chosen, layer)); None where that has no kernels for these matrices, or not for so few
     rows."""
@@ -72,20 +77,20 @@ def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array
     @jax.custom_batching.sequential_vmap
     def op(x, weights, stacks, indices):
         chosen, index = indices
-        return grouped.feed_forward(x, stacks, chosen, weights, index if known is None else known)
+        return grouped.feed_forward(x, stacks, chosen, weights, index if known is None else known, activation)
 
     indices = chosen, layer if known is None else None
     return differentiated(op, exactly)(x, weights, stacks, indices)
 
 
-def _of_stack(x, weights: tuple[Any, ...], chosen, index) -> jax.Array:
+def _of_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation) -> jax.Array:
     """by_expert of one stack, or two that are alike; index is into their first axis, None where it is that of
     the experts."""
     known = index if isinstance(index, int) else None
 
     def by(skips: bool):
         return lambda x, weights, indices: _tiled(
-            skips, x, weights, indices[0], indices[1] if known is None else known
+            skips, x, weights, indices[0], indices[1] if known is None else known, activation
         )
 
     # A branch that is skipped hands what its derivative needs on, whole stacks among it.
@@ -93,7 +98,7 @@ def _of_stack(x, weights: tuple[Any, ...], chosen, index) -> jax.Array:
     return op(x, weights, (chosen, index if known is None else None))
 
 
-def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.Array:
+def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activation: Activation) -> jax.Array:
     """skips  tiles in which nothing is are not multiplied"""
     experts = jax.tree.leaves(weights[0].fields)[0].shape[0 if index is None else 1]
     if index is not None:
@@ -112,7 +117,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     tiles = tiles_of(jnp.where(valid, pairs, experts), experts, most_rows)
 
     def multiplied(expert, of_tile):
-        return product(rows[of_tile // of_row], weights, first + expert, None, 0.0, None)
+        return product(rows[of_tile // of_row], weights, first + expert, None, 0.0, None, activation)
 
     def tile(_, of):
         expert, of_tile = of
@@ -123,7 +128,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
 
     if kernel is not None:
         which = jnp.where(tiles.expert < experts, first + tiles.expert, -1)
-        y = kernel.run(rows, weights, which, tiles.pairs // of_row)
+        y = kernel.run(rows, weights, which, tiles.pairs // of_row, activation)
     elif device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
         each = zip(jnp.minimum(tiles.expert, experts - 1), tiles.pairs, strict=True)
         y = jnp.stack([multiplied(expert, of_tile) for expert, of_tile in each])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -24,7 +25,7 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import eights
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 
 def most_rows(weights: tuple[QTensor, ...]) -> int:
@@ -35,11 +36,15 @@ def most_rows(weights: tuple[QTensor, ...]) -> int:
     return next(rows for rows in (16, 8, 4, 2, 1) if rows == 1 or fits(rows))
 
 
-def run(x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: jax.Array) -> jax.Array:
+def run(
+    x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: jax.Array,
+    activation: Activation = SILU,
+) -> jax.Array:  # fmt: skip
     """`int_experts` of a flat stack: float32 [tiles * rows of a tile, N]."""
     kernel = functools.partial(
         int_experts,
         format=weights[0].format,
+        activation=activation,
         activation_bits=weights[0].products.activation_bits,
         shared=device.shared_bytes(),
     )
@@ -48,7 +53,7 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], experts: jax.Array, rows: ja
     return y[:, : weights[0].shape[0]]
 
 
-@functools.partial(jax.jit, static_argnames=("format", "activation_bits", "shared"))
+@functools.partial(jax.jit, static_argnames=("format", "activation", "activation_bits", "shared"))
 def int_experts(
     x: jax.Array,
     weights: tuple[dict[str, jax.Array], ...],
@@ -56,10 +61,11 @@ def int_experts(
     rows: jax.Array,
     *,
     format: str,
+    activation: Activation = SILU,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
 ) -> jax.Array:
-    """y[t, r] = W[experts[t]] x[rows[t, r]], or silu(G x) * (U x) of two stacks.
+    """y[t, r] = W[experts[t]] x[rows[t, r]], or activation(G x, U x) of two stacks.
 
     x        float32 [M, K]
     weights  fields of W, or of G and U, as the format's `tile` makes them, each a stack
@@ -69,8 +75,8 @@ def int_experts(
     """
     columns, (tiles, of_tile) = x.shape[1], rows.shape
     n_tiles, steps = weights[0]["words"].shape[1:3]
-    if columns < steps * COLUMNS:
-        x = jnp.pad(x, ((0, 0), (0, steps * COLUMNS - columns)))
+    if columns < steps * TILE_COLUMNS:
+        x = jnp.pad(x, ((0, 0), (0, steps * TILE_COLUMNS - columns)))
     blocks = max(1, device.multiprocessors() // tiles)
     planned = int_decode_plan.plan((weights,), of_tile, (format,), activation_bits, shared, blocks=blocks)
     if planned is None:
@@ -80,13 +86,13 @@ def int_experts(
         )
     (part,) = planned.parts
     product = int_decode_block.IntegerProduct(
-        planned, of_tile, columns, n_tiles, steps, len(weights), 0.0, activation_bits
+        planned, of_tile, columns, n_tiles, steps, len(weights), 0.0, activation_bits, activation
     )
     ring = planned.warps * part.depth * part.item_bytes(len(weights))
     return launch(
         functools.partial(_body, product),
         {"weight_gmem": weights, "x_gmem": x, "experts_gmem": experts, "rows_gmem": rows},
-        {"out_gmem": jax.ShapeDtypeStruct((tiles * of_tile, n_tiles * ROWS), jnp.float32)},
+        {"out_gmem": jax.ShapeDtypeStruct((tiles * of_tile, n_tiles * TILE_ROWS), jnp.float32)},
         name="int_experts",
         blocks=tiles * part.blocks,
         threads=32 * planned.warps,

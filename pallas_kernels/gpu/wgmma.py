@@ -1,13 +1,13 @@
 """What the kernels of many rows share: how lanes hold wgmma's operands and sums, and where the sums go."""
 
-import math
-
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import as_real, as_word, index, integer, of
+from pallas_kernels.gpu.activation_math import FAST
+from pallas_kernels.gpu.values import as_real, as_word, index, integer
 
 # By the warpgroups that multiply: registers of a thread of theirs, and of the one that brings operands. Their
 # sum is what the launch has: more would wait forever.
@@ -19,12 +19,6 @@ STEP = STEP_BYTES // 2
 def swizzled(item_bytes: int):
     """How TMA and wgmma want rows of 128 bytes in shared memory."""
     return plgpu.TilingTransform((8, STEP_BYTES // item_bytes)), plgpu.SwizzleTransform(STEP_BYTES)
-
-
-def silu(x):
-    """x / (1 + exp(-x)), within a few units in the last place."""
-    x = of(x)
-    return x * lanes.reciprocal(lanes.exp2(x * -math.log2(math.e)) + 1)
 
 
 def lane(kept: bool = False):
@@ -42,30 +36,31 @@ def fragment(registers, shape, layout, signed=None):
     return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)
 
 
-def stage_results(sums, scale, stage, first: int, matrices: int, added: bool):
-    """sums * scale (+ what is there), or the SwiGLU of its rows, transposed to shared memory for TMA.
+def stage_results(sums, scale, stage, first: int, activation: Activation | None, added: bool):
+    """sums * scale (+ what is there), or the activation of its rows, transposed to shared memory for TMA.
 
-    sums   float32 [64 rows, all tokens] in wgmma's layout: 64 outputs; or, with two matrices, of 8 outputs
-           of each warp the gate, and then up
+    sums   float32 [64 rows, all tokens] in wgmma's layout: 64 outputs; or, with an activation of two
+           matrices, of 8 outputs of each warp the gate, and then up
     scale  ref of the scales of some tokens, `first` the first of them
-    stage  ref of float32 [those tokens, 64 / matrices], with the transforms `swizzled`
+    stage  ref of float32 [those tokens, 64 or 32], with the transforms `swizzled`
     """
     stored = scale.shape[0]
     types = (plgpu.RefType(), plgpu.RefType(swizzled(4)), plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=types)
     def store(ctx, scale, stage, sums):
-        stored_by_lane(sums, scale, stage, stored, first, matrices, added)
+        stored_by_lane(sums, scale, stage, stored, first, activation, added)
 
     store(scale, stage, sums)
 
 
-def stored_by_lane(sums, scale, stage, stored: int, first: int, matrices: int, added: bool):
+def stored_by_lane(sums, scale, stage, stored: int, first: int, activation: Activation | None, added: bool):
     """`stage_results` for one lane. It has the tokens 8 j + 2 t + e of the outputs 16 warp + 8 r + g: of tile
     (j, warp / 2), of 8 x 32, in row 2 t + e. With two matrices: of the outputs 8 warp + g, in tile j. Of a
     row's pieces of 16 bytes the swizzle puts number i in place i xor row, so that the lanes of a warp write
     to different banks."""
     warp, _, g, t = map(integer, lane())
+    matrices = 1 if activation is None else 2
     base = memory.shared_address(stage) + g % 4 * 4
     per_warp = 4 // matrices  # pieces
     if matrices == 1:
@@ -86,8 +81,8 @@ def stored_by_lane(sums, scale, stage, stored: int, first: int, matrices: int, a
         rows = values[2 * (first // 8 + j) :][:2]
         for e, s in enumerate(memory.load_reals(2, scale, [two_t + 8 * j])):
             y = [lanes.element(v, e) * s for v in rows]
-            if matrices == 2:
-                y = [silu(y[0]) * y[1]]
+            if activation is not None:
+                y = [activation(*y, math=FAST)]
             for r, out in enumerate(y):
                 if added:
                     (there,) = memory.load_shared(1, places[e, r], at)

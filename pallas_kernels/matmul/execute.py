@@ -9,19 +9,24 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
 
 # A module of this folder that is named in Products has
 #
-#     run(x, weights, part_layer, layer, gamma, eps, residual) -> y
+#     run(x, weights, part_layer, layer, gamma, eps, residual, activation) -> y
 #
-# for x [*batch, K] and one QTensor, or two for SwiGLU: `part_layer` indexes their stacks and `layer` gamma.
-# They differ where a file mixes formats. A rotation that weights still have is left to the module.
+# for x [*batch, K] and one QTensor, or two, whose outputs the activation combines: `part_layer` indexes their
+# stacks and `layer` gamma. They differ where a file mixes formats. A rotation that weights still have is left
+# to the module.
 
 
-def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual) -> jax.Array:
-    """norm(x) W.T + residual for one matrix, silu(norm(x) G.T) * (norm(x) U.T) for two: float32 [*batch, N].
+def product(
+    x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual, activation: Activation = SILU
+) -> jax.Array:
+    """norm(x) W.T + residual for one matrix, activation(norm(x) G.T, norm(x) U.T) for two: float32
+    [*batch, N].
 
     x, layer, gamma, eps, residual   as for api.matmul
     """
@@ -29,7 +34,7 @@ def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, res
 
     def by(exact: bool):
         return lambda x, gamma, residual, weights, index: _of_layer(
-            exact, x, weights, layer if index is None else index, gamma, eps, residual
+            exact, x, weights, layer if index is None else index, gamma, eps, residual, activation
         )
 
     by_kernels = any(kernel != "reference" for w in leaves(weights) for _, kernel in w.products.kernels)
@@ -141,7 +146,10 @@ def _with_rows_of_vmap(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return f
 
 
-def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, gamma, eps, residual):
+def _of_layer(
+    exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, gamma, eps, residual,
+    activation: Activation,
+):  # fmt: skip
     """The product with what of the stacks is the layer's; two matrices in one where their formats agree.
 
     exact  by the reference, whatever was chosen
@@ -151,7 +159,7 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
     if not exact and len(folded) == 1 and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
         x, gamma = rotated_input(x, leaves(weights)[0], layer, gamma, eps, "cublas")
-        return module("cublas").run(x, weights, layer, layer, gamma, eps, residual)
+        return module("cublas").run(x, weights, layer, layer, gamma, eps, residual, activation)
     if len(weights) == 1:
         (w,) = weights
         if isinstance(w, QTensor):
@@ -159,9 +167,8 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
         return w.at(layer, lambda part, i: _part(exact, x, part, i, layer, gamma, eps, residual))
     if (together := same_part(weights[0], weights[1], layer)) is not None:
         pair, i = together
-        return _run(exact, x, pair, i, layer, gamma, eps, residual)
-    g, u = (_of_layer(exact, x, (w,), layer, gamma, eps, None) for w in weights)
-    return jax.nn.silu(g) * u
+        return _run(exact, x, pair, i, layer, gamma, eps, residual, activation)
+    return activation(*(_of_layer(exact, x, (w,), layer, gamma, eps, None, activation) for w in weights))
 
 
 def rotated_input(
@@ -234,9 +241,12 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
     return y if residual is None else y + residual
 
 
-def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
+def _run(
+    exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual,
+    activation: Activation = SILU,
+) -> jax.Array:  # fmt: skip
     kernel = "reference" if exact else kernel_of(weights[0], x)
     if not _rotates(kernel, weights[0], x):
         x, gamma = rotated_input(x, weights[0], layer, gamma, eps, kernel)
         weights = tuple(w.replace(rotation=None) for w in weights)
-    return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual)
+    return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual, activation)

@@ -6,7 +6,7 @@ that phase is done: weights are there before the activations that they wait for.
 
     x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
 
-Each [phase] is the one of bit_product.py or decode.py. A block has the same tiles of a phase in every
+Each [phase] is a Product (bit_mma/product.py) or attention/decode.py. A block has the same tiles of a phase in every
 layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
 for them.
 
@@ -54,7 +54,7 @@ def decode_layers(
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:
     """One token of every row through all layers.
 
-    x <- x + W_o attention(norm(x));  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x)
+    x <- x + W_o attention(norm(x));  x <- x + W_down activation(W_gate n, W_up n),  n = norm(x)
 
     x          float32 [rows, hidden]
     weights    (words, scales) of qkv, o, gate, up and down: tiled stacks (formats/q1_0.py)

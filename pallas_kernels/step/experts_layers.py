@@ -1,7 +1,7 @@
 """All layers of a decode step of one row whose channels are mixed by experts, in one launch, a block on each
 multiprocessor, for weights of 2 to 8 bits.
 
-    q, k, v -> [attention] -> [o, + x] -> x -> [norm, router, top-k] -> [norm, gate, up, SwiGLU of the chosen]
+    q, k, v -> [attention] -> [o, + x] -> x -> [norm, router, top-k] -> [norm, gate, up, activation]
             -> [down of the chosen, their sum, + x] -> x -> [norm, next layer's q, k, v]
 
 Attention is decode.py's, a product decode.py's, and activations go from block to block as words with a
@@ -26,6 +26,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import WARPS
@@ -44,7 +45,7 @@ from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.layer_products_plan import Phase
 from pallas_kernels.step.router import Experts
 from pallas_kernels.step.workspace import tag
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 # What goes from block to block; x is twice a layer, behind o and behind down.
 QKV, ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(6)
@@ -52,7 +53,7 @@ QKV, ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(6)
 
 def run(
     qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], of_router: LayerStack, inputs: StepInputs, *,
-    experts: Experts, eps: float, interleaved: bool,
+    experts: Experts, eps: float, interleaved: bool, activation: Activation = SILU,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
     """`experts_layers` of a model's stacks: of q, k and v, of o, gate, up and down."""
     joined, o, gate, up, down = stacks
@@ -74,6 +75,7 @@ def run(
         experts_layers,
         formats_of=tuple(tuple(tuple(of[0].format for of in parts) for parts in each) for each in pieces),
         experts=experts, eps=eps, interleaved=interleaved, bits=pieces[0][0][0][0].products.activation_bits,
+        activation=activation,
     )  # fmt: skip
     return jax.custom_batching.sequential_vmap(kernel)(
         qkv, x, weights, jnp.asarray([of[0].where for of in of_products], jnp.int32),
@@ -88,7 +90,9 @@ def _flat(w: QTensor, of_experts: bool) -> dict[str, jax.Array]:
     return {name: field.reshape(-1, *field.shape[2:]) for name, field in w.fields.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("formats_of", "experts", "eps", "interleaved", "bits"))
+@functools.partial(
+    jax.jit, static_argnames=("formats_of", "experts", "eps", "interleaved", "bits", "activation")
+)
 def experts_layers(
     qkv: jax.Array,
     x: jax.Array,
@@ -102,10 +106,11 @@ def experts_layers(
     eps: float,
     interleaved: bool,
     bits: int = 8,
+    activation: Activation = SILU,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:
     """One token of a row through all layers, whose q, k and v of the first are given.
 
-    x <- x + W_o attention(q, k, v);  x <- x + sum_e w_e W_down,e (silu(W_gate,e n) * (W_up,e n)),
+    x <- x + W_o attention(q, k, v);  x <- x + sum_e w_e W_down,e activation(W_gate,e n, W_up,e n),
     n = norm(x);  q, k, v <- W_qkv norm(x), of the next layer
 
     qkv, x     float32 [1, W], without bias, [1, hidden]
@@ -131,7 +136,7 @@ def experts_layers(
         normed=inputs.head_norms is not None, eps=eps, interleaved=interleaved,
         pairs=inputs.rotation[0].shape[-1],
     )  # fmt: skip
-    planned = plan(phases, experts, attention.scratch, bits, eps)
+    planned = plan(phases, experts, attention.scratch, bits, eps, activation)
     if planned is None:
         raise NotImplementedError(
             f"experts_layers: activations of {bits} bits leave no room in {device.shared_bytes()} bytes of "
@@ -360,7 +365,7 @@ class _Layer:
         steps, activations = block.sizes.steps, block.activations
         assert isinstance(activations, WarpActivations)  # nothing is rotated: see problems.Step
         step = [minimum(block.first_step + u, steps - 1) for u in range(activations.at_once)]
-        columns = [index(s * COLUMNS + block.lane * 8) for s in step]
+        columns = [index(s * TILE_COLUMNS + block.lane * 8) for s in step]
         load = lambda at: memory.load_reals(4, self.of.router, [self.layer, expert, at])  # noqa: E731
         return [[v for half in (0, 4) for v in load(column + half)] for column in columns]
 

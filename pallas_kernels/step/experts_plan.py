@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention import decode_plan
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
@@ -11,7 +12,7 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct, scratch
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
 from pallas_kernels.step.router import Experts
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 OUT, GATE_UP, DOWN, NEXT_QKV = range(4)  # products
 
@@ -31,8 +32,9 @@ class Planned(NamedTuple):
 
 
 def plan(
-    phases: Sequence[Sequence[Phase]], experts: Experts, attention_words: int, bits: int, eps: float
-) -> Planned | None:
+    phases: Sequence[Sequence[Phase]], experts: Experts, attention_words: int, bits: int, eps: float,
+    activation: Activation = SILU,
+) -> Planned | None:  # fmt: skip
     """Of one row for the default device; None where there is no room for two items of a warp in each ring, or
     an expert has less than a block.
 
@@ -52,7 +54,8 @@ def plan(
                 IntegerProduct(
                     int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts), 1,
                     phase.columns * wide, sum(part.n_tiles for part in parts),
-                    phase.columns // COLUMNS * wide, len(phase.parts[0]), eps, bits,
+                    phase.columns // TILE_COLUMNS * wide, len(phase.parts[0]), eps, bits,
+                    activation,
                 )
                 for phase, parts in zip(each, placed, strict=True)
             )
@@ -89,8 +92,8 @@ def refuses(
     """
     if len({parts for layer in layers for parts in layer[2:4]}) > 1:
         return "gate and up, or those of different layers, have different formats"
-    if hidden > 4 * WARPS * COLUMNS:
-        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * COLUMNS}"
+    if hidden > 4 * WARPS * TILE_COLUMNS:
+        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * TILE_COLUMNS}"
     query_heads, kv_heads, head_dim = heads
     of_attention = decode_plan.Plan(
         1, kv_heads, query_heads // kv_heads, head_dim, 1, 1, device.multiprocessors(), True, 0.0, False

@@ -1,7 +1,7 @@
 """All products between what mixes tokens in a layer, attention or a delta net, and that of the next in one
 launch, a block on each multiprocessor, for weights of 2 to 8 bits.
 
-    mixed -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x -> [norm, next q, k, v]
+    mixed -> [o, + x] -> x -> [norm, gate, up, activation] -> [down, + x] -> x -> [norm, next q, k, v]
 
 Each [phase] is a product of decode.py, with its block and its order of sums. A launch that does only one
 has an idle memory at both ends: until its first weights are there, and while its last sums are made and the
@@ -25,6 +25,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -34,7 +35,7 @@ from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.step.layer_products_plan import Fields, Phase, Planned, plan, rotated_words
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 
 class OfLayer(NamedTuple):
@@ -63,6 +64,7 @@ def run(
     workspace: jax.Array,
     eps: float,
     rounded: tuple[bool, bool, bool],
+    activation: Activation = SILU,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
     """`layer_products` of a model's stacks.
 
@@ -84,6 +86,7 @@ def run(
         eps=eps,
         bits=pieces[0][0][0].products.activation_bits,
         rounded=rounded,
+        activation=activation,
     )
     weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
     rotations = tuple(parts[0][0].rotation for parts in pieces)
@@ -118,7 +121,7 @@ def rounded_vectors(
 def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows: int) -> bool:
     """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
     what follows have the same groups."""
-    tiles = [-(-maker.shape[0] // ROWS) for maker in makers]
+    tiles = [-(-maker.shape[0] // TILE_ROWS) for maker in makers]
     of_block = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
     groups = [
         {formats.get(piece.format).LANES.activation_group for piece in leaves(part)}
@@ -139,7 +142,7 @@ def workspace_words(rows: int, hidden: int, ffn: int) -> int:
     return rows * (2 * hidden + ffn)
 
 
-@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "bits", "rounded"))
+@functools.partial(jax.jit, static_argnames=("formats_of", "eps", "bits", "rounded", "activation"))
 def layer_products(
     attended: jax.Array,
     x: jax.Array,
@@ -153,9 +156,10 @@ def layer_products(
     eps: float,
     bits: int = 8,
     rounded: tuple[bool, bool, bool] = (False, False, False),
+    activation: Activation = SILU,
 ) -> tuple[jax.Array, jax.Array | None, jax.Array]:
-    """x <- x + W_o attended;  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x);  and of the next
-    layer W_qkv norm(x), where there is one.
+    """x <- x + W_o attended;  x <- x + W_down activation(W_gate n, W_up n),  n = norm(x);  and of the
+    next layer W_qkv norm(x), where there is one.
 
     attended   float32 [rows, K of o]
     x          float32 [rows, hidden]
@@ -174,7 +178,7 @@ def layer_products(
     phases = [Phase(parts, of) for parts, of in zip(weights, formats_of, strict=True)]
     rotations = (None,) * len(phases) if rotations is None else rotations
     rotated = rotations[0] is not None
-    planned = plan(phases, rows, bits, eps, rotated)
+    planned = plan(phases, rows, bits, eps, rotated, activation)
     if planned is None:
         raise NotImplementedError(
             f"layer_products: {rows} rows of {bits} bits leave no room in {device.shared_bytes()} bytes of "
@@ -183,7 +187,7 @@ def layer_products(
     products, warps = planned.products, planned.products[0].plan.warps
     results = {"x_out_gmem": jax.ShapeDtypeStruct((rows, hidden), jnp.float32)}
     if len(products) == 4:
-        results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * ROWS), jnp.float32)
+        results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * TILE_ROWS), jnp.float32)
     ref = jax.new_ref(workspace)
     ring_words = warps * planned.depth * planned.slot_bytes // 4
     made = scratch(products)

@@ -5,6 +5,7 @@ import dataclasses
 import enum
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
@@ -56,6 +57,7 @@ class Shapes:
     blocks: int
     bits: int = 8
     eps: float = 0.0
+    activation: Activation = SILU
 
     def refuses(self) -> str | None:
         """Why this step cannot run, or None."""
@@ -73,7 +75,7 @@ class Shapes:
 
     @property
     def passes_on(self) -> bool:
-        """Whether activations are quantized once and passed on (rows_product.py); of one row, each block
+        """Whether activations are quantized once and passed on (product.py); of one row, each block
         quantizes what it multiplies."""
         return self.rows > 1
 
@@ -86,7 +88,8 @@ class Shapes:
             kind = ByteProduct if self.rows > plane_product.MOST_ROWS else PlaneProduct
             p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
-                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=self.bits, **rest,
+                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=self.bits, activation=self.activation,
+                **rest,
             )  # fmt: skip
             return _split(p, self.blocks) if added and self.passes_on else p
 

@@ -179,7 +179,9 @@ def test_a_delta_net_is_split_by_head(source, weights):
     assert_follows(sharded, load(source, weights))
     cache = bj.new_cache(sharded, 4, 64)
     for device in sharded.mesh.devices.flat:
-        assert 4 * bytes_of(cache.delta, device) == sum(x.nbytes for x in jax.tree.leaves(cache.delta))
+        assert 4 * bytes_of(cache.delta_net[0], device) == sum(
+            x.nbytes for x in jax.tree.leaves(cache.delta_net[0])
+        )
     with pytest.raises(ValueError, match="2 k heads of the delta net do not split evenly; sizes that do: 1"):
         bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
 
@@ -218,7 +220,7 @@ def load_folded(source: str, block: int, mesh=None) -> bj.Model:
 def test_folded_weights_are_split_within_blocks_too(source, block, data, parts):
     whole, sharded = load_folded(source, block), load_folded(source, block, bj.make_mesh(data, parts))
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (sharded, whole)), atol=1e-4)
-    *_, w_down = (sharded.params.layers.w_down or sharded.params.layers.expert_down).parts
+    *_, w_down = (sharded.params.layers.mlp[0].down or sharded.params.layers.experts[0].down).parts
     for device in sharded.mesh.devices.flat:
         assert parts * shard(w_down.fields["w"], device).nbytes == w_down.fields["w"].nbytes
 
@@ -234,20 +236,22 @@ def test_v_heads_folded_in_tiled_order_are_not_split():
 def test_each_device_holds_its_share(source, parts):
     mesh = bj.make_mesh(2, parts)
     whole, sharded = load(source, "packed"), load(source, "packed", mesh)
-    split = [whole.params.embed, whole.params.head, whole.params.layers.wo, whole.params.layers.w_gate,
-             whole.params.layers.w_up, whole.params.layers.w_down]  # fmt: skip
+    split = [whole.params.embed, whole.params.head, whole.params.layers.attention[0].o, whole.params.layers.mlp[0].gate,
+             whole.params.layers.mlp[0].up, whole.params.layers.mlp[0].down]  # fmt: skip
     split_bytes = sum(w.nbytes for w in split if w is not None)
-    joined = (*whole.params.layers.wqkv, whole.params.layers.bqkv)
+    joined = (*whole.params.layers.attention[0].qkv, whole.params.layers.attention[0].qkv_bias)
     joined_bytes = sum(w.nbytes for w in joined if w is not None)
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.params)) - split_bytes - joined_bytes
-    heads, kv_heads = whole.config.num_heads, whole.config.num_kv_heads
+    heads, kv_heads = whole.config.attention.num_heads, whole.config.attention.num_kv_heads
     mine = (heads // parts + 2 * max(1, kv_heads // parts)) / (heads + 2 * kv_heads)
     state = bj.new_state(sharded, 4, 64, SAMPLING[:4], 8)
     one = bj.new_state(whole, 4, 64, SAMPLING[:4], 8)
     for device in mesh.devices.flat:
         assert bytes_of(sharded.params, device) == split_bytes // parts + joined_bytes * mine + rest
-        cache = bytes_of((state.cache.k, state.cache.v), device)
-        assert cache == (one.cache.k.nbytes + one.cache.v.nbytes) // 2 // min(parts, kv_heads)
+        cache = bytes_of((state.cache.attention[0].k, state.cache.attention[0].v), device)
+        assert cache == (one.cache.attention[0].k.nbytes + one.cache.attention[0].v.nbytes) // 2 // min(
+            parts, kv_heads
+        )
 
 
 def shard(array, device):
@@ -316,7 +320,7 @@ def test_the_functions_of_arrays_find_the_mesh_by_themselves(data, parts):
 
         @jax.jit
         def begin(params, state):
-            return bj.step(params, bj.prefill(params, state, tokens, lengths, c), c)
+            return bj.step(params, bj.prefill(params, state, tokens, lengths, c).state, c).state
 
         state = begin(m.params, state)
         state, drawn, scores = bj.jitted.decode(m.params, state, c, limit=np.int32(3), size=4, logprobs=2)
@@ -342,17 +346,36 @@ def test_the_functions_of_arrays_find_the_mesh_by_themselves(data, parts):
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), one[1], many[1])
 
 
+def test_a_result_of_another_structure_than_over_mesh_names_is_refused():
+    """With a mesh and without."""
+    tokens = jnp.ones((2, 3), jnp.int32)
+
+    def twice(params, tokens):
+        return tokens, tokens
+
+    for mesh in (None, bj.make_mesh(2, 2)):
+        params = load("tiny-llama:q8_0", "packed", mesh).params
+        first, second = bj.over_mesh(("rows", "rows"))(twice)(params, tokens)
+        np.testing.assert_array_equal(first, tokens)
+        np.testing.assert_array_equal(second, tokens)
+        for returns in (("rows",), ("rows", ("rows", "rows"))):
+            with pytest.raises(ValueError, match="tuple"):
+                bj.over_mesh(returns)(twice)(params, tokens)
+    with pytest.raises(ValueError, match="'row'; give one of rows, layers, whole or an argument's name"):
+        bj.over_mesh(("rows", "row"))(twice)
+
+
 def test_a_state_is_saved_on_one_mesh_and_loaded_on_another(tmp_path):
     """Each device gets its part of the rows and of the heads."""
     source, path = "tiny-llama:q8_0", tmp_path / "state"
     split, whole = load(source, "packed", bj.make_mesh(2, 2)), load(source, "packed")
     state = bj.new_state(split, 2, 32, bj.SamplingParams(seed=1), 8)
-    values = np.random.default_rng(0).normal(size=state.cache.k.shape).astype(np.float32)
-    cache = state.cache.replace(k=jax.device_put(values, state.cache.k.sharding))
+    values = np.random.default_rng(0).normal(size=state.cache.attention[0].k.shape).astype(np.float32)
+    cache = state.cache.replace(k=jax.device_put(values, state.cache.attention[0].k.sharding))
     bj.save_state(path, state.replace(cache=cache))
     there, back = bj.load_state(path, whole), bj.load_state(path, split)
-    np.testing.assert_array_equal(there.cache.k, values)
-    np.testing.assert_array_equal(back.cache.k, values)
+    np.testing.assert_array_equal(there.cache.attention[0].k, values)
+    np.testing.assert_array_equal(back.cache.attention[0].k, values)
     assert all(
         map(lambda one, other: one.sharding == other.sharding, jax.tree.leaves(back), jax.tree.leaves(state))
     )
@@ -403,7 +426,7 @@ def test_pmap_draws_one_devices_tokens():
     for row, ids in zip(tokens.reshape(6, 32), PROMPTS, strict=True):
         row[: len(ids)] = ids
     generate = functools.partial(bj.generate_tokens, config=model.config, size=12)
-    _, drawn = jax.pmap(generate, in_axes=(None, 0, 0, 0))(model.params, states(), tokens, lengths)
+    drawn = jax.pmap(generate, in_axes=(None, 0, 0, 0))(model.params, states(), tokens, lengths).tokens
     assert_same(drawn.reshape(6, 12), on_one_device("tiny-llama:q8_0", "packed"))
 
 

@@ -18,7 +18,7 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def test_the_cache_holds_nothing_of_a_kernel():
-    """A kernel's workspace lives as long as a step goes through its layers (transformer.decoder)."""
+    """A kernel's workspace lives as long as a step goes through its layers (decoder.decoder)."""
     arrays = [
         field.name for field in dataclasses.fields(cache.KVCache) if field.metadata.get("pytree_node", True)
     ]

@@ -11,7 +11,7 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import card
+from bonsai_jax import card, machine
 from bonsai_jax.model import resolve
 from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
@@ -79,9 +79,9 @@ def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(machine, monkeyp
 def test_free_memory_is_what_linux_says():
     meminfo = "MemTotal:  999 kB\nMemAvailable:   23 kB\nHugePages_Total: 0\n"
     with mock.patch("builtins.open", mock.mock_open(read_data=meminfo)):
-        assert card.free_memory() == 23 * 1024
+        assert machine.free_memory() == 23 * 1024
     with mock.patch("builtins.open", side_effect=FileNotFoundError):  # another system
-        assert card.free_memory() == card.device_memory()
+        assert machine.free_memory() == machine.device_memory()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import card, cli, compile_cache
+from bonsai_jax import cli, compile_cache, machine
 from bonsai_jax.cli import app, main, options
 from bonsai_jax.measure import bench
 from checkpoints import demo
@@ -191,7 +191,6 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
         ),
         (("generate", "x", "-m", TINY, "--stop", ""), 1, "error: --stop: an empty text would end"),
         (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens of a row"),
-        (("bench", "-m", TINY, "--tune", "-o", "csv"), 2, "--tune has no csv"),
         (("generate", "x", "--frobnicate"), 2, "No such option: --frobnicate"),
         (("bench", "-m", TINY, "-p", "many"), 2, "'many' is no list of sizes"),
         (("bench", "-m", TINY, "-p", 0, "-n", 0), 2, "nothing to measure"),
@@ -279,8 +278,8 @@ def test_env_names_what_a_bug_report_needs():
 def test_env_as_json():
     found = json.loads(run("env", "--json").stdout)
     assert found["jax"] == importlib.metadata.version("jax") and found["commit"] == bench.commit()
-    assert found["devices"] == ["cpu:0 cpu"] and found["driver"] == card.driver()
-    assert found["memory bytes"] == card.device_memory() and found["memory bytes/s"] > 1e8
+    assert found["devices"] == ["cpu:0 cpu"] and found["driver"] == machine.driver()
+    assert found["memory bytes"] == machine.device_memory() and found["memory bytes/s"] > 1e8
 
 
 def no_nvidia_gpu():

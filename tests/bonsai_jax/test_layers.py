@@ -5,10 +5,10 @@ import math
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bonsai_jax.network.layers import rope_frequencies
 
 from bonsai_jax.config import ModelConfig, RopeConfig, yarn_mscale
 from bonsai_jax.network import architectures
-from bonsai_jax.network.layers import rope_frequencies
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from pallas_kernels import apply_rope, rms_norm
 

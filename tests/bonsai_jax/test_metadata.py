@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
+from bonsai_jax.network.layers import rope_frequencies
 
 from bonsai_jax.model import RunConfig, Tokenizer, load_plan, resolve
 from bonsai_jax.network import architectures
-from bonsai_jax.network.layers import rope_frequencies
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 
 ODD = ["x", {}, [], None, True, -1, 0, float("inf"), 1.5, 10**400, [1, 2]]
@@ -17,7 +17,7 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 
 def plan(checkpoint: Checkpoint) -> None:
     config = architectures.config_of(checkpoint)
-    rope_frequencies(config.rope, config.head_dim)
+    rope_frequencies(config.attention.rope, config.attention.head_dim)
     load_plan(checkpoint, config, resolve(RunConfig(), checkpoint, config))
 
 
@@ -45,15 +45,15 @@ def huggingface() -> Checkpoint:
         "model_type": "qwen2",
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp.ffn,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
         "max_position_embeddings": config.context_length,
         "sliding_window": 4096,
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": "silu",
-        "rope_theta": config.rope.base,
+        "rope_theta": config.attention.rope.base,
     }
     return Checkpoint("folder", "huggingface", metadata, tensors)
 
@@ -111,4 +111,8 @@ def test_null_is_the_default():
     config = architectures.config_of(
         dataclasses.replace(checkpoint, metadata={**checkpoint.metadata, **nulls})
     )
-    assert (config.head_dim, config.num_kv_heads, config.rope.base) == (64, 4, 10000.0)
+    assert (config.attention.head_dim, config.attention.num_kv_heads, config.attention.rope.base) == (
+        64,
+        4,
+        10000.0,
+    )

@@ -8,7 +8,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import model
 from bonsai_jax.network import architectures
-from bonsai_jax.weights.params import Params
+from bonsai_jax.network.params import Params
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
@@ -55,7 +55,10 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
     checkpoint, config, run, plan = planned(f"synth:{name}:{format}", monkeypatch)
     params = loaded(checkpoint, config, run)
     assert params.step == plan.step
-    stacks = [*params.layers.wqkv, *(getattr(params.layers, f) for f in ("wo", "w_gate", "w_up", "w_down"))]
+    stacks = [
+        *params.layers.attention[0].qkv,
+        *(getattr(params.layers, f) for f in ("wo", "w_gate", "w_up", "w_down")),
+    ]
     want = [m for stack in plan.stacks for part in stack.parts for m in part]
     got = [w for stack in stacks for w in leaves(stack)]
     described = lambda ws: sorted((w.shape, str(w.products)) for w in ws)  # noqa: E731
@@ -90,10 +93,16 @@ def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
     """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
     *args, _ = planned("synth:tiny-llama:q4_k_m", monkeypatch)
     layers = loaded(*args).layers
-    for stack in (*layers.wqkv, layers.wo, layers.w_gate, layers.w_up, layers.w_down):
+    for stack in (
+        *layers.attention[0].qkv,
+        layers.attention[0].o,
+        layers.mlp[0].gate,
+        layers.mlp[0].up,
+        layers.mlp[0].down,
+    ):
         held = leaves(stack)
         assert {w.products.of(512) for w in held} == {"int_prefill_sm90" if len(held) == 1 else "cublas"}
-    assert len(leaves(layers.w_down)) == 2 and len(leaves(layers.w_gate)) == 1
+    assert len(leaves(layers.mlp[0].down)) == 2 and len(leaves(layers.mlp[0].gate)) == 1
 
 
 @pytest.mark.parametrize("format", formats.names())
@@ -114,7 +123,7 @@ EVERY_DAY = ("f32", "q1_0", "q4_k", "q8_0", "tq1_0", "mxfp4")  # a plan is execu
 def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     *args, _ = planned(f"synth:tiny-qwen3:{format}", monkeypatch)
     params = loaded(*args)
-    matrices = [params.embed, *params.layers.wqkv[0].parts, *params.layers.w_down.parts]
+    matrices = [params.embed, *params.layers.attention[0].qkv[0].parts, *params.layers.mlp[0].down.parts]
     assert {w.tiled for w in matrices} == {formats.family(format) is not None}
     assert bj.cache.empty(args[1], args[2], 1, 64).impl == "decode"
 

@@ -18,7 +18,7 @@ from bonsai_jax.cli.chat import Conversation
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.network import architectures
 from bonsai_jax.network import cache as kv
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.network.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from tests.bonsai_jax.test_speculation import two_layers
 
@@ -120,7 +120,7 @@ def extended(cache, rows: list[list[int]], width: int = 80):
 
 
 def states(cache) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache.delta)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache.delta_net[0])]
 
 
 def test_chunks_and_steps_are_float64_s():
@@ -168,7 +168,7 @@ def test_taken_rows_and_saved_caches_go_on(tmp_path):
         rest, _ = extended(again, [prompt[30:], prompt[30:], []])
         for of_row in rest[:2]:
             np.testing.assert_allclose(of_row, want[0][30:], atol=1e-4)
-    other = dataclasses.replace(tiny().config.delta, v_heads=2)
+    other = dataclasses.replace(tiny().config.delta_net, v_heads=2)
     wrong = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, delta=other))
     with pytest.raises(ValueError, match=r"this state has recurrent states .* but the model"):
         bj.load_state(tmp_path / "cache", wrong)
@@ -210,7 +210,7 @@ def test_memory_counts_states():
     run = bj.RunConfig(rows=2, context=128, cache_dtype="float16")
     assert card.cache_bytes(config, run) == 2 * (128 * 65536 + kv.bytes_per_row(config))
     assert card.decode_bytes(0, config, run, [5]) == 5 * 65536 + 2 * kv.bytes_per_row(config)
-    assert (config.period, len(config.layers_of("delta")), config.layers_of("attention")[:2]) == (
+    assert (config.period, len(config.layers_with("delta_net")), config.layers_with("attention")[:2]) == (
         4,
         48,
         (3, 7),
@@ -243,7 +243,7 @@ def test_layers_may_be_listed_one_by_one():
     checkpoint = open_checkpoint(TINY)
     metadata = dict(checkpoint.metadata) | {"qwen35.attention.recurrent_layers": np.array([0, 1, 0, 1])}
     config = architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
-    assert config.layers_of("attention") == (0, 2) and config.period == 2
+    assert config.layers_with("attention") == (0, 2) and config.period == 2
 
 
 def test_a_draft_layer_is_left_aside():
@@ -309,7 +309,7 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
         text = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
     folder = Checkpoint("folder", "huggingface", text, tensors)
     config = architectures.config_of(folder)
-    assert config.delta.grouped and config.mixers == tiny().config.mixers
+    assert config.delta_net.grouped and config.mixers == tiny().config.mixers
     want = extended(bj.new_cache(tiny(), 3, 96), [ids(7), [], []])[0][0]
     got = bj.jitted.forward(load_arrays(folder), np.array([ids(7)]), jnp.array([7]), config)[0][0]
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())

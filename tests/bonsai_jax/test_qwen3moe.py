@@ -16,8 +16,8 @@ import bonsai_jax as bj
 from bonsai_jax import card
 from bonsai_jax.model import load_params, resolve
 from bonsai_jax.network import architectures
+from bonsai_jax.network.params import blocks
 from bonsai_jax.weights import params
-from bonsai_jax.weights.params import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 
 TINY = "synth:tiny-qwen3moe:f32"
@@ -257,8 +257,8 @@ def test_layers_without_experts_among_those_that_have_them():
     router."""
     config = architectures.config_of(folder(1))
     assert [of for _, of in config.kinds] == ["experts", "mlp", "experts"]
-    assert architectures.config_of(folder(1, decoder_sparse_step=2)).layers_of("experts") == ()
-    assert architectures.config_of(folder(decoder_sparse_step=2)).layers_of("experts") == (1,)
+    assert architectures.config_of(folder(1, decoder_sparse_step=2)).layers_with("experts") == ()
+    assert architectures.config_of(folder(decoder_sparse_step=2)).layers_with("experts") == (1,)
 
     def all_to_one(site, layer, x):
         only = jnp.zeros_like(x).at[..., 1].set(1.0)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network import layers, taps, transformer
+from bonsai_jax.network import layers, taps
 from pallas_kernels import dequantize
 
 IDS = np.random.default_rng(0).integers(0, 256, 21)
@@ -44,7 +44,7 @@ def test_what_is_read_adds_up(source):
     np.testing.assert_array_equal(kept["input"][1:], kept["output"][:-1])
     np.testing.assert_allclose(kept["input"] + kept["attention"], kept["middle"], atol=1e-5)
     np.testing.assert_allclose(kept["middle"] + kept["mlp"], kept["output"], atol=1e-5)
-    again = transformer.logits(model.params, kept["output"][-1], model.config)
+    again = decoder.logits(model.params, kept["output"][-1], model.config)
     np.testing.assert_allclose(again, logits, atol=1e-4)
 
 
@@ -149,7 +149,9 @@ def test_editing_inside_attention():
     np.testing.assert_allclose(
         hidden["scores"]["pattern"][LAYER], want / np.where(total, total, 1), atol=1e-5
     )
-    v = np.repeat(plain["v"][LAYER], model.config.num_heads // model.config.num_kv_heads, axis=1)
+    v = np.repeat(
+        plain["v"][LAYER], model.config.attention.num_heads // model.config.attention.num_kv_heads, axis=1
+    )
     z = np.einsum("hts,shd->thd", want, v)
     np.testing.assert_allclose(hidden["pattern"]["z"][LAYER], z, atol=1e-5)
 
@@ -173,7 +175,7 @@ def test_gradients_reach_the_attention_weights():
         logits, _ = bj.forward(model.params, tokens, lengths, model.config, taps=tapping)
         return jax.nn.logsumexp(logits, -1)[jnp.arange(2), jnp.array([7, 4])].sum()
 
-    zero = jnp.zeros((model.config.num_layers, model.config.num_heads, 8, 8))
+    zero = jnp.zeros((model.config.num_layers, model.config.attention.num_heads, 8, 8))
     both = jax.jit(jax.value_and_grad(loss))
     _, gradient = both(zero)
     assert jnp.isfinite(gradient).all() and not jnp.triu(gradient, 1).any()
@@ -245,9 +247,8 @@ def test_a_steered_generation_is_the_argmax_of_steered_logits():
         taps = bj.Taps(edit=edit, at={"output", *inside})
         state = bj.new_state(model, 1, 64, bj.SamplingParams(temperature=0.0), 9, ignore_eos=True)
         tokens, lengths = jnp.asarray(IDS)[None], jnp.array([len(IDS)])
-        state = bj.prefill(model.params, state, tokens, lengths, model.config, taps=taps)
-        first = state.tokens
-        _, rest = bj.decode(model.params, state, model.config, limit=8, size=8, taps=taps)
+        state, first, _ = bj.prefill(model.params, state, tokens, lengths, model.config, taps=taps)
+        rest = bj.decode(model.params, state, model.config, limit=8, size=8, taps=taps).tokens
         drawn = jnp.concatenate([first, rest[0]])
         logits, _ = bj.forward(
             model.params, jnp.concatenate([tokens[0], drawn])[None], lengths + 9, model.config, taps=taps

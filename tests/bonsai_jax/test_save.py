@@ -39,9 +39,9 @@ def begun():
     state = bj.new_state(model, 2, 64, SAMPLING, NEW, ignore_eos=True)
     prefill = jax.jit(bj.prefill, static_argnames="config")
     tokens = jnp.array([[1, 2, 3, 4], [9, 8, 0, 0]])
-    state = prefill(model.params, state, tokens, jnp.array([4, 2]), model.config)
-    state, _ = go_on(model, state, 3)
-    return state, go_on(model, state, NEW)[1]
+    state = prefill(model.params, state, tokens, jnp.array([4, 2]), model.config).state
+    state = go_on(model, state, 3).state
+    return state, go_on(model, state, NEW).tokens
 
 
 @functools.partial(jax.jit, static_argnames=("config", "size"))
@@ -80,7 +80,7 @@ def test_caches_of_every_dtype_come_back_bit_for_bit(cache_dtype, tmp_path):
     cache = bj.new_cache(model, 2, 64)
     filled = {
         name: jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 40, a.shape).astype(a.dtype)), pages)
-        for name, pages in (("k", cache.k), ("v", cache.v))
+        for name, pages in (("k", cache.attention[0].k), ("v", cache.attention[0].v))
     }
     cache = cache.replace(lengths=jnp.array([5, 7], jnp.int32), **filled)
     bj.save_state(tmp_path / "cache", cache)
@@ -97,7 +97,7 @@ def test_a_cache_alone_and_the_kernels_of_this_process(tmp_path):
     written = cache.replace(impl="decode", prefill_impl="prefill_sm90")  # as a GPU would have it
     bj.save_state(tmp_path / "prefix", written)
     own = bj.new_cache(here, 2, 64)
-    assert own.impl != cache.impl
+    assert own.impl != cache.attention[0].impl
     same(
         bj.load_state(tmp_path / "prefix", here),
         cache.replace(impl=own.impl, prefill_impl=own.prefill_impl),
@@ -213,7 +213,7 @@ def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
     model, state = tiny(), begun()[0]
     bj.save_state(tmp_path / "state", state)
     forward = jax.jit(lambda params, tokens, lengths: bj.forward(params, tokens, lengths, model.config)[0])
-    step = jax.jit(lambda params, state: bj.step(params, state, model.config))
+    step = jax.jit(lambda params, state: bj.step(params, state, model.config).state)
     prompt = jnp.array([[1, 2, 3, 4]]), jnp.array([4])
     for name, function, arguments in (("forward", forward, prompt), ("step", step, (state,))):
         exported = jax.export.export(function)(model.params, *arguments)
@@ -223,9 +223,9 @@ def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), forward(model.params, *prompt), atol=1e-5)
-    stepped, want = bj.load_state(tmp_path / "stepped", model), go_on(model, state, 1)[0]
+    stepped, want = bj.load_state(tmp_path / "stepped", model), go_on(model, state, 1).state
     np.testing.assert_array_equal(stepped.tokens, want.tokens)
-    np.testing.assert_allclose(stepped.cache.k, want.cache.k, atol=1e-5)
+    np.testing.assert_allclose(stepped.cache.attention[0].k, want.cache.attention[0].k, atol=1e-5)
 
 
 def test_weights_of_many_formats_are_exported():

@@ -32,13 +32,13 @@ of_experts = {plan.kernel(m, rows * tokens) for m in of_layers if m.experts}
 of_head = {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "head"}
 of_head = of_head or {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "embed"}
 state = bj.new_state(model, rows, 1024, bj.SamplingParams(temperature=0.0), 64)
-attends = state.cache.impl if tokens == 1 else state.cache.prefill_impl
+attends = state.cache.attention[0].impl if tokens == 1 else state.cache.attention[0].prefill_impl
 prompt, lengths = jnp.ones((rows, max(tokens, 8)), jnp.int32), jnp.full(rows, max(tokens, 8), jnp.int32)
 prefill = jax.jit(bj.prefill, static_argnames="config")
 step = jax.jit(bj.step, static_argnames="config")
 run = lambda state: prefill(model.params, state, prompt, lengths, model.config)
 if tokens == 1:
-    state = jax.block_until_ready(run(state))
+    state = jax.block_until_ready(run(state).state)
     run = lambda state: step(model.params, state, model.config)
 jax.block_until_ready(run(state))
 with jax.profiler.trace(folder):

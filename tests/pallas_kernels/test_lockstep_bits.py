@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Products, device
+from pallas_kernels import SILU, Products, device
 from pallas_kernels.matmul.bit_mma import decode_b1, decode_ring, decode_s8
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
@@ -69,6 +69,6 @@ def check(kernel, N, K, rows, kind, bits):
     with lockstep(at_a_time=16):
         got = kernel.run(
             jnp.asarray(x), tiled, layer, layer, jnp.asarray(gamma) if normed else None,
-            1e-6, jnp.asarray(residual) if kind == "added" else None,
+            1e-6, jnp.asarray(residual) if kind == "added" else None, SILU,
         )  # fmt: skip
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)

@@ -146,12 +146,14 @@ def test_a_layer_is_the_same_by_kernels(tokens):
     model = bj.load("synth:tiny-qwen35:f32", bj.RunConfig(page_size=16, impl="reference"))
     rng = np.random.default_rng(0)
     cache = bj.new_cache(model, 2, 16)
-    cache = cache.replace(delta=jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), cache.delta))
+    cache = cache.replace(
+        delta=jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), cache.delta_net[0])
+    )
     x = jnp.asarray(rng.standard_normal((2, tokens, model.config.hidden)), jnp.float32)
     positions = jnp.array([[9], [0]], jnp.int32) + jnp.arange(tokens, dtype=jnp.int32)
     found = []
     for impl, prefill_impl in (("reference", "reference"), ("delta_step", "delta_chunks")):
-        states = jax.tree.map(jnp.asarray, cache.delta).replace(impl=impl, prefill_impl=prefill_impl)
+        states = jax.tree.map(jnp.asarray, cache.delta_net[0]).replace(impl=impl, prefill_impl=prefill_impl)
         f = functools.partial(layers.delta_block, config=model.config)
         with lockstep():
             y, after = (jax.jit(f, static_argnums=2) if impl == "reference" else f)(

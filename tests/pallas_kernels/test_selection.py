@@ -44,11 +44,11 @@ def problems(platform: str):
     for name in MODELS:
         checkpoint = open_checkpoint(f"synth:{name}:f32")
         config = architectures.config_of(checkpoint)
-        heads[name] = (config.num_heads, config.num_kv_heads, config.head_dim)
+        heads[name] = (config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim)
         turned[name] = config.rotated
         plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
         shapes = {t.shape[-2:] for t in checkpoint.tensors.values() if len(t.shape) > 1}
-        for shape in shapes - ({(config.delta.qkv_width, config.delta.conv)} if plain else set()):
+        for shape in shapes - ({(config.delta_net.qkv_width, config.delta_net.conv)} if plain else set()):
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)
     for name, shape in heads.items():
@@ -215,7 +215,6 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, scale=0.1)}, "scores are scaled by 0.1"),
         (
@@ -250,7 +249,6 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
         ({"layers": (layer_of(["q4_k"] * 4 + ["q1_0"]),)}, "not all layers' weights have 2 to 8 bits: q1_0"),
         ({"layers": None}, "q, k and v of a layer are not joined"),
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),

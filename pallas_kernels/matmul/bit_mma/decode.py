@@ -9,12 +9,13 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.product import Product
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +28,10 @@ class Decode(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def plan(
-        cls, rows: int, columns: int, n_tiles: int, pairs: int, matrices: int = 1, bits: int = 8, **norm
+        cls, rows: int, columns: int, n_tiles: int, pairs: int, matrices: int = 1, bits: int = 8, **rest
     ) -> Self | None:
-        """For so many rows and columns of activations, of so many bits, and such matrices; norm: whether x is
-        `normed`, and `eps`. None where it is not for them."""
+        """For so many rows and columns of x, quantized to so many bits, and such matrices; the rest as in
+        Product. None where it is not for them."""
 
     @property
     def tiles(self) -> int:
@@ -52,7 +53,7 @@ class Decode(abc.ABC):
         residual_gmem, operands, out_gmem and scratch."""
 
     @classmethod
-    def run(cls, x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    def run(cls, x, weights, part_layer, layer, gamma, eps, residual, activation) -> jax.Array:
         """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
 
         Returns float32 [*batch, N].
@@ -63,14 +64,16 @@ class Decode(abc.ABC):
         matrices, part = stacks.whole(matrices, part_layer)
         gamma, norm_layer = stacks.whole(*stacks.of_gamma(gamma, layer))
         if residual is not None:
-            residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+            residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         layers, bits = jnp.stack([part, norm_layer, jnp.int32(-1)]), weights[0].products.activation_bits
-        y = bit_decode(x, matrices, layers, gamma, residual, kernel=cls, eps=eps, bits=bits)
+        y = bit_decode(
+            x, matrices, layers, gamma, residual, kernel=cls, eps=eps, bits=bits, activation=activation
+        )
         return y[:, :n].reshape(*lead, n)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "eps", "bits"))
+@functools.partial(jax.jit, static_argnames=("kernel", "eps", "bits", "activation"))
 def bit_decode(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -81,8 +84,9 @@ def bit_decode(
     kernel: type[Decode],
     eps: float = 0.0,
     bits: int = 8,
+    activation: Activation = SILU,
 ) -> jax.Array:
-    """y = x W.T for one matrix, or silu(x G.T) * (x U.T) for two.
+    """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
     x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
@@ -93,7 +97,17 @@ def bit_decode(
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
-    plan = kernel.plan(rows, columns, n_tiles, pairs, len(weights), bits, normed=gamma is not None, eps=eps)
+    plan = kernel.plan(
+        rows,
+        columns,
+        n_tiles,
+        pairs,
+        len(weights),
+        bits,
+        normed=gamma is not None,
+        eps=eps,
+        activation=activation,
+    )
     if plan is None:
         raise NotImplementedError(
             f"{kernel.name} is not for {rows} rows of {columns} activations of {bits} bits times "

@@ -5,7 +5,7 @@ groups of 128 (product.py, plane_product.py):
 
     weights of all its tiles and pairs -> registers      (on their way while the activations are quantized)
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
-    popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
+    popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, activation or residual -> out
 
 Several rows are multiplied one after another by the same weights; more go through decode_s8.py where its
 integers have room in shared memory.
@@ -32,7 +32,7 @@ class RowByRow(Decode):
     name = "bit_decode_b1"
 
     @classmethod
-    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **norm):
+    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
         """With the least idle warps and, if there are enough tiles, as many blocks as multiprocessors, or a
         few less: tiles come in multiples of 32. Of so many columns that eight warps would have more than two
         tiles' loads, 16 quantize them."""
@@ -45,7 +45,7 @@ class RowByRow(Decode):
         tiles = max(1, min(LOADS_PER_LANE // each(warps), most))
         product = PlaneProduct(
             rows=1, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-            round_tiles=tiles, matrices=matrices, bits=bits, **norm,
+            round_tiles=tiles, matrices=matrices, bits=bits, **rest,
         )  # fmt: skip
         return cls(product, rows)
 
@@ -75,4 +75,4 @@ class RowByRow(Decode):
             block.finish(smem, outputs, added[row], row)
 
 
-KERNEL, run = RowByRow, RowByRow.run
+run = RowByRow.run

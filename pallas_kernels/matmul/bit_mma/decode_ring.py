@@ -25,7 +25,7 @@ from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
 from pallas_kernels.matmul.bit_mma.decode import Decode
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
 from pallas_kernels.matmul.bit_mma.product import MMA_COLUMNS, PAIR_BYTES, SCALE_BYTES, LaneColumns
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 MOST_STAGES, LEAST_STAGES = 8, 3
 ROUND_BYTES = 40_000  # at most: the last round's are multiplied when nothing is on its way any more
@@ -37,10 +37,10 @@ def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     """Why it is not for a matrix of n outputs and k inputs, or two, or None."""
     if matrices > 1 or bits != 8:
         return "is for one matrix, and activations of 8 bits"
-    n_tiles, least = -(-n // ROWS), LEAST_TILES * device.multiprocessors()
+    n_tiles, least = -(-n // TILE_ROWS), LEAST_TILES * device.multiprocessors()
     if n_tiles < least:
-        return f"is for {ROWS * least} outputs or more, of which every block has rounds"
-    pairs = -(-k // COLUMNS)
+        return f"is for {TILE_ROWS * least} outputs or more, of which every block has rounds"
+    pairs = -(-k // TILE_COLUMNS)
     room = all(Ring.plan(rows, k, n_tiles, pairs) for rows in (1, plane_product.MOST_ROWS, MMA_COLUMNS))
     return None if room else f"{MMA_COLUMNS} rows of {k} activations leave no room for weights"
 
@@ -54,7 +54,7 @@ class Ring(Decode):
     name = "bit_decode_ring"
 
     @classmethod
-    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **norm):
+    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
         """None where shared memory has no room for three stages."""
         if matrices > 1 or bits != 8:
             return None
@@ -63,7 +63,7 @@ class Ring(Decode):
         each, plans = -(-n_tiles // device.multiprocessors()), []
         for tiles in range(1, min(each, max(1, ROUND_BYTES // (pairs * (PAIR_BYTES + SCALE_BYTES)))) + 1):
             product = kind(
-                rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles, **norm
+                rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles, **rest
             )
             if product.section_rows < rows or product.together < tiles:
                 continue
@@ -223,4 +223,4 @@ class _Block:
         memory.store(y, self.out, row, n)
 
 
-KERNEL, run = Ring, Ring.run
+run = Ring.run

@@ -10,7 +10,7 @@ A block of threads has `tiles` tiles of 16 rows; its warps share the columns in 
 
     weights of the first round -> registers, its columns' integers and scales -> shared memory
     per round of tiles: loads of the next round begin; bits -> bytes -> mma -> float32 sums per warp
-                        -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
+                        -> shared memory -> sum over warps, 1 / rms, activation or residual -> out
 """
 
 import dataclasses
@@ -45,7 +45,7 @@ from pallas_kernels.matmul.quantize_activations import (
     magic_words,
     packed_digits,
 )
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 LOADS_OF_ROUND = 8  # tiles times pairs of a warp: as many 16-byte loads a lane has in flight
 DIGIT_BYTES = MMA_COLUMNS * GROUP  # 8 bits of the integers of a group, of 8 rows
@@ -54,7 +54,7 @@ STATISTIC_BYTES = 8 * MMA_COLUMNS  # two float32 of each of 8 rows
 
 def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     """Why it is not for matrices of n outputs and k inputs, or None."""
-    room = Rounds.plan(MMA_COLUMNS, k, -(-n // ROWS), -(-k // COLUMNS), matrices, bits)
+    room = Rounds.plan(MMA_COLUMNS, k, -(-n // TILE_ROWS), -(-k // TILE_COLUMNS), matrices, bits)
     return None if room else f"integers of {k} activations a row leave no room for weights"
 
 
@@ -64,14 +64,14 @@ class Rounds(Decode):
     name = "bit_decode_s8"
 
     @classmethod
-    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **norm):
+    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
         """With the least idle warps; None where integers and sums are more than the shared memory."""
         warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
         tiles = -(-n_tiles // device.multiprocessors())
         most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
         product = ByteProduct(
             rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-            round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **norm,
+            round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **rest,
         )  # fmt: skip
         plan = cls(product)
         taken = shared_memory.bytes_taken(*(4 * size for size in plan._words.values()))
@@ -94,7 +94,7 @@ class Rounds(Decode):
         return {name: plgpu.SMEM((size,), dtypes.get(name, jnp.int32)) for name, size in self._words.items()}
 
     def operands(self, x, gamma, layers):
-        padding = ((0, 0), (0, self.product.pairs * COLUMNS - x.shape[1]))
+        padding = ((0, 0), (0, self.product.pairs * TILE_COLUMNS - x.shape[1]))
         gamma = None if gamma is None else jnp.pad(gamma, padding)
         return {"quantized_gmem": quantize_rows(jnp.pad(x, padding), layers, gamma, self.product.bits)}
 
@@ -227,4 +227,4 @@ class SharedRows:
         return [as_real(word) for word in words]
 
 
-KERNEL, run = Rounds, Rounds.run
+run = Rounds.run

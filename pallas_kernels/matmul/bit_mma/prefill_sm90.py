@@ -44,9 +44,11 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.activation_math import FAST
 from pallas_kernels.gpu.values import as_real, f32, fma, i32, index, integer, of, select
-from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, silu, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
 from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Plan, planned
@@ -57,7 +59,9 @@ WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
 MOST_AHEAD = 32  # tokens of a tile of which two products have room in registers
 
 
-@functools.partial(jax.jit, static_argnames=("n", "multiprocessors", "shared", "plan", "summed"))
+@functools.partial(
+    jax.jit, static_argnames=("n", "activation", "multiprocessors", "shared", "plan", "summed")
+)
 def bit_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
@@ -66,12 +70,13 @@ def bit_prefill_sm90(
     n: int,
     residual: jax.Array | None = None,
     *,
+    activation: Activation = SILU,
     multiprocessors: int,
     shared: int,
     plan: Plan | None = None,
     summed: bool = True,
 ) -> jax.Array:
-    """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = sum of s q.
+    """y = x W.T + residual for one matrix, or activation(x G.T, x U.T) for two, x = sum of s q.
 
     q         int8 [bits / 8, G, M, 128] and
     scale     float32 [bits / 8, G, M], s / 64: of groups padded to 4 and rows to 16 or 64, as
@@ -115,7 +120,7 @@ def bit_prefill_sm90(
         functools.partial(
             _body,
             plan=plan, matrices=matrices, planes=planes, steps=steps // splits, pairs=pairs, grid=grid,
-            blocks=blocks, added=added is not None,
+            blocks=blocks, added=added is not None, activation=activation if matrices == 2 else None,
         ),
         out_type=jax.ShapeDtypeStruct((splits, m, whole), jnp.float32),
         grid=(blocks,),
@@ -133,7 +138,7 @@ def bit_prefill_sm90(
 def _body(
     q_gmem, scale_gmem, layer_gmem, *refs,
     q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_here, free, residual_here,
-    plan, matrices, planes, steps, pairs, added, grid, blocks,
+    plan, matrices, planes, steps, pairs, added, grid, blocks, activation,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
     residual_gmem = refs[2 * matrices] if added else None
@@ -191,7 +196,7 @@ def _body(
                 plgpu.barrier_wait(residual_here.at[warpgroup])
             else:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _store(sums, out_smem.at[warpgroup], matrices, added)
+            _store(sums, out_smem.at[warpgroup], activation, added)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[split_of(i), *place])
             return carry
@@ -391,9 +396,11 @@ def _arrived(product: list, later: int) -> list:
     return lanes.ptx([i32()] * count, product, "", constraints, effects=True)
 
 
-def _store(sums, out_smem, matrices: int, added: bool):
-    """sums, or sums + what is there, or the SwiGLU of a lane's rows g and g + 8, transposed to out_smem,
+def _store(sums, out_smem, activation: Activation | None, added: bool):
+    """sums, or sums + what is there, or the activation of a lane's rows g and g + 8, transposed to out_smem,
     float32 [tokens, outputs], swizzled."""
+
+    matrices = 1 if activation is None else 2
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(swizzled(4))))
     def store(ctx, sums, out_smem):
@@ -409,8 +416,8 @@ def _store(sums, out_smem, matrices: int, added: bool):
                 places = [[j, *at] for j in range(len(values) // 2)]
                 there = [memory.load(out_smem, *place) for place in places] if added else []
                 for j, place in enumerate(places):
-                    if matrices == 2:
-                        y = silu(values[2 * j][e]) * values[2 * j + 1][e]
+                    if activation is not None:
+                        y = activation(values[2 * j][e], values[2 * j + 1][e], math=FAST)
                     else:
                         y = values[2 * j + r][e]
                     memory.store(y + there[j] if added else y, out_smem, *place)
@@ -424,13 +431,17 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
     return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits, rows=rows)
 
 
-def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:
+def gemm(
+    a, scale, weights, part_layer, residual, activation: Activation = SILU, summed: bool = True
+) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
     pairs, layer = stacks.whole(pairs, part_layer)
     n, gpu = weights[0].shape[0], device.default()
-    sizes = {"multiprocessors": gpu.multiprocessors, "shared": gpu.shared_bytes}
-    return bit_prefill_sm90(a, scale, pairs, layer, n, residual, **sizes, summed=summed)
+    return bit_prefill_sm90(
+        a, scale, pairs, layer, n, residual, activation=activation, multiprocessors=gpu.multiprocessors,
+        shared=gpu.shared_bytes, summed=summed,
+    )  # fmt: skip
 
 
 run = in_two_phases(prologue, gemm)

@@ -14,7 +14,7 @@ A block has `tiles` tiles of 16 rows of weights, as formats/q1_0.py lays them ou
 in pairs of groups; sums of a round of tiles meet in shared memory:
 
     per round: weights -> products -> sums of each warp -> shared memory -> sum over warps, 1 / rms,
-               SwiGLU or residual -> out
+               activation or residual -> out
 
 Weights come from registers, a ring of shared memory, or the shared memory of a step: `multiply` asks for them
 by tile, pair and group, and does not know which.
@@ -36,6 +36,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar, NamedTuple
 
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, select, sum_of_squares
 from pallas_kernels.matmul import epilogue
@@ -69,8 +70,8 @@ class LaneColumns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Product(abc.ABC):
-    """Rows of activations times the tiles of one matrix, or of two for SwiGLU, that a block has. Its methods
-    are called while a kernel is traced.
+    """Rows of activations times the tiles of one matrix, or of two, gate and up, that a block has. Its
+    methods are called while a kernel is traced.
 
     rows, columns      of the activations
     n_tiles, pairs     of the matrix: tiles of 16 rows, pairs of groups of 128 columns
@@ -103,6 +104,7 @@ class Product(abc.ABC):
     normed: bool = False
     eps: float = 0.0
     bits: int = 8
+    activation: Activation = SILU
     round_tiles: int | None = None
 
     @property
@@ -243,7 +245,7 @@ class Product(abc.ABC):
                 places = [self.place(u, m, row) + inside for m in range(self.matrices)]
                 y = [self._over_warps(scratch_smem, at, 16) for at in places]
                 norm = norms[i] if norms else self.norm(scratch_smem, x_row)
-                store(i, x_row, n, epilogue.finished(y, norm))
+                store(i, x_row, n, epilogue.output(y, norm, self.activation))
 
     def norm(self, scratch_smem, row):
         """1 / rms of a row, after a block barrier; None where nothing is normed."""

@@ -9,15 +9,16 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, total
-from pallas_kernels.matmul.epilogue import finished, inverse_rms, over_warps
+from pallas_kernels.matmul.epilogue import inverse_rms, output, over_warps
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import RotatedActivations, WarpActivations
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share
 from pallas_kernels.matmul.int_mma.rotated_columns import RotatedColumns
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class IntegerProduct:
     matrices: int
     eps: float
     bits: int
+    activation: Activation = SILU
 
     @property
     def width(self) -> int:
@@ -154,7 +156,7 @@ class Block:
             first = integer(first)
             last = minimum(first + together, self.share.count)
             # On its way before the product, where each thread has one output at most.
-            near = together * self.sizes.rows * ROWS <= self.sizes.plan.warps * 32
+            near = together * self.sizes.rows * TILE_ROWS <= self.sizes.plan.warps * 32
             ahead = self.ahead_of(index(self.thread), first) if near else None
             state = lanes.loop(
                 first, last, 1, state,
@@ -203,19 +205,19 @@ class Block:
 
     def sums_at(self, place, row, warp):
         """Where the 16 sums of a unit, a row and a warp begin: all indices."""
-        return ((place * self.sizes.padded + index(row)) * self.sizes.plan.warps + warp) * ROWS
+        return ((place * self.sizes.padded + index(row)) * self.sizes.plan.warps + warp) * TILE_ROWS
 
     def output(self, at, first):
         """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
-        inside, above = at % ROWS, at // ROWS
+        inside, above = at % TILE_ROWS, at // TILE_ROWS
         row, j = above % self.sizes.rows, above // self.sizes.rows
         tile = index(self.share.first_tile + first + self.part.above) + j
-        return j, row, inside, tile * ROWS + inside
+        return j, row, inside, tile * TILE_ROWS + inside
 
     def ahead_of(self, at, first) -> list:
         """What of output number `at` is asked for ahead: the residual, and what `store` wants."""
         _, row, _, n = self.output(at, first)
-        n = minimum(n, self.sizes.n_tiles * ROWS - 1)
+        n = minimum(n, self.sizes.n_tiles * TILE_ROWS - 1)
         return [None if load is None else load(row, n) for load in (self.residual, self.ahead)]
 
     def finish(self, first, last, ahead: list | None):
@@ -240,12 +242,12 @@ class Block:
             if self.normed:
                 squares = over_warps(lambda w: memory.load(self.squares_smem, row * warps + w), warps)
                 norm = inverse_rms(squares, sizes.columns, sizes.eps)
-            y = finished(sums, norm)
+            y = output(sums, norm, sizes.activation)
             residual, of_store = self.ahead_of(at, first) if ahead is None else ahead
             self.store(y if residual is None else y + residual, row, n, of_store)
             return carry
 
-        outputs = index((last - first) * (sizes.rows * ROWS))
+        outputs = index((last - first) * (sizes.rows * TILE_ROWS))
         if ahead is None:
             lanes.loop(self.thread, outputs, warps * 32, [], one)
         else:

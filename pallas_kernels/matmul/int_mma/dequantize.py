@@ -25,7 +25,7 @@ from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.matmul.int_mma import float16 as int_float16
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 WARPS = 4  # of a block, each with one item: 16 rows x 256 columns
 
@@ -99,7 +99,7 @@ def int_dequantize(
             for fields, (format, rows) in zip(fields_of, kinds_of, strict=True):
                 names = tuple(sorted(fields))
                 operands += [fields[name] for name in names]
-                tiles = -(-rows // ROWS)
+                tiles = -(-rows // TILE_ROWS)
                 pieces.append(Piece(format, names, rows, at, tile, tiles))
                 at, tile = at + rows, tile + tiles
             choices.append(tuple(pieces))
@@ -176,8 +176,8 @@ def _decode(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns: in
     group = format_lanes.group
     g, t = lane // 4, lane % 4
     words = read(fields, layer, tile, step, lane)
-    rows = [tile * ROWS + g + 8 * r for r in (0, 1)]
-    column = step * COLUMNS + t * (group // 4)
+    rows = [tile * TILE_ROWS + g + 8 * r for r in (0, 1)]
+    column = step * TILE_COLUMNS + t * (group // 4)
     for u, unit in enumerate(int_bytes.units(format_lanes, words, lane)):
         for j in range(8):
             behind = (8 * u + j) * group  # columns of the item before this group
@@ -185,9 +185,9 @@ def _decode(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns: in
             halves = int_float16.pairs(unit.a[j], format_lanes.signed, *scales)
             for r, packed in enumerate(halves):
                 there = []  # what of the last tiles the matrix has
-                if piece.rows % ROWS:
+                if piece.rows % TILE_ROWS:
                     there.append(rows[r] < piece.rows)
-                if columns % COLUMNS:
+                if columns % TILE_COLUMNS:
                     there.append(column + behind < columns)
                 where = [index(rows[r] + piece.at), index(column + behind)]
                 if there:
