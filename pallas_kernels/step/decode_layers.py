@@ -6,9 +6,9 @@ that phase is done: weights are there before the activations that they wait for.
 
     x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
 
-Each [phase] is a Product (bit_mma/product.py) or attention/decode.py. A block has the same tiles of a phase in every
-layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
-for them.
+Each [phase] is that of bit_mma/product.py or attention/decode.py. A block has the same tiles of a phase in
+every layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it
+waits for them.
 
 Weights lie in shared memory (shared_weights.py); so do keys and values, in place of weights that are asked
 for when they have been read. Activations go from block to block through a workspace in

@@ -68,8 +68,9 @@ class Decode(abc.ABC):
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
         layers, bits = jnp.stack([part, norm_layer, jnp.int32(-1)]), weights[0].products.activation_bits
         y = bit_decode(
-            x, matrices, layers, gamma, residual, kernel=cls, eps=eps, bits=bits, activation=activation
-        )
+            x, matrices, layers, gamma, residual, kernel=cls, eps=eps, bits=bits,
+            activation=activation if len(weights) == 2 else SILU,  # one matrix: any is the same program
+        )  # fmt: skip
         return y[:, :n].reshape(*lead, n)
 
 
@@ -98,16 +99,9 @@ def bit_decode(
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
     plan = kernel.plan(
-        rows,
-        columns,
-        n_tiles,
-        pairs,
-        len(weights),
-        bits,
-        normed=gamma is not None,
-        eps=eps,
+        rows, columns, n_tiles, pairs, len(weights), bits, normed=gamma is not None, eps=eps,
         activation=activation,
-    )
+    )  # fmt: skip
     if plan is None:
         raise NotImplementedError(
             f"{kernel.name} is not for {rows} rows of {columns} activations of {bits} bits times "

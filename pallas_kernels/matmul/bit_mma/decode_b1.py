@@ -5,7 +5,7 @@ groups of 128 (product.py, plane_product.py):
 
     weights of all its tiles and pairs -> registers      (on their way while the activations are quantized)
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
-    popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, activation or residual -> out
+    popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, activation or residual
 
 Several rows are multiplied one after another by the same weights; more go through decode_s8.py where its
 integers have room in shared memory.
