@@ -9,7 +9,7 @@ later one, of which each part was made by somebody who had read all of that vect
 shared out a block reads a part; the next phase, which reads all, has the sums of all parts.)
 
     [vector][split][row][width of the vector], i32
-    [phase]    of more than one row, what is passed on (rows_product.py)
+    [phase]    of more than one row, what is passed on (product.py)
     what is behind them is attention's (decode_splits.py)
 """
 
@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import integer, of
-from pallas_kernels.matmul.bit_mma.rows_product import RowsProduct
+from pallas_kernels.matmul.bit_mma.product import Product
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 
 READS = {
@@ -76,11 +76,12 @@ def _words(shapes: Shapes) -> dict[Vector, int]:
 
 def _passed_on(shapes: Shapes) -> dict[Phase, int]:
     """Words of what each product reads, where it is passed on as integers, of all copies."""
-    products = shapes.products().items()
-    return {phase: p.copies * _of_copy(p) for phase, p in products if isinstance(p, RowsProduct)}
+    if not shapes.passes_on:
+        return {}
+    return {phase: p.copies * _copy_words(p) for phase, p in shapes.products().items()}
 
 
-def _of_copy(p: RowsProduct) -> int:
+def _copy_words(p: Product) -> int:
     return p.groups * p.rows * p.words
 
 
@@ -101,26 +102,26 @@ class Workspace:
         """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads; of
         each split, one behind the other."""
         vector = self.reads[phase]
-        wanted = [
+        places = [
             ((self._at(vector, row, column), more + copy * self.shapes.rows * self.width[vector]), count)
             for copy in range(self.shapes.copies(vector))
             for column, more in columns
         ]
-        return memory.load_tagged(self.ref, wanted, self.tag_read(phase, layer), at_once)
+        return memory.load_tagged(self.ref, places, self.tag_read(phase, layer), at_once)
 
     def send(self, phase: Phase, layer, y, row, column, split=0):
         """A float32 of what a phase writes."""
         at = self._at(self.writes[phase], row, column, split)
         memory.store_tagged(y, self.ref, at, self.tag_written(phase, layer))
 
-    def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct, split) -> list:
+    def receive_passed_on(self, phase: Phase, layer, places, p: Product, split) -> list:
         """Wait for words from each place on (an index, a constant and how many) of what is passed on to a
         phase, of a split of the columns."""
         begin = self.passed_on[phase]
         if p.copies > 1:
-            begin = lanes.block() // p.splits % p.copies * _of_copy(p) + begin
+            begin = lanes.block() // p.splits % p.copies * _copy_words(p) + begin
         if p.splits > 1:
-            begin = split * (_of_copy(p) // p.splits) + begin
+            begin = split * (_copy_words(p) // p.splits) + begin
         wanted = [((of(place) + begin, constant), count) for place, constant, count in places]
         load = lambda: memory.load_tagged_words(self.ref, wanted, self.tag_read(phase, layer))  # noqa: E731
         if p.busy == p.warps:
@@ -128,9 +129,9 @@ class Workspace:
         words = sum(count for *_, count in places)
         return lanes.choose(lanes.thread() // 32 < p.busy, load, [integer(0)] * words)
 
-    def pass_on(self, phase: Phase, words, p: RowsProduct):
+    def pass_on(self, phase: Phase, words, p: Product):
         """(place, word, condition or None) of what is passed on to a phase."""
-        begins = [self.passed_on[phase] + copy * _of_copy(p) for copy in range(p.copies)]
+        begins = [self.passed_on[phase] + copy * _copy_words(p) for copy in range(p.copies)]
         for place, word, condition in words:
             with contextlib.nullcontext() if condition is None else lanes.when(condition):
                 for begin in begins:

@@ -4,10 +4,10 @@ there is one.
     x, or gamma x  ->  q = round(x top / m), m the largest |x| of a group of 128  ->  q = q0, or 256 q1 + q0
     s = m / top, with a norm times 1 / sqrt(mean(x^2) + eps);  x = s q, or rms_norm(x) = s q, but for rounding
 
-The same numbers as in a decode step (bit_product.py). A block of threads has a row in its registers, so that
-it is read once. Lane j of 8 has columns j, 8 + j, .. 120 + j of a group, and writes their bytes together:
-place 16 j + i of a group is column 8 i + j. Each of its loads has 32 neighbouring bytes with the other
-seven's.
+The same numbers as in a decode step (plane_product.py). A block of threads has a row in its registers, so
+that it is read once. Lane j of 8 has columns j, 8 + j, .. 120 + j of a group, and writes their bytes
+together: place 16 j + i of a group is column 8 i + j. Each of its loads has 32 neighbouring bytes with the
+other seven's.
 
 The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of
 row m the 16 bytes of lane j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128 bytes). Scales of 16
