@@ -283,31 +283,31 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch)
 
 
 HEADS = {
-    "float32": (9, 3, 64, None, None),
-    "float16": (16, 2, 128, None, 0.2),
-    "bfloat16": (4, 4, 32, 11, None),
-    "int8": (6, 2, 64, 17, None),
+    "float32": (9, 3, 64, None, None, 1.5),
+    "float16": (16, 2, 128, None, 0.2, None),
+    "bfloat16": (4, 4, 32, 11, None, None),
+    "int8": (6, 2, 64, 17, None, 50.0),
 }
 
 
 @pytest.mark.parametrize("dtype", HEADS)
 def test_attention_of_one_query_is_numpys(dtype):
-    """Shuffled pages, a row that is padding, a window, a scale."""
-    heads, kv_heads, head_dim, window, scale = HEADS[dtype]
+    """Shuffled pages, a row that is padding, a window, a scale, a softcap."""
+    heads, kv_heads, head_dim, window, scale, softcap = HEADS[dtype]
     rng = np.random.default_rng(12)
     k, v = (pages_of(dtype, np.float32(rng.standard_normal((2, 15, 8, kv_heads, head_dim)))) for _ in "kv")
     q = rng.standard_normal((3, 1, heads, head_dim)).astype(np.float32)
     table, positions = rng.permutation(15).reshape(3, 5), np.array([[-1], [39], [20]])
     got = cpu.run(
         jnp.asarray(q), k, v, jnp.asarray(table), jnp.asarray(positions), 1,
-        num_keys=40, window=window, scale=scale,
+        num_keys=40, window=window, scale=scale, softcap=softcap,
     )  # fmt: skip
     assert not np.asarray(got[0]).any()
     for row in (1, 2):
         keys, values = (
             np.float64(numbers_of(pages))[1, table[row]].reshape(40, kv_heads, head_dim) for pages in (k, v)
         )
-        want = naive_attention(q[row], keys, values, positions[row], window, scale)
+        want = naive_attention(q[row], keys, values, positions[row], window, scale, softcap)
         assert error(got[row], want) < 1e-6
 
 
@@ -316,8 +316,8 @@ def test_attention_under_vmap_and_grad():
     k, v = (jnp.asarray(rng.standard_normal((1, 3, 8, 2, 16)), jnp.float32) for _ in "kv")
     q = jnp.asarray(rng.standard_normal((4, 1, 1, 4, 16)), jnp.float32)
     places = jnp.arange(3)[None], jnp.array([[20]]), 0
-    one = lambda q, v: cpu.run(q, k, v, *places, num_keys=24, window=None, scale=None)  # noqa: E731
-    exact = lambda q, v: attention(q, k, v, *places, num_keys=24)  # noqa: E731
+    one = lambda q, v: cpu.run(q, k, v, *places, num_keys=24, softcap=2.0)  # noqa: E731
+    exact = lambda q, v: attention(q, k, v, *places, num_keys=24, softcap=2.0)  # noqa: E731
     got, want = (jax.jit(jax.vmap(f, (0, None)))(q, v) for f in (one, exact))
     assert error(got, np.asarray(want, np.float64)) < 1e-6
     got, want = (jax.jit(jax.grad(lambda v, f=f: (f(q[0], v) ** 2).sum()))(v) for f in (one, exact))
