@@ -174,7 +174,7 @@ def most_bytes(path: str, cache: int, required: Required) -> float:
 
 def answered(path: str) -> dict[str, int]:
     """Bytes of this process at most, and of its cache."""
-    model = bj.load(path, bj.RunConfig(context=PROMPT + NEW, rows=1))
+    model = bj.load(path, bj.RunConfig(context=PROMPT + NEW, batch_size=1))
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, PROMPT).tolist()
     for _ in bj.stream(model, ids, max_new_tokens=NEW, ignore_eos=True):
         pass

@@ -58,8 +58,8 @@ def _held_bytes(format: str, shape: tuple[int, ...], of_file: int, run: RunConfi
 
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes of a cache with every row full. `run` must be resolved (model.resolve)."""
-    tokens = run.rows * kv.page_count(run.context, run.page_size) * run.page_size
-    return tokens * kv.bytes_per_token(config, run.cache_dtype) + run.rows * kv.bytes_per_row(config)
+    tokens = run.batch_size * kv.page_count(run.context, run.page_size) * run.page_size
+    return tokens * kv.bytes_per_token(config, run.cache_dtype) + run.batch_size * kv.bytes_per_row(config)
 
 
 def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
@@ -69,7 +69,7 @@ def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
     as_it_lies = cache_layouts.get(stored).PREFILL in (stored, None)
     if as_it_lies or attention_kernels(config, run)[1] == "reference":
         return 0
-    tokens = run.rows * kv.page_count(run.context, run.page_size) * run.page_size
+    tokens = run.batch_size * kv.page_count(run.context, run.page_size) * run.page_size
     return tokens * 2 * config.num_kv_heads * cache_layouts.bytes_per_head("float16", config.head_dim)
 
 
@@ -147,7 +147,7 @@ def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, pa
     remedies = {
         "keep the weights packed (weights='packed')": ("weights", "packed"),
         "keep keys and values in 8 bits (cache_dtype='int8')": ("cache_dtype", "int8"),
-        "lower rows": ("rows", 1),
+        "lower batch_size": ("batch_size", 1),
         "lower context": ("context", 1),
     }
     works = [
@@ -162,7 +162,7 @@ def check_memory(checkpoint: Checkpoint, config: ModelConfig, run: RunConfig, pa
     beside = f", and {scratch / 1e9:.2f} GB in which prefill reads it as float16," * (scratch > 0)
     raise MemoryError(
         f"{checkpoint.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
-        f"({run.rows} rows of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
+        f"({run.batch_size} sequences of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
         f"{device_name()}; {remedy}"
     )
 

@@ -150,18 +150,18 @@ def resolve(run: RunConfig, checkpoint: Checkpoint, config: ModelConfig, parts: 
     return dataclasses.replace(run, weights=next(verdict.kernel for verdict in verdicts if verdict.taken))
 
 
-def new_cache(model: Model, rows: int, context: int) -> kv.KVCache:
-    """An empty cache whose rows can hold `context` tokens each: what `extend` reads into. Raises ValueError
+def new_cache(model: Model, batch_size: int, context: int) -> kv.KVCache:
+    """An empty cache for batch_size sequences of up to `context` tokens each, for `extend`. Raises ValueError
     for fewer than one of either."""
-    for name, value in {"rows": rows, "context": context}.items():
+    for name, value in {"batch_size": batch_size, "context": context}.items():
         if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-    return parallel.empty_cache(model.config, model.run, rows, context, model.mesh)
+    return parallel.empty_cache(model.config, model.run, batch_size, context, model.mesh)
 
 
 def new_state(
     model: Model,
-    rows: int,
+    batch_size: int,
     context: int,
     params: SamplingParams | Sequence[SamplingParams],
     max_new_tokens: int | Sequence[int],
@@ -169,13 +169,13 @@ def new_state(
     ignore_eos: bool = False,
     speculate: str | None = None,
 ) -> core.State:
-    """An empty generation state whose rows can hold `context` tokens each.
+    """A generation state for batch_size sequences of up to `context` tokens each, all empty.
 
     speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
                 can (speculation.py)
     """
     options = {"ignore_eos": ignore_eos, "speculate": speculate}
-    return start_state(model, new_cache(model, rows, context), params, max_new_tokens, **options)
+    return start_state(model, new_cache(model, batch_size, context), params, max_new_tokens, **options)
 
 
 def start_state(

@@ -16,7 +16,7 @@ SIZE, STOP = 4, 0  # tokens of a page; the token that ends a row
 
 def limits(**changed) -> Limits:
     shapes = [(1, 8), (1, 32), (4, 8)]
-    known = {"max_rows": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": shapes}
+    known = {"max_batch_size": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": shapes}
     return Limits(**known | {"prefill_cost": 8, "steps": 16} | changed)
 
 
@@ -119,7 +119,7 @@ def run(scheduler: Scheduler, device: Device, arrivals=(), cancel=lambda request
 def assert_all_is_back(scheduler: Scheduler) -> None:
     (device,) = scheduler.devices
     assert device.pages.available == device.pages.count and set(device.pages.holders) == {0}
-    assert sorted(device.free_rows) == list(range(scheduler.limits.max_rows)) and not device.running
+    assert sorted(device.free_rows) == list(range(scheduler.limits.max_batch_size)) and not device.running
 
 
 @pytest.mark.parametrize("reserve, checkpoints", [(False, None), (True, None), (False, 3)])
@@ -166,8 +166,8 @@ def test_the_longest_wait_for_a_next_token_is_one_chunk_of_prefill():
     """Tokens of prompts that the device works through between two draws of a row, whoever comes meanwhile;
     and while prompts are being read, a plan has one step."""
     rng = np.random.default_rng(0)
-    scheduler, device = Scheduler(limits(pages=400, row_sizes=(1, 2, 4, 8), max_rows=8)), Device(400)
-    scheduler.unhurried = 5
+    scheduler, device = Scheduler(limits(pages=400, row_sizes=(1, 2, 4, 8), max_batch_size=8)), Device(400)
+    scheduler.idle_steps = 5
     waited: dict[Request, int] = {}  # tokens, since it drew
     longest, flying = [], deque()
     for _ in range(400):
@@ -244,7 +244,7 @@ def test_who_is_cancelled_is_in_no_further_plan_and_its_pages_are_free_at_once()
 
 
 def test_who_came_first_is_first_and_a_higher_priority_before():
-    scheduler = Scheduler(limits(max_rows=1, row_sizes=(1,)))
+    scheduler = Scheduler(limits(max_batch_size=1, row_sizes=(1,)))
     requests = [Request([n + 1, n + 2], 2, priority=int(n == 2)) for n in range(4)]
     ended = []
     run(scheduler, Device(24), requests[:1], lambda r: False)
