@@ -203,7 +203,7 @@ def compare(path: str, sizes: dict[str, int], repetitions: int, required: Requir
     """Run, print, record; whether a ratio is below the required one. sizes: tokens of each kind of test."""
     threads = len(os.sched_getaffinity(0))
     theirs = LlamaCpp(path, threads)
-    model = bj.load(path, bj.RunConfig(context=sum(sizes.values()), rows=1))
+    model = bj.load(path, bj.RunConfig(context=sum(sizes.values()), batch_size=1))
     tests = {kind: bench.Test(model, kind, n) for kind, n in sizes.items()}
     measured = {
         "pp": lambda n: theirs.prefill(np.asarray(tests["pp"].ids)[0, :n].tolist()),

@@ -32,6 +32,7 @@ from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.weights import placement
+from pallas_kernels.device import platform
 
 PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 tokens in 15.4 ms and 2,048 in 53.8
 
@@ -318,7 +319,7 @@ class Runner:
 
 def limits(model: Model, o: Options) -> Limits:
     """What the engine's programs can do."""
-    on_cpu = jax.default_backend() == "cpu"
+    on_cpu = platform() == "cpu"
     return Limits.for_engine(
         o.max_batch_size,
         o.pages,
