@@ -1,5 +1,5 @@
-"""Scheduler, pages and prefix cache, with a device that stores tokens in place of keys and values. A row draws
-a token that depends on the tokens in its pages, so a page of another row shows. Single decisions:
+"""Scheduler, pages and prefix cache, with a device that stores tokens in place of keys and values. A row
+draws a token that depends on the tokens in its pages, so a page of another row shows. Single decisions:
 test_scheduler.py."""
 
 from collections import deque
