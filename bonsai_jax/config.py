@@ -189,8 +189,9 @@ class RunConfig:
     cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere. "int8": a byte and a scale for
                  each token and head, half of float16's bytes, without derivatives
     page_size    tokens in a page of the cache
-    context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
-    rows         most rows run at once; of more prompts each begins when another has ended
+    context      most tokens of a sequence, prompt and answer together; 0: the model's own, at most 4096
+    batch_size   most sequences generated at once, on each device that has rows of its own; further prompts
+                 wait until a sequence ends
     draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
                  left aside
     """
@@ -203,7 +204,7 @@ class RunConfig:
     cache_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
     page_size: int = 64
     context: int = 0
-    rows: int = 8
+    batch_size: int = 8
     draft: bool = False
 
     def __post_init__(self):
@@ -216,7 +217,7 @@ class RunConfig:
         _one_of(self, "draft", (True, False))
         _within(self, "page_size", 1, 2**20, whole=True)
         _within(self, "context", 0, 2**31 - 1, whole=True)
-        _within(self, "rows", 1, 2**31 - 1, whole=True)
+        _within(self, "batch_size", 1, 2**31 - 1, whole=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,7 +117,8 @@ def test_the_tests_page_names_every_module_and_every_test():
 
 def test_only_one_file_looks_at_the_device():
     for path in (ROOT / "pallas_kernels").rglob("*.py"):
-        looks = any(word in path.read_text() for word in ("default_backend", "jax.devices", "device_kind"))
+        words = ("default_backend", "default_device", "jax.devices", "local_devices", "device_kind")
+        looks = any(word in path.read_text() for word in words)
         assert looks == (path.name == "device.py"), path
 
 

@@ -33,15 +33,18 @@ def command(
             help="What answers all lines; left out, the model that they name.",
         ),
     ] = None,
-    rows: Annotated[
-        int, typer.Option("--rows", min=1, metavar="N", help="Most answers written at once, on each device.")
+    batch_size: Annotated[
+        int,
+        typer.Option(
+            "--batch-size", min=1, metavar="N", help="Most sequences generated at once, on each device."
+        ),
     ] = 32,
     pages: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Pages of the cache, 64 tokens each; left out, so many that all rows can fill the context.",
+            help="Pages of the cache, 64 tokens each; left out, enough for full contexts.",
         ),
     ] = None,
     max_new_tokens: options.NewTokens = -1,
@@ -111,12 +114,12 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
         all_reduce=all_reduce,
-        rows=rows if pages is None else 1,  # what loading asks of memory
+        batch_size=batch_size if pages is None else 1,  # what loading asks of memory
     )
     from bonsai_jax import batch
 
     job = batch.Job(
-        rows=rows,
+        batch_size=batch_size,
         pages=pages,
         sampling=params,
         max_new_tokens=None if max_new_tokens < 0 else max_new_tokens,

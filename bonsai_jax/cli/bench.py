@@ -45,7 +45,7 @@ def command(
             "-b",
             "--n-batch",
             metavar="SIZES",
-            help="Rows of the batch tests, 128 + 128 tokens each, with -g sampled too; 0: none.",
+            help="Batch sizes: sequences of 128 + 128 tokens decoded together, with -g sampled too; 0: none.",
         ),
     ] = "0",
     speculate: options.Speculate = None,

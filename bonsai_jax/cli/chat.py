@@ -226,7 +226,7 @@ def command(
         raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")
     from bonsai_jax import Engine
 
-    with Engine(loaded, max_rows=1, speculate=speculate) as engine:
+    with Engine(loaded, max_batch_size=1, speculate=speculate) as engine:
         talk(
             Conversation(
                 engine,

@@ -39,9 +39,11 @@ def command(
             "--lines", help="A prompt on each line, many answered at once: a JSON object for each, in order."
         ),
     ] = False,
-    rows: Annotated[
+    batch_size: Annotated[
         int | None,
-        typer.Option("--rows", min=1, metavar="N", help="With --lines: most prompts answered at once; 8."),
+        typer.Option(
+            "--batch-size", min=1, metavar="N", help="With --lines: most prompts answered at once; 8."
+        ),
     ] = None,
     system: options.System = None,
     think: options.Think = None,
@@ -82,8 +84,8 @@ def command(
         raise typer.BadParameter("give one prompt: as the argument, with -p, or with -f")
     if system is not None and not chat:
         raise typer.BadParameter("--system needs --chat")
-    if rows is not None and not lines:
-        raise typer.BadParameter("--rows needs --lines")
+    if batch_size is not None and not lines:
+        raise typer.BadParameter("--batch-size needs --lines")
     if think is not None and not chat:
         raise typer.BadParameter("--think and --no-think need --chat")
     text = prompt_option if prompt in (None, "-") else prompt
@@ -115,7 +117,7 @@ def command(
         cache_dtype=cache_dtype,
         activation_bits=activation_bits,
         all_reduce=all_reduce,
-        rows=(rows or 8) if lines else 1,
+        batch_size=(batch_size or 8) if lines else 1,
         speculate=speculate,
     )
     options.join_processes(coordinator, num_processes, process_id)

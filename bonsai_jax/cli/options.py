@@ -226,7 +226,7 @@ def run_config(
     schedule: Schedules,
     activation_bits: Bits = "8",
     all_reduce: Literal["auto", "psum", "mailbox"] = "auto",
-    rows: int = 1,
+    batch_size: int = 1,
     speculate: Literal["ngram", "mtp"] | None = None,
 ) -> "RunConfig":
     """How the command line runs a model."""
@@ -240,7 +240,7 @@ def run_config(
         cache_dtype=cache_dtype,
         activation_bits=16 if activation_bits == "16" else 8,
         all_reduce=all_reduce,
-        rows=rows,
+        batch_size=batch_size,
         draft=speculate == "mtp",
     )
 

@@ -148,7 +148,7 @@ def simulate(
 ) -> Outcome:
     """Let requests go through a Scheduler.
 
-    limits       of an engine: Limits.of_engine
+    limits       of an engine: Limits.for_engine
     devices      that share a queue
     max_wait_s   as for Engine
     warm         every program is compiled; else those that a Scheduler finds worth it, in no time
@@ -158,7 +158,7 @@ def simulate(
         if arrival.prompt_tokens + arrival.new_tokens > limits.pages * limits.page_size:
             raise ValueError(f"{arrival} needs more than {limits.pages} pages of {limits.page_size} tokens")
     scheduler = Scheduler(limits, devices)
-    scheduler.unhurried = limits.steps if max_wait_s is None else 1  # as Loop begins
+    scheduler.idle_steps = limits.steps if max_wait_s is None else 1  # as Loop begins
     if warm:
         scheduler.compiled |= {*limits.row_sizes, *limits.shapes}
     coming = deque(sorted((Answer(arrival) for arrival in arrivals), key=lambda a: a.arrival.at_s))
@@ -195,7 +195,7 @@ def simulate(
             if steps:
                 before, read_at = read_at, now
                 if max_wait_s is not None and before is not None and not any(read.reads):
-                    scheduler.took(steps, now - before, max_wait_s)
+                    scheduler.measured(steps, now - before, max_wait_s)
         elif plan is None:
             if not coming:
                 outcome.preempted = scheduler.preempted

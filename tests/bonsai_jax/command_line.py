@@ -24,7 +24,7 @@ COMMAND = [
 
 @functools.cache
 def tiny() -> bj.Model:
-    return bj.load(TINY, bj.RunConfig(context=256, rows=1))
+    return bj.load(TINY, bj.RunConfig(context=256, batch_size=1))
 
 
 def run(*arguments, stdin=None):

@@ -112,7 +112,7 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
     Speculating: the batch below does not."""
     sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(data, parts))
     options = {"max_new_tokens": 12, "ignore_eos": True}
-    how = {"max_rows": 2, "pages": 4, "prefill_tokens": 32, "speculate": "ngram"}
+    how = {"max_batch_size": 2, "pages": 4, "prefill_tokens": 32, "speculate": "ngram"}
     with bj.Engine(sharded, **how) as engine:
         handles = [
             engine.submit(ids, params, **options) for ids, params in zip(PROMPTS, SAMPLING, strict=True)
@@ -141,7 +141,7 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
         assert on == bj.make_mesh(2, 4)
         return load(name.removeprefix("synth:"), "packed", on)
 
-    arguments = ["-m", "synth:tiny-llama:q8_0", "--rows", 4, "--pages", 16]
+    arguments = ["-m", "synth:tiny-llama:q8_0", "--batch-size", 4, "--pages", 16]
     with mock.patch.object(options, "load", on_mesh):
         done = run_command("batch", source, output, *arguments, "--data-parallel", 2, "--tensor-parallel", 4)
     assert done.exit_code == 0, done.output

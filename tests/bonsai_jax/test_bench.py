@@ -22,7 +22,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, rows=1, activation_bits=16))
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, batch_size=1, activation_bits=16))
 
 
 @pytest.fixture(scope="module")

@@ -63,7 +63,9 @@ def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(machine, monkeyp
         machine(1000, free)
         assert held() == expected
     machine(1000, enough - 0.02)
-    assert held(rows=7) == held(context=2048) == held(cache_dtype="bfloat16") == held(parts=2) == "decoded"
+    assert (
+        held(batch_size=7) == held(context=2048) == held(cache_dtype="bfloat16") == held(parts=2) == "decoded"
+    )
     assert held("synth:bonsai-4b:q1_0") == "decoded"
     assert held(weights="decoded") == "decoded"
     machine(1000)
@@ -89,12 +91,16 @@ def test_free_memory_is_what_linux_says():
     [
         (DECODED - 1, {"weights": "decoded"}, KEEP),
         (DECODED + 1, {"weights": "decoded"}, f"{KEEP} or lower context"),
-        (DECODED + 2, {"weights": "decoded"}, f"{KEEP} or lower rows or lower context"),
-        (PACKED + 2, {}, "lower rows or lower context"),
+        (DECODED + 2, {"weights": "decoded"}, f"{KEEP} or lower batch_size or lower context"),
+        (PACKED + 2, {}, "lower batch_size or lower context"),
         (PACKED + 1, {}, "lower context"),
-        (PACKED + 2, {"rows": 10**4}, "lower rows"),
-        (PACKED + 1, {"rows": 10**4}, f"{BYTES} and lower rows or lower rows and lower context"),
-        (PACKED + 1, {"rows": 1}, f"{BYTES} or lower context"),
+        (PACKED + 2, {"batch_size": 10**4}, "lower batch_size"),
+        (
+            PACKED + 1,
+            {"batch_size": 10**4},
+            f"{BYTES} and lower batch_size or lower batch_size and lower context",
+        ),
+        (PACKED + 1, {"batch_size": 1}, f"{BYTES} or lower context"),
         (PACKED + 1, {"weights": "decoded"}, f"{KEEP} and lower context"),
         (PACKED, {}, SMALLER),
         (PACKED, {"weights": "decoded"}, SMALLER),
@@ -110,7 +116,7 @@ def test_what_does_not_fit_is_refused_with_what_helps(machine, memory, run, reme
     for helpful in remedy.split(" or ") if remedy != SMALLER else ():
         smaller = {"weights": "packed"} if "packed" in helpful else {}
         smaller |= {"cache_dtype": "int8"} if "int8" in helpful else {}
-        smaller |= {"rows": 1} if "rows" in helpful else {}
+        smaller |= {"batch_size": 1} if "batch_size" in helpful else {}
         smaller |= {"context": 64} if "context" in helpful else {}
         changed = resolve(dataclasses.replace(bj.RunConfig(**run), **smaller), checkpoint, config)
         card.check_memory(checkpoint, config, changed)
@@ -124,7 +130,7 @@ def test_a_cache_of_bytes_needs_a_layer_in_float16_beside_it_on_a_gpu(machine):
     config = architectures.config_of(checkpoint)
     with mock.patch.object(gpu, "default", lambda: gpu.GPUS["sm_90"]):
         for dtype, cache in caches.items():
-            run = resolve(bj.RunConfig(cache_dtype=dtype, rows=32), checkpoint, config)
+            run = resolve(bj.RunConfig(cache_dtype=dtype, batch_size=32), checkpoint, config)
             needed = card.held_bytes(checkpoint, config, run) + tokens * (cache + scratch[dtype])
             machine((needed + 1e3) / 1e9)
             card.check_memory(checkpoint, config, run)
@@ -193,7 +199,7 @@ def test_the_readme_says_what_each_bonsai_file_needs():
         config, found = architectures.config_of(checkpoint), []
         for platform, cache_dtype in (("sm_90", "float16"), ("cpu", "float32")):
             of_device = dataclasses.replace(gpu.GPUS["sm_90"], platform=platform)
-            run = bj.RunConfig(weights="packed", rows=1, context=4096, cache_dtype=cache_dtype)
+            run = bj.RunConfig(weights="packed", batch_size=1, context=4096, cache_dtype=cache_dtype)
             with mock.patch.object(gpu, "default", lambda of_device=of_device: of_device):
                 found += [card.held_bytes(checkpoint, config, run), card.cache_bytes(config, run)]
         assert [f"{of / 1e9:.2f}" for of in found] == said, file

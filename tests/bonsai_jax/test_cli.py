@@ -172,7 +172,7 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
         (("generate", "x", "-m", ""), 1, "error: the model's name is empty"),
         (("bench", "-m", ""), 1, "error: the model's name is empty"),
         (("inspect", ""), 1, "error: the model's name is empty"),
-        (("generate", "x", "-m", TINY, "--rows", 4), 2, "--rows needs --lines"),
+        (("generate", "x", "-m", TINY, "--batch-size", 4), 2, "--batch-size needs --lines"),
         (("generate", "x", "-m", TINY, "--seed", -7), 2, "'--seed'"),
         (("generate", "-f", "BLANK", "-m", TINY, "--lines", "-n", -1), 1, "no line of it has a prompt"),
         (("chat", "-m", "missing.gguf", "-n", 0), 1, "--max-new-tokens is 0"),  # before a model is sought

@@ -17,7 +17,7 @@ from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, run, tiny
 
 @functools.cache
 def engine(speculate=None) -> bj.Engine:
-    return bj.Engine(tiny(), max_rows=1, speculate=speculate)
+    return bj.Engine(tiny(), max_batch_size=1, speculate=speculate)
 
 
 def answer(conversation, text):

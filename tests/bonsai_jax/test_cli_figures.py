@@ -188,7 +188,7 @@ def test_profile_counts_rows_and_the_tokens_of_a_prefill(profiled):
 
 def test_profile_of_experts_has_their_phases():
     """Of three experts of eight what they read; of many tokens nearly all."""
-    model = bj.load("synth:tiny-qwen3moe:q8_0", bj.RunConfig(rows=1, weights="packed"))
+    model = bj.load("synth:tiny-qwen3moe:q8_0", bj.RunConfig(batch_size=1, weights="packed"))
     rows = list(profile.measure(model, 0, 1))
     assert [row.phase for row in rows[:6]] == [*PHASES[:3], "router", "experts", "head"]
     held = sum(row.bytes for row in rows[:6] if row.phase != "attention")
@@ -198,7 +198,7 @@ def test_profile_of_experts_has_their_phases():
 
 def test_profile_of_a_delta_net_has_its_phases():
     """Every weight that a step reads is in some phase, but for norms and the like."""
-    model = bj.load("synth:tiny-qwen35:q8_0", bj.RunConfig(rows=1, weights="packed"))
+    model = bj.load("synth:tiny-qwen35:q8_0", bj.RunConfig(batch_size=1, weights="packed"))
     rows = list(profile.measure(model, 0, 1))
     assert [row.phase for row in rows[:3]] == ["delta inputs", "delta net", "delta output"]
     assert [row.phase for row in rows[3:]] == PHASES

@@ -34,7 +34,7 @@ def smollm2() -> Path:
 @functools.cache
 def smollm2_model(activation_bits=16) -> bj.Model:
     """10 rows: 19 prompts are one program, twice."""
-    return bj.load(str(smollm2()), bj.RunConfig(rows=10, activation_bits=activation_bits))
+    return bj.load(str(smollm2()), bj.RunConfig(batch_size=10, activation_bits=activation_bits))
 
 
 def prompts() -> list[dict]:

@@ -207,7 +207,7 @@ def test_memory_counts_states():
     config = architectures.config_of(checkpoint)
     assert kv.bytes_per_row(config) == 48 * 4 * (48 * 128 * 128 + 4 * 10240)  # 151 MB and 7.9 MB
     assert kv.bytes_per_token(config, "float16") == 65536
-    run = bj.RunConfig(rows=2, context=128, cache_dtype="float16")
+    run = bj.RunConfig(batch_size=2, context=128, cache_dtype="float16")
     assert card.cache_bytes(config, run) == 2 * (128 * 65536 + kv.bytes_per_row(config))
     assert card.decode_bytes(0, config, run, [5]) == 5 * 65536 + 2 * kv.bytes_per_row(config)
     assert (config.period, len(config.layers_with("delta_net")), config.layers_with("attention")[:2]) == (
@@ -262,7 +262,7 @@ def test_a_draft_layer_is_left_aside():
 
 def load_arrays(checkpoint):
     config = architectures.config_of(checkpoint)
-    run = resolve(bj.RunConfig(impl="reference", weights="packed", rows=1), checkpoint, config)
+    run = resolve(bj.RunConfig(impl="reference", weights="packed", batch_size=1), checkpoint, config)
     return load_params(checkpoint, config, run)
 
 
@@ -320,7 +320,7 @@ def test_a_conversation_goes_on_and_begins_anew():
     model, greedy = few(), bj.SamplingParams(temperature=0.0)
 
     def talking(**more):
-        return Conversation(bj.Engine(model, max_rows=1), greedy, max_new_tokens=4, **more)
+        return Conversation(bj.Engine(model, max_batch_size=1), greedy, max_new_tokens=4, **more)
 
     def said(conversation, text):
         return "".join(piece.text for piece in conversation.ask(text))

@@ -198,7 +198,7 @@ def test_what_the_metadata_says_wrong_is_named(key, value, says):
 
 def load_arrays(checkpoint):
     config = architectures.config_of(checkpoint)
-    run = resolve(bj.RunConfig(impl="reference", weights="packed", rows=1), checkpoint, config)
+    run = resolve(bj.RunConfig(impl="reference", weights="packed", batch_size=1), checkpoint, config)
     return load_params(checkpoint, config, run)
 
 

@@ -30,7 +30,8 @@ def models():
         few = dataclasses.replace(synth._MODELS["bonsai-8b"], layers=2, vocab=2048, specials=2000)
         patch.setitem(synth._MODELS, "few-8b", few)
         load = lambda impl: bj.load(  # noqa: E731
-            "synth:few-8b:q1_0", bj.RunConfig(impl=impl, cache_dtype="float32", rows=MOST, context=CONTEXT)
+            "synth:few-8b:q1_0",
+            bj.RunConfig(impl=impl, cache_dtype="float32", batch_size=MOST, context=CONTEXT),
         )
         yield load("auto"), load("reference")
 
