@@ -341,7 +341,7 @@ def test_a_dispatch_that_fails_is_an_error_of_its_lines_and_a_second_ends_the_jo
 def test_the_command_goes_on_after_a_kill(model, tmp_path):
     source = write(tmp_path / "in.jsonl", [asked(str(i), max_tokens=12, model=TINY) for i in range(30)])
     output = tmp_path / "out.jsonl"
-    arguments = ["batch", source, output, "-c", 128, "--rows", 4, "--impl", "reference", "--seed", 5]
+    arguments = ["batch", source, output, "-c", 128, "--batch-size", 4, "--impl", "reference", "--seed", 5]
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     begun = time.monotonic()
     while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
@@ -383,7 +383,7 @@ def test_an_actor_of_ray_that_is_killed_loses_no_line(model, tmp_path):
     body = {"max_tokens": 24, "model": TINY, "temperature": 0}
     source = write(tmp_path / "in.jsonl", [asked(i, **body) for i in ids])
     output, news = tmp_path / "out.jsonl", []
-    arguments = ["batch", source, output, "-c", 128, "--rows", 2, "--impl", "reference"]
+    arguments = ["batch", source, output, "-c", 128, "--batch-size", 2, "--impl", "reference"]
     arguments += ["--ray", "local", "--workers", 2, "--json"]
     slow_machine = {"RAY_raylet_start_wait_time_s": "300", "RAY_health_check_timeout_ms": "300000"}
     process = subprocess.Popen(

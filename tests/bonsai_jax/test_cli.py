@@ -42,7 +42,7 @@ def test_generate_prints_pieces_as_they_come(monkeypatch, capsys):
             seen.append(capsys.readouterr().out)
 
     monkeypatch.setattr(bj, "stream", stream)
-    monkeypatch.setattr(options, "compile_cache_off", lambda *_: None)
+    monkeypatch.setattr(options, "turn_off_compile_cache", lambda: None)
     app(["generate", "x", "-m", TINY], standalone_mode=False)
     assert seen == ["one ", "two"]
 
@@ -129,7 +129,7 @@ def test_an_interrupted_command_does_not_wait_for_pythons_own_end(monkeypatch):
     """XLA's threads are in a step then, and now and then abort it: so what ends it is asked."""
     ended = []
     monkeypatch.setattr(bj, "stream", mock.Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(options, "compile_cache_off", lambda *_: None)
+    monkeypatch.setattr(options, "turn_off_compile_cache", lambda: None)
     monkeypatch.setattr(gc, "set_threshold", lambda _: None)
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "argv", ["bonsai-jax", "generate", "x", "-m", TINY])
@@ -172,7 +172,7 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
         (("generate", "x", "-m", ""), 1, "error: the model's name is empty"),
         (("bench", "-m", ""), 1, "error: the model's name is empty"),
         (("inspect", ""), 1, "error: the model's name is empty"),
-        (("generate", "x", "-m", TINY, "--rows", 4), 2, "--rows needs --lines"),
+        (("generate", "x", "-m", TINY, "--batch-size", 4), 2, "--batch-size needs --lines"),
         (("generate", "x", "-m", TINY, "--seed", -7), 2, "'--seed'"),
         (("generate", "-f", "BLANK", "-m", TINY, "--lines", "-n", -1), 1, "no line of it has a prompt"),
         (("chat", "-m", "missing.gguf", "-n", 0), 1, "--max-new-tokens is 0"),  # before a model is sought
@@ -190,9 +190,9 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
             "error: --max-new-tokens is 0; it must be a whole number, 1 or more",
         ),
         (("generate", "x", "-m", TINY, "--stop", ""), 1, "error: --stop: an empty text would end"),
-        (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens of a row"),
+        (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens per sequence"),
         (("generate", "x", "--frobnicate"), 2, "No such option: --frobnicate"),
-        (("bench", "-m", TINY, "-p", "many"), 2, "'many' is no list of sizes"),
+        (("bench", "-m", TINY, "-p", "many"), 2, "'many' is not a list of sizes"),
         (("bench", "-m", TINY, "-p", 0, "-n", 0), 2, "nothing to measure"),
         (("inspect", "missing.gguf"), 1, "error: missing.gguf: no such file"),
         (("perplexity", "-m", TINY), 2, "Missing option '-f'"),

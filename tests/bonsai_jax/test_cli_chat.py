@@ -143,8 +143,8 @@ def test_who_types_is_told_how_to_leave(monkeypatch):
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=EOFError))  # Ctrl-D
     said = []
     monkeypatch.setattr(chat, "say", said.append)
-    monkeypatch.setattr(chat.options, "load", lambda *_, **__: tiny())
-    chat.command(TINY)
+    monkeypatch.setattr(chat.options.LoadOptions, "load", lambda *_: tiny())
+    chat.command(name=TINY)
     assert said == [f"{TINY}, context 256; /help lists the commands; /quit or Ctrl-D leaves", ""]
 
 

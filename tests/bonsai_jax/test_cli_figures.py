@@ -209,8 +209,8 @@ def test_profile_of_a_delta_net_has_its_phases():
 
 def test_inspect_says_what_is_folded_and_what_a_row_keeps():
     figures = json.loads(run("inspect", "synth:bonsai-2-27b:pq2_0", "--json").stdout)["figures"]
-    assert figures["Hadamard-folded weights"] == 401 and figures["bytes of a row's states"] == 158_859_264
-    assert "left aside" not in figures
+    assert figures["Hadamard-folded weights"] == 401 and figures["state bytes per sequence"] == 158_859_264
+    assert "ignored tensors" not in figures
 
 
 def test_profile_of_a_long_prompt_is_of_one_chunk():
