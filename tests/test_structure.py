@@ -30,6 +30,71 @@ def imports(path: Path) -> set[str]:
     return found
 
 
+# The rooms of bonsai_jax, folders and files, the lowest first: a room imports only rooms of lines above its
+# own. "__init__" is what users import.
+ROOMS = (
+    ("choices", "compile_cache", "progress", "threads", "tokens"),
+    ("config",),
+    ("weights",),
+    ("network",),
+    ("decoding",),
+    ("card",),
+    ("model",),
+    ("engine", "nnx", "save"),
+    ("text",),
+    ("__init__",),
+    ("batch",),
+    ("measure",),
+    ("cli",),
+    ("__main__",),
+)
+ROOM_NAMES = {name for line in ROOMS for name in line}
+
+
+def room(path: Path) -> str:
+    """The room of bonsai_jax that a file is in."""
+    return path.relative_to(ROOT / "bonsai_jax").parts[0].removesuffix(".py")
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """The rooms of bonsai_jax that a file imports anywhere in it, also inside of functions."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for package, *below in (module.split(".") for module in modules):
+            if package == "bonsai_jax":
+                rooms.add(below[0] if below and below[0] in ROOM_NAMES else "__init__")
+    return rooms
+
+
+def test_every_room_is_in_the_list_and_no_other():
+    assert {room(path) for path in (ROOT / "bonsai_jax").rglob("*.py")} == ROOM_NAMES
+
+
+@pytest.mark.parametrize("name", sorted(ROOM_NAMES))
+def test_rooms_import_lower_rooms_alone(name):
+    line = next(i for i, names in enumerate(ROOMS) if name in names)
+    lower = {name, *(other for names in ROOMS[:line] for other in names)}
+    for path in (ROOT / "bonsai_jax").rglob("*.py"):
+        if room(path) == name:
+            assert rooms_imported(path) <= lower, path
+
+
+def test_tokens_know_no_model():
+    for path in (ROOT / "bonsai_jax" / "tokens").glob("*.py"):
+        assert rooms_imported(path) <= {"tokens"} and not imports(path) & {"jax", "pallas_kernels"}, path
+
+
+def test_only_the_command_line_measures():
+    for path in (ROOT / "bonsai_jax").rglob("*.py"):
+        assert room(path) in ("cli", "measure") or "measure" not in rooms_imported(path), path
+
+
 @pytest.mark.parametrize("package", FORBIDDEN)
 def test_the_arrows_point_one_way(package):
     files = list((ROOT / package).rglob("*.py"))

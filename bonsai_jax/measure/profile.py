@@ -114,7 +114,7 @@ def measure(
                              each * d.v_width * H),
         } | plan  # fmt: skip
     name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
-    of_what = {"model": bench.model_name(model.source), "test": f"{name}@d{depth}"}
+    of_what = {"model": model.name, "test": f"{name}@d{depth}"}
 
     def row(phase: str, seconds: float, moved: int, operations: int, least: tuple, impl: str) -> Phase:
         return Phase(
