@@ -21,13 +21,13 @@ FORBIDDEN = {
 
 def imports(path: Path) -> set[str]:
     """Top-level packages that a file imports anywhere in it."""
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            packages |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            packages.add(node.module.split(".")[0])
+    return packages
 
 
 # The rooms of bonsai_jax, folders and files, the lowest first: a room imports only rooms of lines above its
@@ -115,7 +115,7 @@ def test_folders_of_kernels_import_no_later_ones():
                 assert f"pallas_kernels.{later}" not in source, path
 
 
-def imports_of(name: str, source: str, files) -> set[str]:
+def imported_files(name: str, source: str, files) -> set[str]:
     """Those of `files` that the file called `name` imports anywhere in it, also inside of functions; of
     import_module(f"{__name__}.{...}") every file that it may be."""
     taken = set()
@@ -151,7 +151,7 @@ def test_files_do_not_import_in_a_circle():
         for package in FORBIDDEN
         for path in (ROOT / package).rglob("*.py")
     }
-    graph = {name: imports_of(name, path.read_text(), files) for name, path in files.items()}
+    graph = {name: imported_files(name, path.read_text(), files) for name, path in files.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
@@ -161,7 +161,7 @@ def test_a_circle_by_name_is_seen():
         "pallas_kernels.formats.q4_k": "from pallas_kernels.matmul.int_mma.decode_block import Unit",
         "pallas_kernels.matmul.int_mma.decode_block": "from pallas_kernels import formats",
     }
-    graph = {name: imports_of(name, source, files) for name, source in files.items()}
+    graph = {name: imported_files(name, source, files) for name, source in files.items()}
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
 
@@ -173,10 +173,10 @@ def test_the_tests_page_names_every_module_and_every_test():
         names = re.findall(r"`([\w/]+(?:\.py|/))`", row[0])
         modules |= {f"{os.path.dirname(names[0])}/{name}" if "/" not in name else name for name in names}
         tests |= set(re.findall(r"`([\w/]+\.py)`", row[1]))
-    there = {str(path.relative_to(ROOT)) for package in FORBIDDEN for path in (ROOT / package).rglob("*.py")}
-    named = {file for file in there if any(file.startswith(name) for name in modules)}
-    assert {file for file in there - named if Path(file).name not in ("__init__.py", "__main__.py")} == set()
-    assert all(any(file.startswith(name) for file in there) for name in modules)
+    files = {str(path.relative_to(ROOT)) for package in FORBIDDEN for path in (ROOT / package).rglob("*.py")}
+    named = {file for file in files if any(file.startswith(name) for name in modules)}
+    assert {file for file in files - named if Path(file).name not in ("__init__.py", "__main__.py")} == set()
+    assert all(any(file.startswith(name) for file in files) for name in modules)
     assert tests == {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
 
 
