@@ -219,7 +219,7 @@ def compare(path: str, sizes: dict[str, int], repetitions: int, required: Requir
             speeds[f"{kind} llama.cpp"].append(measured[kind](test.tokens))
 
     print(
-        f"{bench.model_name(path)} on {machine.device_name()}, {threads} threads, "
+        f"{Path(path).stem} on {machine.device_name()}, {threads} threads, "
         f"median of {repetitions} (smallest to largest)"
     )
     print(

@@ -125,7 +125,7 @@ def check(o: argparse.Namespace) -> Iterator[dict]:
         times = StepTimes.measured(rows)
         ideal = simulate(alone, times, limits, max_wait_s=wait)
         times = StepTimes.measured(rows, max(0.0, (took - ideal.seconds) / ideal.plans))
-        yield {"dispatch_s": times.dispatch_s, "stored_s": times.stored_s, "behind_s": times.behind_s}
+        yield {"dispatch_s": times.dispatch_s, "stored_s": times.stored_s, "pair_s": times.pair_s}
         new_tokens = sum(a.new_tokens for a in arrivals)
         real = seen(*asyncio.run(answered(engine, arrivals, clock)), new_tokens)
     outcome = simulate(arrivals, times, limits, max_wait_s=wait)

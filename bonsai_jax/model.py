@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -37,6 +38,11 @@ class Model:
     run: RunConfig
     tokenizer: Tokenizer
     source: str
+
+    @property
+    def name(self) -> str:
+        """The source; of a GGUF file its name without folder and suffix."""
+        return Path(self.source).stem if self.source.endswith(".gguf") else self.source
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:

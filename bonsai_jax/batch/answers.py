@@ -10,7 +10,6 @@ from bonsai_jax.config import SamplingParams
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.answers import Output
 from bonsai_jax.engine.prompts import each_sampling, encode
-from bonsai_jax.measure.bench import model_name
 from bonsai_jax.model import Model
 
 WAIT_S = 0.5  # of the Engine: answers are not streamed, so a dispatch may have many steps
@@ -56,9 +55,7 @@ class Answers:
             outputs = [output for handle in handles for output in await _outputs(handle)]
         except RuntimeError as error:  # this line's dispatch failed; the engine may go on
             return objects.failed(line, error)
-        return objects.answered(
-            line, objects.completion(request, outputs, model_name(model.source), model.tokenizer)
-        )
+        return objects.answered(line, objects.completion(request, outputs, model.name, model.tokenizer))
 
     def _submitted(self, number: int, request: Request) -> list[Handle]:
         """A handle for each prompt. Raises FieldError for a request that cannot be run."""

@@ -72,7 +72,7 @@ def measure(
     cache = kv.empty(config, run, rows, depth + tokens)
     tokens = min(tokens, core.chunk_size(cache, rows))
     name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
-    test = {"model": bench.model_name(model.source), "test": f"{name}@d{depth}"}
+    test = {"model": model.name, "test": f"{name}@d{depth}"}
 
     def row(phase: str, seconds: float, moved: int, operations: int, least: tuple, impl: str) -> Phase:
         return Phase(

@@ -29,7 +29,7 @@ def tiny() -> bj.Model:
 
 def run(*arguments, stdin=None):
     """In this process."""
-    with mock.patch.object(options, "compile_cache_off", lambda *_: None):  # a setting of the whole process
+    with mock.patch.object(options, "turn_off_compile_cache", lambda: None):  # a setting of the whole process
         return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
 
 

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import subprocess
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,7 @@ import bonsai_jax as bj
 from bonsai_jax.decoding import sampling
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
+from tests.bonsai_jax.command_line import ROOT
 
 KEYS = [
     *("date", "commit", "device", "driver", "jax", "impl", "model", "test"),
@@ -65,6 +67,12 @@ def test_golden_markdown():
     assert " | tg128@d64, 2.50 a step | " in bench.markdown(
         dataclasses.replace(row, tokens_per_step=2.5), 1, 1
     )
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_rows_name_the_commit_of_the_checkout():
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    assert bench.commit().removesuffix("-dirty") == head.stdout.strip()
 
 
 def test_csv_has_the_same_columns(rows):

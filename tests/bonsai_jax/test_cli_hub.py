@@ -122,7 +122,7 @@ def test_an_empty_cache_says_how_to_fill_it(tmp_path, monkeypatch):
     done = run("list")
     assert json.loads(run("list", "--json").stdout) == {"folder": str(tmp_path / "none"), "models": []}
     assert done.exit_code == 0 and done.stdout == ""
-    assert done.stderr == f"no models in {tmp_path / 'none'}; bonsai-jax pull user/repo:quant gets one\n"
+    assert done.stderr == f"no models in {tmp_path / 'none'}; bonsai-jax pull user/repo:quant fetches one\n"
 
 
 def test_rm_asks_and_removes_what_was_named(full):

@@ -102,5 +102,5 @@ def test_a_base_file_that_does_not_fit_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="do not fit a vocabulary of 7"):
         evaluate.BaseReader(path, cut, 7)
     path.write_bytes(b"no zip file")
-    with pytest.raises(ValueError, match="no file of log-probabilities"):
+    with pytest.raises(ValueError, match="not a file of log-probabilities"):
         evaluate.BaseReader(path, cut, vocab)

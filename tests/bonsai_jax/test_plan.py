@@ -7,7 +7,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import model
-from bonsai_jax.network import architectures
+from bonsai_jax.network import architectures, cache
 from bonsai_jax.network.params import Params
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
@@ -89,6 +89,14 @@ def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch)
     assert [plan.step.schedule(rows) for rows in (1, 2)] == ["one_launch", "launches"]
 
 
+def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):
+    *_, plan = planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms")
+    of_rows = [plan.step.schedule(rows) for rows in (1, 8, 9, 256, 257)]
+    assert of_rows == ["launches"] * 2 + ["layer_gemms"] * 2 + ["launches"]
+    with pytest.raises(NotImplementedError, match="schedule='layer_gemms' cannot run"):
+        planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms", activation_bits=16)
+
+
 def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
     """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
     *args, _ = planned("synth:tiny-llama:q4_k_m", monkeypatch)
@@ -125,7 +133,7 @@ def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     params = loaded(*args)
     matrices = [params.embed, *params.layers.attention[0].qkv[0].parts, *params.layers.mlp[0].down.parts]
     assert {w.tiled for w in matrices} == {formats.family(format) is not None}
-    assert bj.cache.empty(args[1], args[2], 1, 64).impl == "decode"
+    assert cache.empty(args[1], args[2], 1, 64).impl == "decode"
 
 
 def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypatch):
