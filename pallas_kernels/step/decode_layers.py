@@ -260,7 +260,7 @@ class _Step:
             gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
             self.workspace.tag_read(phase, layer),
         )  # fmt: skip
-        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words], p)
+        self.workspace.pass_on(phase, [(group * p.group_words + at, *rest) for at, *rest in words], p)
 
     def _product(self, phase: Phase, layer):
         p = self.products[phase]

@@ -40,8 +40,8 @@ class Vector(enum.IntEnum):
     QKV = 1
     ATTENDED = 2
     HIDDEN = 3
-    OF_O = 4  # what is to be added to the residual stream, of more rows: sums of each split
-    OF_DOWN = 5
+    O_SUMS = 4  # what is to be added to the residual stream, of more rows: sums of each split
+    DOWN_SUMS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,14 +187,14 @@ class Shapes:
             Vector.QKV: p[Phase.QKV].n_tiles * 16,
             Vector.ATTENDED: self.heads * self.head_dim,
             Vector.HIDDEN: p[Phase.GATE_UP].n_tiles * 16,
-            Vector.OF_O: x,
-            Vector.OF_DOWN: x,
+            Vector.O_SUMS: x,
+            Vector.DOWN_SUMS: x,
         }[vector]
 
     def copies(self, vector: Vector) -> int:
         """Of it in the workspace."""
-        if vector in (Vector.OF_O, Vector.OF_DOWN):
-            phase = Phase.O if vector == Vector.OF_O else Phase.DOWN
+        if vector in (Vector.O_SUMS, Vector.DOWN_SUMS):
+            phase = Phase.O if vector == Vector.O_SUMS else Phase.DOWN
             return self.products()[phase].splits if self.passes_on else 0
         return int(vector != Vector.X or not self.passes_on)
 

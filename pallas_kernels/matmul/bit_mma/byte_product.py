@@ -113,7 +113,7 @@ class ByteProduct(Product):
         ]
 
     def receive(self, me: LaneColumns, first_row, load: Callable) -> list[Eight]:
-        group_words = self.rows * GROUP_WORDS
+        group_words = self.group_words
         places = []
         for first in self._eights():
             row = minimum(me.g + (first_row + first), self.rows - 1)

@@ -89,7 +89,7 @@ class Ring(Decode):
         p = self.product
         words = {
             "ring_smem": self.stages * (self.stage_words + 2),
-            "activations_smem": p.groups * p.rows * p.words,
+            "activations_smem": p.passed_words,
         }
         sums = dict.fromkeys(("sums0_smem", "sums1_smem"), plgpu.SMEM((p.scratch,), jnp.float32))
         return {name: plgpu.SMEM((size,), jnp.int32) for name, size in words.items()} | sums
@@ -194,7 +194,7 @@ class _Block:
                 for place, word, condition in words:
                     valid = item < items if condition is None else (item < items) & condition
                     with lanes.when(valid):
-                        at = group * (p.words * p.rows) + index(place)
+                        at = group * p.group_words + index(place)
                         memory.store(word, self.activations, at)
             return carry
 

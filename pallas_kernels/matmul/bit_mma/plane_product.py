@@ -112,7 +112,7 @@ class PlaneProduct(Product):
     def receive(self, me: LaneColumns, first_row, load: Callable) -> Rows:
         row_words, count, last = 4 * self.row_columns, self.products, self.rows - 1
         place, row, counted = me.lane % row_words, minimum(me.lane // row_words, last), self._row(me)
-        group_words, begin = self.rows * self.words, self.rows * PLANE_WORDS
+        group_words, begin = self.group_words, self.rows * PLANE_WORDS
         places = []
         for base, more in me.x_group.values():
             at = base * group_words

@@ -113,6 +113,16 @@ class Product(abc.ABC):
         """Words that are passed on for a row of a group."""
 
     @property
+    def group_words(self) -> int:
+        """Words that are passed on for all rows of a group."""
+        return self.rows * self.words
+
+    @property
+    def passed_words(self) -> int:
+        """Words that are passed on."""
+        return self.groups * self.group_words
+
+    @property
     def per_warp(self) -> int:
         """Pairs of a warp."""
         return -(-self.pairs // self.warps)
