@@ -43,8 +43,8 @@ def untile(tiled, shape):
 
 def selector_words(codes):
     """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes,
-    4], as `looked_up` wants them: vector v has four neighbours of group 2 v in the low nibbles of a word,
-    those of group 2 v + 1 in its high nibbles, each with its bit 0 on top of bits 3-1."""
+    4], as `looked_up` needs them: in vector v the low half of a word has four neighbours of group 2 v and the
+    high half four of group 2 v + 1, a nibble each. In a nibble bit 0 of the code comes on top of bits 3-1."""
     words = tiles.lane_words(codes >> 1 | (codes & 1) << 3, 32)
     words = words | words >> 4
     words = words & 0xFF | words >> 8 & 0xFF00
@@ -61,12 +61,12 @@ def from_selector_words(words, shape):
 
 
 def looked_up(vectors):
-    """`Lanes.integers` of `selector_words`.
+    """`Lanes.integers` for `selector_words`.
 
-    `prmt` takes four bytes of eight, each named by three bits of a nibble; where the fourth is set it gives,
-    in place of the byte, eight times its top bit. VALUES come in pairs of the same sign s, (even, odd), named
-    by bits 3-1 of a code. Of `even`, the pairs' even values with the sign flipped to 0 throughout, and `odd`,
-    the odd ones as they are:
+    `prmt` chooses four of eight bytes by the low three bits of four nibbles; if the fourth bit is set it
+    returns the top bit of the byte, eight times. VALUES are pairs (even, odd) of the same sign s, and bits
+    3-1 of a code choose a pair. `even` has the pairs' even values xor s, which are not negative; `odd` has
+    the odd values:
 
         bit 0 of the code   from even   from odd    one xor the other
         0                   even ^ s    s           the even value
@@ -98,7 +98,7 @@ LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=looked_up, s
 
 
 def vector_codes(load):
-    """Values more than -128 (IQ4_XS has the same for each four groups)."""
+    """The values plus 128 (shared with IQ4_XS, for each four groups)."""
     qs = load("qs")
     table = (VALUES.astype(int) + 128).tolist()
     pieces = [qs[i : i + 64] for i in range(0, qs.count, 64)]

@@ -44,7 +44,7 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32]}, the file's 4.25 bits a weight: IQ4_NL's words, and a word a lane.
+    256, 32]}, 4.25 bits a weight as in the file: IQ4_NL's words, and a word of scales per lane.
 
         bits     31-24                           23-18  17-12  11-6   5-0
         a lane   byte t of d of rows g, g + 8    row g + 8     row g           sc of groups 2 t + 1, 2 t

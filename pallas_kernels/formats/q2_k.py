@@ -40,11 +40,11 @@ BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row a
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 2, 32, 4], "scales": uint32 [..., 32, 2], "d":
-    uint32 [..., 8, 2], d and dmin} (pallas_kernels/tiles.py), the file's 2.625 bits a weight.
+    uint32 [..., 8, 2], d and dmin} (pallas_kernels/tiles.py), 2.625 bits a weight as in the file.
 
-    Bits 2 i and 2 i + 1 of a word's bytes are a row's group i of four; vector v has rows g and g + 8 of
-    groups 4 v .., then those of groups 8 + 4 v .. Of eight groups, those two that are a lane's have a word of
-    scales: sc in the low, m in the high nibble of a byte each of rows g and g + 8.
+    Bits 2 i and 2 i + 1 of a word's bytes belong to group i of four. Vector v has rows g and g + 8 of groups
+    4 v .., then those of groups 8 + 4 v .. Each lane has a word of scales for its two of eight groups: a byte
+    for each group and each of rows g and g + 8, with sc in the low and m in the high nibble.
     """
     words = tiles.lane_words(_codes(block).reshape(*block["d"].shape[:-1], -1), 16)  # [..., 16, 32, 2]
     words = words.reshape(*words.shape[:-3], 2, 2, 4, 32, 2)  # eights, fours
@@ -77,7 +77,7 @@ def untile(tiled, shape):
 
 
 def _integers(vectors):
-    """The code in even groups, 4 times it in odd ones."""
+    """The code in even groups, 4 times the code in odd groups."""
     out = []
     for rows in (slice(0, 2), slice(2, 4)):
         for words in (vector[rows] for vector in vectors):
@@ -87,7 +87,7 @@ def _integers(vectors):
 
 
 def _scales(fields, lane):
-    """d / 4 times 4 sc in even groups, times sc in odd ones."""
+    """Scales are d / 4, times 4 sc in even groups and sc in odd groups."""
     from pallas_kernels.gpu import lanes
 
     d, dmin = map(lanes.halves, fields["d"])

@@ -47,23 +47,23 @@ BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row a
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 3, 32, 4], "scales": uint32 [..., 32], "low":
-    uint32 [..., 16], "d": uint32 [..., 8]} (pallas_kernels/tiles.py), the file's 3.4375 bits a weight.
+    uint32 [..., 16], "d": uint32 [..., 8]} (pallas_kernels/tiles.py), 3.4375 bits a weight as in the file.
 
-    32 (q - 4) is a signed byte whose five low bits are free. Of eight groups of a row, three words:
+    32 (q - 4) is a signed byte whose five low bits are free. Eight groups of a row fit in three words:
 
         bits   7-5     4-2     1-0
         x      group 0 group 1 bits 2-1 of group 6
         y      group 2 group 3 bits 2-1 of group 7
         z      group 4 group 5 bit 0 of group 6, bit 0 of group 7
 
-    A vector has one of these of rows g and g + 8, then those of the other eight groups.
+    Each vector has one of these words for rows g and g + 8, then for the same rows of the other eight groups.
 
-    sc - 32, signed, of groups 2 t and 2 t + 1 of rows g and g + 8 have a byte each in a lane's "scales", and
-    in the word of "low" that it shares with its neighbour:
+    sc - 32, signed, of groups 2 t and 2 t + 1 and rows g and g + 8, has a byte in the lane's "scales", and a
+    byte in the word of "low" that two neighbouring lanes share:
 
         scales   bits 7-4: bits 5-2 of sc - 32 of the first eight groups, bits 3-0: of the other eight
         low      bits 3-2: bits 1-0 of sc - 32 of the first eight groups, bits 1-0: of the other eight; bits
-                 7-4 are those of the lane with an odd number
+                 7-4 belong to the lane with the odd number
     """
     q = (_codes(block) ^ 4).reshape(*block["d"].shape[:-1], -1)
     words = tiles.lane_words(q, 16)  # [..., 16 groups, 32 lanes, 2 rows]
@@ -129,7 +129,7 @@ def _integers(vectors):
 
 
 def _scales(fields, lane):
-    """4 (sc - 32), and d / 4 for one."""
+    """Scales are 4 (sc - 32) times d / 128: bytes are 32 (q - 4)."""
     from pallas_kernels.gpu import lanes
 
     (high,), (low,) = fields["scales"], fields["low"]

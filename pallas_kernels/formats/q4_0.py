@@ -26,7 +26,7 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: as Q4_K's words; the float16 scales of the lane's rows and groups
+    256, 32, 2]}: words as in Q4_K, and the float16 scales of the lane's rows and groups
     (pallas_kernels/tiles.py)."""
     return {"words": tile_nibbles(block["qs"]), "scales": tiles.scale_words(block["d"])}
 
@@ -38,7 +38,7 @@ def untile(tiled, shape):
 
 
 def _scales(fields, lane):
-    """8 is subtracted from every q: a minimum of 8 d."""
+    """8 is subtracted from every q: the minimum is 8 d."""
     from pallas_kernels.gpu import lanes
 
     d = [lanes.halves(word) for word in fields["scales"]]
@@ -52,7 +52,7 @@ LANES = tiles.Lanes(
 
 
 def tile_nibbles(qs):
-    """uint8 [*lead, N, K / 32, 16] -> words (Q4_1 has the same)."""
+    """uint8 [*lead, N, K / 32, 16] -> words (shared with Q4_1)."""
     codes = packing.codes(qs, 4)
     return tiles.nibble_words(codes.reshape(*codes.shape[:-2], -1))
 
@@ -64,7 +64,7 @@ def untile_nibbles(words, shape):
 
 
 def nibbles(load):
-    """The codes of four blocks (Q4_1 has the same)."""
+    """The codes of four blocks (shared with Q4_1)."""
     qs = load("qs")
     return [qs & 15, qs >> 4]
 

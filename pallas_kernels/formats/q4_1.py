@@ -27,7 +27,7 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 4]}: as Q4_K's words; of the lane's rows and groups two words of d, then two of m
+    256, 32, 4]}: words as in Q4_K, and for the lane's rows and groups two words of d, then two of m
     (pallas_kernels/tiles.py)."""
     return {"words": tile_nibbles(block["qs"]), "scales": tile_scales(block)}
 
@@ -38,7 +38,7 @@ def untile(tiled, shape):
 
 
 def tile_scales(block):
-    """d, then m, of the lane's rows and groups (Q5_1 has the same)."""
+    """d, then m, of the lane's rows and groups (shared with Q5_1)."""
     return jnp.concatenate([tiles.scale_words(block[name]) for name in ("d", "m")], axis=-1)
 
 

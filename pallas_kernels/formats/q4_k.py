@@ -30,7 +30,7 @@ RANDOM = {"d": 1 / 258.3, "dmin": 7.5 / 258.3}
 
 
 def scales_mins(block):
-    """d * sc and dmin * m of the 8 groups, each float32 [..., 8] and exact (Q5_K has the same)."""
+    """d * sc and dmin * m of the 8 groups, each float32 [..., 8] and exact (shared with Q5_K)."""
     sc, m = (codes.astype(jnp.float32) for codes in _six_bits(block["scales"]))
     d = block["d"].astype(jnp.float32)[..., None]
     dmin = block["dmin"].astype(jnp.float32)[..., None]
@@ -52,7 +52,7 @@ def dequantize(block):
 
 
 def low_codes(block):
-    """The low 4 bits of the codes, uint8 [..., 8, 32] (Q5_K has the same)."""
+    """The low 4 bits of the codes, uint8 [..., 8, 32] (shared with Q5_K)."""
     lead = block["d"].shape
     return packing.codes(block["qs"].reshape(*lead, 4, 32), 4).reshape(*lead, 8, 32)
 
@@ -68,7 +68,7 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]} (pallas_kernels/tiles.py), the file's 4.5 bits a weight."""
+    256, 32, 2]} (pallas_kernels/tiles.py), 4.5 bits a weight as in the file."""
     words = tiles.nibble_words(low_codes(block).reshape(*block["d"].shape[:-1], -1))
     return {"words": words, "scales": tile_scales_mins(block)}
 
@@ -118,8 +118,8 @@ def untile_scales_mins(tiled, shape):
 
 
 def lane_scales(factors, fields, lane):
-    """d * sc times the factor of groups 2 t and 2 t + 1, and dmin * m, of a lane's two words (Q5_K has the
-    same)."""
+    """d * sc times the factor of groups 2 t and 2 t + 1, and dmin * m, from a lane's two words (shared with
+    Q5_K)."""
     from pallas_kernels.gpu import lanes
 
     words = fields["scales"]
@@ -134,7 +134,7 @@ def lane_scales(factors, fields, lane):
 
 
 def lane_half_scales(fields):
-    """d * sc and -dmin * m in float16: (1024 + sc) d - 1024 d is rounded once."""
+    """d * sc and -dmin * m in float16, computed as (1024 + sc) d - 1024 d, which is rounded once."""
     from pallas_kernels.gpu import lanes
 
     words = fields["scales"]
@@ -166,19 +166,19 @@ LANES = tiles.Lanes(
 
 
 def vector_codes(load):
-    """The low 4 bits (Q5_K has the same)."""
+    """The low 4 bits (shared with Q5_K)."""
     qs = load("qs")
     return [part for piece in (qs[:64], qs[64:]) for part in (piece & 15, piece >> 4)]
 
 
 def vector_scales(load):
-    """d * sc of the 8 groups (Q5_K has the same)."""
+    """d * sc of the 8 groups (shared with Q5_K)."""
     a, _, c = _sixes(load)
     return load("d").float().splat(8) * (a & 63).then((c & 15) | (a >> 6 << 4)).float(signed=False)
 
 
 def vector_minimums(load):
-    """dmin * m (Q5_K has the same)."""
+    """dmin * m (shared with Q5_K)."""
     _, b, c = _sixes(load)
     return load("dmin").float().splat(8) * (b & 63).then((c >> 4) | (b >> 6 << 4)).float(signed=False)
 

@@ -18,7 +18,7 @@ RANDOM = {"d": (-1 / 9.25, 1 / 9.25)}
 
 
 def codes(block):
-    """The 5-bit codes, uint8 [..., 32] (Q5_1 has the same)."""
+    """The 5-bit codes, uint8 [..., 32] (shared with Q5_1)."""
     high = (block["qh"][..., None] >> np.arange(32, dtype=np.uint32)) & 1
     return packing.codes(block["qs"], 4) | (high.astype(jnp.uint8) << 4)
 
@@ -64,7 +64,7 @@ LANES = tiles.Lanes(
 
 
 def vector_codes(load):
-    """The codes of four blocks (Q5_1 has the same)."""
+    """The codes of four blocks (shared with Q5_1)."""
     high = load("qh").halves()
     qs = load("qs")
     low, high = (high[i::2].bits().bytes(16, 0) for i in (0, 1))

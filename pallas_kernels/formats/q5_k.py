@@ -52,8 +52,8 @@ LOW3, MIDDLE, BIT4, BIT3 = (np.uint32(byte * 0x01010101) for byte in (0x07, 0x18
 
 
 def tile(block):
-    """Blocks -> {"words": `five_bit_words` of the codes, "scales": as Q4_K's}, the file's 5.5 bits a weight
-    (pallas_kernels/tiles.py)."""
+    """Blocks -> {"words": `five_bit_words` of the codes, "scales": as Q4_K's}, 5.5 bits a weight as in the
+    file (pallas_kernels/tiles.py)."""
     words = five_bit_words(codes(block).reshape(*block["d"].shape[:-1], -1))
     return {"words": words, "scales": tile_scales_mins(block)}
 
@@ -67,11 +67,10 @@ def untile(tiled, shape):
 
 
 def five_bit_words(codes):
-    """Codes of 5 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 5, 32 lanes,
-    4].
+    """5-bit codes, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 5, 32 lanes, 4].
 
-    8 q is a byte whose three low bits are free. Of the words of eight groups, the first five are stored, one
-    in each vector; their free bits hold the other three:
+    8 q is a byte whose three low bits are free. Five of every eight groups are stored as such bytes, one in
+    each vector; their free bits hold the other three groups:
 
         vector   0              1              2              3                          4
         bits     2-0: q5 4..2   2-0: q6 4..2   2-0: q7 4..2   2-1: q5 1..0, 0: q7 1      2-1: q6 1..0, 0: q7 0
@@ -101,7 +100,7 @@ def from_five_bit_words(words, shape):
 
 
 def five_bit_integers(vectors):
-    """`Lanes.integers` of `five_bit_words`: 8 q."""
+    """`Lanes.integers` for `five_bit_words`: 8 q."""
     from pallas_kernels.gpu import lanes
 
     five, six, seven = [], [], []

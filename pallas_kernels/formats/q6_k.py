@@ -41,11 +41,11 @@ SHIFTS = np.array([6, 4, 2], np.uint32)[:, None, None]
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 6, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2], "d": uint32 [*lead, N / 16, K / 256, 8]} (pallas_kernels/tiles.py), the file's 6.5625 bits a
-    weight.
+    256, 32, 2], "d": uint32 [*lead, N / 16, K / 256, 8]} (pallas_kernels/tiles.py), 6.5625 bits a weight as
+    in the file.
 
-    4 (q - 32) is a signed byte whose two low bits are free. Of the words of four groups of a row, the first
-    three are stored, one in each vector; their free bits hold the fourth, from its top down. Vectors 3 i .. 3
+    4 (q - 32) is a signed byte whose two low bits are free. Three of every four groups are stored as such
+    bytes, one in each vector; their free bits hold the fourth group, from its top bits down. Vectors 3 i .. 3
     i + 2 have rows g and g + 8 of groups 8 i .., then those of groups 8 i + 4 ..
     """
     lead = block["d"].shape

@@ -33,7 +33,7 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 8, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: a 16-byte vector a group, and the float16 scales of the lane's rows and groups
+    256, 32, 2]}: a 16-byte vector per group, and the float16 scales of the lane's rows and groups
     (pallas_kernels/tiles.py).
     """
     codes = jax.lax.bitcast_convert_type(block["qs"], jnp.uint8)
