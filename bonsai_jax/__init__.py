@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from bonsai_jax.engine.answers import Output, Piece
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.network.cache import KVCache
+    from bonsai_jax.network.decoder import embed
     from bonsai_jax.network.parallel import over_mesh
     from bonsai_jax.network.taps import Taps
-    from bonsai_jax.network.transformer import embed
     from bonsai_jax.save import load_state, save_state
     from bonsai_jax.text import generate, iter_logits, logits, stream
     from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -73,7 +73,7 @@ _HOMES = {
     "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokens.tokenizer": ("Tokenizer",),
-    "bonsai_jax.network.transformer": ("embed",),
+    "bonsai_jax.network.decoder": ("embed",),
     "checkpoints": ("CheckpointError",),
 }
 

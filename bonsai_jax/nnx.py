@@ -25,8 +25,8 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.model import Model
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights.params import Params
 
 
 class Weight(nnx.Variable):

@@ -57,8 +57,3 @@ def multiprocessors() -> int:
 
 def shared_bytes() -> int:
     return default().shared_bytes
-
-
-def gpu_name() -> str | None:
-    """The default device's: "NVIDIA H200"; None where it is no GPU."""
-    return jax.devices()[0].device_kind if jax.default_backend() == "gpu" else None

@@ -54,6 +54,7 @@ class Attention:
 
     window  keys that a query sees, itself among them; None: all before it
     scale   of scores; None: 1 / sqrt(head_dim)
+    softcap  scores are softcap tanh(score / softcap); None: they are not bounded
     rotated  values of a head that rope turns; None: all
     """
 
@@ -66,6 +67,7 @@ class Attention:
     cache_dtype: str
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     rotated: int | None = None
 
     def __str__(self):

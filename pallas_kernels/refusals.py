@@ -136,13 +136,21 @@ def cpu_attention(problem: Attention) -> str | None:
 def _attention(problem: Attention) -> str | None:
     if reason := _since_ampere(problem):
         return reason
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
+    return None
+
+
+def _plain_scores(problem: Attention) -> str | None:
+    """Why a kernel of all layers does not have this attention, or None. Windows and softcaps differ from layer
+    to layer, and its code is the same for all."""
     if problem.window is not None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
-    if problem.head_dim not in (64, 128, 256):
-        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
-    return None
+    if problem.softcap is not None:
+        return f"scores are capped at {problem.softcap}; the kernel does not bound them"
+    return _attention(problem)
 
 
 def _many_queries(problem: Attention) -> str | None:
@@ -167,7 +175,7 @@ def one_launch(problem: Step) -> str | None:
         return "not all layers' weights are Q1_0, joined by layer"
     if others := _not_of_family("bit", problem.layers):
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
-    if reason := _attention(problem.attention) or _plain(problem) or _turned(problem.attention):
+    if reason := _plain_scores(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
     from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
 
@@ -179,7 +187,7 @@ def one_launch(problem: Step) -> str | None:
 def _one_launch_with_experts(problem: Step) -> str | None:
     if reason := _since_ampere(problem) or _several_phases(problem) or _in_tiles(problem):
         return reason
-    if reason := _attention(problem.attention) or _plain(problem):
+    if reason := _plain_scores(problem.attention) or _plain(problem):
         return reason
     if problem.rows > 1:
         return f"with experts it is for one row: {problem.rows} have experts of their own"
@@ -229,7 +237,7 @@ def layer_gemms(problem: Step) -> str | None:
     pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
     if any(formats.family(format) == "bit" and n % 64 for format, n in pieces):
         return "its tiles are 64 outputs"
-    return _attention(problem.attention) or _turned(problem.attention)
+    return _plain_scores(problem.attention) or _turned(problem.attention)
 
 
 def _several_phases(problem: Step) -> str | None:

@@ -1,8 +1,6 @@
 """bonsai-jax bench: a table of speeds, as llama-bench makes it."""
 
-import dataclasses
 import math
-import sys
 from typing import Annotated, Literal
 
 import typer
@@ -62,12 +60,6 @@ def command(
         bool,
         typer.Option("--profile", help="Instead: phases of a prefill and of a decode step, timed apart."),
     ] = False,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune", help="Instead: find the fastest tile sizes for this model here, and keep them."
-        ),
-    ] = False,
     impl: options.Impl = "auto",
     schedule: options.Schedule = "auto",
     weights: options.Weights = "auto",
@@ -94,19 +86,14 @@ def command(
     they do not sum to the step, which has a row of its own.
 
     With --data-parallel every device does the whole test, and the tokens of all count.
-
-    With --tune: tile sizes of the kernels of a decode step (of each of -b's numbers of rows, else of one) are
-    measured, and what wins is written to the user's cache folder, from where it is used from then on.
     """
     sizes, rows = (_sizes(prompts), _sizes(new_tokens), _sizes(depths)), _sizes(batches)
     of_gen = _sizes(new_tokens if sampled is None else sampled)
     if not any(sizes[0] + sizes[1] + of_gen + rows):
         raise typer.BadParameter("nothing to measure: -p, -n, -g and -b are all 0")
-    if (profile or tune) and data_parallel * tensor_parallel > 1:
-        raise typer.BadParameter("--profile and --tune are of one device")
+    if profile and data_parallel * tensor_parallel > 1:
+        raise typer.BadParameter("--profile measures one device")
     output = "jsonl" if as_json else output
-    if tune and output == "csv":
-        raise typer.BadParameter("--tune has no csv; there are md and jsonl")
     options.compile_cache_off(no_compile_cache)
     options.join_processes(coordinator, num_processes, process_id)
 
@@ -138,9 +125,6 @@ def command(
     mesh = options.mesh(data=data_parallel, tensor=tensor_parallel)
     with bar("loading") as update:
         loaded = bj.from_checkpoint(checkpoint, run, mesh=mesh, progress=update)
-    if tune:
-        _tune(loaded, [n for n in rows if n] or [1], repetitions, output)
-        return
     if profile:
         header = {"md": phases.markdown_header(), "csv": bench.csv_header(phases.Phase), "jsonl": None}[
             output
@@ -166,26 +150,3 @@ def command(
                 print(bench.markdown(row, size_bytes, parameters), flush=True)
             else:
                 print({"jsonl": bench.json_line, "csv": bench.csv_line}[output](row), flush=True)
-
-
-def _tune(model, rows: list[int], repetitions: int, output: str) -> None:
-    """Print what is found, as it is found, and write what wins."""
-    from bonsai_jax.measure import tune
-    from pallas_kernels import device, tuned
-
-    new, header = {}, tune.markdown_header() if output == "md" else None
-    for result in tune.tune(model, rows, repetitions):
-        if header:
-            print(header)
-        header = None
-        of_json = dataclasses.asdict(result) | {"problem": str(result.problem)}
-        print(tune.markdown(result) if output == "md" else options.to_json(of_json), flush=True)
-        if result.wins:
-            new[str(result.problem)] = result.entry
-    gpu = device.gpu_name()
-    assert gpu is not None  # or there would have been nothing to tune
-    path = tuned.user_file(gpu)
-    if new:
-        tuned.write(path, gpu, new)
-    says = f"{len(new)} written to {path}" if new else f"nothing wins; nothing is written to {path}"
-    print(f"\n{says}" if output == "md" else says, file=sys.stdout if output == "md" else sys.stderr)

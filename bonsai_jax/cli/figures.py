@@ -94,7 +94,7 @@ def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
     depth  tokens before the answer: the prompt's, unless some of them were in the cache already
     """
     from bonsai_jax import card
-    from bonsai_jax.weights import params as weights
+    from bonsai_jax.network import params as weights
 
     peak = card.peak_memory()  # before anything below allocates
     depth = figures.prompt_tokens if depth is None else depth

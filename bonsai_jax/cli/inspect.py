@@ -52,7 +52,6 @@ def command(
     figures = _figures(checkpoint, config, run)
     chosen = _kernels(load_plan(checkpoint, config, run), config, run)
     stored = _weights(checkpoint, config, dataclasses.replace(run, weights=asked.weights))
-    sizes = _tuned(checkpoint)
     if as_json:
         out = {
             "source": checkpoint.source,
@@ -61,7 +60,6 @@ def command(
             "figures": figures,
             "weights": stored,
             "kernels": chosen,
-            "tuned": sizes,
         }
         print(options.to_json(out))
         return
@@ -76,10 +74,6 @@ def command(
     print(options.table([_one_line(entry) for entry in chosen]), end="\n\n")
     for op, reason, kernels in _refused(chosen):
         print(f"{op} not by {', '.join(kernels)}: {reason}")
-    for entry in sizes:
-        says = ", ".join(f"{name} {value}" for name, value in entry["settings"].items()) or "its own plan"
-        says = says if entry["refused"] is None else f"not used: {entry['refused']}"
-        print(f"tuned {entry['problem']}\n  -> {says}: {entry['file']}")
 
 
 def _of_json(value: Any) -> Any:
@@ -238,19 +232,3 @@ def _refused(chosen: list[dict[str, Any]]) -> list[tuple[str, str, list[str]]]:
         for kernel, reason in entry["not"].items():
             found.setdefault((op, reason), {})[kernel] = None
     return [(op, reason, list(kernels)) for (op, reason), kernels in found.items()]
-
-
-def _tuned(checkpoint: "Checkpoint") -> list[dict[str, Any]]:
-    """Tuned tile sizes that products with this model's formats and widths have on this device."""
-    from pallas_kernels import tuned
-    from pallas_kernels.tiles import COLUMNS
-
-    padded = lambda columns: columns + -columns % COLUMNS  # noqa: E731
-    kinds = {(t.format, padded(t.shape[1])) for t in checkpoint.tensors.values() if len(t.shape) == 2}
-    found = []
-    for name, (settings, path) in tuned.entries().items():
-        problem = tuned.named(name)
-        if problem and all((format, problem.columns) in kinds for format, _ in problem.parts):
-            why = tuned.refused(problem.kernel, settings)
-            found.append({"problem": name, "settings": settings, "refused": why, "file": str(path)})
-    return found

@@ -13,7 +13,7 @@ a product of several rows may add in another order than that of one, which shows
 Keys of what is not kept are written over. A recurrent state cannot take tokens back, so it takes none in
 before they are kept: a step reads proposals on top of the state without changing it, notes what each token
 would have done to it, of every layer its projections, and then lets those that are kept do it
-(transformer.replay). The state is read twice and written once, where a plain step reads and writes it once.
+(decoder.replay). The state is read twice and written once, where a plain step reads and writes it once.
 """
 
 import functools
@@ -29,10 +29,10 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import proposers, sampling
 from bonsai_jax.decoding.checks import check
 from bonsai_jax.decoding.sampling import NO_TOKEN
-from bonsai_jax.network import architectures, draft, transformer
-from bonsai_jax.network.layers import STEP_TOKENS
+from bonsai_jax.network import decoder, draft
+from bonsai_jax.network.kinds.place import STEP_TOKENS
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights.params import Params
 from pallas_kernels import serializable
 
 State = Any  # decoding.State, which has a Speculation in it
@@ -156,12 +156,13 @@ def step(
     readable = running[:, None] & _up_to(proposals != NO_TOKEN)
     after = first[:, None] + offset + 1  # positions of what is drawn
     positions = jnp.where(readable, after - 1, -1)
-    run = architectures.get(config.architecture).forward
-    hold = proposals.shape[1] > 0 and not state.cache.rewinds
+    hold = proposals.shape[1] > 0 and state.cache.recurrent
     tokens = jnp.maximum(read, 0)
-    hidden, cache, held = run(params, tokens, positions, state.cache, config, positions.max() + 1, taps, hold)
+    hidden, cache, updates = decoder.decoder(
+        params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates=hold
+    )
     cache = draft.follow(params, cache, hidden, tokens, positions, config)
-    of_model = transformer.logits(params, hidden, config)  # [B, T, V]
+    of_model = decoder.logits(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
     logits = of_model
     if logits_processor is not None:
@@ -178,7 +179,7 @@ def step(
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
     remaining = jnp.where(jnp.any(kept & stops, axis=1), 0, state.remaining - count)
     if hold:
-        cache = transformer.replay(params, cache, held, jnp.where(kept, positions, -1), config)
+        cache = decoder.replay(params, cache, updates, jnp.where(kept, positions, -1), config)
     cache = draft.rewound(cache, state.cache, hidden, count)
     state = state.replace(
         cache=cache.replace(lengths=first + count),

@@ -24,18 +24,14 @@ from bonsai_jax.decoding import sampling, speculation
 from bonsai_jax.decoding.checks import check, checked_tokens
 from bonsai_jax.decoding.sampling import NO_TOKEN, Sampler
 from bonsai_jax.decoding.speculation import Speculation
-from bonsai_jax.network import architectures, draft, transformer
 from bonsai_jax.network import cache as kv
+from bonsai_jax.network import decoder, draft
 from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.kinds.attention import read_size
 from bonsai_jax.network.parallel import over_mesh
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights.params import Params
 from pallas_kernels import serializable
-
-PREFILL_CHUNK = (
-    512  # tokens a row that go through the layers at a time: bounds activations for prompts of any length
-)
-PREFILL_BATCH = 2048  # tokens of all rows at a time that fill a GPU's tensor cores
 
 # (float32 logits [B, V], the state before the draw) -> logits: see `step`.
 LogitsProcessor = Callable[[jax.Array, "State"], jax.Array]
@@ -231,7 +227,7 @@ def extend(
     tokens, lengths = checked_tokens(tokens, lengths, cache, config)
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config, taps)
-    return transformer.logits(params, hidden, config), cache
+    return decoder.logits(params, hidden, config), cache
 
 
 @over_mesh("rows", "layers")
@@ -258,12 +254,13 @@ def forward(
     tokens, lengths = checked_tokens(tokens, lengths, None, config)
     B, T = tokens.shape[:2]
     parts = 1 if params.axis is None else jax.lax.axis_size(params.axis)
-    cache = kv.empty(config.of_device(parts), RunConfig(impl="reference", cache_dtype="float32"), B, T)
+    run = RunConfig(impl="reference", cache_dtype="float32")
+    cache = kv.empty(config.for_device(parts), run, B, T, rewinds=True)
     # A length known beforehand: reverse differentiation needs loops of known length.
-    hidden, _, kept = architectures.get(config.architecture).forward(
+    hidden, _, kept = decoder.decoder(
         params, tokens, _positions(cache, tokens, lengths), cache, config, num_keys=T, taps=taps
     )
-    return transformer.logits(params, hidden, config), kept
+    return decoder.logits(params, hidden, config), kept
 
 
 def read(
@@ -301,7 +298,7 @@ def read(
 
 def chunk_size(cache: KVCache, rows: int) -> int:
     """Tokens of each row that `read` takes through the layers at a time."""
-    return PREFILL_CHUNK if cache.prefill_impl == "reference" else max(PREFILL_CHUNK, PREFILL_BATCH // rows)
+    return max(read_size(state.prefill_impl, rows) for state in cache.attention)
 
 
 def bucket(length: int) -> int:
@@ -310,8 +307,17 @@ def bucket(length: int) -> int:
 
 
 def _forward(params, cache, tokens, positions, config, taps=None) -> tuple[jax.Array, KVCache]:
-    run = architectures.get(config.architecture).forward
-    hidden, cache, _ = run(params, tokens, positions, cache, config, num_keys=positions.max() + 1, taps=taps)
+    size, width = cache.chunk, tokens.shape[1]
+    if size is not None and width > size:  # a ring has no room for more at once
+        pieces = []
+        for first in range(0, width, size):
+            part = slice(first, first + size)
+            hidden, cache = _forward(params, cache, tokens[:, part], positions[:, part], config, taps)
+            pieces.append(hidden)
+        return jnp.concatenate(pieces, axis=1), cache
+    hidden, cache, _ = decoder.decoder(
+        params, tokens, positions, cache, config, num_keys=positions.max() + 1, taps=taps
+    )
     return hidden, draft.follow(params, cache, hidden, tokens, positions, config)
 
 
@@ -335,7 +341,7 @@ def _draw(
 ) -> Any:
     """Draw each running row's next token from its hidden vector [B, H], and see whether it ends the row."""
     running = state.remaining > 0
-    of_model = transformer.logits(params, hidden, config)
+    of_model = decoder.logits(params, hidden, config)
     logits = of_model if logits_processor is None else logits_processor(of_model, state)
     if np.shape(logits) != of_model.shape:
         raise ValueError(

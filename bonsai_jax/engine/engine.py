@@ -21,6 +21,7 @@ from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
+from bonsai_jax.weights.memory import bytes_per_row
 
 TRIES = 2  # failures in a row, with nothing drawn between, after which an engine gives up
 
@@ -94,7 +95,7 @@ class Engine:
             max_wait_s=max_wait_s,
             prefill_tokens=prefill_tokens or 0,
             reproducible=reproducible,
-            checkpoints=0 if model.config.delta is None else max_rows if checkpoints is None else checkpoints,
+            checkpoints=_checkpoints(model, checkpoints, max_rows),
             **step_options(model, taps, logits_processor, logprobs),
         )
         self._loop = Loop(model, self.options, threaded=True)
@@ -278,3 +279,11 @@ class Engine:
         if self._loop.failures >= TRIES:
             with self._changed:
                 self._broken = error
+
+
+def _checkpoints(model: Model, asked: int | None, rows: int) -> int:
+    """Checkpoints of what pages do not hold: recurrent states, and rings of windows. None where all is in
+    pages."""
+    if not bytes_per_row(model.config, model.run):
+        return 0
+    return rows if asked is None else asked

@@ -23,10 +23,11 @@ from bonsai_jax.decoding import jitted, sampling, speculation
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.decoding.sampling import NO_TOKEN
 from bonsai_jax.decoding.steps import LogitsProcessor, State
+from bonsai_jax.network import cache as kv
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.parallel import over_mesh
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights.params import Params
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
@@ -134,7 +135,8 @@ def prefill(
     Logprobs [R, 1].
     """
     chunk = _chunk(pool, columns)
-    pool = pool.replace(cache=_with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"]))
+    cache = _with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"])
+    pool = pool.replace(cache=_with_ring_copies(cache, chunk["begins"], chunk["row"]))
     remembers = _remembers(chunk["rules"], logits_processor)
     state = _started(_take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
     tokens = chunk["tokens"] if vectors is None else vectors
@@ -154,6 +156,7 @@ def prefill(
     )
     out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
     pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
+    pool = pool.replace(cache=_with_ring_copies(pool.cache, chunk["row"], chunk["saves"]))
     scores = jax.tree.map(lambda x: x[:, None], scores)
     return pool, jnp.pad(out, ((0, 0), (1, 0))), *scores
 
@@ -228,9 +231,9 @@ def _take(
         return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
 
     state = _with_memory(of_rows(by_row), _either(remembers, of_rows, nothing, memory))
-    delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
-    cache = state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table)
-    return state.replace(cache=_with_draft_pages(cache, pool.cache))
+    states = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
+    cache = _with_pages(state.cache.replace(delta_net=states, block_table=table), pool.cache)
+    return state.replace(cache=cache)
 
 
 def _put(
@@ -250,32 +253,64 @@ def _put(
     cache, old, new = state.cache, _parts(pool), _parts(state)
     memory = _either(remembers, with_rows, lambda both: both[0], (old[2], new[2]))
     rest = _with_memory(with_rows((old[0], new[0])), memory)
-    delta = old[1]
+    states = old[1]
     for places in (rows,) if saves is None else (rows, saves):
-        delta = jax.tree.map(
+        states = jax.tree.map(
             lambda x, y, at=places: x.at[:, at].set(y, mode="drop", wrap_negative_indices=False),
-            delta,
+            states,
             new[1],
         )
-    return rest.replace(cache=_with_draft_pages(rest.cache.replace(k=cache.k, v=cache.v, delta=delta), cache))
+    return rest.replace(cache=_with_pages(rest.cache.replace(delta_net=states), cache))
 
 
 def _with_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
-    """Pages `to` become copies of pages `source`; those behind the last page are none."""
+    """Pages `to` become copies of pages `source`, where the block table deals them out; those beyond the last
+    page are none."""
+    attention = tuple(
+        state if state.ring is not None else _copied(state, source, to) for state in cache.attention
+    )
+    draft = cache.draft and _copied(cache.draft, source, to)
+    return cache.replace(attention=attention, draft=draft)
+
+
+def _with_ring_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
+    """Rings of rows (or checkpoints) `to` become copies of those of `source`; those beyond the last are
+    none. Mostly there are none, and nothing is read."""
+
+    def copies(state):
+        size = kv.ring_size(state)
+        moves = (source != to)[:, None]
+        pages = [state.ring.at[rows, :size].get(mode="clip") for rows in (source, to)]
+        there = jnp.where(moves & (to < len(state.ring))[:, None], pages[1], state.num_pages)
+        return _copied(state, pages[0].reshape(-1), there.reshape(-1))
+
+    def copied(state):
+        if state.ring is None:
+            return state
+        needed = jnp.any((source != to) & (to < len(state.ring)))
+        return jax.lax.cond(needed, copies, lambda state: state, state)
+
+    return cache.replace(attention=tuple(map(copied, cache.attention)))
+
+
+def _copied(state: Any, source: Int[Array, "R"], to: Int[Array, "R"]) -> Any:
+    """A state whose pages `to` are copies of its pages `source`."""
 
     def copied(pages: Pages) -> Pages:
         return jax.tree.map(
             lambda x: x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False), pages
         )
 
-    draft = cache.draft and cache.draft.replace(k=copied(cache.draft.k), v=copied(cache.draft.v))
-    return cache.replace(k=copied(cache.k), v=copied(cache.v), draft=draft)
+    return state.replace(k=copied(state.k), v=copied(state.v))
 
 
-def _with_draft_pages(cache: KVCache, pages: KVCache) -> KVCache:
-    if cache.draft is None or pages.draft is None:
-        return cache
-    return cache.replace(draft=cache.draft.replace(k=pages.draft.k, v=pages.draft.v))
+def _with_pages(cache: KVCache, pages: KVCache) -> KVCache:
+    """A cache with the pages of another."""
+    attention = tuple(
+        state.replace(k=own.k, v=own.v) for state, own in zip(cache.attention, pages.attention, strict=True)
+    )
+    draft = cache.draft and pages.draft and cache.draft.replace(k=pages.draft.k, v=pages.draft.v)
+    return cache.replace(attention=attention, draft=draft)
 
 
 def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
@@ -283,8 +318,9 @@ def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
     pages, which are of no row."""
     cache, sampler = state.cache, state.sampler
     draft = cache.draft and cache.draft.replace(k=(), v=())
-    by_row = _with_memory(state.replace(cache=cache.replace(k=(), v=(), delta=None, draft=draft)), ((), ()))
-    return by_row, cache.delta, (sampler.seen, sampler.counts)
+    attention = tuple(one.replace(k=(), v=()) for one in cache.attention)
+    by_row = state.replace(cache=cache.replace(attention=attention, delta_net=(), draft=draft))
+    return _with_memory(by_row, ((), ())), cache.delta_net, (sampler.seen, sampler.counts)
 
 
 def _with_memory(state: State, memory: Any) -> State:

@@ -28,6 +28,7 @@ from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.model import Model, start_state
 from bonsai_jax.network import parallel
+from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.weights import placement
 
@@ -306,7 +307,11 @@ class Runner:
                 self.data,
             )  # of each device its rows, then its checkpoints
             more = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
-            cache = cache.replace(delta=more.delta)
+            rings = (
+                own if own.ring is None else larger
+                for own, larger in zip(cache.attention, more.attention, strict=True)
+            )
+            cache = cache.replace(delta_net=more.delta_net, attention=tuple(rings))
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
@@ -323,7 +328,7 @@ def limits(model: Model, o: Options) -> Limits:
         o.max_rows,
         o.pages,
         page_size=model.run.page_size,
-        prefill_tokens=o.prefill_tokens or (decoding.PREFILL_CHUNK if on_cpu else decoding.PREFILL_BATCH),
+        prefill_tokens=o.prefill_tokens or (PREFILL_CHUNK if on_cpu else PREFILL_BATCH),
         prefill_cost=1 if on_cpu else PREFILL_COST,
         steps=on_device.DECODE_SIZE,
         width=1 if o.speculate is None else speculation.width(1),

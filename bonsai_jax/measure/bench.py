@@ -35,12 +35,12 @@ from bonsai_jax.config import ModelConfig, SamplingParams
 from bonsai_jax.decoding import jitted, speculation
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.model import Model, start_state
-from bonsai_jax.network import parallel, transformer
+from bonsai_jax.network import decoder, parallel
+from bonsai_jax.network import params as weights
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.parallel import over_mesh
-from bonsai_jax.weights import params as weights
+from bonsai_jax.network.params import Params
 from bonsai_jax.weights import placement
-from bonsai_jax.weights.params import Params
 
 BATCH_TOKENS = 128  # of each row of a batch: so many are in the cache, and as many are produced
 WARMUP_STEPS = 8  # a decode loop of any length is the same program: a short one warms it up
@@ -90,7 +90,7 @@ def last_logits(
     """Prompts through the model, behind what the cache holds: their last tokens' logits, and the cache."""
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
-    return transformer.logits(params, hidden, config), cache
+    return decoder.logits(params, hidden, config), cache
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")

@@ -22,9 +22,9 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.measure import bench
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import transformer
+from bonsai_jax.network import decoder
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.weights.params import Params
+from bonsai_jax.network.params import Params
 from pallas_kernels import QTensor, Rows, attend, delta_net, experts_gated, experts_matmul, gated, matmul
 from pallas_kernels.attention import empty_workspace
 
@@ -282,7 +282,7 @@ def _experts(params: Params, x, layer, config):
 
 
 def _head(params: Params, x, layer, config):
-    return transformer.logits(params, x, config)
+    return decoder.logits(params, x, config)
 
 
 # Phases of layers that are not attention's, by what has them.

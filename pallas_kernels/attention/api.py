@@ -10,6 +10,7 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention import cpu
 from pallas_kernels.attention.reference import NO_TAPS, apply_rope, attention, check, write_pages
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.norm import rms_norm
 
@@ -34,6 +35,7 @@ def attend(
     prefill_impl: str = "reference",
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     gated: bool = False,
     workspace: Int[Array, "words"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
@@ -45,7 +47,7 @@ def attend(
     rotation   cos and sin of the new tokens' angles, for rope
     impl       for one token a row: "decode" (decode.py), "cpu" (cpu.py) or "reference"
     prefill_impl  for more: "prefill_sm90", "prefill_sm80" or "reference"
-    window, scale  as for `attention`; kernels have neither
+    window, scale, softcap  as for `attention`
     gated      behind each query head in qkv, which is H D wider, lies its gate, as wide: outputs are
                multiplied by its sigmoid
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
@@ -65,11 +67,7 @@ def attend(
             f"attend: taps on {', '.join(inner)} with impl={impl!r}, prefill_impl={prefill_impl!r}: a kernel "
             "keeps them to itself; they need 'reference'"
         )
-    if (window, scale) != (None, None) and not {impl, prefill_impl} <= {*EXACT}:
-        raise NotImplementedError(
-            f"attend: impl={impl!r}, prefill_impl={prefill_impl!r} with window={window}, scale={scale}: "
-            "kernels see all keys, at 1 / sqrt(D); sliding windows and other scales need 'reference' for both"
-        )
+    scores = Scores(window, scale, softcap)
     *_, kv_heads, head_dim = check("attend", qkv, k_pages, v_pages, block_table, positions)
     B, T, width = qkv.shape
     of_kv = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
@@ -103,7 +101,9 @@ def attend(
             qkv, gammas = jnp.concatenate([q, k, v], axis=2).reshape(B, T, width), None
             cos = sin = None
         gates_too = gated and gate is None
-        kernel = functools.partial(decode_attention, eps=eps, interleaved=interleaved, gated=gates_too)
+        kernel = functools.partial(
+            decode_attention, eps=eps, interleaved=interleaved, gated=gates_too, scores=scores
+        )
         out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(kernel)(
             qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, workspace
         )
@@ -118,18 +118,18 @@ def attend(
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
     if prefill_impl != "reference" and T > 1:
-        kernel = functools.partial(_many_queries, prefill_impl)
+        kernel = functools.partial(_many_queries, prefill_impl, scores)
         kernel = jax.custom_batching.sequential_vmap(kernel)
         out = kernel(q, k_pages, v_pages, block_table, positions, layer)
     elif impl == "cpu" and T == 1 and not inner:
         out = cpu.run(
             q, k_pages, v_pages, block_table, positions, layer,
-            num_keys=num_keys, window=window, scale=scale,
+            num_keys=num_keys, window=window, scale=scale, softcap=softcap,
         )  # fmt: skip
     else:
         out = attention(
             q, k_pages, v_pages, block_table, positions, layer,
-            num_keys=num_keys, window=window, scale=scale, taps=taps,
+            num_keys=num_keys, window=window, scale=scale, softcap=softcap, taps=taps,
         )  # fmt: skip
     return _output(out, heads, taps, gate), k_pages, v_pages, workspace
 
@@ -142,16 +142,16 @@ def empty_workspace(rows: int, heads: int, k_pages: Pages) -> Int[Array, "words"
     return jnp.zeros(heads_at_work * (head_dim + 2), jnp.int32)
 
 
-def _many_queries(impl: str, q, k_pages, v_pages, block_table, positions, layer) -> jax.Array:
+def _many_queries(impl: str, scores: Scores, q, k_pages, v_pages, block_table, positions, layer) -> jax.Array:
     """`attention` by a kernel of prefill."""
     from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90  # only GPUs need them
 
     kernels = {"prefill_sm90": prefill_sm90.prefill_attention, "prefill_sm80": prefill_sm80.mma_attention}
     if cache_layouts.name_of(k_pages) != cache_layouts.of(k_pages).PREFILL:
         k_pages, v_pages, block_table, layer = prefill_pages.as_float16(
-            k_pages, v_pages, block_table, positions, layer
+            k_pages, v_pages, block_table, positions, layer, scores.window
         )
-    return kernels[impl](q, k_pages, v_pages, block_table, positions, layer)
+    return kernels[impl](q, k_pages, v_pages, block_table, positions, layer, scores)
 
 
 def _ungated(qkv: jax.Array, heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:

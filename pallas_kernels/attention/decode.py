@@ -30,13 +30,14 @@ from pallas_kernels.attention.decode_keys import copy_first, visit_bytes
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_splits import Exchange, Share, combine
 from pallas_kernels.attention.decode_warp import attend
+from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.values import exp, index, integer, minimum, of, select, total, true
+from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, of, select, total, true
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma.activations import GROUP, columns_of_lane, store_group
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "integers"))
+@functools.partial(jax.jit, static_argnames=("eps", "interleaved", "gated", "integers", "scores"))
 def decode_attention(
     qkv,
     k_pages,
@@ -52,6 +53,7 @@ def decode_attention(
     interleaved,
     gated=False,
     integers=False,
+    scores=PLAIN,
 ) -> tuple[Any, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """The kernel behind pallas_kernels.attention.attend; arguments and results are described there.
 
@@ -68,7 +70,7 @@ def decode_attention(
         rows=batch, kv_heads=kv_heads, group=width // (kv_heads * head_dim), head_dim=head_dim,
         page_size=page_size, pages=block_table.shape[1], most_blocks=device.multiprocessors(),
         normed=norms is not None, eps=eps, interleaved=interleaved,
-        pairs=0 if cos is None else cos.shape[-1], gated=gated,
+        pairs=0 if cos is None else cos.shape[-1], gated=gated, scores=scores,
     )  # fmt: skip
     if workspace is not None and workspace.size < phase.partials:
         raise ValueError(
@@ -214,8 +216,9 @@ class Attention(Plan):
         position = memory.load(cache.positions, row)
         keys, _, _, splits = self._splits(position)
         # In whole 16, so that a warp's keys are of one page.
-        chunk = of(arith.ceildivui(arith.ceildivui(keys, splits), index(KEYS))) * KEYS
-        start = minimum(keys, split * chunk)
+        first = self._first_key(keys)
+        chunk = of(arith.ceildivui(arith.ceildivui(keys - first, splits), index(KEYS))) * KEYS
+        start = minimum(keys, first + split * chunk)
         stop = minimum(keys, start + chunk)
         length = index(arith.maxsi(position, integer(0)))
         pages = []
@@ -293,7 +296,14 @@ class Attention(Plan):
         active = of(arith.cmpi(arith.CmpIPredicate.sge, position, integer(0)))  # signed
         length = index(arith.maxsi(position, integer(0)))
         keys = length + select(active, index(1), index(0))
-        return keys, length, active, select(keys <= KEYS_PER_SPLIT, index(1), index(self.splits))
+        visible = keys - self._first_key(keys)
+        return keys, length, active, select(visible <= KEYS_PER_SPLIT, index(1), index(self.splits))
+
+    def _first_key(self, keys):
+        """The first key that a row's splits share out, of so many: the first of the 16 among which the window
+        begins."""
+        window = self.scores.window
+        return 0 if window is None else (maximum(keys, window) - window) // KEYS * KEYS
 
     def _share(self, kept: Kept) -> Share:
         owner, row, heads, split = self._owner()

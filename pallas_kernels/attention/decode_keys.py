@@ -70,6 +70,12 @@ class Warp:
             [base + self.t * 2 + i for i in (0, 1, 8, 9)],
         )
 
+    def sees(self, j):
+        """Whether key j, not before the first of its 16 that is visible, has a score."""
+        window, share = self.plan.scores.window, self.share
+        inside = j < share.stop
+        return inside if window is None else inside & (j + window > share.length)
+
     def fetch(self, base, page):
         """16 keys and values as they are stored, [key][part], and between them their scales; the last in
         place of those that are not there yet."""

@@ -11,6 +11,8 @@ which four run at once, or one warp, and the GPU hands out blocks as others end,
 
 import dataclasses
 
+from pallas_kernels.attention.scores import PLAIN, Scores
+
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 BLOCKS_AT_ONCE = 4  # of 4 warps on a multiprocessor: 128 registers a thread
@@ -36,6 +38,7 @@ class Plan:
     pairs: int | None = None  # of a head that rope turns, here; None: all; 0: q and k are as they come
 
     gated: bool = False  # behind each query lies its gate, by whose sigmoid outputs are multiplied
+    scores: Scores = PLAIN
     of_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
 
     @property
@@ -61,8 +64,10 @@ class Plan:
     @property
     def splits(self) -> int:
         """Splits of a row's keys, if it has more than one block's."""
-        wanted = -(-self.pages * self.page_size // KEYS_PER_SPLIT)
-        return max(1, min(wanted, self.most_blocks // self.owners))
+        keys = self.pages * self.page_size
+        if self.scores.window is not None:
+            keys = min(keys, self.scores.window + KEYS - 1)
+        return max(1, min(-(-keys // KEYS_PER_SPLIT), self.most_blocks // self.owners))
 
     @property
     def team(self) -> int:

@@ -11,7 +11,6 @@ way have now.
 """
 
 import dataclasses
-import math
 from typing import Any
 
 from pallas_kernels.attention.decode_cache import Cache, place, team_warp
@@ -95,8 +94,7 @@ class NewToken:
             x = self._rotated(x, part, *turned)
         distances = tuple(2**i for i in range(self.parts.bit_length() - 1))
         (x,) = layout.rotate_lanes([x], distances)
-        # Weights are powers of two: softmax over s log2(e).
-        scale = real(plan.head_dim ** (-0.5) * math.log2(math.e))
+        scale = real(plan.scores.query_factor(plan.head_dim))
         (query,), unit = layout.in_range([[v * scale for v in x]], self.parts)
         with lanes.when(is_query):
             pairs = [layout.split(*query[i : i + 2]) for i in range(0, PART, 2)]

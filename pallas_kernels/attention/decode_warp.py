@@ -137,6 +137,8 @@ def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: A
         scaled([s if unit is None else s * unit for s in of_head], key_scales)
         for of_head, unit in zip(zip(*scores, strict=True), token.units(warp.heads), strict=True)
     ]
+    capped = functools.partial(warp.plan.scores.capped, exp2=lanes.exp2, reciprocal=lanes.reciprocal)
+    scores = [[capped(s) for s in of_head] for of_head in scores]
     if copied:
         warp.copy_behind(0, behind, page, slot)
     elif not wide and not ahead:
@@ -145,7 +147,7 @@ def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: A
             lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)],
             [keys, stored_scales],
         )
-    valid = [j < share.stop for j in key_js]
+    valid = [warp.sees(j) for j in key_js]
     scores = [[select(ok, s, LOWEST) for ok, s in zip(valid, of, strict=True)] for of in scores]
     largest = [greatest(with_exponents(of, value_scales)) - layout.WEIGHT_EXPONENT for of in scores]
     maxima, totals, o = raised(state, largest)

@@ -27,6 +27,7 @@ def as_float16(
     block_table: Int[Array, "B pages_per_row"],
     positions: Int[Array, "B T"],
     layer: int | Int[Array, ""],
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, Int[Array, "B pages_per_row"], int]:
     """What queries at these positions see of one layer, in pages of its own: keys and values float16 [1, B *
     pages per row, page_size, Hkv, D], the block table of these pages, and the layer, 0. What is beyond 65504
@@ -39,8 +40,17 @@ def as_float16(
     heads = page_size * kv_heads
     # Keys of a row, up to the last that a kernel visits.
     keys = (positions.max(axis=1) // KEYS + 1) * KEYS
+    inputs = {
+        "pages": (k_pages, v_pages),
+        "table": block_table,
+        "keys": keys,
+        "layer": jnp.asarray(layer, jnp.int32).reshape(1),
+    }
+    if window is not None:  # from the first that a kernel visits
+        first = jnp.where(positions < 0, positions.max(axis=1, keepdims=True), positions).min(axis=1)
+        inputs["first"] = jnp.maximum(first - window + 1, 0) // KEYS * KEYS
 
-    def body(pages, table, keys, layer, **out):
+    def body(pages, table, keys, layer, keys_out, values_out, first=None):
         row, page = lanes.block() // width, lanes.block() % width
 
         def copied(source, refs, target):
@@ -64,20 +74,18 @@ def as_float16(
 
             lanes.loop(0, heads * head_dim, THREADS * EACH * AT_ONCE, [], some)
 
-        with lanes.when(page * page_size < index(memory.load(keys, row))):
+        visited = page * page_size < index(memory.load(keys, row))
+        if first is not None:
+            visited = visited & (page * page_size + page_size > index(memory.load(first, row)))
+        with lanes.when(visited):
             source = memory.load(table, row, page)
-            for refs, target in zip(pages, out.values(), strict=True):
+            for refs, target in zip(pages, (keys_out, values_out), strict=True):
                 copied(source, refs, target)
 
     shape = jax.ShapeDtypeStruct((1, rows * width, page_size, kv_heads, head_dim), jnp.float16)
     k, v = launch(
         body,
-        {
-            "pages": (k_pages, v_pages),
-            "table": block_table,
-            "keys": keys,
-            "layer": jnp.asarray(layer, jnp.int32).reshape(1),
-        },
+        inputs,
         {"keys_out": shape, "values_out": shape},
         name="prefill_pages",
         blocks=rows * width,

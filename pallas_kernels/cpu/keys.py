@@ -2,7 +2,7 @@
 
 for each row and KV head, by one thread:
     scores of its query heads with every key            page by page, to the workspace
-    exp(score - largest), their sum                     16 at a time
+    (softcap,) exp(score - largest), their sum          16 at a time
     weighted sum of values, over the sum of weights     page by page
 """
 
@@ -44,6 +44,7 @@ class Kernel:
     head_dim  a multiple of 16
     scale     of scores
     window    keys that a query sees, itself among them; None: all before it
+    softcap   scores are softcap tanh(score / softcap); None: they are not bounded
     """
 
     dtype: str
@@ -52,6 +53,7 @@ class Kernel:
     head_dim: int
     scale: float
     window: int | None
+    softcap: float | None
 
     def workspace(self, rows: int, kv_heads: int, keys: int) -> int:
         """float32 of it."""
@@ -146,16 +148,26 @@ class _Writer:
         """exp(score - largest) in place of so many scores; 1 over their sum, 0 where there are none."""
         b = scores.b
         wide = vector(F32, LANES)
+        highest = self._capped(largest.splat(LANES))  # capping keeps the order
         total = Variable(constant(b, wide, 0.0))
         lanes = constant(b, vector(I32, LANES), np.arange(LANES))
         with loop(constant(b, I64, 0), count, LANES) as s:
-            values = exp(scores.at(s * 4).load(wide) - largest.splat(LANES))
+            values = exp(self._capped(scores.at(s * 4).load(wide)) - highest)
             inside = lanes.compared("<", (count - s).narrow(I32).splat(LANES))
             values = inside.select(values, 0.0)
             scores.at(s * 4).store(values)
             total.value = total.value + values
         summed = total.value.sum()
         return summed.compared(">", 0.0).select(constant(b, F32, 1.0) / summed, 0.0)
+
+    def _capped(self, scores: Value) -> Value:
+        """softcap tanh(s / softcap) = softcap - 2 softcap / (1 + e^(2 s / softcap))."""
+        if (bound := self.kernel.softcap) is None:
+            return scores
+        power = exp(scores * (2 / bound))
+        return constant(scores.b, scores.type, bound) - constant(scores.b, scores.type, 2 * bound) / (
+            power + 1.0
+        )
 
     def _each(
         self, frame: Value, what: int, row: Value, kv_head: Value, first: Value, end: Value,

@@ -191,7 +191,6 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
         ),
         (("generate", "x", "-m", TINY, "--stop", ""), 1, "error: --stop: an empty text would end"),
         (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens of a row"),
-        (("bench", "-m", TINY, "--tune", "-o", "csv"), 2, "--tune has no csv"),
         (("generate", "x", "--frobnicate"), 2, "No such option: --frobnicate"),
         (("bench", "-m", TINY, "-p", "many"), 2, "'many' is no list of sizes"),
         (("bench", "-m", TINY, "-p", 0, "-n", 0), 2, "nothing to measure"),

@@ -191,7 +191,7 @@ def test_quantize_then_multiply_is_near_the_exact_product():
         quantize(jnp.zeros((4, 100)), "q8_0")
 
 
-def naive_attention(q, k, v, positions, window=None, scale=None):
+def naive_attention(q, k, v, positions, window=None, scale=None, softcap=None):
     """One row, float64, query by query. q [T, H, D], k and v [S, Hkv, D]."""
     T, H, D = q.shape
     scale = 1 / np.sqrt(D) if scale is None else scale
@@ -204,6 +204,7 @@ def naive_attention(q, k, v, positions, window=None, scale=None):
             first = 0 if window is None else max(0, positions[t] + 1 - window)
             keys, values = k[first : positions[t] + 1, kv_head], v[first : positions[t] + 1, kv_head]
             scores = scale * keys @ q[t, h]
+            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
             weights = np.exp(scores - scores.max())
             out[t, h] = weights / weights.sum() @ values
     return out

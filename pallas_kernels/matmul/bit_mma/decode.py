@@ -1,32 +1,26 @@
 """What the decode kernels of 1-bit weights (decode_b1.py, decode_s8.py, decode_ring.py) have in
-common: sizes of their tiles, and how they are called."""
+common: how they are called."""
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import tuned
 from pallas_kernels.activations import Activation
 from pallas_kernels.matmul import stacks
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import ROWS
 
 GROUP = 128  # columns that share a scale, of weights and of activations
 PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
 
 
 def run(
-    kernel: Callable, name: str, plan: Callable | None, x, weights, part_layer, layer, gamma, eps, residual,
-    activation: Activation,
-) -> jax.Array:  # fmt: skip
+    kernel: Callable, x, weights, part_layer, layer, gamma, eps, residual, activation: Activation
+) -> jax.Array:
     """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
 
     kernel  (x, stacks, layers, **options) -> y
-    name    of it, under which its sizes are tuned
-    plan    (tiles of 16 rows, pairs of groups, matrices, bits, **sizes) -> None where they do not fit; None:
-            its sizes are not tuned
     Returns float32 [*batch, N].
     """
     lead, n = x.shape[:-1], weights[0].shape[0]
@@ -37,15 +31,7 @@ def run(
     gamma, norm_index = stacks.whole(*stacks.of_gamma(gamma, layer))
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
-    n_tiles, pairs = matrices[0][0].shape[1:3]
-    sizes: dict[str, Any] = {}
-    if plan is not None:
-        problem = tuned.Problem(
-            name, (("q1_0", ROWS * n_tiles),), COLUMNS * pairs, len(matrices), len(x), bits
-        )
-        sizes |= tuned.settings(problem, functools.partial(plan, n_tiles, pairs, len(matrices), bits))
-    if len(matrices) == 2:
-        sizes["activation"] = activation
+    options: dict[str, Any] = {"activation": activation} if len(matrices) == 2 else {}
     y = kernel(
         x,
         matrices,
@@ -55,6 +41,6 @@ def run(
         eps=eps,
         residual=residual,
         activation_bits=bits,
-        **sizes,
+        **options,
     )
     return y[:, :n].reshape(*lead, n)

@@ -28,32 +28,21 @@ LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything e
 
 def run(*arguments) -> jax.Array:
     """Products of 1 to 8 rows (execute.py)."""
-    return bit_decode.run(bit_decode_b1, "bit_decode_b1", _plan_for, *arguments)
+    return bit_decode.run(bit_decode_b1, *arguments)
 
 
-def plan(
-    n_tiles: int, pairs: int, matrices: int = 1, warps: int | None = None, tiles: int | None = None
-) -> tuple[int, int] | None:
+def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
     """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132
-    blocks; with measured ones None where a lane has no registers for so many weights. Of so many columns that
-    eight warps would have more than two tiles' loads, 16 quantize them."""
+    blocks. Of so many columns that eight warps would have more than two tiles' loads, 16 quantize them."""
     each = lambda w: -(-pairs // w)  # noqa: E731
     few = [w for w in (8, 4) if 2 * each(w) <= LOADS_PER_LANE]
-    warps = warps or (min(few, key=lambda w: (each(w) * w, -w)) if few else 16)
-    per_warp = each(warps)
-    if tiles is None:
-        # Blocks of 16 warps are alone on a multiprocessor, and must all run at once.
-        most = -(-n_tiles // 132) if warps == 16 else n_tiles // 128
-        return warps, max(1, min(LOADS_PER_LANE // per_warp, most))
-    fits = tiles <= n_tiles and matrices * tiles * per_warp <= 2 * LOADS_PER_LANE
-    return (warps, tiles) if fits else None
+    warps = min(few, key=lambda w: (each(w) * w, -w)) if few else 16
+    # Blocks of 16 warps are alone on a multiprocessor, and must all run at once.
+    most = -(-n_tiles // 132) if warps == 16 else n_tiles // 128
+    return warps, max(1, min(LOADS_PER_LANE // each(warps), most))
 
 
-def _plan_for(n_tiles: int, pairs: int, matrices: int, bits: int, **sizes) -> tuple[int, int] | None:
-    return plan(n_tiles, pairs, matrices, **sizes)
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "activation", "activation_bits", "warps", "tiles"))
+@functools.partial(jax.jit, static_argnames=("eps", "activation", "activation_bits"))
 def bit_decode_b1(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -64,8 +53,6 @@ def bit_decode_b1(
     residual: jax.Array | None = None,
     activation: Activation = SILU,
     activation_bits: int = 8,
-    warps: int | None = None,
-    tiles: int | None = None,
 ) -> jax.Array:
     """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
@@ -74,15 +61,11 @@ def bit_decode_b1(
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
-    warps, tiles     of a block (tuned.py)
     Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
     """
     rows, columns = x.shape
     n_tiles, pairs = weights[0][0].shape[1:3]
-    planned = plan(n_tiles, pairs, len(weights), warps, tiles)
-    if planned is None:
-        raise NotImplementedError(f"{tiles} tiles of {pairs} pairs of groups are too many for {warps} warps")
-    warps, tiles = planned
+    warps, tiles = plan(n_tiles, pairs)
     phase = BitProduct(
         rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
         matrices=len(weights), normed=gamma is not None, eps=eps, bits=activation_bits, activation=activation,

@@ -40,7 +40,7 @@ AT_ONCE = 8  # rows of groups that a warp quantizes together, to hide one's late
 
 def run(*arguments) -> jax.Array:
     """Products of 1 to 8 rows (execute.py)."""
-    return bit_decode.run(bit_decode_ring, "bit_decode_ring", None, *arguments)
+    return bit_decode.run(bit_decode_ring, *arguments)
 
 
 def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:

@@ -44,27 +44,19 @@ ITEMS = 8  # tiles times pairs of a warp in one round: as many 16-byte loads a l
 
 def run(*arguments) -> jax.Array:
     """Products of 4 to 8 rows, which it makes as fast as fewer (execute.py)."""
-    return bit_decode.run(bit_decode_s8, "bit_decode_s8", _plan_for, *arguments)
+    return bit_decode.run(bit_decode_s8, *arguments)
 
 
-def _plan_for(n_tiles: int, pairs: int, matrices: int, bits: int, **sizes) -> tuple[int, int, int] | None:
-    return plan(n_tiles, pairs, matrices, bits, device.shared_bytes(), **sizes)
-
-
-def plan(
-    n_tiles: int, pairs: int, matrices: int, bits: int, shared: int, warps: int | None = None,
-    tiles: int | None = None, together: int | None = None,
-) -> tuple[int, int, int] | None:  # fmt: skip
+def plan(n_tiles: int, pairs: int, matrices: int, bits: int, shared: int) -> tuple[int, int, int] | None:
     """(warps of a block, tiles of a block, tiles of a round), for the least idle warps; None where
-    integers and sums are more than so many bytes of shared memory, or measured sizes do not go together."""
-    warps = warps or min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
-    tiles, per_warp = tiles or -(-n_tiles // device.multiprocessors()), -(-pairs // warps)
-    if together is None:
-        together = max(1, min(tiles, ITEMS // (matrices * per_warp)))
-        together = -(-tiles // -(-tiles // together))
+    integers and sums are more than so many bytes of shared memory."""
+    warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
+    tiles, per_warp = -(-n_tiles // device.multiprocessors()), -(-pairs // warps)
+    together = max(1, min(tiles, ITEMS // (matrices * per_warp)))
+    together = -(-tiles // -(-tiles // together))
     words = _scratch(warps, per_warp, together * matrices, bits)
     fits = shared_memory.bytes_taken(*(4 * count for count in words)) <= shared
-    return (warps, tiles, together) if fits and together <= tiles <= n_tiles else None
+    return (warps, tiles, together) if fits else None
 
 
 def _scratch(warps: int, per_warp: int, sums: int, bits: int) -> tuple[int, int, int, int]:
@@ -77,9 +69,7 @@ def _sums_of_row(warps: int) -> int:
     return warps * 16 + 4  # 4: rows that are stored together lie in other banks
 
 
-@functools.partial(
-    jax.jit, static_argnames=("eps", "activation", "activation_bits", "warps", "tiles", "together")
-)
+@functools.partial(jax.jit, static_argnames=("eps", "activation", "activation_bits"))
 def bit_decode_s8(
     x: jax.Array,
     weights: tuple[tuple[jax.Array, jax.Array], ...],
@@ -90,9 +80,6 @@ def bit_decode_s8(
     residual: jax.Array | None = None,
     activation: Activation = SILU,
     activation_bits: int = 8,
-    warps: int | None = None,
-    tiles: int | None = None,
-    together: int | None = None,
 ) -> jax.Array:
     """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
 
@@ -101,7 +88,6 @@ def bit_decode_s8(
     layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
     residual  float32 [rows, N], added to y
     activation_bits  8 or 16
-    warps, tiles, together   of a block, and tiles of a round (tuned.py)
     Returns float32 [rows, N padded to 16]. Activations are quantized by `quantize_rows`.
     """
     rows, columns = x.shape
@@ -110,13 +96,11 @@ def bit_decode_s8(
         padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = plan(
-        n_tiles, pairs, len(weights), activation_bits, device.shared_bytes(), warps, tiles, together
-    )
+    planned = plan(n_tiles, pairs, len(weights), activation_bits, device.shared_bytes())
     if planned is None:
         raise NotImplementedError(
             f"{rows} rows of {columns} activations do not fit {device.shared_bytes()} bytes of "
-            "shared memory with these sizes; split the rows, or leave the sizes out"
+            "shared memory; split the rows"
         )
     product = ByteProduct(
         rows, columns, n_tiles, pairs, len(weights), *planned,

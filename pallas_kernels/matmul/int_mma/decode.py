@@ -32,13 +32,12 @@ across tiles.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import all_reduce, device, formats, tuned
+from pallas_kernels import all_reduce, device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
@@ -130,28 +129,15 @@ def _launches(
             rotation=rotation,
             activation=activation,
             **settings,
-            **_tuned(parts, min(at_once, x.shape[0] - first), settings, plan),
         )
         for first in range(0, x.shape[0], at_once)
     ]
 
 
-def _tuned(parts, rows: int, settings: dict, plan: Callable) -> tuned.Settings:
-    """warps, blocks and depth of a plan, where they were measured for this product."""
-    words = [fields[0]["words"].shape for fields in parts]
-    of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
-    columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
-    problem = tuned.Problem("int_decode", of_parts, columns, len(parts[0]), rows, bits)
-    return tuned.settings(problem, functools.partial(plan, rows=rows))
-
-
 @functools.partial(
     jax.jit,
-    static_argnames=(
-        "formats_of", "eps", "activation", "activation_bits", "shared", "sent_before", "warps", "blocks",
-        "depth",
-    ),
-)  # fmt: skip
+    static_argnames=("formats_of", "eps", "activation", "activation_bits", "shared", "sent_before"),
+)
 def int_decode(
     x: jax.Array,
     weights: tuple[tuple[dict[str, jax.Array], ...], ...],
@@ -167,9 +153,6 @@ def int_decode(
     activation: Activation = SILU,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
-    warps: int | None = None,
-    blocks: int | None = None,
-    depth: int | None = None,
 ) -> jax.Array:
     """y = x W.T for parts of one matrix, or activation(x G.T, x U.T) for parts of two; parts are rows
     below rows.
@@ -184,7 +167,6 @@ def int_decode(
     rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
-    warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
     Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
     here, symmetric per scale group.
     """
@@ -195,7 +177,7 @@ def int_decode(
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
     planned = int_decode_plan.plan(
-        weights, rows, formats_of, activation_bits, shared, warps, blocks, depth, rotation is not None
+        weights, rows, formats_of, activation_bits, shared, rotated=rotation is not None
     )
     if planned is None:
         raise NotImplementedError(

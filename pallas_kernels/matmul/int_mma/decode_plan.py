@@ -9,6 +9,8 @@ from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.tiles import COLUMNS, Lanes
 
+MOST_DEPTH = 24  # items in a warp's ring
+
 
 class Part(NamedTuple):
     """One weight of a product: rows of the output that are of one format, and the blocks that have them.
@@ -92,13 +94,12 @@ def scratch_bytes(placed, matrices: int, steps: int, padded: int, warps: int, bi
 
 
 def plan(
-    parts, rows: int, formats_of, activation_bits: int, shared: int, warps=None, blocks=None, depth=None,
+    parts, rows: int, formats_of, activation_bits: int, shared: int, blocks: int | None = None,
     rotated: bool = False,
 ) -> Plan | None:  # fmt: skip
     """The Plan for a product, or None where activations of so many rows leave no room for the weights.
 
-    warps of a block, blocks at most and depth (items of a ring at most) are found here unless given. rotated:
-    blocks rotate activations.
+    blocks: at most; None: the device's multiprocessors. rotated: blocks rotate activations.
 
     Of the numbers of warps that leave room for two items or more to each, the one with the fewest idle over
     the columns and room for 96 KiB on their way, if there is one; of equals the largest.
@@ -106,15 +107,15 @@ def plan(
     matrices, steps = len(parts[0]), parts[0][0]["words"].shape[2]
     padded = columns_of_rows(rows)[1]
     placed = share_out(parts, formats_of, blocks or device.multiprocessors())
-    sizes, most_items = [part.item_bytes(matrices) for part in placed], depth or 24
+    sizes = [part.item_bytes(matrices) for part in placed]
     best = None
-    for w in (16, 12, 8, 4) if warps is None else (warps,):
+    for w in (16, 12, 8, 4):
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
         taken += (4 * rotated_columns.words(rows, steps * COLUMNS, w),) if rotated else ()
         left = shared - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
-        depths = [min(most_items, left // (w * size)) for size in sizes]
+        depths = [min(MOST_DEPTH, left // (w * size)) for size in sizes]
         in_flight = min(w * depth * size for depth, size in zip(depths, sizes, strict=True))
         cost = -(-steps // w) * w * (1 + (in_flight < 96 * 1024) + (w == 4))
         if min(depths) >= 2 and (best is None or cost < best[0]):
