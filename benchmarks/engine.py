@@ -190,8 +190,8 @@ def of_groups(model: bj.Model, o: argparse.Namespace) -> Iterator[dict]:
         context = min(tokens.shape[1] + size, CONTEXT)
         sampling = [bj.SamplingParams(seed=i) for i in range(len(ids))]
         state = bj.new_state(model, len(ids), context, sampling, new, ignore_eos=True)
-        _, drawn = jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=size)
-        np.asarray(drawn)
+        drawn = jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=size)
+        np.asarray(drawn.tokens)
 
     groups = [ids[first : first + rows] for first in range(0, len(ids), rows)]
     every = max(1, len(groups) // o.groups)

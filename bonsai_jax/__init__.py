@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from bonsai_jax.decoding import jitted
     from bonsai_jax.decoding.checks import checked
     from bonsai_jax.decoding.sampling import Logprobs
+    from bonsai_jax.decoding.state import Drawn, State
     from bonsai_jax.decoding.steps import (
-        State,
         decode,
         extend,
         forward,
@@ -62,13 +62,14 @@ _HOMES = {
     "bonsai_jax.decoding.checks": ("checked",),
     "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
     "bonsai_jax.decoding.steps": (
-        *("State", "decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
+        *("decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
     ),
     "bonsai_jax.engine": ("Engine", "Handle"),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
     "bonsai_jax.network.parallel": ("over_mesh",),
     "bonsai_jax.weights.placement": ("make_mesh",),
     "bonsai_jax.decoding.sampling": ("Logprobs",),
+    "bonsai_jax.decoding.state": ("Drawn", "State"),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
@@ -96,6 +97,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "CheckpointError",
+    "Drawn",
     "Engine",
     "Handle",
     "KVCache",

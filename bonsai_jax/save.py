@@ -13,8 +13,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
 from bonsai_jax.decoding.sampling import Sampler, kernel
-from bonsai_jax.decoding.speculation import Speculation
-from bonsai_jax.decoding.steps import State
+from bonsai_jax.decoding.state import Speculation, State
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, parallel

@@ -85,7 +85,7 @@ for row, prompt in enumerate(prompts):
 lengths = np.array([len(prompt) for prompt in prompts])
 
 run = functools.partial(bj.generate_tokens, config=model.config, size=NEW)
-_, drawn = jax.pmap(run, in_axes=(None, 0, 0, 0))(
+_, drawn, _ = jax.pmap(run, in_axes=(None, 0, 0, 0))(
     model.params, states, padded.reshape(DEVICES, each, -1), lengths.reshape(DEVICES, each)
 )
 print("tokens, by device:", drawn.shape)

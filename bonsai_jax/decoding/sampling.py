@@ -63,15 +63,19 @@ class Logprobs(struct.PyTreeNode):
     top: Float[Array, "*shape n"]
 
 
-def logprobs_of(logits: Float[Array, "B V"], tokens: Int[Array, "B"], n: int) -> Logprobs:
-    """Logprobs [B] of these tokens, and of the n likeliest."""
+def token_logprobs(logits: Float[Array, "B V"], tokens: Int[Array, "B"], n: int | None) -> Logprobs | None:
+    """Logprobs [B] of these tokens, and of the n likeliest; None for n=None."""
+    if n is None:
+        return None
     scores = jax.nn.log_softmax(logits.astype(jnp.float32))
     top, ids = jax.lax.top_k(scores, n)
     return Logprobs(jnp.take_along_axis(scores, tokens[:, None], axis=1)[:, 0], ids, top)
 
 
-def no_logprobs(shape: tuple[int, ...], n: int) -> Logprobs:
-    """Logprobs of this shape, to be filled."""
+def no_logprobs(shape: tuple[int, ...], n: int | None) -> Logprobs | None:
+    """Zeros of this shape, to be filled in; None for n=None."""
+    if n is None:
+        return None
     return Logprobs(jnp.zeros(shape), jnp.zeros((*shape, n), jnp.int32), jnp.zeros((*shape, n)))
 
 

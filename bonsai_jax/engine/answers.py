@@ -88,17 +88,17 @@ class Reader:
         self,
         drawn: Sequence[int] | np.ndarray,
         ended: bool,
-        scores: Sequence[Logprobs] = (),
+        scores: Logprobs | None = None,
         steps: int = 0,
     ) -> Piece:
-        """drawn   ends at the first NO_TOKEN
-        ended   no more will come
+        """drawn   token ids, up to the first NO_TOKEN
+        ended   no more tokens will come
         scores  their Logprobs, if asked for
-        steps   that drew them
+        steps   decode steps that drew them
         """
         text, tokens, reason = self._read(drawn, ended)
-        of_tokens = [jax.tree.map(lambda x: x[: len(tokens)], of) for of in scores] if scores else ()
-        return Piece(text, tokens, reason, *of_tokens, steps=steps, index=self.index)
+        scores = jax.tree.map(lambda x: x[: len(tokens)], scores)
+        return Piece(text, tokens, reason, scores, steps, self.index)
 
     def _read(self, drawn, ended: bool) -> tuple[str, list[int], FinishReason | None]:
         tokens: list[int] = []

@@ -10,17 +10,17 @@ import dataclasses
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
 
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.decoding.sampling import Logprobs
 from bonsai_jax.engine.answers import Piece, Reader
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.prompts import Ids
-from bonsai_jax.engine.runner import Drawn, Options, Runner, numbered
+from bonsai_jax.engine.runner import Dispatch, Options, Runner, numbered
 from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
@@ -59,7 +59,7 @@ class Flight:
 
     plan: Plan
     rows: list[tuple[int, Request]]
-    drawn: Drawn
+    dispatch: Dispatch
     steps: int = 0
 
 
@@ -212,13 +212,13 @@ class Loop:
     # From the device.
 
     def _read(self, flight: Flight) -> None:
-        arrays = flight.drawn.arrays.result()
+        on_device = flight.dispatch.drawn.result()
         if not flight.rows:
-            jax.block_until_ready(arrays)
+            jax.block_until_ready(on_device)
             return
-        drawn, *scores = jax.tree.map(parallel.fetch, arrays)
+        drawn, scores = jax.tree.map(parallel.fetch, on_device)
         if self._flying:
-            self.runner.make_way(self._flying[0].drawn)
+            self.runner.make_way(self._flying[0].dispatch)
         steps, tokens = drawn[:, 0], drawn[:, 1:]
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
         # Lists at once: numbers one by one would take longer than all the rest.
@@ -227,7 +227,7 @@ class Loop:
             self._tell(request, tokens[i][: counts[i]], steps[i], scores, i)
         self._time(flight)
 
-    def _tell(self, request: Request, new: list[int], steps: int, scores: list[Any], row: int) -> None:
+    def _tell(self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int) -> None:
         request.flights.popleft()
         answer = self.answers.get(request)
         if request.ended or answer is None:
@@ -235,8 +235,8 @@ class Loop:
         first = not request.said
         request.said += new
         n = answer.logprobs
-        of_row = [] if n is None else [_of_row(of, row, n) for of in scores]
-        piece = answer.reader.read(new, len(request.said) >= request.max_new_tokens, of_row, steps)
+        row_scores = None if n is None or scores is None else _row_logprobs(scores, row, n)
+        piece = answer.reader.read(new, len(request.said) >= request.max_new_tokens, row_scores, steps)
         if first:
             piece = dataclasses.replace(piece, cached_tokens=answer.cached)
         if piece.finish_reason is not None:
@@ -255,6 +255,6 @@ class Loop:
         self.scheduler.took(flight.steps, self._read_at - before, self.options.max_wait_s)
 
 
-def _of_row(scores: Any, row: int, n: int) -> Any:
-    """Logprobs of a row, with n alternatives."""
+def _row_logprobs(scores: Logprobs, row: int, n: int) -> Logprobs:
+    """Logprobs of one row, with n alternatives."""
     return scores.replace(token=scores.token[row], ids=scores.ids[row, :, :n], top=scores.top[row, :, :n])

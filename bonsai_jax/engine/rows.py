@@ -11,7 +11,7 @@ where it is, unless one of these rows has a penalty.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +19,10 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.decoding import jitted, sampling, speculation
-from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.decoding.sampling import NO_TOKEN
-from bonsai_jax.decoding.steps import LogitsProcessor, State
+from bonsai_jax.decoding import jitted, sampling, speculation, steps
+from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
+from bonsai_jax.decoding.state import State
+from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.parallel import over_mesh
@@ -32,6 +32,24 @@ from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
 PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # none
+
+
+class Result(NamedTuple):
+    """What `note`, `prefill` and `decode` of R rows return.
+
+    pool     with the changed rows
+    drawn    int32 [R, 1 + size]: in column 0 the decode steps in which a row drew tokens (0 for prefill),
+             then the tokens, NO_TOKEN after the last. One array, as the host fetches each array separately.
+             None from `note`, which draws nothing
+    logprobs  Logprobs [R, size]; None unless asked for
+    """
+
+    pool: State
+    drawn: Int[Array, "R 1+size"] | None = None
+    logprobs: Logprobs | None = None
+
+
+RESULT = Result._make(["pool", "rows", "rows"])  # how results lie over a mesh
 
 
 def layout(pool: State, tokens: int) -> np.dtype:
@@ -106,16 +124,16 @@ def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, An
     return out
 
 
-@over_mesh("held")
-def note(params: Params, pool: State, columns: Int[Array, "R columns"]):
-    """Have rows remember tokens that they will not read, as their pages hold them already: what penalties,
-    proposals and processors of logits go by. columns: `packed` rows of `layout`, one token or more."""
+@over_mesh(RESULT)
+def note(params: Params, pool: State, columns: Int[Array, "R columns"]) -> Result:
+    """Give rows the tokens that they will not read, because their pages hold them already, for penalties,
+    proposals and logits processors. columns: `packed` rows of `layout`, with one token or more."""
     chunk = _chunk(pool, columns)
     state = _started(_take(pool, chunk["row"], chunk["table"], True), chunk)
-    return _put(pool, _noted(state, chunk), chunk["row"], True)
+    return Result(_put(pool, _noted(state, chunk), chunk["row"], True))
 
 
-@over_mesh("held", "rows", logprobs="rows")
+@over_mesh(RESULT)
 def prefill(
     params: Params,
     pool: State,
@@ -126,13 +144,12 @@ def prefill(
     taps: Taps | None = None,
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
-):
-    """Read tokens of each row behind what its pages hold, and draw where it says so.
+) -> Result:
+    """Read tokens of each row, which continue what its pages hold, and draw one where `draws` says so.
 
     columns   `packed` rows of `layout`
-    vectors   in place of the tokens, which columns then has none of
-    Returns what `decode` does: the pool, int32 [R, 2], no steps and the tokens drawn, and with logprobs=n
-    Logprobs [R, 1].
+    vectors   in place of tokens; columns then has no tokens
+    The result has size 1.
     """
     chunk = _chunk(pool, columns)
     cache = _with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"])
@@ -144,24 +161,23 @@ def prefill(
         state = _noted(state, chunk)
     noted = state.sampler
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-    first = decoding.prefill(params, state, tokens, chunk["count"], config, **options)
-    state, *scores = first if isinstance(first, tuple) else (first,)
-    # A draw of rows that have more to read counts for nothing.
+    state, token, scores = steps.prefill(params, state, tokens, chunk["count"], config, **options)
+    # Rows that have more to read draw a token, too; it is dropped.
     draws = chunk["draws"][:, None] > 0
-    drawn = state.sampler
+    after = state.sampler
     state = state.replace(
-        sampler=drawn.replace(
-            seen=jnp.where(draws, drawn.seen, noted.seen), counts=jnp.where(draws, drawn.counts, noted.counts)
+        sampler=after.replace(
+            seen=jnp.where(draws, after.seen, noted.seen), counts=jnp.where(draws, after.counts, noted.counts)
         )
     )
-    out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
+    drawn = jnp.where(draws, token[:, None], NO_TOKEN)
     pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
     pool = pool.replace(cache=_with_ring_copies(pool.cache, chunk["row"], chunk["saves"]))
     scores = jax.tree.map(lambda x: x[:, None], scores)
-    return pool, jnp.pad(out, ((0, 0), (1, 0))), *scores
+    return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores)
 
 
-@over_mesh("held", "rows", logprobs="rows")
+@over_mesh(RESULT)
 def decode(
     params: Params,
     pool: State,
@@ -172,12 +188,10 @@ def decode(
     taps: Taps | None = None,
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
-):
-    """decoding.decode of some rows.
+) -> Result:
+    """steps.decode for some rows.
 
-    columns   the row, beyond all where there is none; most steps, the same for all; its pages
-    Returns the pool, int32 [R, 1 + size], the steps that drew tokens and the tokens, and with logprobs=n
-    Logprobs [R, size].
+    columns   the row's number, beyond all rows for padding; most steps, the same for all; the row's pages
     """
     rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, 2:])
     rules = {
@@ -186,17 +200,17 @@ def decode(
     }
     remembers = _remembers(rules, logits_processor)
     state = _take(pool, rows, table, remembers)
-    there = rows < pool.tokens.shape[0]
-    state = state.replace(remaining=jnp.where(there, state.remaining, 0))
+    state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:
         width = speculation.width(rows.shape[0])
         state = state.replace(
             speculation=state.speculation.replace(width=width, steps=jnp.zeros_like(state.speculation.steps))
         )
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-    state, drawn, *scores = decoding.decode(params, state, config, limit=limit, size=size, **options)
-    steps = (drawn != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
-    return _put(pool, state, rows, remembers), jnp.concatenate([steps[:, None], drawn], axis=1), *scores
+    state, tokens, scores = steps.decode(params, state, config, limit=limit, size=size, **options)
+    taken = (tokens != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
+    drawn = jnp.concatenate([taken[:, None], tokens], axis=1)
+    return Result(_put(pool, state, rows, remembers), drawn, scores)
 
 
 def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:

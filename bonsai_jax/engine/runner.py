@@ -1,6 +1,6 @@
 """What an engine runs: the state of all rows on the device, and plans as dispatches that change it.
 
-    plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Drawn
+    plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Dispatch
 
 On one GPU a dispatch returns at once: its loop of steps is inside a CUDA graph (rows.decode_rows). Over a
 mesh it returns when its steps are nearly over, as the host is asked after each of them whether to go on. So
@@ -23,7 +23,8 @@ import numpy as np
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import sampling, speculation
 from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.decoding.steps import LogitsProcessor, State
+from bonsai_jax.decoding.state import State
+from bonsai_jax.decoding.steps import LogitsProcessor
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.engine.plans import Limits, Read, Request
 from bonsai_jax.model import Model, start_state
@@ -37,8 +38,8 @@ PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 in 15.4 ms and 2,048
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A program, and what it is called with behind the model's parameters and the pool. It returns the pool,
-    and what it draws."""
+    """A program of rows.py, which returns a rows.Result, and its arguments after the model's parameters and
+    the pool."""
 
     function: Any
     arrays: Sequence[np.ndarray | None]
@@ -47,14 +48,14 @@ class Call:
 
 
 @dataclasses.dataclass(frozen=True)
-class Drawn:
-    """What a dispatch draws.
+class Dispatch:
+    """A call on its way to the device.
 
-    arrays   on the device: tokens, and what else was asked for
-    begun    set when it is next for the device, in a thread of its own
+    drawn    Result.drawn and Result.logprobs, on the device
+    begun    set when the thread that dispatches begins it
     """
 
-    arrays: concurrent.futures.Future[list[Any]]
+    drawn: concurrent.futures.Future[list[Any]]
     begun: threading.Event
 
 
@@ -214,35 +215,34 @@ class Runner:
                 one.result()
                 progress(done, len(calls))
         for call in calls:
-            self.dispatch(call).arrays.result()
+            self.dispatch(call).drawn.result()
         jax.block_until_ready(self._pool)
 
-    def dispatch(self, call: Call) -> Drawn:
+    def dispatch(self, call: Call) -> Dispatch:
         """Call it, behind all others."""
         begun = threading.Event()
 
         def run():
             begun.set()
             arguments = self.model.params, self._pool, *self._placed(call), *call.static
-            out = call.function(*arguments, **call.options)
-            self._pool, *arrays = out if isinstance(out, tuple) else (out,)
+            self._pool, *drawn = call.function(*arguments, **call.options)
             if jax.process_count() == 1:
-                for array in jax.tree.leaves(arrays):
+                for array in jax.tree.leaves(drawn):
                     array.copy_to_host_async()
-            return arrays
+            return drawn
 
-        return Drawn(self._thread.submit(run), begun)
+        return Dispatch(self._thread.submit(run), begun)
 
     def catch_up(self) -> None:
         """Dispatch all that was asked for. A thread of its own does so by itself."""
         if isinstance(self._thread, Caller):
             self._thread.catch_up()
 
-    def make_way(self, drawn: Drawn) -> None:
+    def make_way(self, dispatch: Dispatch) -> None:
         """Let the thread that dispatches go first, where there is one: it shares Python's lock with this one,
         and the device waits for it."""
         if not isinstance(self._thread, Caller):
-            drawn.begun.wait()
+            dispatch.begun.wait()
 
     def reset(self) -> None:
         """An empty pool, behind all that was asked for. Raises what making one raises."""

@@ -83,7 +83,7 @@ class Row(Origin):
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-@over_mesh("rows", "held")
+@over_mesh(("rows", "cache"))
 def last_logits(
     params: Params, cache: KVCache, tokens: Int[Array, "B T"], config: ModelConfig
 ) -> tuple[Float[Array, "B V"], KVCache]:
@@ -94,7 +94,7 @@ def last_logits(
 
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
-@over_mesh("rows", "held")
+@over_mesh(("rows", "cache"))
 def read_one_by_one(
     params: Params,
     cache: KVCache,
@@ -176,7 +176,7 @@ class Test:
             out = self._call(last_logits, self.ids)
         elif self.kind == "gen":
             model = self.model
-            self.state, out = jitted.decode(
+            self.state, *out = jitted.decode(
                 model.params, self.state, model.config, limit=steps, size=self.tokens
             )
         else:

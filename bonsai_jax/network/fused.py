@@ -45,6 +45,7 @@ def one_launch(
             experts=experts_layers.Experts(e.count, e.used, e.normalized),
             eps=eps,
             interleaved=interleaved,
+            activation=e.activation,
         )
         return y[:, None], _with_pages(cache, k_pages, v_pages)
     from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
@@ -55,8 +56,13 @@ def one_launch(
     heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     bits = stacks[0].products.activation_bits
     shapes = Shapes(
+<<<<<<< HEAD
         x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits,
         eps=eps, activation=config.mlp.activation,
+=======
+        x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits, eps=eps,
+        activation=config.mlp.activation,
+>>>>>>> main
     )  # fmt: skip
     kernel = functools.partial(decode_layers, shapes=shapes, interleaved=interleaved)
     fields = tuple((part.fields["words"], part.fields["scales"]) for part in stacks)

@@ -24,62 +24,68 @@ from bonsai_jax.weights.placement import DATA, MODEL, mapped, mesh_axis, present
 F = TypeVar("F", bound=Callable)
 
 
-def over_mesh(*returns: str, arrays: str = "rows", **optional: str) -> Callable[[F], F]:
-    """Decorates function(params, ...), so that params may lie over a mesh: there, every device runs it on its
-    share, inside shard_map, and where params have no mesh nothing changes.
+SPLITS = ("rows", "layers", "whole")
 
-        @over_mesh("rows", "held")
-        def last_logits(params, cache, tokens, config): ...
 
-    Of the arguments, whatever holds a KVCache is split by `placement.AXES`; of other arrays each device has
-    its rows, the first axis; scalars are on every device, and what is no array is static.
+def over_mesh(returns: Any, *, arrays: str = "rows") -> Callable[[F], F]:
+    """Decorates function(params, ...), so that params may lie over a mesh. Every device then runs it on its
+    share, inside shard_map; where params have no mesh nothing changes.
 
-    returns   what the function returns, in order. "held": the argument that holds a KVCache, changed;
+        @over_mesh(("rows", "cache"))
+        def last_logits(params, cache, tokens, config) -> tuple[logits, cache]: ...
+
+    Arguments that hold a KVCache are split by `placement.AXES`. Of other arrays each device has its rows, the
+    first axis; scalars are on every device, and arguments that are not arrays are static.
+
+    returns   the result with a word in place of each array, or of each part whose arrays are split alike:
               "rows": arrays with rows first; "layers": arrays with layers first, then rows; "whole": the same
-              on every device
+              on every device; an argument's name: a part that has the fields of that argument and is split
+              like it. A part that may be None is named too. On every call, also without a mesh, a result of
+              another structure raises ValueError
     arrays    "whole" where arrays among the arguments have no rows
-    optional  by an argument's name, what the function returns in addition where it is not None
 
     Each row's tokens depend on that row only, so devices along "data" run loops of different lengths; those
     along "model" draw the same tokens and stay in step.
     """
+    words = jax.tree.structure(returns)
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
+        for name in jax.tree.leaves(returns):
+            if name not in SPLITS and name not in signature.parameters:
+                raise ValueError(
+                    f"over_mesh: returns has {name!r}; give one of {', '.join(SPLITS)} or an argument's name"
+                )
 
         @functools.wraps(function)
         def anywhere(params: Params, *args: Any, **kwargs: Any):
             if not isinstance(params, Params):
                 raise TypeError(f"params is a {type(params).__name__}; give model.params")
             if params.mesh is None:
-                return function(params, *args, **kwargs)
+                out = function(params, *args, **kwargs)
+                words.flatten_up_to(out)
+                return out
             mesh, bound = params.mesh, signature.bind(params, *args, **kwargs).arguments
             bound = {name: jnp.asarray(v) if isinstance(v, list) else v for name, v in bound.items()}
-            rows, layers = present((DATA,), mesh), present((None, DATA), mesh)
-            names = returns + tuple(name for key, name in optional.items() if bound.get(key) is not None)
             traced = {name: value for name, value in bound.items() if _arrays(value)}
             static = {name: value for name, value in bound.items() if name not in traced}
-            spec_of = {"rows": rows, "layers": layers, "whole": P()}
+            splits = {"rows": present((DATA,), mesh), "layers": present((None, DATA), mesh), "whole": P()}
 
             def spec(value):
-                if isinstance(value, Params) or _held(value):
+                if isinstance(value, Params) or _has_cache(value):
                     return specs(value, mesh)
-                return jax.tree.map(lambda x: spec_of[arrays] if np.ndim(x) else P(), value)
+                return jax.tree.map(lambda x: splits[arrays] if np.ndim(x) else P(), value)
 
             def on_device(traced):
                 traced = {name: _own_pages(value, mesh) for name, value in traced.items()}
                 traced["params"] = traced["params"].replace(mesh=None)
-                out = function(**traced, **static)
-                out = out if len(names) > 1 else (out,)
-                return tuple(_own_pages(value, mesh, back=True) for value in out)
+                return _own_pages(function(**traced, **static), mesh, back=True)
 
             in_specs = {name: spec(value) for name, value in traced.items()}
-            held = [in_specs[name] for name, value in traced.items() if _held(value)]
-            out_specs = tuple(held[0] if name == "held" else spec_of[name] for name in names)
+            out_specs = jax.tree.map((in_specs | splits).__getitem__, returns)
             # check_vma is off because gathered logits are the same on every device, but JAX's types do not
             # know it.
-            out = mapped(on_device, mesh, (in_specs,), out_specs)(traced)
-            return out if len(names) > 1 else out[0]
+            return mapped(on_device, mesh, (in_specs,), out_specs)(traced)
 
         return cast(F, anywhere)
 
@@ -96,8 +102,8 @@ def _is_cache(value) -> bool:
     return isinstance(value, KVCache)
 
 
-def _held(value) -> bool:
-    """Whether a KVCache is it, or in it."""
+def _has_cache(value) -> bool:
+    """Whether it is a KVCache or contains one."""
     return any(map(_is_cache, jax.tree.leaves(value, is_leaf=_is_cache)))
 
 

@@ -18,6 +18,6 @@ cache = bj.load_state("prefix.safetensors", model).take([0] * len(questions))
 state = bj.new_state(model, len(questions), 1, bj.SamplingParams(seed=0), new).replace(cache=cache)
 ids = jnp.array([q + [0] * (width - len(q)) for q in questions])
 lengths = jnp.array([len(q) for q in questions])
-state, drawn = bj.jitted.generate_tokens(model.params, state, ids, lengths, model.config, size=new)
-for answer in drawn.tolist():
+drawn = bj.jitted.generate_tokens(model.params, state, ids, lengths, model.config, size=new)
+for answer in drawn.tokens.tolist():
     print(repr(model.tokenizer.decode([t for t in answer if t >= 0])))

@@ -316,7 +316,7 @@ def test_the_functions_of_arrays_find_the_mesh_by_themselves(data, parts):
 
         @jax.jit
         def begin(params, state):
-            return bj.step(params, bj.prefill(params, state, tokens, lengths, c), c)
+            return bj.step(params, bj.prefill(params, state, tokens, lengths, c).state, c).state
 
         state = begin(m.params, state)
         state, drawn, scores = bj.jitted.decode(m.params, state, c, limit=np.int32(3), size=4, logprobs=2)
@@ -340,6 +340,25 @@ def test_the_functions_of_arrays_find_the_mesh_by_themselves(data, parts):
     many = results(load("tiny-llama:q8_0", "packed", bj.make_mesh(data, parts)))
     jax.tree.map(np.testing.assert_array_equal, one[0], many[0])
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-4), one[1], many[1])
+
+
+def test_a_result_of_another_structure_than_over_mesh_names_is_refused():
+    """With a mesh and without."""
+    tokens = jnp.ones((2, 3), jnp.int32)
+
+    def twice(params, tokens):
+        return tokens, tokens
+
+    for mesh in (None, bj.make_mesh(2, 2)):
+        params = load("tiny-llama:q8_0", "packed", mesh).params
+        first, second = bj.over_mesh(("rows", "rows"))(twice)(params, tokens)
+        np.testing.assert_array_equal(first, tokens)
+        np.testing.assert_array_equal(second, tokens)
+        for returns in (("rows",), ("rows", ("rows", "rows"))):
+            with pytest.raises(ValueError, match="tuple"):
+                bj.over_mesh(returns)(twice)(params, tokens)
+    with pytest.raises(ValueError, match="'row'; give one of rows, layers, whole or an argument's name"):
+        bj.over_mesh(("rows", "row"))(twice)
 
 
 def test_a_state_is_saved_on_one_mesh_and_loaded_on_another(tmp_path):
@@ -403,7 +422,7 @@ def test_pmap_draws_one_devices_tokens():
     for row, ids in zip(tokens.reshape(6, 32), PROMPTS, strict=True):
         row[: len(ids)] = ids
     generate = functools.partial(bj.generate_tokens, config=model.config, size=12)
-    _, drawn = jax.pmap(generate, in_axes=(None, 0, 0, 0))(model.params, states(), tokens, lengths)
+    drawn = jax.pmap(generate, in_axes=(None, 0, 0, 0))(model.params, states(), tokens, lengths).tokens
     assert_same(drawn.reshape(6, 12), on_one_device("tiny-llama:q8_0", "packed"))
 
 

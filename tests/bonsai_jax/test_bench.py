@@ -110,13 +110,13 @@ def test_gen_is_what_generate_runs(model, monkeypatch):
         assert test.state.cache.lengths[0] == 26 and test.state.remaining[0] == 0
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, 26)).astype(np.int32)
     state = bj.new_state(model, 1, 64, bj.SamplingParams(seed=0), 7, ignore_eos=True)
-    state = bj.jitted.prefill(model.params, state, ids[:, :20], np.array([20], np.int32), model.config)
+    state = bj.jitted.prefill(model.params, state, ids[:, :20], np.array([20], np.int32), model.config).state
     state = state.replace(
         tokens=jnp.asarray(ids[:, 20]),
         sampler=sampling.sampler(bj.SamplingParams(seed=0), 1, model.config.vocab_size),
     )
-    _, want = decode(model.params, state, model.config, limit=6, size=6)
-    np.testing.assert_array_equal(drawn[-1][1], want)
+    want = decode(model.params, state, model.config, limit=6, size=6).tokens
+    np.testing.assert_array_equal(drawn[-1].tokens, want)
 
 
 def test_gen_with_speculation_proposes_from_its_prompt_and_counts_steps(model):

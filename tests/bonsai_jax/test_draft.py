@@ -136,7 +136,7 @@ def in_float64(hidden: np.ndarray, tokens: list[int], ahead: int) -> tuple[list[
 def test_it_foresees_what_numpy_does():
     """Behind a prompt and steps that took some of its proposals back, in rows of different lengths."""
     model = tiny()
-    state, drawn = told(model, "mtp")
+    state, drawn, _ = told(model, "mtp")
     state = state.replace(remaining=jnp.array([1, 1]))
     got, _ = jax.jit(functools.partial(draft.foresee, count=3, config=model.config))(
         model.params, state.cache, state.tokens, state.remaining > 0
@@ -153,18 +153,18 @@ def test_it_foresees_what_numpy_does():
 
 def test_text_is_plain_decoding_s_whatever_it_foresees():
     plain, speculated = told(tiny(), None), told(tiny(), "mtp")
-    assert_same(np.asarray(speculated[1]), np.asarray(plain[1]))
+    assert_same(np.asarray(speculated.tokens), np.asarray(plain.tokens))
     how = {"max_new_tokens": 14, "ignore_eos": True, "speculate": "mtp"}
     outputs = bj.generate(tiny(), IDS, sampling=[GREEDY, HOT], **how)  # in rows of an engine
-    assert_same([output.tokens for output in outputs], np.asarray(plain[1]).tolist())
+    assert_same([output.tokens for output in outputs], np.asarray(plain.tokens).tolist())
 
 
 def test_a_step_keeps_what_it_foresaw():
     """Two rows read four tokens a step; of 13 behind the first the greedy row needs four steps."""
-    plain, (state, drawn) = told(sure(), None), told(sure(), "mtp")
-    assert_same(np.asarray(drawn), np.asarray(plain[1]))
+    plain, (state, drawn, _) = told(sure(), None), told(sure(), "mtp")
+    assert_same(np.asarray(drawn), np.asarray(plain.tokens))
     assert state.speculation.steps[0] == 4
-    assert state.cache.lengths.tolist() == plain[0].cache.lengths.tolist()
+    assert state.cache.lengths.tolist() == plain.state.cache.lengths.tolist()
 
 
 def test_from_a_hugging_face_folder_it_is_the_same():

@@ -72,8 +72,8 @@ def alone(prompts, params, model: bj.Model | None = None) -> list[list[int]]:
             row[: len(ids)] = ids
         state = bj.new_state(model, rows, 96, sampling, MOST, ignore_eos=True)
         lengths = jnp.array(list(map(len, some)), jnp.int32)
-        _, drawn = jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=MOST)
-        outputs += np.asarray(drawn).tolist()
+        drawn = jitted.generate_tokens(model.params, state, tokens, lengths, model.config, size=MOST)
+        outputs += np.asarray(drawn.tokens).tolist()
     return outputs[: len(prompts)]
 
 

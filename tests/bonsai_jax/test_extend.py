@@ -88,13 +88,15 @@ def test_jitted_functions_compile_once_and_donate():
     model = tiny()
     state = bj.new_state(model, 2, 64, GREEDY, 8, ignore_eos=True)
     before = state
-    state = jitted.prefill(model.params, state, jnp.array(IDS[:2, :16]), jnp.array([16, 3]), model.config)
+    state = jitted.prefill(
+        model.params, state, jnp.array(IDS[:2, :16]), jnp.array([16, 3]), model.config
+    ).state
     assert before.cache.k.is_deleted()
     size = jitted.step._cache_size()
     for _ in range(3):
-        state = jitted.step(model.params, state, model.config)
+        state = jitted.step(model.params, state, model.config).state
     assert jitted.step._cache_size() == size + 1
-    state, drawn = jitted.decode(model.params, state, model.config, limit=3, size=4)
+    drawn = jitted.decode(model.params, state, model.config, limit=3, size=4).tokens
     assert (drawn[:, :3] >= 0).all() and (drawn[:, 3] == -1).all()
 
 
@@ -102,8 +104,8 @@ def test_config_and_taps_need_not_be_named_static():
     """jax.jit, jax.vmap and jax.grad take the functions as they are."""
     model, ids, lengths = tiny(), jnp.array(IDS[:2, :16]), jnp.array([9, 5])
     state = bj.new_state(model, 2, 64, GREEDY, 8, ignore_eos=True)
-    state = jax.jit(bj.prefill, donate_argnums=1)(model.params, state, ids, lengths, model.config)
-    state = jax.jit(bj.step, donate_argnums=1)(model.params, state, model.config)
+    state = jax.jit(bj.prefill, donate_argnums=1)(model.params, state, ids, lengths, model.config).state
+    state = jax.jit(bj.step, donate_argnums=1)(model.params, state, model.config).state
     assert state.cache.lengths.tolist() == [10, 6]
     taps = bj.Taps("mlp")
     one_by_one = jax.jit(jax.vmap(bj.forward, in_axes=(None, 0, 0, None)))

@@ -282,7 +282,7 @@ rows = P("rows")
 def generate(params, tokens, lengths):
     greedy = bj.SamplingParams(temperature=0.0)
     state = bj.new_state(model, tokens.shape[0], 64, greedy, 12, ignore_eos=True)
-    return bj.generate_tokens(params, state, tokens, lengths, model.config, size=12)[1]
+    return bj.generate_tokens(params, state, tokens, lengths, model.config, size=12).tokens
 
 sharded = jax.shard_map(generate, mesh=mesh, in_specs=(P(), rows, rows), out_specs=rows, check_vma=False)
 one, two = (jax.jit(f)(model.params, tokens, lengths) for f in (generate, sharded))

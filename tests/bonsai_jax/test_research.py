@@ -245,9 +245,8 @@ def test_a_steered_generation_is_the_argmax_of_steered_logits():
         taps = bj.Taps(edit=edit, at={"output", *inside})
         state = bj.new_state(model, 1, 64, bj.SamplingParams(temperature=0.0), 9, ignore_eos=True)
         tokens, lengths = jnp.asarray(IDS)[None], jnp.array([len(IDS)])
-        state = bj.prefill(model.params, state, tokens, lengths, model.config, taps=taps)
-        first = state.tokens
-        _, rest = bj.decode(model.params, state, model.config, limit=8, size=8, taps=taps)
+        state, first, _ = bj.prefill(model.params, state, tokens, lengths, model.config, taps=taps)
+        rest = bj.decode(model.params, state, model.config, limit=8, size=8, taps=taps).tokens
         drawn = jnp.concatenate([first, rest[0]])
         logits, _ = bj.forward(
             model.params, jnp.concatenate([tokens[0], drawn])[None], lengths + 9, model.config, taps=taps

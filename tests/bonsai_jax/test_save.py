@@ -39,9 +39,9 @@ def begun():
     state = bj.new_state(model, 2, 64, SAMPLING, NEW, ignore_eos=True)
     prefill = jax.jit(bj.prefill, static_argnames="config")
     tokens = jnp.array([[1, 2, 3, 4], [9, 8, 0, 0]])
-    state = prefill(model.params, state, tokens, jnp.array([4, 2]), model.config)
-    state, _ = go_on(model, state, 3)
-    return state, go_on(model, state, NEW)[1]
+    state = prefill(model.params, state, tokens, jnp.array([4, 2]), model.config).state
+    state = go_on(model, state, 3).state
+    return state, go_on(model, state, NEW).tokens
 
 
 @functools.partial(jax.jit, static_argnames=("config", "size"))
@@ -213,7 +213,7 @@ def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
     model, state = tiny(), begun()[0]
     bj.save_state(tmp_path / "state", state)
     forward = jax.jit(lambda params, tokens, lengths: bj.forward(params, tokens, lengths, model.config)[0])
-    step = jax.jit(lambda params, state: bj.step(params, state, model.config))
+    step = jax.jit(lambda params, state: bj.step(params, state, model.config).state)
     prompt = jnp.array([[1, 2, 3, 4]]), jnp.array([4])
     for name, function, arguments in (("forward", forward, prompt), ("step", step, (state,))):
         exported = jax.export.export(function)(model.params, *arguments)
@@ -223,7 +223,7 @@ def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), forward(model.params, *prompt), atol=1e-5)
-    stepped, want = bj.load_state(tmp_path / "stepped", model), go_on(model, state, 1)[0]
+    stepped, want = bj.load_state(tmp_path / "stepped", model), go_on(model, state, 1).state
     np.testing.assert_array_equal(stepped.tokens, want.tokens)
     np.testing.assert_allclose(stepped.cache.k, want.cache.k, atol=1e-5)
 

@@ -12,6 +12,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted, proposers, sampling, speculation
 from bonsai_jax.decoding.proposers import ngram
+from bonsai_jax.decoding.state import Speculation
 from checkpoints import Checkpoint, open_checkpoint
 from tests.bonsai_jax.tokens import assert_same
 
@@ -163,12 +164,12 @@ def test_pages_of_other_rows_are_never_written():
 def test_decoding_in_pieces_and_from_a_file(tmp_path):
     """Rows that have filled the output wait for the others; a saved state goes on."""
     model = tiny()
-    state = jitted.prefill(model.params, told(), *prompts(), model.config)
-    pieces = [state.tokens[:, None]]
+    state, first, _ = jitted.prefill(model.params, told(), *prompts(), model.config)
+    pieces = [first[:, None]]
     for piece in range(20):
         if not state.remaining.any():
             break
-        state, drawn = jitted.decode(model.params, state, model.config, limit=3, size=5)
+        state, drawn, _ = jitted.decode(model.params, state, model.config, limit=3, size=5)
         pieces.append(drawn)
         if piece == 0:
             assert (drawn >= 0).sum(1).tolist() == [5, 5, 3, 5]
@@ -227,7 +228,7 @@ def test_frequencies_are_those_of_the_distribution():
             params, state, jnp.full((rows, 1), guess), jnp.ones(rows, bool), config=model.config
         )
 
-    drawn = np.asarray(step(model.params, state)[1])
+    drawn = np.asarray(step(model.params, state).tokens)
     accepted = drawn[:, 0] == guess
     np.testing.assert_array_equal(drawn[:, 1] >= 0, accepted)
     for tokens, probabilities in ((drawn[:, 0], p), (drawn[accepted, 1], after)):
@@ -244,7 +245,7 @@ def of_text(rows, count, capacity=16):
         row[: len(text)] = text
     ends = jnp.array([len(text) - 1 for text in rows])
     state = SimpleNamespace(
-        speculation=speculation.Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
+        speculation=Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
     )
     return jax.jit(lambda: ngram.propose(None, state, None, count)[0])().tolist()
 

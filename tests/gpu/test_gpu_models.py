@@ -76,9 +76,9 @@ def greedy_by_steps(model, ids, n):
     state = bj.new_state(model, 1, context, GREEDY, n, ignore_eos=True)
     for token in ids:
         state = state.replace(tokens=jnp.array([token], jnp.int32), remaining=jnp.array([n], jnp.int32))
-        state, _ = jitted.decode(model.params, state, model.config, limit=1, size=1)
+        state = jitted.decode(model.params, state, model.config, limit=1, size=1).state
     first = int(state.tokens[0])
-    state, rest = jitted.decode(model.params, state, model.config, limit=n - 1, size=n - 1)
+    state, rest, _ = jitted.decode(model.params, state, model.config, limit=n - 1, size=n - 1)
     return [first, *np.asarray(rest)[0].tolist()], state.cache
 
 
@@ -157,8 +157,8 @@ def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
         sampling = [bj.SamplingParams(seed=s) for s in (seed, 1, seed + 1)]
         new = [limits[0], 32, limits[1]]
         state = bj.new_state(model, 3, 256, sampling, new, ignore_eos=True)
-        state = jitted.prefill(model.params, state, *padded(prompts), model.config)
-        state, drawn = jitted.decode(model.params, state, model.config, limit=24, size=24)
+        state = jitted.prefill(model.params, state, *padded(prompts), model.config).state
+        state, drawn, _ = jitted.decode(model.params, state, model.config, limit=24, size=24)
         pages = state.cache.block_table[1]
         runs.append((drawn[1], state.cache.k[:, pages], state.cache.v[:, pages]))
     for other in runs[1:]:
@@ -169,9 +169,9 @@ def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
 def test_kernel_steps_update_the_cache_in_place():
     model = bj.load("synth:tiny-qwen3:q1_0")
     state = bj.new_state(model, 1, 2048, bj.SamplingParams(temperature=0.0), 64, ignore_eos=True)
-    state = jitted.prefill(model.params, state, *padded([list(range(20))]), model.config)
+    state = jitted.prefill(model.params, state, *padded([list(range(20))]), model.config).state
     before = state.cache.k.unsafe_buffer_pointer()
     compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < state.cache.k.nbytes
-    after, _ = jitted.decode(model.params, state, model.config, limit=4, size=8)
+    after = jitted.decode(model.params, state, model.config, limit=4, size=8).state
     assert state.cache.k.is_deleted() and after.cache.k.unsafe_buffer_pointer() == before

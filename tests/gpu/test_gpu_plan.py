@@ -38,7 +38,7 @@ prefill = jax.jit(bj.prefill, static_argnames="config")
 step = jax.jit(bj.step, static_argnames="config")
 run = lambda state: prefill(model.params, state, prompt, lengths, model.config)
 if tokens == 1:
-    state = jax.block_until_ready(run(state))
+    state = jax.block_until_ready(run(state).state)
     run = lambda state: step(model.params, state, model.config)
 jax.block_until_ready(run(state))
 with jax.profiler.trace(folder):

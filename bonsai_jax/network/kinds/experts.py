@@ -26,6 +26,7 @@ from pallas_kernels import (
     route,
     serializable,
 )
+from pallas_kernels.activations import SILU, Activation
 
 PRODUCTS = ("gate", "up", "down")  # arrays that fused launches multiply with (network/fused.py)
 SITES = ("router", "experts", "expert_weights", "hidden", "mlp")
@@ -39,12 +40,14 @@ class Experts:
     used        how many each token uses, the likeliest
     ffn         width of the hidden vector of each
     normalized  whether the weights of those used are divided by their sum
+    activation  of gate and up (pallas_kernels/activations.py)
     """
 
     count: int
     used: int
     ffn: int
     normalized: bool = True
+    activation: Activation = SILU
 
     kind = "experts"
 
@@ -108,9 +111,10 @@ def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
         chosen = chosen - jax.lax.axis_index(place.axis) * count
         own &= (chosen >= 0) & (chosen < count)
     chosen = jnp.where(own, chosen, -1)
+    gate = {"activation": sizes.activation}
     if "hidden" in place.taps:
-        hidden = place.tapped("hidden", experts_gated(n, w.gate, w.up, chosen, place.index))
+        hidden = place.tapped("hidden", experts_gated(n, w.gate, w.up, chosen, place.index, **gate))
         y = experts_matmul(hidden, w.down, chosen, weights, place.index)
     else:
-        y = experts_ffn(n, w.gate, w.up, w.down, chosen, weights, place.index)
+        y = experts_ffn(n, w.gate, w.up, w.down, chosen, weights, place.index, **gate)
     return add(x, y, rounds(x, w.down), place, "mlp"), cache, workspace

@@ -31,7 +31,7 @@ def run(
     gamma, norm_index = stacks.whole(*stacks.of_gamma(gamma, layer))
     if residual is not None:
         residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
-    options: dict[str, Any] = {"activation": activation} if len(matrices) == 2 else {}
+    gated: dict[str, Any] = {"activation": activation} if len(matrices) == 2 else {}
     y = kernel(
         x,
         matrices,
@@ -41,6 +41,6 @@ def run(
         eps=eps,
         residual=residual,
         activation_bits=bits,
-        **options,
+        **gated,
     )
     return y[:, :n].reshape(*lead, n)

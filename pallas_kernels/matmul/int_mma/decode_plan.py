@@ -9,6 +9,7 @@ from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.tiles import COLUMNS, Lanes
 
+BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
 
 
@@ -109,7 +110,7 @@ def plan(
     placed = share_out(parts, formats_of, blocks or device.multiprocessors())
     sizes = [part.item_bytes(matrices) for part in placed]
     best = None
-    for w in (16, 12, 8, 4):
+    for w in BLOCK_WARPS:
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
         taken += (4 * rotated_columns.words(rows, steps * COLUMNS, w),) if rotated else ()
