@@ -86,7 +86,7 @@ def int_experts(
         )
     (part,) = planned.parts
     product = int_decode_block.IntegerProduct(
-        planned, of_tile, columns, n_tiles, steps, len(weights), 0.0, activation_bits, activation
+        planned, of_tile, columns, len(weights), 0.0, activation_bits, activation
     )
     ring = planned.warps * part.depth * part.item_bytes(len(weights))
     return launch(

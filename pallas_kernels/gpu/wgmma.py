@@ -31,9 +31,14 @@ def lane(kept: bool = False):
 
 def fragment(registers, shape, layout, signed=None):
     """Lanes' registers as an array of Mosaic's."""
-    held = np.empty(layout.registers_shape(shape), dtype=object)
-    held.flat[:] = registers
-    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)
+    array = np.empty(layout.registers_shape(shape), dtype=object)
+    array.flat[:] = registers
+    return fragments.FragmentedArray(_registers=array, _layout=layout, _is_signed=signed)
+
+
+def half_fragment(pairs, shape):
+    """Lanes' pairs of float16, each a word, as an array of Mosaic's in wgmma's layout."""
+    return fragment([lanes.as_half_vector(pair) for pair in pairs], shape, fragments.WGMMA_LAYOUT)
 
 
 def stage_results(sums, scale, stage, first: int, activation: Activation | None, added: bool):

@@ -53,9 +53,7 @@ def plan(
             tuple(
                 IntegerProduct(
                     int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts), 1,
-                    phase.columns * wide, sum(part.n_tiles for part in parts),
-                    phase.columns // COLUMNS * wide, len(phase.parts[0]), eps, bits,
-                    activation,
+                    phase.columns * wide, len(phase.parts[0]), eps, bits, activation,
                 )
                 for phase, parts in zip(each, placed, strict=True)
             )

@@ -84,8 +84,7 @@ def plan(
     products = tuple(
         IntegerProduct(
             int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts), rows, phase.columns,
-            sum(part.n_tiles for part in parts), phase.columns // COLUMNS, len(phase.parts[0]), eps, bits,
-            activation,
+            len(phase.parts[0]), eps, bits, activation,
         )
         for phase, parts in zip(phases, placed, strict=True)
     )  # fmt: skip

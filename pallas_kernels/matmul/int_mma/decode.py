@@ -185,9 +185,8 @@ def int_decode(
             f"{shared} bytes of shared memory; split the rows"
         )
     product = int_decode_block.IntegerProduct(
-        planned, rows, columns, sum(part.n_tiles for part in planned.parts), steps, matrices, eps,
-        activation_bits, activation,
-    )  # fmt: skip
+        planned, rows, columns, matrices, eps, activation_bits, activation
+    )
     devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * ROWS), jnp.float32)
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)

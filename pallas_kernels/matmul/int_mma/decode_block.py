@@ -18,23 +18,30 @@ from pallas_kernels.matmul.int_mma.activations_shared import RotatedActivations,
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share
 from pallas_kernels.matmul.int_mma.rotated_columns import RotatedColumns
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import COLUMNS, ROWS
 
 
 @dataclasses.dataclass(frozen=True)
 class IntegerProduct:
-    """Static sizes: rows and columns of the activations; tiles of 16 rows and steps of 256 columns of all
-    parts; and how the blocks share them."""
+    """Static sizes: rows and columns of the activations, matrices of a part, and how blocks share them."""
 
     plan: int_decode_plan.Plan
     rows: int
     columns: int
-    n_tiles: int
-    steps: int
     matrices: int
     eps: float
     bits: int
     activation: Activation = SILU
+
+    @property
+    def n_tiles(self) -> int:
+        """Of 16 rows, of all parts."""
+        return sum(part.n_tiles for part in self.plan.parts)
+
+    @property
+    def steps(self) -> int:
+        """Of 256 columns."""
+        return -(-self.columns // COLUMNS)
 
     @property
     def width(self) -> int:

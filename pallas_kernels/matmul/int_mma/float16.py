@@ -17,14 +17,11 @@ values are still the definition's; of others (Q4_K, Q5_K, Q6_K) they are within 
 """
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm
-from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, select
-from pallas_kernels.gpu.wgmma import STEP, fragment, lane
+from pallas_kernels.gpu.wgmma import STEP, half_fragment, lane
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.tiles import COLUMNS, Lanes
 
@@ -171,9 +168,7 @@ def operand(format_lanes: Lanes, step: int, matrices, scales):
         warp, number, g, _ = lane(kept=True)
         vectors = vectors_of(matrices, warp, number)
         at = scales_of_warp(scales, warp, format_lanes, g)
-        halves = ir.VectorType.get((2,), ir.F16Type.get())
-        packed = [llvm.bitcast(halves, pair) for pair in step_pairs(format_lanes, step, vectors, at)]
-        return fragment(packed, (64, STEP), fragments.WGMMA_LAYOUT)
+        return half_fragment(step_pairs(format_lanes, step, vectors, at), (64, STEP))
 
     return dequantize(scales, *matrices)
 
