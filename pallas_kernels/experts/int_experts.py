@@ -23,7 +23,7 @@ from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import eights
-from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
+from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import COLUMNS, ROWS
 
@@ -85,7 +85,7 @@ def int_experts(
             f"{shared} bytes of shared memory"
         )
     (part,) = planned.parts
-    product = int_decode_block.IntegerProduct(
+    product = int_decode_plan.IntegerProduct(
         planned, of_tile, columns, len(weights), 0.0, activation_bits, activation
     )
     ring = planned.warps * part.depth * part.item_bytes(len(weights))
@@ -101,13 +101,15 @@ def int_experts(
 
 
 def _body(
-    product: int_decode_block.IntegerProduct,
+    product: int_decode_plan.IntegerProduct,
     *, weight_gmem, x_gmem, experts_gmem, rows_gmem, out_gmem, ring_smem, **refs,
 ):  # fmt: skip
     """Of a block, whose tile its number says."""
     (part,) = product.plan.parts
     tile = integer(lanes.block()) // part.blocks
-    share = Share.of(part, product.steps, product.plan.warps, integer(lanes.block()) - tile * part.blocks)
+    share = Share.for_block(
+        part, product.steps, product.plan.warps, integer(lanes.block()) - tile * part.blocks
+    )
     expert = memory.load(experts_gmem, tile)
 
     def load_x(places):
@@ -116,12 +118,8 @@ def _body(
     def store(y, row, n, _):
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)
 
-    with lanes.when(share.here & (expert < 2**31)):  # below 0 is large: numbers have no sign
+    with lanes.when(share.has_tiles & (expert < 2**31)):  # below 0 is large: numbers have no sign
         block = int_decode_block.Block(
             product, share, store, None, load_x, gamma_gmem=None, norm_layer=None, **refs
         )
-        stream, slot_bytes = Stream(share, weight_gmem, expert), part.item_bytes(product.matrices)
-        ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
-        first_pass = block.load()
-        block.run(first_pass, ring, ring.filled())
-        memory.wait_copies(0)
+        block.run_alone(weight_gmem, expert, ring_smem)

@@ -36,7 +36,8 @@ from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, index, integer, minimum, real, select, sum_of_squares, total
 from pallas_kernels.matmul.epilogue import inverse_rms, over_warps
 from pallas_kernels.matmul.int_mma.activations_shared import WarpActivations
-from pallas_kernels.matmul.int_mma.decode_block import Block, IntegerProduct
+from pallas_kernels.matmul.int_mma.decode_block import Block
+from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.step import router
@@ -255,7 +256,7 @@ class _Layer:
             ring = Ring(phases, self.of.experts_smem, self.planned.depths[1], self.planned.slot_bytes[1])
             state = ring.filled()
             run = lambda: block.run(loaded, ring, state, 0)  # noqa: E731
-            self._product(DOWN, ring, lanes.choose(gate_up[0].share.here, run, state), 1)
+            self._product(DOWN, ring, lanes.choose(gate_up[0].share.has_tiles, run, state), 1)
 
         if owners > choosing:
             # Blocks that have a logit and nothing else: who waits for others' words must make some later.
@@ -275,9 +276,10 @@ class _Layer:
             if several:
                 has = has & (combination == i)
             for part, weights in zip(product.plan.parts, self.of.weights[number][i], strict=True):
-                share = Share.of(part, product.steps, WARPS, block)
+                share = Share.for_block(part, product.steps, WARPS, block)
                 if several or number == NEXT_QKV:
-                    share = share._replace(here=share.here & has, tiles=select(has, share.tiles, 0))
+                    has_tiles = share.has_tiles & has
+                    share = share._replace(has_tiles=has_tiles, tiles=select(has, share.tiles, 0))
                 streams.append(Stream(share, weights, place))
         return streams
 
@@ -296,7 +298,7 @@ class _Layer:
         for product, stream in zip(parts, streams, strict=True):
             block = self._block(number, product, stream.share)
             run = lambda block=block, state=state: block.run(block.load(), ring, state, in_ring)  # noqa: E731
-            state = lanes.choose(stream.share.here, run, state)
+            state = lanes.choose(stream.share.has_tiles, run, state)
         return state
 
     def _block(self, number: int, product: IntegerProduct, share: Share, expert=None) -> Block:
@@ -379,7 +381,7 @@ class _Layer:
                 row = self._router_row(block, first)
             dot, squares = real(0), real(0)
             for u, (w, gamma) in enumerate(zip(row, gammas, strict=True)):
-                counts = integer(u) < block.share.mine
+                counts = integer(u) < block.share.own_steps
                 v = [select(counts, value, 0.0) for value in x[u, 0]]
                 squares = sum_of_squares(v, squares)
                 dot = total([dot, *(a * g * b for a, g, b in zip(v, gamma, w, strict=True))])

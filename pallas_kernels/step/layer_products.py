@@ -221,7 +221,7 @@ def _body(
     begins = (0, rows * hidden, rows * (hidden + ffn))
     widths = (hidden, ffn, hidden)
     shares = [
-        [Share.of(part, product.steps, product.plan.warps) for part in product.plan.parts]
+        [Share.for_block(part, product.steps, product.plan.warps) for part in product.plan.parts]
         for product in products
     ]
     ring = Ring(
@@ -291,7 +291,7 @@ def _body(
         [
             Block(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
-                gamma_gmem=norm_gmem[number], norm_layer=integer(0), ahead=gammas.get(number),
+                gamma_gmem=norm_gmem[number], norm_layer=integer(0), prefetch=gammas.get(number),
                 rounded=number > 0 and rounded[number - 1], rotation=rotating[number], **refs,
             )
             for share in shares[number]
@@ -307,5 +307,5 @@ def _body(
             def run(block=block, state=state, number=number):
                 return block.run(block.load() if number else loaded, ring, state, number)
 
-            state = lanes.choose(block.share.here, run, state)
+            state = lanes.choose(block.share.has_tiles, run, state)
     memory.wait_copies(0)

@@ -13,7 +13,7 @@ from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
-from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct
+from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
 from pallas_kernels.tiles import COLUMNS
 

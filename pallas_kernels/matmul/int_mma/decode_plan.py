@@ -1,10 +1,12 @@
 """How the blocks of an integer product (decode.py) share its tiles, and what of it lies where in shared
 memory."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.tiles import COLUMNS, Lanes
@@ -128,6 +130,62 @@ def plan(
             )
             best = cost, Plan(w, together(placed, padded), parts_of)
     return best and best[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerProduct:
+    """Static sizes: rows and columns of the activations, matrices of a part, and how blocks share them."""
+
+    plan: Plan
+    rows: int
+    columns: int
+    matrices: int
+    eps: float
+    bits: int
+    activation: Activation = SILU
+
+    @property
+    def n_tiles(self) -> int:
+        """Of 16 rows, of all parts."""
+        return sum(part.n_tiles for part in self.plan.parts)
+
+    @property
+    def steps(self) -> int:
+        """Of 256 columns."""
+        return -(-self.columns // COLUMNS)
+
+    @property
+    def width(self) -> int:
+        """Rows that a set of columns of the tensor core holds."""
+        return columns_of_rows(self.rows)[0]
+
+    @property
+    def padded(self) -> int:
+        """Rows, and what fills the last set."""
+        return columns_of_rows(self.rows)[1]
+
+    @property
+    def chunks(self) -> int:
+        return self.padded // self.width
+
+    @property
+    def slots(self) -> int:
+        """Groups that are side by side in the columns of the tensor core."""
+        return 8 // self.width
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.steps)
+
+    @property
+    def activation_group(self) -> int:
+        """Columns of activations that share a scale, of the first part."""
+        return formats.get(self.plan.parts[0].format).LANES.activation_group
+
+    @property
+    def per_warp(self) -> int:
+        """Steps of a warp, at most."""
+        return -(-self.steps // self.plan.warps)
 
 
 def stat_words(format_lanes: Lanes, activation_bits: int) -> int:
