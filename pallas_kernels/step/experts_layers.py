@@ -4,8 +4,8 @@ multiprocessor, for weights of 2 to 8 bits.
     q, k, v -> [attention] -> [o, + x] -> x -> [norm, router, top-k] -> [norm, gate, up, activation]
             -> [down of the chosen, their sum, + x] -> x -> [norm, next layer's q, k, v]
 
-Attention is decode.py's, a product decode.py's, and activations go from block to block as words with a
-tag, as in decode_layers.py and by its rule (workspace.py). What experts add:
+Attention is attention/decode.py's, a product int_mma/decode.py's, and activations go from block to block as
+gpu/exchange.py has it. What experts add:
 
     router    a block makes the logit of one expert; every block reads all logits and takes the largest itself
     gate, up  a chosen expert has blocks of its own
@@ -30,8 +30,8 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import WARPS
-from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import Exchange, tag
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, index, integer, minimum, real, select, sum_of_squares, total
 from pallas_kernels.matmul.epilogue import inverse_rms, over_warps
@@ -45,7 +45,6 @@ from pallas_kernels.step.experts_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Plann
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.layer_products_plan import Phase
 from pallas_kernels.step.router import Experts
-from pallas_kernels.step.workspace import tag
 from pallas_kernels.tiles import COLUMNS
 
 # What goes from block to block; x is twice a layer, behind o and behind down.
@@ -325,19 +324,17 @@ class _Layer:
             gamma_gmem=gamma, norm_layer=layer, **self.of.smem,
         )  # fmt: skip
 
-    def _at(self, vector: int) -> int:
+    def _begin(self, vector: int) -> int:
         return sum(self.widths[:vector])
 
     def _send(self, vector: int, n, y):
-        of_layer = tag(self.layer + 1) if vector == QKV else self.tag
-        memory.store_tagged(y, self.of.workspace, n + self._at(vector), of_layer)
+        tag_of_layer = tag(self.layer + 1) if vector == QKV else self.tag
+        Exchange(self.of.workspace, self._begin(vector), tag_of_layer).send(n, [y])
 
     def _receive(self, vector: int, places: list) -> list[list]:
-        """8 float32 from each (row, column) of a vector on, when they are there."""
-        starts = [at + self._at(vector) for _, at in places]
-        wanted = [((at, more), 4) for at in starts for more in (0, 4)]
-        words = memory.load_tagged(self.of.workspace, wanted, self.tag)
-        return [words[k : k + 8] for k in range(0, len(words), 8)]
+        """Wait for 8 float32 from each (row, column) of a vector on."""
+        exchange = Exchange(self.of.workspace, self._begin(vector), self.tag)
+        return exchange.receive_eights([at for _, at in places])
 
     def _weighted(self, places: list) -> list[list]:
         """What down is multiplied by."""
@@ -404,7 +401,7 @@ class _Layer:
         """The chosen experts and the bits of their weights into shared memory."""
         with lanes.when(block.warp == 0):
             each = self.experts.logits // router.LANES
-            at = index(block.lane * each) + self._at(LOGITS)
+            at = index(block.lane * each) + self._begin(LOGITS)
             wanted = [((at, more), 4) for more in range(0, each, 4)]
             logits = memory.load_tagged(self.of.workspace, wanted, self.tag, at_once=True)
             router.choose(logits, block.lane, self.experts, self.of.chosen_smem)

@@ -6,12 +6,11 @@ launch, a block on each multiprocessor, for weights of 2 to 8 bits.
 Each [phase] is a product of decode.py, with its block and its order of sums. A launch that does only one
 has an idle memory at both ends: until its first weights are there, and while its last sums are made and the
 next one starts. Here a warp's ring runs on from phase to phase (decode_ring.py): weights are on their way
-while activations go from block to block. These have a tag in the workspace, as in decode_layers.py: whoever
-reads the tag has the value. Every block reads all of them at once, and waits, so their bytes count: where all
-parts of what follows want the same integers, the block that made them rounds them, and 8 are passed on in 16
-bytes. Else they are float32 of 22 bits of mantissa. Inputs of folded weights are that, and each block rotates
-them for itself. The residual stream stays exact with the block that adds to it, which has the same outputs of
-o and of down.
+while activations go from block to block (gpu/exchange.py). Every block reads all of them at once, and waits,
+so their bytes count: where all parts of what follows want the same integers, the block that made them rounds
+them, and 8 are passed on in 16 bytes. Otherwise, and where weights are folded and each block rotates for
+itself, they travel as float32 with 22 bits of mantissa. The residual stream stays exact with the block that
+adds to it, which has the same outputs of o and of down.
 
 All blocks must run at once.
 """
@@ -27,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import Exchange, tag
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul.int_mma.activations_shared import eights, rounded_words
@@ -217,9 +217,10 @@ def _body(
     """Of a block, whose parts its number says."""
     products = planned.products
     rows, hidden, ffn = products[0].rows, products[1].columns, products[2].columns
-    tag = memory.load(layer_gmem, 0) % 3 + 1
-    begins = (0, rows * hidden, rows * (hidden + ffn))
     widths = (hidden, ffn, hidden)
+    begins = (0, rows * hidden, rows * (hidden + ffn))
+    tag_of_layer = tag(memory.load(layer_gmem, 0))
+    exchanges = [Exchange(workspace, begin, tag_of_layer) for begin in begins]
     shares = [
         [Share.for_block(part, product.steps, product.plan.warps) for part in product.plan.parts]
         for product in products
@@ -233,26 +234,22 @@ def _body(
     )  # fmt: skip
 
     def receive(vector: int, places: list) -> list[list]:
-        """8 float32 from each (row, column) of a vector on, or words of 8 integers, when they are there."""
+        """Wait for 8 float32 from each (row, column) of a vector on, or words of 8 integers."""
         if rounded[vector]:
-            return memory.load_fours(workspace, [at // 2 + begins[vector] for _, at in places], tag)
-        starts = [at + (row * widths[vector] + begins[vector]) for row, at in places]
-        words = memory.load_tagged(workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag)
-        return [words[k : k + 8] for k in range(0, len(words), 8)]
+            return exchanges[vector].receive_fours([at // 2 for _, at in places])
+        return exchanges[vector].receive_eights([at + row * widths[vector] for row, at in places])
 
     def receive_each(vector: int, places: list) -> list:
-        """A float32 from each (row, column) of a vector, when they are there."""
-        wanted = [((column + (row * widths[vector] + begins[vector]), 0), 1) for row, column in places]
-        return memory.load_tagged(workspace, wanted, tag)
+        """Wait for a float32 from each (row, column) of a vector."""
+        return exchanges[vector].receive_each([at + row * widths[vector] for row, at in places])
 
     def send(y, vector: int, row, n, gamma):
         if not rounded[vector]:
-            memory.store_tagged(y, workspace, row * widths[vector] + begins[vector] + n, tag)
+            exchanges[vector].send(row * widths[vector] + n, [y])
             return
-        *words, of_squares = rounded_words(y, gamma, products[vector + 1].activation_group)
+        *words, squares = rounded_words(y, gamma, products[vector + 1].activation_group)
         with lanes.when(lanes.thread() % 8 == 0):
-            words.append(memory.tagged(of_squares, tag))
-            memory.store_four_for_others(words, workspace, n // 2 + begins[vector])
+            exchanges[vector].send_four(n // 2, [*words, memory.tagged(squares, tag_of_layer)])
 
     def store(number: int, y, row, n, gamma):
         if number in (0, 2):

@@ -30,7 +30,7 @@ def pairs(words: list, signed: bool, scale: list, minimum: list | None = None) -
     """A lane's part of one group -> pairs of float16, [rows g, g + 8][pairs of neighbouring columns].
 
     words           int_bytes.Unit's `a` of the group
-    scale, minimum  float32 of rows g and g + 8 (`of_group`)
+    scale, minimum  float32 of rows g and g + 8 (`group_values`)
     """
     out = []
     for r in (0, 1):
@@ -43,7 +43,7 @@ def pairs(words: list, signed: bool, scale: list, minimum: list | None = None) -
     return out
 
 
-def of_group(values: list, j: int, lane) -> list:
+def group_values(values: list, j: int, lane) -> list:
     """Of a unit's values, [rows g, g + 8][groups 2 t, 2 t + 1], those of group j, from the lane of the quad
     that has them."""
     return [as_real(lanes.from_quad(as_word(row[j % 2]), lane, j // 2)) for row in values]
