@@ -73,26 +73,26 @@ def int_experts(
     rows     int32 [tiles, 1 to 16]
     Returns float32 [tiles * rows of a tile, N], N padded to 16. The rest as for `int_decode`.
     """
-    columns, (tiles, of_tile) = x.shape[1], rows.shape
+    columns, (tiles, tile_rows) = x.shape[1], rows.shape
     n_tiles, steps = weights[0]["words"].shape[1:3]
     if columns < steps * COLUMNS:
         x = jnp.pad(x, ((0, 0), (0, steps * COLUMNS - columns)))
     blocks = max(1, device.multiprocessors() // tiles)
-    planned = int_decode_plan.plan((weights,), of_tile, (format,), activation_bits, shared, blocks=blocks)
+    planned = int_decode_plan.plan((weights,), tile_rows, (format,), activation_bits, shared, blocks=blocks)
     if planned is None:
         raise NotImplementedError(
-            f"{format}: {of_tile} rows of {columns} activations of {activation_bits} bits do not fit "
+            f"{format}: {tile_rows} rows of {columns} activations of {activation_bits} bits do not fit "
             f"{shared} bytes of shared memory"
         )
     (part,) = planned.parts
     product = int_decode_plan.IntegerProduct(
-        planned, of_tile, columns, len(weights), 0.0, activation_bits, activation
+        planned, tile_rows, columns, len(weights), 0.0, activation_bits, activation
     )
     ring = planned.warps * part.depth * part.item_bytes(len(weights))
     return launch(
         functools.partial(_body, product),
         {"weight_gmem": weights, "x_gmem": x, "experts_gmem": experts, "rows_gmem": rows},
-        {"out_gmem": jax.ShapeDtypeStruct((tiles * of_tile, n_tiles * ROWS), jnp.float32)},
+        {"out_gmem": jax.ShapeDtypeStruct((tiles * tile_rows, n_tiles * ROWS), jnp.float32)},
         name="int_experts",
         blocks=tiles * part.blocks,
         threads=32 * planned.warps,

@@ -94,16 +94,16 @@ def refuses(
     if hidden > 4 * WARPS * COLUMNS:
         return f"hidden is {hidden} wide; the router has room for {4 * WARPS * COLUMNS}"
     query_heads, kv_heads, head_dim = heads
-    of_attention = decode_plan.Plan(
+    attention = decode_plan.Plan(
         1, kv_heads, query_heads // kv_heads, head_dim, 1, 1, device.multiprocessors(), True, 0.0, False
     )
-    if of_attention.team != WARPS:
+    if attention.team != WARPS:
         return f"{query_heads} query heads are more than blocks of attention"
     sizes = ((1, query_heads * head_dim, 1), (2, hidden, 2), (4, ffn, 1), (0, hidden, 1))
     phases = [
         [phase_of(parts, columns, matrices) for parts in dict.fromkeys(layer[i] for layer in layers)]
         for i, columns, matrices in sizes
     ]
-    if plan(phases, experts, of_attention.scratch, bits, 0.0) is None:
+    if plan(phases, experts, attention.scratch, bits, 0.0) is None:
         return f"{experts.used} experts of {ffn} activations leave no room for weights on their way"
     return None

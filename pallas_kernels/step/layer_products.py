@@ -75,11 +75,11 @@ def run(
     Returns x and what the following product gives, or None, and the workspace.
     """
     norm, gate, up, down = ffn
-    of_phases, gammas = [(o,), (gate, up), (down,)], [None, norm.gamma, None]
+    stacks, gammas = [(o,), (gate, up), (down,)], [None, norm.gamma, None]
     if following is not None:
-        of_phases.append(following[1:])
+        stacks.append(following[1:])
         gammas.append(following[0].gamma)
-    pieces = [list(zip(*(of.pieces() for of in phase), strict=True)) for phase in of_phases]
+    pieces = [list(zip(*(weight.pieces() for weight in phase), strict=True)) for phase in stacks]
     kernel = functools.partial(
         layer_products,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
@@ -91,10 +91,10 @@ def run(
     weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
     rotations = tuple(parts[0][0].rotation for parts in pieces)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
-    x, behind, workspace = jax.custom_batching.sequential_vmap(kernel)(
+    x, made, workspace = jax.custom_batching.sequential_vmap(kernel)(
         mixed, x, weights, tuple(gammas), number, workspace, rotations
     )
-    return x, None if following is None else behind[:, : following[1].stack.shape[0]], workspace
+    return x, None if following is None else made[:, : following[1].stack.shape[0]], workspace
 
 
 def rounded_vectors(
@@ -122,7 +122,7 @@ def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows:
     """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
     what follows have the same groups."""
     tiles = [-(-maker.shape[0] // ROWS) for maker in makers]
-    of_block = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
+    block_tiles = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
     groups = [
         {formats.get(piece.format).LANES.activation_group for piece in leaves(part)}
         for user in users
@@ -131,9 +131,9 @@ def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows:
     return (
         rows == 1
         and all(w.products.activation_bits == 8 and w.rotation is None for w in leaves(users))
-        and all(n % 2 == 0 for n in (*tiles, *of_block))
+        and all(n % 2 == 0 for n in (*tiles, *block_tiles))
         and all(len(leaves(part)) == 1 for maker in makers for part in maker.parts)
-        and all(len(of_part) == 1 for of_part in groups)
+        and all(len(part_groups) == 1 for part_groups in groups)
     )
 
 
@@ -175,7 +175,7 @@ def layer_products(
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
-    phases = [Phase(parts, of) for parts, of in zip(weights, formats_of, strict=True)]
+    phases = [Phase(*phase) for phase in zip(weights, formats_of, strict=True)]
     rotations = (None,) * len(phases) if rotations is None else rotations
     rotated = rotations[0] is not None
     planned = plan(phases, rows, bits, eps, rotated, activation)
@@ -190,9 +190,9 @@ def layer_products(
         results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * ROWS), jnp.float32)
     ref = jax.new_ref(workspace)
     ring_words = warps * planned.depth * planned.slot_bytes // 4
-    made = scratch(products)
+    smem = scratch(products)
     if rotated:
-        made["rotated_smem"] = plgpu.SMEM((rotated_words(phases, rows, warps),), jnp.float32)
+        smem["rotated_smem"] = plgpu.SMEM((rotated_words(phases, rows, warps),), jnp.float32)
     out = launch(
         functools.partial(_body, planned, rounded, [r and (r.block, r.heads) for r in rotations]),
         {
@@ -203,7 +203,7 @@ def layer_products(
         name="layer_products",
         blocks=max(sum(part.blocks for part in product.plan.parts) for product in products),
         threads=32 * warps,
-        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **made},
+        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **smem},
     )  # fmt: skip
     x, qkv = out if len(products) == 4 else (out, None)
     return x, qkv, jax.freeze(ref)
@@ -227,8 +227,8 @@ def _body(
     ]
     ring = Ring(
         [
-            [Stream(share, of_part, integer(0)) for share, of_part in zip(of, parts, strict=True)]
-            for of, parts in zip(shares, weight_gmem, strict=True)
+            [Stream(share, part, integer(0)) for share, part in zip(own, parts, strict=True)]
+            for own, parts in zip(shares, weight_gmem, strict=True)
         ],
         ring_smem, planned.depth, planned.slot_bytes,
     )  # fmt: skip
@@ -298,8 +298,8 @@ def _body(
     (first,), *_ = blocks
     loaded = first.load()  # before the weights: it is near and wanted first
     state = ring.filled()
-    for number, of in enumerate(blocks):
-        for block in of:
+    for number, parts in enumerate(blocks):
+        for block in parts:
 
             def run(block=block, state=state, number=number):
                 return block.run(block.load() if number else loaded, ring, state, number)

@@ -69,13 +69,13 @@ def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
-        wanted = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
-        if min(tiles) and sum(wanted) <= blocks:
+        needed = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
+        if min(tiles) and sum(needed) <= blocks:
             break
     else:
         raise AssertionError("no share of the blocks fits")
     first, placed = 0, []
-    for draft, t, count in zip(drafts, tiles, wanted, strict=True):
+    for draft, t, count in zip(drafts, tiles, needed, strict=True):
         placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
         first += count
     return tuple(placed)
@@ -124,11 +124,11 @@ def plan(
         if min(depths) >= 2 and (best is None or cost < best[0]):
             # No more slots than a warp has items: before its first product it visits all of them.
             items = [part.tiles * -(-steps // w) for part in placed]
-            parts_of = tuple(
+            planned_parts = tuple(
                 part._replace(depth=max(2, min(slots, most)))
                 for part, slots, most in zip(placed, depths, items, strict=True)
             )
-            best = cost, Plan(w, together(placed, padded), parts_of)
+            best = cost, Plan(w, together(placed, padded), planned_parts)
     return best and best[1]
 
 
