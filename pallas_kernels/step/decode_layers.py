@@ -108,7 +108,7 @@ class _Step:
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
-        self.cache = Cache.of(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
         mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
@@ -186,10 +186,10 @@ class _Step:
         return first, select(warp < len(more), first ^ address(warp, more), 0) if more else None
 
     def _attend(self, layer):
-        workspace, behind_keys = self.workspace, None
+        workspace, after_keys = self.workspace, None
         request = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
         if self.has_slots and self.attention.teams == 1:
-            behind_keys = request
+            after_keys = request
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -200,9 +200,9 @@ class _Step:
                 workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
-            most_ahead=MOST_AHEAD,
+            prefetch_below=MOST_AHEAD,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_keys=behind_keys,
+            after_keys=after_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
         )  # fmt: skip
