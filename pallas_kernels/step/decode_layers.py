@@ -254,12 +254,10 @@ class _Step:
                 self._pass_on_group(Phase.O, layer, heads * groups + group, row, load)
 
     def _pass_on_group(self, phase: Phase, layer, group, row, load):
-        p, gamma = self.products[phase], self.gamma.get(phase)
-        words = p.quantize(
-            group, row, load,
-            gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
-            self.workspace.tag_read(phase, layer),
-        )  # fmt: skip
+        p, ref, tag = self.products[phase], self.gamma.get(phase), self.workspace.tag_read(phase, layer)
+        columns = p.columns_of_lane(group)
+        gamma = None if ref is None else [memory.load(ref, layer, at + more) for at, more in columns]
+        words = p.quantize(row, load(columns), gamma, tag)
         self.workspace.pass_on(phase, [(group * p.group_words + at, *rest) for at, *rest in words], p)
 
     def _product(self, phase: Phase, layer):

@@ -189,9 +189,7 @@ class _Block:
             own = [first + i * p.warps + warp for i in range(at_once)]
             loaded = [self.load(minimum(item, items - 1)) for item in own]
             for item, (group, row, x, gamma) in zip(own, loaded, strict=True):
-                gamma_columns = None if gamma is None else lambda _, gamma=gamma: gamma
-                words = p.quantize(group, row, lambda _, x=x: x, gamma_columns, integer(0))
-                for place, word, condition in words:
+                for place, word, condition in p.quantize(row, x, gamma, integer(0)):
                     valid = item < items if condition is None else (item < items) & condition
                     with lanes.when(valid):
                         at = group * p.group_words + index(place)

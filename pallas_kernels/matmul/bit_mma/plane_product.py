@@ -85,9 +85,9 @@ class PlaneProduct(Product):
     def columns_of_lane(group) -> list[tuple]:
         return [(group * GROUP + lanes.thread() % 32, 32 * i) for i in range(4)]
 
-    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
+    def quantize(self, row, x: list, gamma: list | None, tag) -> list:
         lane, count = lanes.thread() % 32, self.products
-        x, squares = self.gather(group, load, gamma)
+        x, squares = self.gamma_and_squares(x, gamma)
         (plane,), scale, sum_of_q = bit_planes(x, lane, PLANES)  # lane 4 p + t: word t of plane p
         p, t = lane // 4, lane % 4
         i, place = p % count, p // count * 4 + t

@@ -267,26 +267,20 @@ class Product(abc.ABC):
     def _over_warps(self, scratch_smem, at, stride: int):
         return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
 
-    def gather(self, group, load: Callable, gamma: Callable | None) -> tuple[list, Any]:
-        """This lane's `columns_of_lane` of x, times gamma, and the row's sum of x^2 over the group; load and
-        gamma as for `quantize`."""
-        columns = self.columns_of_lane(group)
-        weights = gamma(columns) if gamma else None
-        x = load(columns)
-        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
-        return [v * w for v, w in zip(x, weights, strict=True)] if weights else x, squares
-
     @staticmethod
     @abc.abstractmethod
     def columns_of_lane(group) -> list[tuple]:
         """Which of a group's columns a lane has that quantizes it: an index and a constant each."""
 
     @abc.abstractmethod
-    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
-        """By a warp, a row of a group: (place among the group's words, word, condition or None) of each word.
+    def quantize(self, row, x: list, gamma: list | None, tag) -> list[tuple]:
+        """By a warp, a row of a group, of which x and, behind a norm, gamma are this lane's columns: (place
+        among the group's words, word, condition or None) of each word."""
 
-        load, gamma   columns (an index and a constant each) -> float32 of x and, behind a norm, its weights
-        """
+    def gamma_and_squares(self, x: list, gamma: list | None) -> tuple[list, Any]:
+        """x gamma, and the sum of x^2 over a warp's group."""
+        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
+        return [v * w for v, w in zip(x, gamma, strict=True)] if gamma else x, squares
 
     @abc.abstractmethod
     def receive(self, me: LaneColumns, first_row, load: Callable) -> Any:
