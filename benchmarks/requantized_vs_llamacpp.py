@@ -32,7 +32,7 @@ import bonsai_jax as bj
 from bonsai_jax import card, machine
 from bonsai_jax.decoding import jitted
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks, quantize
 from tests.agreement import agreement, log_softmax, top_kl
@@ -157,7 +157,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=5e-3, help="exit with an error at a larger KL to F32")
     arguments = parser.parse_args()
     run = bj.RunConfig(
-        context=256, rows=1, cache_dtype=arguments.cache_dtype, activation_bits=arguments.activation_bits
+        context=256,
+        batch_size=1,
+        cache_dtype=arguments.cache_dtype,
+        activation_bits=arguments.activation_bits,
     )
     if arguments.against:
         oracle, path = json.loads(arguments.against.read_text()), Path(arguments.model)

@@ -140,8 +140,8 @@ def _attention(problem: Attention) -> str | None:
 
 
 def _plain_scores(problem: Attention) -> str | None:
-    """Why a kernel of all layers does not have this attention, or None. Windows and softcaps differ from layer
-    to layer, and its code is the same for all."""
+    """Why a kernel of all layers does not have this attention, or None. Windows differ from layer to layer,
+    and its code is the same for all."""
     if problem.window is not None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:

@@ -12,6 +12,7 @@ import numpy as np
 from pallas_kernels import Products, QTensor, cache_layouts, delta, device
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
+from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.delta import chunks, step
 from pallas_kernels.experts import grouped
 from pallas_kernels.experts import int_experts as int_experts
@@ -59,12 +60,16 @@ def pages_of(layout, *shape):
     return jax.eval_shape(lambda: cache_layouts.empty(layout, shape))
 
 
-def attention(heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False):
+def attention(
+    heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False, scores=PLAIN
+):  # fmt: skip
     f32, i32, pages = jnp.float32, jnp.int32, 40
     cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
     angle = jax.ShapeDtypeStruct((rows, pairs or head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
-    return functools.partial(decode_attention, eps=1e-6, interleaved=not normed, gated=gated), (
+    return functools.partial(
+        decode_attention, eps=1e-6, interleaved=not normed, gated=gated, scores=scores
+    ), (
         jax.ShapeDtypeStruct((rows, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32), cache, cache,
         jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
         jax.ShapeDtypeStruct((), i32), angle, angle, (gamma, gamma) if normed else None, None,
@@ -122,16 +127,21 @@ def many_rows_of_integers(format, n, k, matrices, rows):
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
 
-def seen_pages(layout):
+def seen_pages(layout, window=None):
     cache, i32 = pages_of(layout, 4, 40, 64, 8, 128), jnp.int32
     rows = jax.ShapeDtypeStruct((2, 20), i32), jax.ShapeDtypeStruct((2, 128), i32)
-    return prefill_pages.as_float16, (cache, cache, *rows, jax.ShapeDtypeStruct((), i32))
+    return functools.partial(prefill_pages.as_float16, window=window), (
+        cache,
+        cache,
+        *rows,
+        jax.ShapeDtypeStruct((), i32),
+    )
 
 
-def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
+def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN):
     i32, pages = jnp.int32, 40
     cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
-    return kernel, (
+    return functools.partial(kernel, scores=scores), (
         jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
         jax.ShapeDtypeStruct((), i32),
