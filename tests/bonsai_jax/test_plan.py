@@ -8,7 +8,6 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import model
 from bonsai_jax.network import architectures
-from bonsai_jax.network import cache as kv
 from bonsai_jax.weights.params import Params
 from checkpoints import open_checkpoint
 from pallas_kernels import device, formats, selection
@@ -117,7 +116,7 @@ def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     params = loaded(*args)
     matrices = [params.embed, *params.layers.wqkv[0].parts, *params.layers.w_down.parts]
     assert {w.tiled for w in matrices} == {formats.family(format) is not None}
-    assert kv.empty(args[1], args[2], 1, 64).impl == "decode"
+    assert bj.cache.empty(args[1], args[2], 1, 64).impl == "decode"
 
 
 def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypatch):

@@ -26,10 +26,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, us
 
 import bonsai_jax as bj
 from bonsai_jax import model
-from bonsai_jax.decoding import sampling
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.network import architectures
-from bonsai_jax.network import cache as kv
 from checkpoints import open_checkpoint
 from pallas_kernels import device
 
@@ -113,8 +111,8 @@ def shapes(source, rows=1, context=2048, cache_dtype="bfloat16"):
     params = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
 
     def state():
-        cache = kv.empty(config, run, rows, context)
-        sampler = sampling.sampler(bj.SamplingParams(seed=0), rows, config.vocab_size)
+        cache = bj.cache.empty(config, run, rows, context)
+        sampler = bj.sampling.sampler(bj.SamplingParams(seed=0), rows, config.vocab_size)
         return decoding.start(cache, sampler, jnp.zeros((rows, 2), jnp.int32), jnp.ones(rows, jnp.int32))
 
     return params, jax.eval_shape(state), config
