@@ -34,7 +34,7 @@ import numpy as np
 import bonsai_jax as bj
 from bonsai_jax import card, machine
 from bonsai_jax.measure import bench
-from bonsai_jax.network.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Tensor, open_checkpoint, write_gguf
 from checkpoints.demo import demo_path
 

@@ -32,7 +32,7 @@ import bonsai_jax as bj
 from bonsai_jax import card, machine
 from bonsai_jax.decoding import jitted
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks, quantize
 from tests.agreement import agreement, log_softmax, top_kl

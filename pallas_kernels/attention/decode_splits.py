@@ -4,7 +4,7 @@
     splits' (o / l, m + log2 l)  -> tagged words in global memory -> outputs, of which each makes its part
 
 m is the largest score, l the sum of weights 2^(score - m), o the weighted values. Splits meet without a
-barrier: so all blocks of a launch must run at once.
+barrier (gpu/exchange.py): so all blocks of a launch must run at once.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from typing import Any
 
 from pallas_kernels.attention.decode_plan import Plan
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import Exchange
 from pallas_kernels.gpu.values import maximum as largest_of
 from pallas_kernels.gpu.values import minimum, select
 
@@ -59,26 +60,6 @@ class Share:
     stop: Any
     page: Any
     second_page: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """Where the splits of a row's attention meet: words of the workspace from `begin` on, a multiple of 4,
-    with this layer's tag."""
-
-    workspace: Any
-    begin: int
-    tag: Any
-
-    def send(self, at, values):
-        """1, 2 or 4 neighbours."""
-        words = [memory.tagged(value, self.tag) for value in values]
-        memory.store_words_for_others(words, self.workspace, at + self.begin)
-
-    def receive(self, places) -> list:
-        """What was sent to ((element, constant), count) places."""
-        wanted = [((at, constant + self.begin), count) for (at, constant), count in places]
-        return memory.load_tagged(self.workspace, wanted, self.tag, at_once=True)
 
 
 @dataclasses.dataclass(frozen=True)

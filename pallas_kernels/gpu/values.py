@@ -163,6 +163,21 @@ def maximum(x, y: Any):
     return _apply("maxui", "maximumf", x, _like(x, y))
 
 
+def smaller_signed(x, y: Any):
+    """The smaller of two i32 with signs."""
+    return of(arith.minsi(x, _like(x, y)))
+
+
+def larger_signed(x, y: Any):
+    """The larger of two i32 with signs."""
+    return of(arith.maxsi(x, _like(x, y)))
+
+
+def shifted_signed(word, count: int):
+    """An i32 with a sign, shifted to the right: copies of the sign come in."""
+    return of(arith.shrsi(word, integer(count)))
+
+
 def fma(a, b: Any, c: Any):
     """a b + c, rounded once."""
     return of(mlir_math.fma(a, _like(a, b), _like(a, c)))

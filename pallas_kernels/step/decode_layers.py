@@ -29,8 +29,8 @@ from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_cache import Cache, team_warp
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_sources import visit_bytes
-from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import Exchange
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
 from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct

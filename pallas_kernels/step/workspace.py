@@ -1,16 +1,8 @@
-"""Activations on their way from block to block of one launch, in global memory.
+"""Activations on their way from block to block of one launch (gpu/exchange.py), in global memory.
 
-There is no barrier: each word has a tag of 2 bits, which says of which layer it is (memory.store_tagged). A
-reader asks for its words again until all have the tag that it wants, so that an activation is on its way to
-its reader as soon as it is written, where a barrier would wait for the slowest write, count, and then read.
-
-No word is written while somebody may still read it: a block writes a vector only when it has read all of a
-later one, of which each part was made by somebody who had read all of that vector before. (Where columns are
-shared out a block reads a part; the next phase, which reads all, has the sums of all parts.)
-
-    [vector][split][row][width of the vector], i32
-    [phase]    of more than one row, what is passed on (product.py)
-    what is behind them is attention's (decode_splits.py)
+[vector][split][row][width of the vector], i32
+[phase]    of more than one row, what is passed on (product.py)
+what is behind them is attention's (decode_splits.py)
 """
 
 import contextlib
@@ -20,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import tag
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul.bit_mma.product import Product
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
@@ -35,11 +28,6 @@ def _read_and_written(shapes: Shapes) -> tuple[dict[Phase, Vector], dict[Phase, 
     reads = (down, Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN)
     writes = (Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN, down)
     return dict(zip(Phase, reads, strict=True)), dict(zip(Phase, writes, strict=True))
-
-
-def tag(write):
-    """Of the write-th contents of a place, which begins as zeros."""
-    return write % 3 + 1
 
 
 def workspace_words(shapes: Shapes) -> int:

@@ -14,6 +14,7 @@ import bonsai_jax as bj
 from bonsai_jax.decoding import sampling
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
+from bonsai_jax.weights import memory
 from tests.bonsai_jax.command_line import ROOT
 
 KEYS = [
@@ -142,7 +143,7 @@ def test_gen_with_speculation_proposes_from_its_prompt_and_counts_steps(model):
 
 def test_bytes_per_step_count_the_cache(model):
     shallow, deep = (bench.Test(model, "tg", 4, depth).bytes_moved() for depth in (0, 40))
-    assert deep - shallow == 40 * kv.bytes_per_token(model.config, "float32")
+    assert deep - shallow == 40 * memory.bytes_per_token(model.config, model.run)
 
 
 def test_a_batch_counts_the_tokens_of_all_its_rows(model, monkeypatch):
@@ -154,5 +155,5 @@ def test_a_batch_counts_the_tokens_of_all_its_rows(model, monkeypatch):
     np.testing.assert_array_equal(test.cache.lengths, [8, 8, 8])
     assert not np.array_equal(test.ids[0], test.ids[1])
     alone = bench.Test(model, "tg", 4, depth=4)
-    cache_bytes = 6 * kv.bytes_per_token(model.config, "float32")
+    cache_bytes = 6 * memory.bytes_per_token(model.config, model.run)
     assert test.bytes_moved() - alone.bytes_moved() == 2 * cache_bytes

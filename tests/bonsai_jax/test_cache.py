@@ -11,6 +11,8 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.measure import evaluate
 from bonsai_jax.network import cache
+from bonsai_jax.network.kinds import attention, delta_net
+from bonsai_jax.weights import memory
 from pallas_kernels import cache_layouts
 from tests.bonsai_jax.vocabularies import smollm2, smollm2_path
 
@@ -19,19 +21,21 @@ DATA = Path(__file__).parent.parent / "data"
 
 def test_the_cache_holds_nothing_of_a_kernel():
     """A kernel's workspace lives as long as a step goes through its layers (decoder.decoder)."""
-    arrays = [
-        field.name for field in dataclasses.fields(cache.KVCache) if field.metadata.get("pytree_node", True)
-    ]
-    assert arrays == ["k", "v", "block_table", "lengths", "delta", "draft"]
+
+    def arrays(node) -> list[str]:
+        return [field.name for field in dataclasses.fields(node) if field.metadata.get("pytree_node", True)]
+
+    assert arrays(cache.KVCache) == ["block_table", "lengths", "attention", "delta_net", "draft"]
+    assert arrays(attention.State) == ["k", "v", "ring"] and arrays(delta_net.State) == ["s", "tail"]
 
 
 @pytest.mark.parametrize("name", cache_layouts.names())
 def test_a_model_takes_every_layout(name):
     model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(cache_dtype=name, context=64, page_size=8))
-    held = cache.empty(model.config, model.run, rows=1, context=8)
-    assert cache_layouts.of(held.k) is cache_layouts.get(name)
-    held_bytes = sum(a.nbytes for a in jax.tree.leaves((held.k, held.v)))
-    assert cache.bytes_per_token(model.config, name) * 8 == held_bytes
+    (stored,) = cache.empty(model.config, model.run, rows=1, context=8).attention
+    assert cache_layouts.of(stored.k) is cache_layouts.get(name)
+    stored_bytes = sum(a.nbytes for a in jax.tree.leaves((stored.k, stored.v)))
+    assert memory.bytes_per_token(model.config, model.run) * 8 == stored_bytes
     assert np.isfinite(bj.logits(model, [1, 2, 3])).all()
 
 

@@ -9,11 +9,11 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import card
-from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.measure import bench, profile
-from bonsai_jax.network import cache as kv
-from bonsai_jax.weights import params
-from bonsai_jax.weights.plan import StepPlan
+from bonsai_jax.network import params
+from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
+from bonsai_jax.network.schedules import StepPlan
+from bonsai_jax.weights import memory
 from checkpoints import open_checkpoint
 from pallas_kernels import Products, QTensor, device
 from tests.bonsai_jax.command_line import TINY, run, tiny
@@ -38,14 +38,14 @@ def test_rows_say_when_kernels_had_16_bits():
 
 
 def test_inspect_reads_no_weights(monkeypatch):
-    monkeypatch.setattr("bonsai_jax.weights.params.load", None)
+    monkeypatch.setattr("bonsai_jax.weights.drawing.read", None)
     done = run("inspect", "synth:bonsai-8b:q1_0", "--weights", "packed")
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["all", "399", "8188548096", "1152704128", "1.126"] in lines  # FACTS: tensor bytes of the 8B
     assert ["KV", "bytes", "per", "token", "294,912"] in lines  # float32: twice FACTS' bfloat16
     assert ["qwen3.block_count", "36"] in lines
-    assert ["wq", "wk", "wv", "matmul", "q1_0", "6144", "x", "4096", "on", "cpu", "x", "36", "cpu"] in lines
+    assert ["q", "k", "v", "matmul", "q1_0", "6144", "x", "4096", "on", "cpu", "x", "36", "cpu"] in lines
     refused = "matmul not by bit_decode_s8, bit_decode_b1, int_decode: "
     refused += "needs an NVIDIA GPU of compute capability 8.0"
     assert refused in done.stdout
@@ -56,7 +56,7 @@ def test_inspect_names_the_kernels_of_experts_and_why_a_step_of_more_rows_is_not
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     done = run("inspect", "synth:tiny-qwen3moe:q4_k", "--weights", "packed")
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if " on sm_90 " in line}
-    assert lines["expert_gate"].endswith("1 row, 8 rows: int_experts; 64 rows, prefill: grouped")
+    assert lines["gate"].endswith("1 row, 8 rows: int_experts; 64 rows, prefill: grouped")
     assert lines["embed"].endswith("look-up of rows")
     assert lines["decode"].endswith("1 row: one_launch; more: launches")
     refused = "decode step not by one_launch: with experts it is for one row: 8 have experts of their own"
@@ -202,9 +202,9 @@ def test_profile_of_a_delta_net_has_its_phases():
     rows = list(profile.measure(model, 0, 1))
     assert [row.phase for row in rows[:3]] == ["delta inputs", "delta net", "delta output"]
     assert [row.phase for row in rows[3:]] == PHASES
-    read_bytes = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
-    assert 0.95 < read_bytes / params.decode_bytes(model.params, model.config) <= 1
-    assert rows[1].bytes == 2 * kv.bytes_per_row(model.config)
+    held = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
+    assert 0.95 < held / params.decode_bytes(model.params, model.config) <= 1
+    assert rows[1].bytes == 2 * memory.bytes_per_row(model.config, model.run)
 
 
 def test_inspect_says_what_is_folded_and_what_a_row_keeps():
@@ -216,7 +216,7 @@ def test_inspect_says_what_is_folded_and_what_a_row_keeps():
 def test_profile_of_a_long_prompt_is_of_one_chunk():
     model = bj.load(MIXED, bj.RunConfig(context=1024, impl="reference"))
     first = next(profile.measure(model, 0, 1, tokens=700))
-    assert first.test == f"pp{decoding.PREFILL_CHUNK}@d0"
+    assert first.test == f"pp{PREFILL_CHUNK}@d0"
     with pytest.raises(NotImplementedError, match="more than one row"):
         next(profile.measure(model, 0, 1, tokens=16, rows=2))
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 import pytest
-from bonsai_jax.network.layers import rope_frequencies
 
-from bonsai_jax.model import RunConfig, Tokenizer, load_plan, resolve
-from bonsai_jax.network import architectures
+from bonsai_jax.model import RunConfig, Tokenizer
+from bonsai_jax.network import architectures, rope
+from bonsai_jax.weights import plan as load_plans
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 
 ODD = ["x", {}, [], None, True, -1, 0, float("inf"), 1.5, 10**400, [1, 2]]
@@ -16,9 +16,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 
 
 def plan(checkpoint: Checkpoint) -> None:
-    config = architectures.config_of(checkpoint)
-    rope_frequencies(config.attention.rope, config.attention.head_dim)
-    load_plan(checkpoint, config, resolve(RunConfig(), checkpoint, config))
+    description = architectures.describe(checkpoint)
+    rope.frequencies(description.config.attention.rope)
+    load_plans.plan(description, RunConfig())
 
 
 def said_of(read, checkpoint: Checkpoint, change: dict) -> str | None:
@@ -58,13 +58,13 @@ def huggingface() -> Checkpoint:
     return Checkpoint("folder", "huggingface", metadata, tensors)
 
 
-@pytest.mark.parametrize("rope", [{}, YARN, LLAMA3], ids=["default", "yarn", "llama3"])
-def test_any_value_of_config_json_loads_or_is_named(rope):
+@pytest.mark.parametrize("scaling", [{}, YARN, LLAMA3], ids=["default", "yarn", "llama3"])
+def test_any_value_of_config_json_loads_or_is_named(scaling):
     checkpoint = huggingface()
-    good = {**checkpoint.metadata, "rope_scaling": rope}
+    good = {**checkpoint.metadata, "rope_scaling": scaling}
     assert said_of(plan, checkpoint, good) is None
     changes = [{key: odd} for key in good for odd in ODD]
-    changes += [{"rope_scaling": rope | {key: odd}} for key in rope for odd in ODD]
+    changes += [{"rope_scaling": scaling | {key: odd}} for key in scaling for odd in ODD]
     said = [said_of(plan, checkpoint, good | change) for change in changes]
     assert sum(text is not None for text in said) > 100
 
@@ -111,8 +111,5 @@ def test_null_is_the_default():
     config = architectures.config_of(
         dataclasses.replace(checkpoint, metadata={**checkpoint.metadata, **nulls})
     )
-    assert (config.attention.head_dim, config.attention.num_kv_heads, config.attention.rope.base) == (
-        64,
-        4,
-        10000.0,
-    )
+    attention = config.attention
+    assert (attention.head_dim, attention.num_kv_heads, attention.rope.base) == (64, 4, 10000.0)

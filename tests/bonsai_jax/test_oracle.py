@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from tests.agreement import agreement, log_softmax, top_kl
 

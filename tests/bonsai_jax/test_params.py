@@ -16,8 +16,9 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
-from bonsai_jax.network.params import blocks
-from bonsai_jax.weights import drawing, params
+from bonsai_jax.weights import drawing
+from bonsai_jax.weights import read as reading
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks
 from pallas_kernels.qtensor import Rows
@@ -42,7 +43,7 @@ def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(sour
     """As on a GPU a program makes them of blocks: every array is compared."""
     from tests.bonsai_jax.test_oracle import as_file
 
-    with mock.patch.object(params, "_as_it_lies", lambda *_: False):
+    with mock.patch.object(reading, "_as_it_lies", lambda *_: False):
         made = bj.load(source)
     path = as_file(source, tmp_path / "model.gguf")
     compiled = []
@@ -89,7 +90,7 @@ def test_a_misshapen_tensor_is_named():
     wrong = dataclasses.replace(tiny().tensors["blk.2.attn_k.weight"], name="blk.2.attn_q.weight")
     with pytest.raises(
         CheckpointError,
-        match=r"blk\.2\.attn_q\.weight has shape \(128, 256\); .* \(256, 256\) \(q_width, hid",
+        match=r"blk\.2\.attn_q\.weight has shape \(128, 256\); .* \(256, 256\) \(q_rows, hid",
     ):
         bj.from_checkpoint(changed(blk__2__attn_q__weight=wrong))
 
@@ -108,8 +109,8 @@ def test_a_mixed_file_keeps_a_stack_for_each_format():
     (wqkv,) = model.params.layers.attention[0].qkv
     assert len(wqkv.parts) == 2 and len(wqkv.where) == 3  # all of q4_k, and values of q6_k
     for layer, (part, index) in enumerate(wqkv.where):
-        held = wqkv.parts[part]
-        pieces = held.pieces if isinstance(held, Rows) else (held,)
+        weights = wqkv.parts[part]
+        pieces = weights.pieces if isinstance(weights, Rows) else (weights,)
         assert [piece.format for piece in pieces] in (["q4_k"], ["q4_k", "q6_k"])
         want = []
         for name in "qkv":
@@ -159,10 +160,8 @@ def huggingface_folder(source: str, folder: Path) -> Path:
             if (t := checkpoint.tensors.get(spec.gguf.format(layer))) is None:
                 continue
             values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
-            if config.attention.rope.interleaved and spec.field in (
-                "wq",
-                "wk",
-            ):  # pairs (0, 1), (2, 3) ... to halves
+            pairs = config.attention.rope.interleaved and spec.field in ("q", "k")
+            if pairs:  # (0, 1), (2, 3) ... to halves
                 heads = values.reshape(-1, config.attention.head_dim // 2, 2, config.hidden)
                 values = heads.swapaxes(1, 2).reshape(t.shape)
             named[spec.huggingface.format(layer)] = values

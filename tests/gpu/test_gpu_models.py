@@ -23,10 +23,8 @@ def test_steps_through_kernels_are_near_the_exact_definition(name, bits, limit, 
     ids = np.random.default_rng(3).integers(0, 256, 40).tolist()
     run = bj.RunConfig(cache_dtype="float32", activation_bits=bits, schedule=schedule)
     kernels = bj.load(f"synth:{name}:q1_0", run)
-    assert (
-        kernels.params.layers.attention[0].qkv[0].parts[0].tiled
-        and kernels.params.step.schedule(1) == schedule
-    )
+    assert kernels.params.layers.attention[0].qkv[0].parts[0].tiled
+    assert kernels.params.step.schedule(1) == schedule
     exact = dataclasses.replace(run, impl="reference", schedule="auto")
     exact = bj.logits(bj.load(f"synth:{name}:q1_0", exact), ids)
     assert exact.std() > 2
@@ -162,8 +160,8 @@ def test_a_row_keeps_its_bits_through_kernels_whatever_the_other_rows_hold():
         state = bj.new_state(model, 3, 256, sampling, new, ignore_eos=True)
         state = jitted.prefill(model.params, state, *padded(prompts), model.config).state
         state, drawn, _ = jitted.decode(model.params, state, model.config, limit=24, size=24)
-        pages = state.cache.block_table[1]
-        runs.append((drawn[1], state.cache.attention[0].k[:, pages], state.cache.attention[0].v[:, pages]))
+        (keys,), pages = state.cache.attention, state.cache.block_table[1]
+        runs.append((drawn[1], keys.k[:, pages], keys.v[:, pages]))
     for other in runs[1:]:
         for one, another in zip(runs[0], other, strict=True):
             np.testing.assert_array_equal(one, another)
@@ -173,11 +171,9 @@ def test_kernel_steps_update_the_cache_in_place():
     model = bj.load("synth:tiny-qwen3:q1_0")
     state = bj.new_state(model, 1, 2048, bj.SamplingParams(temperature=0.0), 64, ignore_eos=True)
     state = jitted.prefill(model.params, state, *padded([list(range(20))]), model.config).state
-    before = state.cache.attention[0].k.unsafe_buffer_pointer()
+    (keys,) = state.cache.attention
+    before = keys.k.unsafe_buffer_pointer()
     compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < state.cache.attention[0].k.nbytes
+    assert compiled.memory_analysis().temp_size_in_bytes < keys.k.nbytes
     after = jitted.decode(model.params, state, model.config, limit=4, size=8).state
-    assert (
-        state.cache.attention[0].k.is_deleted()
-        and after.cache.attention[0].k.unsafe_buffer_pointer() == before
-    )
+    assert keys.k.is_deleted() and after.cache.attention[0].k.unsafe_buffer_pointer() == before

@@ -39,10 +39,7 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
         compute_capability=capability,
         donate_argnums=1,
     )
-    cache_bytes = sum(
-        a.size * a.dtype.itemsize
-        for a in jax.tree.leaves((state.cache.attention[0].k, state.cache.attention[0].v))
-    )
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.cache.attention))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes
@@ -90,14 +87,12 @@ def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
         def read(columns, q, cache):
             chunk = on_device.unpacked(columns, layout)
             positions = chunk["first"][:, None] + jnp.arange(tokens)
-            return prefill_sm90.prefill_attention(
-                q, cache.attention[0].k, cache.attention[0].v, chunk["table"], positions, 0
-            )
+            (keys,) = cache.attention
+            return prefill_sm90.prefill_attention(q, keys.k, keys.v, chunk["table"], positions, 0)
 
         columns = jax.ShapeDtypeStruct((1, layout.itemsize // 4), jnp.int32)
-        q = jax.ShapeDtypeStruct(
-            (1, tokens, config.attention.num_heads, config.attention.head_dim), jnp.bfloat16
-        )
+        heads = config.attention.num_heads, config.attention.head_dim
+        q = jax.ShapeDtypeStruct((1, tokens, *heads), jnp.bfloat16)
         text = compile_for_gpu(read, columns, q, pool.cache).as_text()
     (call,) = re.findall(r"custom-call\((.*)\), custom_call_target=\"mosaic_gpu", text.split("ENTRY")[1])
     assert "slice" in call  # a copy
@@ -175,10 +170,8 @@ def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
     assert launches == 2 * 4 + 1 + 1 + 2  # and the first layer's inputs, the output matrix, a draw
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2e6
-    assert (
-        memory.alias_size_in_bytes
-        >= 4 * state.cache.delta_net[0].s.size + 2 * 2 * state.cache.attention[0].k.size
-    )
+    (delta,), (attention,) = state.cache.delta_net, state.cache.attention
+    assert memory.alias_size_in_bytes >= 4 * delta.s.size + 2 * 2 * attention.k.size
 
 
 def test_experts_are_read_in_place(monkeypatch):
@@ -198,11 +191,9 @@ def test_experts_are_read_in_place(monkeypatch):
         prefill = compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
-    assert len(params.layers.experts[0].down.parts) == layers
-    one_layer = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.experts[0].up))
-        // layers
-    )
+    (experts,) = params.layers.experts
+    assert len(experts.down.parts) == layers
+    one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(experts.up)) // layers
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
     assert step.as_text().count("experts_layers") and "int_experts" not in step.as_text()
     assert of_two.as_text().count("int_experts") >= 2 * layers

@@ -44,8 +44,9 @@ def problems(platform: str):
     for name in MODELS:
         checkpoint = open_checkpoint(f"synth:{name}:f32")
         config = architectures.config_of(checkpoint)
-        heads[name] = (config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim)
-        turned[name] = config.rotated
+        attention = config.attention
+        heads[name] = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        turned[name] = None if attention.rope.dim == attention.head_dim else attention.rope.dim
         plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
         shapes = {t.shape[-2:] for t in checkpoint.tensors.values() if len(t.shape) > 1}
         for shape in shapes - ({(config.delta_net.qkv_width, config.delta_net.conv)} if plain else set()):
