@@ -195,7 +195,8 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
 
     Linears keep their input's variance. Those that write to the residual stream are smaller, so that the sum
     over all layers stays near 1. The output matrix gives logits a deviation of 2.5, as a trained model's are:
-    under a flat distribution an error in the logits would not show.
+    under a flat distribution an error in the logits would not show. Where embeddings are scaled up (Gemma),
+    the last norm makes that deviation: a token would otherwise predict nothing but itself.
     """
     base = _MIXES.get(format, format)
     hidden = model.hidden
@@ -229,7 +230,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
 
     head_format = "q6_k" if format in _MIXES else base
     if model.tied:
-        yield linear("token_embd.weight", model.vocab, hidden, head_format, 2.5)
+        yield linear("token_embd.weight", model.vocab, hidden, head_format, 0.5 if model.windows else 2.5)
     else:
         yield "token_embd.weight", base, (model.vocab, hidden), 0.0, 1.0
     for i in range(model.layers):
@@ -258,7 +259,7 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         if model.windows:
             yield norm(f"blk.{i}.post_attention_norm.weight", hidden)
         yield from feed_forward(i, down_format)
-    yield norm("output_norm.weight", hidden)
+    yield "output_norm.weight", "f32", (hidden,), 5.0 if model.windows else 1.0, 0.1
     if not model.tied:
         yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
 
