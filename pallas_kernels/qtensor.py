@@ -21,19 +21,16 @@ class Products:
     kernels          (most rows of activations, kernel), ascending; the last has None: all above
     activation_bits  8 or 16, to which kernels may round activations: per group of 128 (1-bit weights) or of
                      the columns that share a scale. 16 is nearly exact
+    tiled            whether a kernel reads the format's tiles; else blocks as they stand in a file
     """
 
     kernels: tuple[tuple[int | None, str], ...] = ((None, "reference"),)
     activation_bits: int = 8
+    tiled: bool = False
 
     def of(self, rows: int) -> str:
         """The kernel for so many rows."""
         return next(kernel for most, kernel in self.kernels if most is None or rows <= most)
-
-    @property
-    def tiled(self) -> bool:
-        """Whether they read the format's tiles; else blocks as they stand in a file."""
-        return any(kernel not in ("reference", "cublas", "cpu") for _, kernel in self.kernels)
 
     def __str__(self):
         first, said = 1, []

@@ -1,6 +1,6 @@
 """Why a kernel cannot run a problem: for each kernel a function that gives the reason, or None where it can.
 
-`selection.CANDIDATES` asks them. How many rows of activations a kernel of Matmul is for stands there.
+Candidates ask them (selection.py); the numbers of rows that a kernel is for stand there.
 """
 
 import importlib.util
@@ -9,14 +9,13 @@ from pallas_kernels import cache_layouts, device, formats
 from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts, Problem, Sampling, Step
 from pallas_kernels.tiles import COLUMNS, ROWS
 
-STEP_ROWS = 256  # of a decode step, at most
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
 NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 
-def never(problem: Problem) -> None:
-    """Of what runs every problem."""
+def no_reason(problem: Problem) -> None:
+    """For fallbacks: never refuses."""
     return None
 
 
@@ -42,21 +41,21 @@ def bit_decode_s8(problem: Matmul) -> str | None:
 
 
 def bit_decode_b1(problem: Matmul) -> str | None:
-    return _of_family("bit", problem)
+    return _family("bit", problem)
 
 
 def bit_prefill_sm90(problem: Matmul) -> str | None:
-    if reason := _on_hopper(problem) or _of_family("bit", problem):
+    if reason := _on_hopper(problem) or _family("bit", problem):
         return reason
     return "its tiles are 64 outputs" if -(-problem.n // 16) % 4 else None
 
 
 def int_decode(problem: Matmul) -> str | None:
-    return _of_family("int", problem)
+    return _family("int", problem)
 
 
 def int_prefill_sm90(problem: Matmul) -> str | None:
-    return _on_hopper(problem) or _of_family("int", problem)
+    return _on_hopper(problem) or _family("int", problem)
 
 
 def cublas(problem: Matmul) -> str | None:
@@ -75,7 +74,7 @@ def cpu_matmul(problem: Matmul) -> str | None:
     return _needs_llvm()
 
 
-def _of_family(family: str, problem: Matmul) -> str | None:
+def _family(family: str, problem: Matmul) -> str | None:
     if reason := _since_ampere(problem):
         return reason
     if (own := formats.family(problem.format)) is None:
@@ -165,7 +164,7 @@ def one_launch(problem: Step) -> str | None:
         return reason
     if problem.layers is None:
         return "not all layers' weights are Q1_0, joined by layer"
-    if others := _not_of_family("bit", problem.layers):
+    if others := _not_family("bit", problem.layers):
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _attention(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
@@ -215,8 +214,6 @@ def layer_gemms(problem: Step) -> str | None:
         return reason
     if reason := _several_phases(problem) or _plain(problem):
         return reason
-    if not 9 <= problem.rows <= STEP_ROWS:
-        return f"is for 9 to {STEP_ROWS} rows"
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
     if problem.bits != 8:
@@ -262,7 +259,7 @@ def _in_tiles(problem: Step) -> str | None:
     """Why not all products are int_decode's, or None."""
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if others := _not_of_family("int", problem.layers):
+    if others := _not_family("int", problem.layers):
         return f"not all layers' weights have 2 to 8 bits: {others}"
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
@@ -271,7 +268,7 @@ def _in_tiles(problem: Step) -> str | None:
     return None
 
 
-def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
+def _not_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
     found = {format for layer in layers for parts in layer for format, _ in parts}
     return ", ".join(sorted(format for format in found if formats.family(format) != family))
 

@@ -7,7 +7,6 @@ prints it, and nothing decides later: what a jitted function runs is in the stat
 KVCache.
 """
 
-import bisect
 import dataclasses
 import itertools
 import math
@@ -17,7 +16,7 @@ from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RunConf
 from bonsai_jax.weights.placement import Placement, Share
 from bonsai_jax.weights.specs import Source, Spec, match
 from checkpoints import Checkpoint, Folding, RandomTensor, folding
-from pallas_kernels import device, problems, refusals, selection
+from pallas_kernels import device, problems, selection
 from pallas_kernels.qtensor import Products
 from pallas_kernels.tiles import ROWS
 
@@ -29,9 +28,6 @@ JOINED = {
 }
 # Halves of SwiGLU, which are one product where their formats agree.
 HALVES = {"w_gate": "w_up", "w_up": "w_gate", "expert_gate": "expert_up", "expert_up": "expert_gate"}
-# Rows of a step, first and most: of one launch three times the columns of a tensor core; more of
-# layer_products are not measured (LOG.md); fewer than 9 have products of their own.
-ROWS_OF_STEP = {"one_launch": (1, 24), "layer_products": (1, 2), "layer_gemms": (9, refusals.STEP_ROWS)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +107,7 @@ class Stack:
 class StepPlan:
     """How a decode step is launched.
 
-    schedules  (most rows, schedule) in order, each a key of ROWS_OF_STEP or "launches", as are more rows
+    schedules  (most rows, schedule) in order, each a candidate of problems.Step; more rows have "launches"
     unrolled   whether layers are straight code, which a GPU captures as one graph, but a loop not; else
                they are scanned
     """
@@ -436,17 +432,4 @@ def _step_problem(stacks: Sequence[Stack], config: ModelConfig, run: RunConfig, 
 
 def _step_plan(problem: problems.Step, stacks: Sequence[Stack], run: RunConfig) -> StepPlan:
     tiled = any(matrix.products.tiled for stack in stacks for part in stack.parts for matrix in part)
-    selection.choose(problem, impl=run.schedule)  # raises where what was asked for cannot run
-    schedules, rows = [], 0
-    for schedule, (first, most) in ROWS_OF_STEP.items():
-
-        def ends(n: int, schedule=schedule) -> bool:
-            verdicts = selection.explain(dataclasses.replace(problem, rows=n), impl=run.schedule)
-            return not any(verdict.taken and verdict.kernel == schedule for verdict in verdicts)
-
-        first = max(first, rows + 1)
-        end = bisect.bisect_left(range(most + 1), True, lo=first, key=ends)
-        if end > first:
-            schedules += [(first - 1, "launches")] * (first > rows + 1) + [(end - 1, schedule)]
-            rows = end - 1
-    return StepPlan(tuple(schedules), unrolled=tiled)
+    return StepPlan(selection.schedules(problem, run.schedule), unrolled=tiled)

@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
+from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, softmax_step, visible
 
 TMA_KEYS = 64  # of a copy: a page, or a part of one
@@ -319,3 +320,6 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
         return before + steps
 
     lax.fori_loop(0, work.rounds, bring, jnp.int32(0))
+
+
+run = prefill_pages.run_by(prefill_attention)

@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.delta import reference
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.shared_memory import bytes_taken
@@ -54,6 +55,12 @@ def _scratch(K: int) -> dict[str, int]:
         "v_smem": CHUNK * SHORT,
         "gates_smem": 2 * CHUNK,
     }
+
+
+def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool):
+    """delta.delta_net of many tokens a row: the reference with the kernel for its recurrence."""
+    recur = jax.custom_batching.sequential_vmap(functools.partial(delta_chunks, grouped=grouped))
+    return reference.run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, recur=recur)
 
 
 @functools.partial(jax.jit, static_argnames="grouped")

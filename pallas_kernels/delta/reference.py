@@ -26,13 +26,18 @@ class Gates(NamedTuple):
     weights: Float[Array, "L 2*Hv H"]
 
 
-def delta_net(
-    qkv_z, gates, states, tails, positions, layer, conv, decay, dt, norm, eps, grouped, recur=None
+def run(
+    qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, recur=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """delta.delta_net's definition: arguments and results are described there; gates are made.
+    """delta.delta_net's definition: arguments and results are described there.
 
-    recur  in place of the recurrence of many tokens (chunks.delta_chunks)
+    weights  conv, decay, dt and norm by name
+    recur    in place of the recurrence of many tokens (chunks.delta_chunks)
     """
+    if isinstance(gates, Gates):
+        x = rms_norm(gates.x, gates.gamma[layer], eps)
+        dense = gates.weights[layer].astype(jnp.float32)
+        gates = jnp.einsum("...k,nk->...n", x, dense, precision=EXACT)
     B, T, _ = qkv_z.shape
     Hv, K, V = states.shape[2:]
     qkv, z = jnp.split(qkv_z, (tails.shape[-1],), axis=-1)
@@ -41,17 +46,18 @@ def delta_net(
     valid = positions >= 0
     fresh = positions[:, 0] == 0
     seen, tail = _seen(qkv.astype(jnp.float32), tails[layer], positions)
-    weights = conv[layer]
+    conv = weights["conv"][layer]
     # Apart, so that XLA makes each as it reads it, and not first both.
     qk, v = (
-        jax.nn.silu(sum(of[..., part] * weights[part, i] for i, of in enumerate(seen)))
+        jax.nn.silu(sum(of[..., part] * conv[part, i] for i, of in enumerate(seen)))
         for part in (slice(2 * Hk * K), slice(2 * Hk * K, None))
     )
     qk, v = qk.reshape(B, T, 2, Hk, K), v.reshape(B, T, Hv, V)
     qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
     qk = qk * jnp.array([K**-0.5, 1.0])[:, None, None]
     b = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0.0)
-    g = jnp.where(valid[..., None], decay[layer] * jax.nn.softplus(alpha + dt[layer]), 0.0)
+    g = weights["decay"][layer] * jax.nn.softplus(alpha + weights["dt"][layer])
+    g = jnp.where(valid[..., None], g, 0.0)
     if recur is None:
         times = Hv // Hk  # v heads of a k head
         qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
@@ -60,7 +66,7 @@ def delta_net(
         states = states.at[layer].set(S)
     else:
         o, states = recur(qk, v, b, g, states, layer, fresh)
-    y = rms_norm(o, norm[layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
+    y = rms_norm(o, weights["norm"][layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
     return y.reshape(B, T, Hv * V), states, tails.at[layer].set(tail)
 
 

@@ -47,6 +47,16 @@ WARPS = THREADS // 32
 CONV = 4  # tokens that the convolution sees: a vector of weights
 
 
+def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool):
+    """delta.delta_net of one token a row."""
+    kernel = functools.partial(delta_step, eps=eps, grouped=grouped)
+    gates = gates._replace(x=gates.x[:, 0]) if isinstance(gates, Gates) else gates[:, 0]
+    y, states, tails = jax.custom_batching.sequential_vmap(kernel)(
+        qkv_z[:, 0], gates, states, tails, positions[:, 0], layer, weights
+    )
+    return y[:, None], states, tails
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "grouped"))
 def delta_step(
     qkv_z: jax.Array,

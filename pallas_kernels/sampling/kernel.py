@@ -50,6 +50,11 @@ AT_A_TIME = 4  # groups that a warp reads at a time
 LOWEST = -3e38  # instead of -inf, of which differences are no numbers
 
 
+def run(logits, rules: Rules, keys, positions):
+    """pallas_kernels.sampling.draw, with a launch for each entry of vmap."""
+    return jax.custom_batching.sequential_vmap(draw)(logits.astype(jnp.float32), rules, keys, positions)
+
+
 @jax.jit
 def draw(
     logits: jax.Array, rules: Rules, keys: jax.Array, positions: jax.Array

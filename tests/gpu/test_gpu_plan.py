@@ -20,7 +20,7 @@ import bonsai_jax as bj
 from bonsai_jax import model as loading
 from bonsai_jax.decoding import steps as decoding
 from checkpoints import open_checkpoint
-from pallas_kernels import selection
+from pallas_kernels import problems, selection
 
 source, rows, tokens, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 model = bj.load(source, bj.RunConfig(schedule="launches", context=1024))
@@ -48,7 +48,7 @@ names = set()
 for plane in jax.profiler.ProfileData.from_file(file).planes:
     if "GPU" in plane.name:
         names |= {event.name for line in plane.lines for event in line.events}
-every = {name for of in selection.CANDIDATES.values() for name, c in of.items() if c.pallas} - {"launches"}
+every = {c.name for c in selection.candidates(problems.Matmul) if c.tiled}
 planned = sorted((per_layer | of_head) & every | of_experts)
 print(json.dumps({"planned": planned, "attention": attends, "names": sorted(names)}))
 """

@@ -9,13 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Products, QTensor, cache_layouts, delta, device
+from pallas_kernels import Products, QTensor, cache_layouts, delta, device, selection
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.delta import chunks, step
 from pallas_kernels.experts import grouped
 from pallas_kernels.experts import int_experts as int_experts
-from pallas_kernels.matmul import execute
 from pallas_kernels.matmul.bit_mma.prefill_sm90 import bit_prefill_sm90
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.decode import int_decode
@@ -46,7 +45,7 @@ def tiles_of_1_bit(n, k, layers=36):
 def product(n, k, matrices, rows, layers=36):
     gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 or layers == 1 else None
     chosen = choose(Matmul(device.platform(), "q1_0", n, k, matrices=matrices), rows)
-    kernel = getattr(execute.module(chosen), chosen)
+    kernel = getattr(selection.get(Matmul, chosen).module, chosen)
     f = lambda x, weights, index, gamma: kernel(x, weights, index, gamma=gamma, eps=1e-6)  # noqa: E731
     x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     return f, (x, (tiles_of_1_bit(n, k, layers),) * matrices, index, gamma)

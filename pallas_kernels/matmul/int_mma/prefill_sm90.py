@@ -406,6 +406,11 @@ def _group(w) -> int:
     return formats.get(w.format).LANES.group
 
 
+def rotates(format: str, columns: int, rows: int) -> bool:
+    """The kernel that rounds activations rotates them too."""
+    return True
+
+
 def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     fields, layer = stacks.whole(tuple(w.fields for w in weights), part_layer)
