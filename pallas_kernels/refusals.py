@@ -10,6 +10,7 @@ from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts,
 from pallas_kernels.tiles import COLUMNS, ROWS
 
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
+NEEDS_TRITON = "needs the package jax-triton: install the extra `triton`"
 NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
@@ -118,6 +119,16 @@ def prefill_attention_sm80(problem: Attention) -> str | None:
     if problem.head_dim > 128:
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
     return _many_queries(problem)
+
+
+def triton_attention(problem: Attention) -> str | None:
+    if reason := _since_ampere(problem):
+        return reason
+    if problem.cache_dtype not in ("float16", "bfloat16"):
+        return f"the cache is {problem.cache_dtype}; the kernel reads float16 and bfloat16"
+    if problem.head_dim % 8 or problem.head_dim > 256:
+        return f"head_dim is {problem.head_dim}; the kernel has multiples of 8, to 256"
+    return NEEDS_TRITON if importlib.util.find_spec("jax_triton") is None else None
 
 
 def cpu_attention(problem: Attention) -> str | None:

@@ -16,6 +16,7 @@
     Attention  any                 1 query of each sequence    from 8.0   decode
                8 or 16 bits        more                        9.0        prefill_sm90
                8 or 16, to 128     more                        from 8.0   prefill_sm80
+               16 bits             any, with the extra         from 8.0   triton
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       bit                 1 to 24, if they have room  from 9.0   one_launch
@@ -154,6 +155,7 @@ def _our_own() -> Iterator[Candidate]:
     reads = functools.partial(Candidate, detail=_prefill_operand)
     yield reads("prefill_sm90", Attention, rules.prefill_attention_sm90, f"{prefill}_sm90:run")
     yield reads("prefill_sm80", Attention, rules.prefill_attention_sm80, f"{prefill}_sm80:run")
+    yield xla("triton", Attention, rules.triton_attention, "pallas_kernels.attention.triton:run")
     yield xla("cpu", Attention, rules.cpu_attention, "pallas_kernels.attention.cpu:run")
     yield xla("reference", Attention, rules.no_reason, "pallas_kernels.attention.reference:attention")
 

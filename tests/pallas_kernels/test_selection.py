@@ -2,6 +2,7 @@
 reasons."""
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 from typing import get_args
@@ -11,7 +12,7 @@ import pytest
 
 from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
-from pallas_kernels import attend, device, formats, matmul, quantize, selection
+from pallas_kernels import attend, device, formats, matmul, quantize, refusals, selection
 from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
 from pallas_kernels.selection import choose, explain, for_device, products
 
@@ -39,6 +40,15 @@ FALLS_BACK = {
        for format in WITHOUT_KERNEL},
     ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64, 128 and 256",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_extras(monkeypatch):
+    """What is chosen without the extra `triton`."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        refusals.importlib.util, "find_spec", lambda name: None if name == "jax_triton" else find(name)
+    )
 
 
 def problems(platform: str):
@@ -207,6 +217,26 @@ def test_attention_that_a_kernel_was_not_written_for_is_the_references(phase, ch
     assert choose(dataclasses.replace(llama, **change)) == "reference"
 
 
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_with_the_extra_triton_has_what_other_kernels_of_gpus_refuse(phase, monkeypatch):
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
+    phi = Attention("sm_90", phase, 32, 32, 96, 64, "bfloat16")
+    assert choose(phi) == "triton" and choose(phi, impl="reference") == "reference"
+    assert choose(dataclasses.replace(phi, head_dim=128)) != "triton"
+    reasons = {
+        "needs an NVIDIA GPU of compute capability 8.0 or newer": {"platform": "cpu"},
+        "the cache is int8; the kernel reads float16 and bfloat16": {"cache_dtype": "int8"},
+        "head_dim is 288; the kernel has multiples of 8, to 256": {"head_dim": 288},
+    }
+    for reason, change in reasons.items():
+        (verdict,) = (v for v in explain(dataclasses.replace(phi, **change)) if v.kernel == "triton")
+        assert verdict.reason == reason
+    monkeypatch.undo()
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: None)
+    (verdict,) = (v for v in explain(phi) if v.kernel == "triton")
+    assert verdict.reason == "needs the package jax-triton: install the extra `triton`"
+
+
 def layer_of(formats, hidden=4096, ffn=12288):
     sizes = (hidden + 2048, hidden, ffn, ffn, hidden)
     return tuple(((f, n),) for f, n in zip(formats, sizes, strict=True))
@@ -357,6 +387,8 @@ def test_the_tables_name_every_candidate():
 @pytest.mark.parametrize("op", [op for op in get_args(selection.Problem) if op.CALL])
 def test_candidates_are_called_with_what_their_problem_lists(op):
     for candidate in selection.candidates(op):
+        if candidate.name == "triton":
+            continue  # needs its extra: test_triton.py
         assert isinstance(candidate.run, str)
         run = getattr(candidate.module, candidate.run.partition(":")[2])
         assert all(callable(getattr(candidate.module, name)) for name in candidate.offers)
