@@ -183,7 +183,7 @@ def one_launch(problem: Step) -> str | None:
 
     a = problem.attention
     sizes = (problem.rows, problem.hidden, problem.ffn, a.heads, a.kv_heads, a.head_dim)
-    return Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses()
+    return _in_this_share(Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses())
 
 
 def _one_launch_with_experts(problem: Step) -> str | None:
@@ -197,10 +197,11 @@ def _one_launch_with_experts(problem: Step) -> str | None:
 
     assert problem.layers is not None and problem.experts is not None
     a, (count, used) = problem.attention, problem.experts
-    return experts_plan.refuses(
+    reason = experts_plan.refuses(
         problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
         experts_plan.Experts(count, used, True), problem.bits, problem.layers,
     )  # fmt: skip
+    return _in_this_share(reason)
 
 
 def layer_products(problem: Step) -> str | None:
@@ -217,7 +218,7 @@ def layer_products(problem: Step) -> str | None:
         refuses(problem.rows, width, problem.hidden, problem.ffn, layer, behind, **rest)
         for width, layer, behind in alike
     )
-    return next(filter(None, reasons), None)
+    return _in_this_share(next(filter(None, reasons), None))
 
 
 def layer_gemms(problem: Step) -> str | None:
@@ -238,6 +239,17 @@ def layer_gemms(problem: Step) -> str | None:
     if any(formats.family(format) == "bit" and n % 64 for format, n in pieces):
         return "its tiles are 64 outputs"
     return _attention(problem.attention) or _turned(problem.attention)
+
+
+def _in_this_share(reason: str | None) -> str | None:
+    """Why there is no room for all blocks, with the remedy where the process has a part of the GPU."""
+    gpu = device.default()
+    if reason is None or gpu.whole is None:
+        return reason
+    return (
+        f"{reason}; all blocks must run at once, and MPS gives this process {gpu.multiprocessors} of the GPU's "
+        f"{gpu.whole} multiprocessors: raise its active thread percentage"
+    )
 
 
 def _several_phases(problem: Step) -> str | None:

@@ -29,8 +29,8 @@ OPTIONS = [{}, {"softcap": 20.0}, {"window": 37}, {"window": 5, "softcap": 3.0, 
 
 
 def case(heads, tokens, dtype, lengths, page_size=16, layers=2, seed=0):
-    """(q, k_pages, v_pages, block_table, positions, layer) with the last `tokens` queries of sequences of these
-    lengths; what no sequence has written is NaN."""
+    """(q, k_pages, v_pages, block_table, positions, layer): the last queries of sequences of these lengths.
+    What no sequence has written is NaN."""
     H, Hkv, D = heads
     rng = np.random.default_rng(seed)
     pages = -(-max(lengths) // page_size)
