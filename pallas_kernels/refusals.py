@@ -175,7 +175,7 @@ def one_launch(problem: Step) -> str | None:
         return reason
     if problem.layers is None:
         return "not all layers' weights are Q1_0, joined by layer"
-    if others := _not_family("bit", problem.layers):
+    if others := _others_than("bit", problem.layers):
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _attention(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
@@ -215,8 +215,8 @@ def layer_products(problem: Step) -> str | None:
     rest = {"bits": problem.bits, "rotated": problem.folded}
     alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))
     reasons = (
-        refuses(problem.rows, width, problem.hidden, problem.ffn, layer, behind, **rest)
-        for width, layer, behind in alike
+        refuses(problem.rows, width, problem.hidden, problem.ffn, layer, following, **rest)
+        for width, layer, following in alike
     )
     return _in_this_share(next(filter(None, reasons), None))
 
@@ -247,8 +247,8 @@ def _in_this_share(reason: str | None) -> str | None:
     if reason is None or gpu.whole is None:
         return reason
     return (
-        f"{reason}; all blocks must run at once, and MPS gives this process {gpu.multiprocessors} of the GPU's "
-        f"{gpu.whole} multiprocessors: raise its active thread percentage"
+        f"{reason}; all blocks must run at once, and MPS gives this process {gpu.multiprocessors} of the "
+        f"GPU's {gpu.whole} multiprocessors: raise its active thread percentage"
     )
 
 
@@ -282,7 +282,7 @@ def _in_tiles(problem: Step) -> str | None:
     """Why not all products are int_decode's, or None."""
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if others := _not_family("int", problem.layers):
+    if others := _others_than("int", problem.layers):
         return f"not all layers' weights have 2 to 8 bits: {others}"
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
@@ -291,9 +291,10 @@ def _in_tiles(problem: Step) -> str | None:
     return None
 
 
-def _not_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
-    found = {format for layer in layers for parts in layer for format, _ in parts}
-    return ", ".join(sorted(format for format in found if formats.family(format) != family))
+def _others_than(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
+    """Formats of other families."""
+    stored = {format for layer in layers for parts in layer for format, _ in parts}
+    return ", ".join(sorted(format for format in stored if formats.family(format) != family))
 
 
 # DeltaNet and Sampling

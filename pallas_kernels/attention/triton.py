@@ -36,7 +36,7 @@ def paged_attention(
     POOL: tl.constexpr, PAGES: tl.constexpr, PAGE_SIZE: tl.constexpr, SHARES: tl.constexpr,
     SHARE_KEYS: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """out, sums <- `_shares`. A SOFTCAP or WINDOW of 0: none. A layer has POOL pages, a sequence has PAGES."""
+    """out, sums <- `_shares`. A SOFTCAP or WINDOW of 0: none. A layer has POOL pages, a sequence PAGES."""
     tile, share = tl.program_id(0) // SHARES, tl.program_id(0) % SHARES
     kv_head, row = tl.program_id(1), tl.program_id(2)
     pair = tile * QUERIES + tl.arange(0, QUERIES)

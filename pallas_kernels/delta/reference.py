@@ -49,7 +49,7 @@ def run(
     conv = weights["conv"][layer]
     # Apart, so that XLA makes each as it reads it, and not first both.
     qk, v = (
-        jax.nn.silu(sum(of[..., part] * conv[part, i] for i, of in enumerate(seen)))
+        jax.nn.silu(sum(x[..., part] * conv[part, i] for i, x in enumerate(seen)))
         for part in (slice(2 * Hk * K), slice(2 * Hk * K, None))
     )
     qk, v = qk.reshape(B, T, 2, Hk, K), v.reshape(B, T, Hv, V)
@@ -96,11 +96,11 @@ def _one_token(q, k, v, b, g, S, fresh):
     so that the old S is read for both products at once, and the new one is only written.
     """
     q, k, v, b, g = (x[:, 0] for x in (q, k, v, b, g))
-    kept = jnp.exp(g)[..., None]  # [B, H, 1]
-    old = jnp.where(fresh, 0.0, kept[..., None] * S)
-    of_k, of_q = (jnp.where(fresh[..., 0], 0.0, jnp.sum(S * x[..., None], axis=-2)) for x in (k, q))
-    d = b[..., None] * (v - kept * of_k)
-    o = kept * of_q + jnp.sum(k * q, axis=-1, keepdims=True) * d
+    decay = jnp.exp(g)[..., None]  # [B, H, 1]
+    old = jnp.where(fresh, 0.0, decay[..., None] * S)
+    k_product, q_product = (jnp.where(fresh[..., 0], 0.0, jnp.sum(S * x[..., None], axis=-2)) for x in (k, q))
+    d = b[..., None] * (v - decay * k_product)
+    o = decay * q_product + jnp.sum(k * q, axis=-1, keepdims=True) * d
     return o[:, None], old + k[..., None] * d[..., None, :]
 
 
@@ -128,17 +128,17 @@ def _chunks(q, k, v, b, g, S, fresh):
     between = jnp.exp(jnp.where(later, G[..., :, None] - G[..., None, :], -jnp.inf))  # [chunks, B, H, t, i]
     product = lambda a, b: jnp.einsum("nbhtk,nbhik->nbhti", a, b, precision=EXACT)  # noqa: E731
     A = jnp.tril(b[..., None] * between * product(k, k), -1)
-    wanted = jnp.concatenate([b[..., None] * v, (b * jnp.exp(G))[..., None] * k], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(A, wanted, left_side=True, lower=True, unit_diagonal=True)
+    right_sides = jnp.concatenate([b[..., None] * v, (b * jnp.exp(G))[..., None] * k], axis=-1)
+    solved = jax.lax.linalg.triangular_solve(A, right_sides, left_side=True, lower=True, unit_diagonal=True)
     U, W = jnp.split(solved, (v.shape[-1],), axis=-1)
     M = between * product(q, k)
     end = G[..., -1:]
 
-    def chunk(S, of):
-        U, W, M, from_S, to_S, kept = of
+    def chunk(S, parts):
+        U, W, M, from_S, to_S, end_decay = parts
         D = U - jnp.matmul(W, S, precision=EXACT)
         o = jnp.matmul(from_S, S, precision=EXACT) + jnp.matmul(M, D, precision=EXACT)
-        return kept[..., None] * S + jnp.einsum("bhik,bhiv->bhkv", to_S, D, precision=EXACT), o
+        return end_decay[..., None] * S + jnp.einsum("bhik,bhiv->bhkv", to_S, D, precision=EXACT), o
 
     each = U, W, M, jnp.exp(G)[..., None] * q, jnp.exp(end - G)[..., None] * k, jnp.exp(end)
     S, o = jax.lax.scan(chunk, jnp.where(fresh, 0.0, S), each)

@@ -80,8 +80,8 @@ def refusal(problem) -> str | None:
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_falls_back_on_a_gpu_and_why(platform):
-    found = {key: reason for key, problem in problems(platform) if (reason := refusal(problem))}
-    assert found == FALLS_BACK
+    reasons = {key: reason for key, problem in problems(platform) if (reason := refusal(problem))}
+    assert reasons == FALLS_BACK
 
 
 def test_every_synthetic_model_is_in_the_list():
@@ -94,11 +94,11 @@ WITHOUT_KERNEL_ON_CPUS = ["iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s
 
 
 def test_what_falls_back_on_a_cpu_and_why():
-    found = {}
+    reasons = {}
     for (_, format), problem in problems("cpu"):
         if isinstance(problem, Matmul) and choose(problem) == "reference":
-            found[format] = next(v.reason for v in explain(problem) if v.kernel == "cpu")
-    assert found == {
+            reasons[format] = next(v.reason for v in explain(problem) if v.kernel == "cpu")
+    assert reasons == {
         **{
             name: f"no kernel for matmul of {name} on CPUs in this version" for name in WITHOUT_KERNEL_ON_CPUS
         },
