@@ -173,9 +173,7 @@ class Source:
         """(token of a chunk, column) of this thread's fours of keys, and of queries."""
         each = me.K // 4  # threads of a row
         at_once = THREADS // each
-        return [
-            (self.thread // row_threads + r, self.thread % row_threads * 4) for r in range(0, CHUNK, at_once)
-        ]
+        return [(self.thread // each + r, self.thread % each * 4) for r in range(0, CHUNK, at_once)]
 
     def _token(self, c, i):
         """The i-th of a chunk; the last for those behind it, whose gates are 0."""
