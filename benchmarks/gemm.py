@@ -40,7 +40,7 @@ from bonsai_jax import ModelConfig
 from bonsai_jax.measure import bench
 from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
-from pallas_kernels import LayerStack, QTensor, dequantize, ffn, formats, matmul
+from pallas_kernels import LayerStack, QTensor, dequantize, formats, gated, matmul
 from pallas_kernels.matmul.execute import kernel_of
 
 CALL_OPERATIONS = 0.6e12  # at 600 TFLOP/s, cuBLAS's best on an H200, a millisecond
@@ -105,7 +105,8 @@ def all_layers(x, y, weights: list[LayerStack], layers: int, added: bool):
     for layer in range(layers):
         x, y = jax.lax.optimization_barrier((x, y))
         if len(weights) == 3:
-            y = ffn(x, *weights, layer, residual=y)
+            gate, up, down = weights
+            y = matmul(gated(x, gate, up, layer), down, layer, residual=y)
         else:
             others.append(None if added else y)
             y = matmul(x, weights[0], layer, residual=y if added else None)
@@ -157,11 +158,11 @@ class Weights:
     """
 
     def __init__(self, arguments: argparse.Namespace, config: ModelConfig, op: str, rows: list[int]):
-        hidden, ffn_width = config.hidden, config.ffn
+        hidden, ffn_width = config.hidden, config.mlp.ffn
         self.op = op
         self.shapes = {
-            "qkv": [(config.q_width + 2 * config.kv_width, hidden)],
-            "attention output": [(hidden, config.q_width)],
+            "qkv": [(config.attention.q_width + 2 * config.attention.kv_width, hidden)],
+            "attention output": [(hidden, config.attention.q_width)],
             "feed-forward": [(ffn_width, hidden), (ffn_width, hidden), (hidden, ffn_width)],
         }[op]
         self.joined = self.shapes if len(self.shapes) == 1 else [(2 * ffn_width, hidden), self.shapes[-1]]
@@ -194,7 +195,7 @@ class Product:
         self.layers, self.operations = weights.layers[rows], weights.operations(rows)
         self.shapes, self.joined, self.op = weights.shapes, weights.joined, weights.op
         parts = [stack.parts[0] for stack in weights.ours]
-        self.kernel = parts[0].products.of(rows)
+        self.kernel = parts[0].products.kernel(rows)
         rng = np.random.default_rng(0)
         self.added = self.op != "qkv"
         self.xs = [jnp.asarray(rng.standard_normal((rows, k)), jnp.float32) for _, k in self.joined]

@@ -77,14 +77,14 @@ class Answer:
 
     def run(self, limit: int | None = None) -> float:
         """Milliseconds per token behind the first."""
-        model, state = self.model, jax.block_until_ready(self.fresh())
-        first, limit = state.tokens.tolist(), np.int32(limit or self.new)
+        model, (state, first, _) = self.model, jax.block_until_ready(self.fresh())
+        limit = np.int32(limit or self.new)
         began = time.perf_counter()
-        state, drawn = jitted.decode(model.params, state, model.config, limit=limit, size=self.new)
+        state, drawn, _ = jitted.decode(model.params, state, model.config, limit=limit, size=self.new)
         jax.block_until_ready(drawn)
         seconds = time.perf_counter() - began
         drawn = [token for token in drawn[0].tolist() if token >= 0]
-        self.tokens, self.speculation = first + drawn, state.speculation
+        self.tokens, self.speculation = first.tolist() + drawn, state.speculation
         return 1e3 * seconds / len(drawn)
 
 
@@ -118,7 +118,7 @@ def main() -> None:
             first_difference, nats = difference(model, ids, plain.tokens, spec.tokens)
             row = Row(
                 **bench.origin(arguments.commit),
-                model=bench.model_name(model.source), prompt=prompt, sampling=sampling,
+                model=model.name, prompt=prompt, sampling=sampling,
                 proposer=arguments.proposer, width=spec.speculation.width,
                 tokens=tokens, steps=steps, tokens_per_step=tokens / steps, ms=ms, plain_ms=plain_ms,
                 first_difference=first_difference, nats=nats,

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from bonsai_jax.decoding import jitted
     from bonsai_jax.decoding.checks import checked
     from bonsai_jax.decoding.sampling import Logprobs
+    from bonsai_jax.decoding.state import Drawn, State
     from bonsai_jax.decoding.steps import (
-        State,
         decode,
         extend,
         forward,
@@ -46,9 +46,9 @@ if TYPE_CHECKING:
     from bonsai_jax.engine.answers import Output, Piece
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.network.cache import KVCache
+    from bonsai_jax.network.decoder import embed
     from bonsai_jax.network.parallel import over_mesh
     from bonsai_jax.network.taps import Taps
-    from bonsai_jax.network.transformer import embed
     from bonsai_jax.save import load_state, save_state
     from bonsai_jax.text import generate, iter_logits, logits, stream
     from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -62,18 +62,19 @@ _HOMES = {
     "bonsai_jax.decoding.checks": ("checked",),
     "bonsai_jax.config": ("ModelConfig", "RunConfig", "SamplingParams"),
     "bonsai_jax.decoding.steps": (
-        *("State", "decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
+        *("decode", "extend", "forward", "generate_tokens", "prefill", "start", "step"),
     ),
     "bonsai_jax.engine": ("Engine", "Handle"),
     "bonsai_jax.model": ("Model", "from_checkpoint", "load", "new_cache", "new_state"),
     "bonsai_jax.network.parallel": ("over_mesh",),
     "bonsai_jax.weights.placement": ("make_mesh",),
     "bonsai_jax.decoding.sampling": ("Logprobs",),
+    "bonsai_jax.decoding.state": ("Drawn", "State"),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokens.tokenizer": ("Tokenizer",),
-    "bonsai_jax.network.transformer": ("embed",),
+    "bonsai_jax.network.decoder": ("embed",),
     "checkpoints": ("CheckpointError",),
 }
 
@@ -96,6 +97,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "CheckpointError",
+    "Drawn",
     "Engine",
     "Handle",
     "KVCache",

@@ -2,26 +2,24 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
 
-from bonsai_jax import card, compile_cache, threads
+from bonsai_jax import compile_cache, threads
 from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
 from bonsai_jax.decoding import proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding import steps as core
-from bonsai_jax.network import architectures, layers, parallel
+from bonsai_jax.network import architectures, parallel
 from bonsai_jax.network import cache as kv
+from bonsai_jax.network import params as network_params
+from bonsai_jax.network.params import Params
 from bonsai_jax.tokens.tokenizer import Tokenizer
-from bonsai_jax.weights import params as weights
 from bonsai_jax.weights import placement
-from bonsai_jax.weights import plan as planning
-from bonsai_jax.weights.params import Params
-from bonsai_jax.weights.specs import check_formats
+from bonsai_jax.weights.plan import plan
 from checkpoints import Checkpoint, open_checkpoint
-
-DEFAULT_CONTEXT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +38,11 @@ class Model:
     run: RunConfig
     tokenizer: Tokenizer
     source: str
+
+    @property
+    def name(self) -> str:
+        """The source; of a GGUF file its name without folder and suffix."""
+        return Path(self.source).stem if self.source.endswith(".gguf") else self.source
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -95,73 +98,32 @@ def from_checkpoint(
         )
     compile_cache.use()
     threads.use()
-    config = architectures.config_of(checkpoint)
-    config = planning.with_draft(checkpoint, config) if run.draft else config
-    mesh = mesh if mesh is None else placement.usable(mesh)
-    parts = placement.size(mesh, placement.MODEL)
-    run = resolve(run, checkpoint, config, parts)
-    card.check_memory(checkpoint, config, run, parts)
+    description = architectures.describe(checkpoint, draft=run.draft)
+    where = None
+    if mesh is not None:
+        where = placement.Placement(placement.usable(mesh), description.config, run.all_reduce)
+    load_plan = plan(description, run, where)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
-    params = load_params(checkpoint, config, run, progress, mesh)
-    return Model(params, config, run, tokenizer, checkpoint.source)
+    params = network_params.load(load_plan, progress)
+    return Model(params, load_plan.config, load_plan.run, tokenizer, checkpoint.source)
 
 
-def load_params(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    run: RunConfig,
-    progress: Callable[[int, int], None] = lambda done, total: None,
-    mesh: jax.sharding.Mesh | None = None,
-) -> Params:
-    """The checkpoint's weights on the default device or over a mesh, as `run` (resolved) wants them held."""
-    where = None if mesh is None else placement.Placement(mesh, config, run.all_reduce)
-    plan = load_plan(checkpoint, config, run, where)
-    params = weights.load(plan, layers.rope_frequencies(config.rope, config.rope_dim), where, progress)
-    if config.draft is None:
-        return params
-    specs = architectures.get(config.architecture).DRAFT
-    return params.replace(
-        draft=weights.load_draft(planning.of_draft(checkpoint, specs, config, run, where), where)
-    )
+def new_cache(model: Model, batch_size: int, context: int, *, rewinds: bool = False) -> kv.KVCache:
+    """An empty cache for batch_size sequences of up to `context` tokens each, for `extend`.
 
-
-def load_plan(
-    checkpoint: Checkpoint,
-    config: ModelConfig,
-    run: RunConfig,
-    where: placement.Placement | None = None,
-) -> planning.LoadPlan:
-    """Of a checkpoint, with every layout and kernel decided (plan.py). `run` must be resolved."""
-    return planning.plan(checkpoint, architectures.get(config.architecture).TENSORS, config, run, where)
-
-
-def resolve(run: RunConfig, checkpoint: Checkpoint, config: ModelConfig, parts: int = 1) -> RunConfig:
-    """The same RunConfig with every default filled in for this model and device, or for each of `parts`
-    devices that share the weights. Errors as for `load`."""
-    check_formats(checkpoint, config)
-    on_cpu = jax.default_backend() == "cpu"
-    context = run.context or min(config.context_length, DEFAULT_CONTEXT)
-    if context > config.context_length:
-        raise ValueError(f"context is {context}, but the model was made for at most {config.context_length}")
-    cache_dtype = run.cache_dtype or ("float32" if on_cpu else "float16")
-    run = dataclasses.replace(run, cache_dtype=cache_dtype, context=context)
-    verdicts = card.explain_weights(checkpoint, config, run, parts)
-    # pyrefly: ignore[bad-argument-type]
-    return dataclasses.replace(run, weights=next(verdict.kernel for verdict in verdicts if verdict.taken))
-
-
-def new_cache(model: Model, rows: int, context: int) -> kv.KVCache:
-    """An empty cache whose rows can hold `context` tokens each: what `extend` reads into. Raises ValueError
-    for fewer than one of either."""
-    for name, value in {"rows": rows, "context": context}.items():
+    rewinds   layers with a window keep all keys, so that `KVCache.rewind` can take tokens back; else they
+              keep a ring of pages
+    Raises ValueError for a batch_size or context below 1.
+    """
+    for name, value in {"batch_size": batch_size, "context": context}.items():
         if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-    return parallel.empty_cache(model.config, model.run, rows, context, model.mesh)
+    return parallel.empty_cache(model.config, model.run, batch_size, context, model.mesh, rewinds=rewinds)
 
 
 def new_state(
     model: Model,
-    rows: int,
+    batch_size: int,
     context: int,
     params: SamplingParams | Sequence[SamplingParams],
     max_new_tokens: int | Sequence[int],
@@ -169,13 +131,13 @@ def new_state(
     ignore_eos: bool = False,
     speculate: str | None = None,
 ) -> core.State:
-    """An empty generation state whose rows can hold `context` tokens each.
+    """A generation state for batch_size sequences of up to `context` tokens each, all empty.
 
     speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
                 can (speculation.py)
     """
     options = {"ignore_eos": ignore_eos, "speculate": speculate}
-    return start_state(model, new_cache(model, rows, context), params, max_new_tokens, **options)
+    return start_state(model, new_cache(model, batch_size, context), params, max_new_tokens, **options)
 
 
 def start_state(

@@ -13,16 +13,16 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
 from bonsai_jax.decoding.sampling import Sampler, kernel
-from bonsai_jax.decoding.speculation import Speculation
-from bonsai_jax.decoding.steps import State
+from bonsai_jax.decoding.state import Speculation, State
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import parallel
-from bonsai_jax.network.cache import DeltaState, DraftState, KVCache
+from bonsai_jax.network import kinds, parallel
+from bonsai_jax.network.cache import DraftState, KVCache
 from bonsai_jax.weights import placement
 from pallas_kernels import cache_layouts
 
 KINDS = ("State", "KVCache")
+FORMAT = "bonsai-jax state 2"
 
 
 def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
@@ -40,9 +40,10 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     fields: dict[str, Any] = flatten_dict(serialization.to_state_dict(state), sep=".")
     arrays = {name: array for name, array in fields.items() if array is not None}
     metadata = {
-        "format": "bonsai-jax state 1",
+        "format": FORMAT,
         "kind": type(state).__name__,
-        "cache_dtype": cache_layouts.name_of(cache.k),
+        "cache_dtype": kv.dtype_name(cache),
+        "chunk": str(cache.chunk or ""),
         "page_size": str(cache.page_size),
     }
     if isinstance(state, State):
@@ -75,16 +76,12 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
             arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except safetensors.SafetensorError as error:
         raise ValueError(f"{path}: no state that bj.save_state wrote: {error}") from error
-    if metadata.get("format") != "bonsai-jax state 1" or metadata.get("kind") not in KINDS:
+    if metadata.get("format") != FORMAT or metadata.get("kind") not in KINDS:
         raise ValueError(f"{path}: no state that bj.save_state wrote: its metadata does not say so")
     fields = unflatten_dict(arrays, sep=".")
     try:
         of_cache = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
-        if "delta" in of_cache:
-            of_cache["delta"] = DeltaState(**of_cache["delta"])
-        if "draft" in of_cache:
-            of_cache["draft"] = DraftState(**of_cache["draft"])
-        cache = KVCache(**of_cache)
+        cache = _cache(of_cache, metadata)
         _check_cache(path, cache, model)
         run = dataclasses.replace(model.run, page_size=cache.page_size)
         cache = kv.with_kernels(cache, model.config, run)
@@ -103,31 +100,43 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     return parallel.place_state(state, model.mesh)
 
 
+def _cache(fields: dict[str, Any], metadata: dict[str, str]) -> KVCache:
+    """The cache of a file: states by kind, and within a kind by the number of their group."""
+    for kind in ("attention", "delta_net"):
+        groups = sorted(fields.get(kind, {}).items(), key=lambda item: int(item[0]))
+        fields[kind] = tuple(kinds.get(kind).State(**state) for _, state in groups)
+    if "draft" in fields:
+        fields["draft"] = DraftState(**fields["draft"])
+    return KVCache(**fields, chunk=int(metadata["chunk"]) if metadata["chunk"] else None)
+
+
 def _check_cache(path, cache: KVCache, model: Model) -> None:
-    layers, _, _, heads, head_dim = cache_layouts.shape(cache.k)
-    config = model.config
-    # Devices that share fewer KV heads than they are have copies of them.
-    parts = placement.size(model.mesh, placement.MODEL)
-    of_model = parts * max(1, model.config.num_kv_heads // parts)
-    _check(path, "layers", layers, len(config.layers_of("attention")))
-    _check(path, "KV heads", heads, of_model)
-    _check(path, "head_dim", head_dim, config.head_dim)
-    states = None if cache.delta is None else (cache.delta.s.shape, cache.delta.tail.shape)
-    wanted = jax.eval_shape(lambda: kv.empty_states(config, cache.lengths.shape[0]))
-    wanted = None if wanted is None else (wanted.s.shape, wanted.tail.shape)
-    _check(path, "recurrent states", states, wanted)
-    drafts = "no draft layer" if cache.draft is None else "a draft layer"
-    _check(path, drafts, cache.draft is not None, config.draft is not None)
-    if (dtype := cache_layouts.name_of(cache.k)) != model.run.cache_dtype:
+    """Raise ValueError for a cache that is not of this model's shape."""
+    config, rows, run = model.config, cache.lengths.shape[0], model.run
+    if (dtype := kv.dtype_name(cache)) != run.cache_dtype:
         raise ValueError(
-            f"{path}: the cache is {dtype}, but this model runs with {model.run.cache_dtype}; load it with "
+            f"{path}: the cache is {dtype}, but this model runs with {run.cache_dtype}; load it with "
             f'RunConfig(cache_dtype="{dtype}")'
         )
+    # Devices that share fewer KV heads than they are have copies of them.
+    whole = parallel.with_copied_heads(config, placement.size(model.mesh, placement.MODEL))
+    groups = whole.groups("attention")
+    _check(path, "groups of layers with attention", len(cache.attention), len(groups))
+    for group, state in zip(groups, cache.attention, strict=True):
+        layers, _, _, heads, head_dim = cache_layouts.shape(state.k)
+        _check(path, "layers", layers, len(group.layers))
+        _check(path, "KV heads", heads, group.settings.num_kv_heads)
+        _check(path, "head_dim", head_dim, group.settings.head_dim)
+    shapes = lambda states: [(state.s.shape, state.tail.shape) for state in states]  # noqa: E731
+    expected = jax.eval_shape(lambda: kv.empty_states(config, rows))
+    _check(path, "recurrent states", shapes(cache.delta_net), shapes(expected))
+    drafts = "no draft layer" if cache.draft is None else "a draft layer"
+    _check(path, drafts, cache.draft is not None, config.draft is not None)
 
 
-def _check(path, what: str, found: Any, wanted: Any) -> None:
-    if found != wanted:
+def _check(path, what: str, stored: Any, expected: Any) -> None:
+    if stored != expected:
         raise ValueError(
-            f"{path}: this state has {what} {found}, but the model {wanted}; load the model that it was made "
-            "with"
+            f"{path}: this state has {what} {stored}, but the model {expected}; load the model that it was "
+            "made with"
         )

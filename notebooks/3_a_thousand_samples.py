@@ -41,9 +41,8 @@ def sample(params, state, key, temperature):
     """A key and a temperature to NEW tokens, int32 [NEW]."""
     sampler = state.sampler.replace(keys=key[None], temperature=temperature[None])
     state = state.replace(sampler=sampler)
-    state = bj.prefill(params, state, jnp.array([ids]), jnp.array([len(ids)]), config)
-    first = state.tokens
-    _, rest = bj.decode(params, state, config, limit=NEW - 1, size=NEW - 1)
+    state, first, _ = bj.prefill(params, state, jnp.array([ids]), jnp.array([len(ids)]), config)
+    rest = bj.decode(params, state, config, limit=NEW - 1, size=NEW - 1).tokens
     return jnp.concatenate([first, rest[0]])
 
 

@@ -1,9 +1,18 @@
 """Quantized weights on the device and the ops on them. Arrays in, arrays out: no files, no models."""
 
+from pallas_kernels.activations import (
+    GELU,
+    GELU_TANH,
+    RELU_SQUARED,
+    SILU,
+    Activation,
+    clamped_swiglu,
+    swiglu_oai,
+)
 from pallas_kernels.attention import apply_rope, attend, attention
 from pallas_kernels.delta import delta_net
 from pallas_kernels.experts import experts_ffn, experts_gated, experts_matmul, route
-from pallas_kernels.matmul import ffn, gated, matmul
+from pallas_kernels.matmul import gated, matmul
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.pytree import serializable
 from pallas_kernels.qtensor import LayerStack, Products, QTensor, Rows, dequantize, from_blocks, quantize
@@ -11,6 +20,11 @@ from pallas_kernels.rotation import Rotation
 from pallas_kernels.selection import for_device
 
 __all__ = [
+    "GELU",
+    "GELU_TANH",
+    "RELU_SQUARED",
+    "SILU",
+    "Activation",
     "LayerStack",
     "Products",
     "QTensor",
@@ -19,12 +33,12 @@ __all__ = [
     "apply_rope",
     "attend",
     "attention",
+    "clamped_swiglu",
     "delta_net",
     "dequantize",
     "experts_ffn",
     "experts_gated",
     "experts_matmul",
-    "ffn",
     "for_device",
     "from_blocks",
     "gated",
@@ -33,4 +47,5 @@ __all__ = [
     "rms_norm",
     "route",
     "serializable",
+    "swiglu_oai",
 ]

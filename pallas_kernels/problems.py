@@ -19,12 +19,12 @@ class Matmul:
     bits      to which kernels may round activations
     mixed     whether other layers of its stack, or what it is joined with, have other formats
 
-    run(...) -> norm(x) W.T + residual for one matrix, silu(norm(x) G.T) * (norm(x) U.T) for two: float32
+    run(...) -> norm(x) W.T + residual for one matrix, activation(norm(x) G.T, norm(x) U.T) for two: float32
     [*batch, N], for x [*batch, K] and a tuple of QTensors. `part_layer` indexes their stacks and `layer`
     gamma: the two differ where a file mixes formats, and None means no stack. Without gamma there is no norm.
     """
 
-    CALL: ClassVar[str] = "x, weights, part_layer, layer, gamma, eps, residual"
+    CALL: ClassVar[str] = "x, weights, part_layer, layer, gamma, eps, residual, activation"
     platform: str
     format: str
     n: int
@@ -64,13 +64,16 @@ class Attention:
 
     window  keys that a query sees, itself among them; None: all before it
     scale   of scores; None: 1 / sqrt(head_dim)
+    softcap  scores are softcap tanh(score / softcap); None: they are not bounded
     rotated  values of a head that rope turns; None: all
 
     run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
     have the new keys and values already.
     """
 
-    CALL: ClassVar[str] = "q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale"
+    CALL: ClassVar[str] = (
+        "q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap"
+    )
     platform: str
     phase: Literal["decode", "prefill"]
     heads: int
@@ -80,6 +83,7 @@ class Attention:
     cache_dtype: str
     window: int | None = None
     scale: float | None = None
+    softcap: float | None = None
     rotated: int | None = None
 
     def __str__(self):
@@ -102,7 +106,6 @@ class Step:
     plain       whether all layers mix tokens by attention without gates
     folded      whether weights are folded (rotation.py)
     attention   of one query a row
-    activation  of the feed-forward's gate
     split       whether layers are split over devices, which add their parts within each
     experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
                 one of each
@@ -116,7 +119,6 @@ class Step:
     layers: tuple[tuple[Parts, ...], ...] | None
     attention: Attention
     bits: int = 8
-    activation: str = "silu"
     split: bool = False
     widths: tuple[int, ...] = ()
     plain: bool = True

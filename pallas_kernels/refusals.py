@@ -7,7 +7,7 @@ import importlib.util
 
 from pallas_kernels import cache_layouts, device, formats
 from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts, Problem, Sampling, Step
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
 NEEDS_TRITON = "needs the package jax-triton: install the extra `triton`"
@@ -34,11 +34,9 @@ def bit_decode_ring(problem: Matmul) -> str | None:
 def bit_decode_s8(problem: Matmul) -> str | None:
     if reason := bit_decode_b1(problem):
         return reason
-    from pallas_kernels.matmul.bit_mma.decode_s8 import plan  # only GPUs need it
+    from pallas_kernels.matmul.bit_mma import decode_s8 as kernel  # only GPUs need it
 
-    n_tiles, steps = -(-problem.n // ROWS), -(-problem.k // COLUMNS)
-    room = plan(n_tiles, steps, problem.matrices, problem.bits, device.shared_bytes())
-    return None if room else f"integers of {problem.k} activations a row leave no room for weights"
+    return kernel.refuses(problem.n, problem.k, problem.matrices, problem.bits)
 
 
 def bit_decode_b1(problem: Matmul) -> str | None:
@@ -146,13 +144,21 @@ def cpu_attention(problem: Attention) -> str | None:
 def _attention(problem: Attention) -> str | None:
     if reason := _since_ampere(problem):
         return reason
+    if problem.head_dim not in (64, 128, 256):
+        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
+    return None
+
+
+def _plain_scores(problem: Attention) -> str | None:
+    """Why a kernel of all layers does not have this attention, or None. Windows differ from layer to layer,
+    and its code is the same for all."""
     if problem.window is not None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:
         return f"scores are scaled by {problem.scale}; the kernel has 1 / sqrt(head_dim)"
-    if problem.head_dim not in (64, 128, 256):
-        return f"head_dim is {problem.head_dim}; the kernel has 64, 128 and 256"
-    return None
+    if problem.softcap is not None:
+        return f"scores are capped at {problem.softcap}; the kernel does not bound them"
+    return _attention(problem)
 
 
 def _many_queries(problem: Attention) -> str | None:
@@ -177,7 +183,7 @@ def one_launch(problem: Step) -> str | None:
         return "not all layers' weights are Q1_0, joined by layer"
     if others := _others_than("bit", problem.layers):
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
-    if reason := _attention(problem.attention) or _plain(problem) or _turned(problem.attention):
+    if reason := _plain_scores(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
     from pallas_kernels.step.decode_layers import Shapes  # only GPUs need it
 
@@ -189,7 +195,7 @@ def one_launch(problem: Step) -> str | None:
 def _one_launch_with_experts(problem: Step) -> str | None:
     if reason := _since_ampere(problem) or _several_phases(problem) or _in_tiles(problem):
         return reason
-    if reason := _attention(problem.attention) or _plain(problem):
+    if reason := _plain_scores(problem.attention) or _plain(problem):
         return reason
     if problem.rows > 1:
         return f"with experts it is for one row: {problem.rows} have experts of their own"
@@ -238,7 +244,7 @@ def layer_gemms(problem: Step) -> str | None:
     pieces = {piece for layer in problem.layers for parts in layer for piece in parts}
     if any(formats.family(format) == "bit" and n % 64 for format, n in pieces):
         return "its tiles are 64 outputs"
-    return _attention(problem.attention) or _turned(problem.attention)
+    return _plain_scores(problem.attention) or _turned(problem.attention)
 
 
 def _in_this_share(reason: str | None) -> str | None:
@@ -256,8 +262,6 @@ def _several_phases(problem: Step) -> str | None:
     """Why not even two phases of a layer can be one launch, or None."""
     if problem.split:
         return "between a layer's phases devices that share weights must add their parts"
-    if problem.activation != "silu":
-        return f"the feed-forward's activation is {problem.activation}; the kernel has silu"
     return None
 
 
@@ -286,8 +290,8 @@ def _in_tiles(problem: Step) -> str | None:
         return f"not all layers' weights have 2 to 8 bits: {others}"
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
-        if size % COLUMNS:
-            return f"{what} is {size} wide, no multiple of {COLUMNS}"
+        if size % TILE_COLUMNS:
+            return f"{what} is {size} wide, no multiple of {TILE_COLUMNS}"
     return None
 
 

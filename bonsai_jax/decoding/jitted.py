@@ -1,11 +1,12 @@
-"""The functions of decoding.py, jitted, under their own names. What they update (the state, the cache) is
-donated: the caller goes on with what is returned. On a mesh as on one device.
+"""The functions of steps.py, jitted, under their own names, on one device or a mesh. The state or cache that
+they update is donated: go on with the one they return.
 
-    state = bj.jitted.prefill(model.params, state, tokens, lengths, model.config)
-    state = bj.jitted.step(model.params, state, model.config)
+    state, tokens, _ = bj.jitted.prefill(model.params, state, tokens, lengths, model.config)
+    state, tokens, _ = bj.jitted.step(model.params, state, model.config)
 
-What is compiled depends on the shapes of arrays and on arguments that are no arrays: config, size, taps,
-logits_processor (compared by identity: define them once, not anew for each call) and logprobs.
+A program is compiled for each combination of array shapes and of the arguments that are not arrays: config,
+size, taps, logits_processor and logprobs. taps and logits_processor are compared by identity, so define them
+once.
 """
 
 import inspect
@@ -14,20 +15,20 @@ from typing import Any
 
 import jax
 
-from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.decoding import steps
 from bonsai_jax.decoding.checks import STATIC
 
 
 def donating(function: Callable, donated: str | None = None, **options: Any) -> Any:
-    """jax.jit of a function whose arguments that are no arrays (checks.STATIC) decide what is compiled."""
+    """jax.jit of a function, with the arguments that are not arrays (checks.STATIC) static."""
     parameters = inspect.signature(function).parameters
     static = [name for name in STATIC if name in parameters]
     return jax.jit(function, static_argnames=static, donate_argnames=donated, **options)
 
 
-prefill = donating(decoding.prefill, "state")
-step = donating(decoding.step, "state")
-decode = donating(decoding.decode, "state")
-generate_tokens = donating(decoding.generate_tokens, "state")
-extend = donating(decoding.extend, "cache")
-forward = donating(decoding.forward)
+prefill = donating(steps.prefill, "state")
+step = donating(steps.step, "state")
+decode = donating(steps.decode, "state")
+generate_tokens = donating(steps.generate_tokens, "state")
+extend = donating(steps.extend, "cache")
+forward = donating(steps.forward)

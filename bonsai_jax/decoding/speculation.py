@@ -1,19 +1,19 @@
-"""Speculation: steps that read several tokens of a row, its newest and some that are proposed to follow.
+"""Speculation: a step reads several tokens of a row, its newest and some that a proposer expects to follow.
 
-    read     newest  p1   p2   p3        proposals (proposers/), behind the cache
-    drawn    d1      d2   d3   d4        the token behind each, as plain decoding would draw it
-    kept     d1      d2   d3             p1 = d1 and p2 = d2 but p3 is not d3: what is behind p3 means nothing
+    read      newest  p1   p2   p3       proposals (proposers/)
+    drawn     d1      d2   d3   d4       the token after each, as plain decoding would draw it
+    accepted  d1      d2   d3            p1 = d1 and p2 = d2, but p3 is not d3: d4 means nothing
 
-The text is that of plain decoding, greedy or sampled, whatever is proposed. A token's noise depends on its
-row's key, its position and its id alone (sampling.py), so d2 is what plain decoding draws behind d1: the same
-token, and so the same distribution. A proposal is accepted if it is the token that is drawn anyway; nothing
-has to be drawn again, as in Leviathan et al. 2023, whose draws cannot be repeated. What differs is rounding:
-a product of several rows may add in another order than that of one, which shows at near-ties.
+The text is the text of plain decoding, greedy or sampled, whatever is proposed. The noise of a token depends
+on its row's key, its position and its id alone (sampling.py), so d2 is what plain decoding draws after d1:
+the same token, and so the same distribution. A proposal is accepted if it is the token that is drawn anyway.
+Nothing is drawn twice, unlike in Leviathan et al. 2023. Only rounding differs: a product of several rows may
+add in another order than a product of one, which shows at near-ties.
 
-Keys of what is not kept are written over. A recurrent state cannot take tokens back, so it takes none in
-before they are kept: a step reads proposals on top of the state without changing it, notes what each token
-would have done to it, of every layer its projections, and then lets those that are kept do it
-(transformer.replay). The state is read twice and written once, where a plain step reads and writes it once.
+Keys and values of rejected proposals are overwritten. A recurrent state cannot be rewound, so a step reads
+its proposals without updating the state, stores what each token would change (its projections in every
+layer), and then applies the changes of the accepted tokens (decoder.replay). The state is read twice and
+written once, where a plain step reads and writes it once.
 """
 
 import functools
@@ -22,62 +22,40 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from flax import struct
 from jaxtyping import Array, Bool, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.decoding import proposers, sampling
 from bonsai_jax.decoding.checks import check
 from bonsai_jax.decoding.sampling import NO_TOKEN
-from bonsai_jax.network import architectures, draft, transformer
-from bonsai_jax.network.layers import STEP_TOKENS
+from bonsai_jax.decoding.state import Drawn, Speculation, State
+from bonsai_jax.network import decoder, draft
+from bonsai_jax.network.kinds.place import STEP_TOKENS
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights.params import Params
-from pallas_kernels import serializable
-
-State = Any  # decoding.State, which has a Speculation in it
 
 
-@serializable
-class Speculation(struct.PyTreeNode):
-    """What B rows that speculate keep beside their cache.
+def start(rows: int, capacity: int, proposer: str, device_rows: int | None = None) -> Speculation:
+    """A Speculation for rows that have read nothing yet.
 
-    ids       int32 [B, capacity of the cache]: prompt and answer by position, the newest token at
-              cache.lengths; NO_TOKEN where vectors were read in place of tokens
-    steps     int32 [B], steps of `decode` that a row took part in: with the tokens of its answer, how many
-              one step gave
-    proposer  a file of proposers/
-    width     tokens of a row in a step, its newest among them
-    """
-
-    ids: Int[Array, "B capacity"]
-    steps: Int[Array, "B"]
-    proposer: str = struct.field(pytree_node=False, default="ngram")
-    width: int = struct.field(pytree_node=False, default=STEP_TOKENS)
-
-
-def start(rows: int, capacity: int, proposer: str, of_device: int | None = None) -> Speculation:
-    """For rows of which nothing was read.
-
-    of_device   rows of each device; None: all
-    Raises NotImplementedError for a proposer that there is no file for.
+    device_rows   rows on each device; None: all
+    Raises NotImplementedError for a proposer that has no file.
     """
     proposers.get(proposer)
     ids = jnp.full((rows, capacity), NO_TOKEN, jnp.int32)
-    return Speculation(ids, jnp.zeros(rows, jnp.int32), proposer, width(of_device or rows))
+    return Speculation(ids, jnp.zeros(rows, jnp.int32), proposer, width(device_rows or rows))
 
 
 def width(rows: int) -> int:
-    """Tokens of a row in a step where a device has so many rows, 8 of one row, 4 of two, else 2: products of
-    up to 8 tokens run by kernels of a decode step, which take about the time that reading the weights
-    takes."""
+    """Tokens of a row in one step, for so many rows on a device: 8 for one row, 4 for two, else 2. Products
+    of up to 8 tokens run by the kernels of a decode step and take about the time of reading the weights."""
     return max(2, STEP_TOKENS // rows)
 
 
 def note(
     s: Speculation, tokens: Int[Array, "B T"], first: Int[Array, "B"], valid: Bool[Array, "B T"]
 ) -> Speculation:
-    """Keep those of a row's tokens that are valid, the first of them at position `first`."""
+    """Store the valid ones of a row's tokens, which stand at position `first` and after."""
     position = jnp.where(valid, first[:, None] + jnp.arange(tokens.shape[1]), s.ids.shape[1])
     row = jnp.arange(tokens.shape[0])[:, None]
     return s.replace(ids=s.ids.at[row, position].set(tokens, mode="drop"))
@@ -92,9 +70,10 @@ def decode(
     size: int,
     logprobs: int | None = None,
     **options: Any,
-) -> tuple[Any, ...]:
-    """decoding.decode of a state with a Speculation: steps until every row has ended or has `size` tokens, or
-    `limit` of them have been made. Where no row has a proposal, a step is an ordinary one."""
+) -> Drawn:
+    """steps.decode for a state with a Speculation: steps until every row has ended or has `size` tokens, or
+    `limit` steps have been made. Where no row has a proposal, a step reads one token a row."""
+    assert state.speculation is not None
     rows, width = state.tokens.shape[0], state.speculation.width
     propose = proposers.get(state.speculation.proposer).propose
     one_step = functools.partial(step, params, config=config, logprobs=logprobs, **options)
@@ -112,24 +91,22 @@ def decode(
         readable = jnp.minimum(left, state.cache.capacity - state.cache.lengths)
         proposals, state = propose(params, state, config, width - 1)  # [B, T - 1]
         proposals = jnp.where(jnp.arange(1, width) < readable[:, None], proposals, NO_TOKEN)
-        state, *drawn = jax.lax.cond(
+        state, tokens, scores = jax.lax.cond(
             jnp.any(proposals[:, 0] != NO_TOKEN),
             lambda state: one_step(state, proposals, left > 0),
             lambda state: _widened(one_step(state, proposals[:, :0], left > 0), width),
             state,
         )
-        new = drawn[0] != NO_TOKEN
-        at = jnp.where(new, written[:, None] + jnp.arange(width), size)
+        drawn = tokens != NO_TOKEN
+        at = jnp.where(drawn, written[:, None] + jnp.arange(width), size)
         row = jnp.arange(rows)[:, None]
-        out = jax.tree.map(lambda out, new: out.at[row, at].set(new, mode="drop"), out, drawn)
-        return i + 1, state, written + new.sum(1), out
+        out = jax.tree.map(lambda out, new: out.at[row, at].set(new, mode="drop"), out, (tokens, scores))
+        return i + 1, state, written + drawn.sum(1), out
 
-    out: list[Any] = [jnp.full((rows, size), NO_TOKEN, jnp.int32)]
-    if logprobs is not None:
-        out.append(sampling.no_logprobs((rows, size), logprobs))
+    out = jnp.full((rows, size), NO_TOKEN, jnp.int32), sampling.no_logprobs((rows, size), logprobs)
     carry = 0, state, jnp.zeros(rows, jnp.int32), out
     _, state, _, out = jax.lax.while_loop(unfinished, body, carry)
-    return (state, *out)
+    return Drawn(state, *out)
 
 
 def step(
@@ -142,55 +119,54 @@ def step(
     taps: Taps | None = None,
     logits_processor: Callable[[jax.Array, State], jax.Array] | None = None,
     logprobs: int | None = None,
-) -> tuple[Any, ...]:
-    """Read each running row's newest token and its proposals up to the first NO_TOKEN, and keep what plain
-    steps would draw, as far as the proposals foresee it.
+) -> Drawn:
+    """Read each running row's newest token and its proposals up to the first NO_TOKEN, and accept what plain
+    steps would draw.
 
-    Returns the state, int32 [B, T] tokens, 1 to T of each running row and NO_TOKEN behind, and with
-    logprobs=n Logprobs [B, T].
+    Returns tokens int32 [B, T], 1 to T for each running row and NO_TOKEN after them, and Logprobs [B, T].
     """
+    assert state.speculation is not None
     first, offset = state.cache.lengths, jnp.arange(proposals.shape[1] + 1)
     read = jnp.concatenate([state.tokens[:, None], proposals], axis=1)  # [B, T]
     full = first >= state.cache.capacity
     check(~jnp.any(running & full), "decode: a row's cache is full; make the state with a larger context")
     readable = running[:, None] & _up_to(proposals != NO_TOKEN)
-    after = first[:, None] + offset + 1  # positions of what is drawn
+    after = first[:, None] + offset + 1  # positions of the tokens drawn
     positions = jnp.where(readable, after - 1, -1)
-    run = architectures.get(config.architecture).forward
-    hold = proposals.shape[1] > 0 and not state.cache.rewinds
+    keep_updates = proposals.shape[1] > 0 and state.cache.recurrent
     tokens = jnp.maximum(read, 0)
-    hidden, cache, held = run(params, tokens, positions, state.cache, config, positions.max() + 1, taps, hold)
+    hidden, cache, updates = decoder.decoder(
+        params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates
+    )
     cache = draft.follow(params, cache, hidden, tokens, positions, config)
-    of_model = transformer.logits(params, hidden, config)  # [B, T, V]
+    scores = decoder.logits(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
-    logits = of_model
+    logits = scores
     if logits_processor is not None:
         before = {"tokens": read, "remaining": state.remaining[:, None] - offset, "sampler": sampler}
 
         def processed(logits, lengths, before):
             return logits_processor(logits, state.replace(cache=cache.replace(lengths=lengths), **before))
 
-        logits = jax.vmap(processed, 1, 1)(of_model, after, before)
+        logits = jax.vmap(processed, 1, 1)(scores, after, before)
     drawn = sampling.sample_each(sampler, logits, after)  # [B, T]
     stops = jnp.any(drawn[..., None] == state.stop_ids[:, None], axis=-1)
-    kept = readable & _up_to((proposals == drawn[:, :-1]) & ~stops[:, :-1])
-    count = kept.sum(1)
+    accepted = readable & _up_to((proposals == drawn[:, :-1]) & ~stops[:, :-1])
+    count = accepted.sum(1)
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]
-    remaining = jnp.where(jnp.any(kept & stops, axis=1), 0, state.remaining - count)
-    if hold:
-        cache = transformer.replay(params, cache, held, jnp.where(kept, positions, -1), config)
+    remaining = jnp.where(jnp.any(accepted & stops, axis=1), 0, state.remaining - count)
+    if keep_updates:
+        cache = decoder.replay(params, cache, updates, jnp.where(accepted, positions, -1), config)
     cache = draft.rewound(cache, state.cache, hidden, count)
+    s = state.speculation.replace(steps=state.speculation.steps + running)
     state = state.replace(
         cache=cache.replace(lengths=first + count),
         tokens=jnp.where(running, newest, state.tokens),
         remaining=jnp.maximum(remaining, 0),
-        sampler=sampling.remember(state.sampler, drawn, kept),
-        speculation=note(
-            state.speculation.replace(steps=state.speculation.steps + running), drawn, first + 1, kept
-        ),
+        sampler=sampling.remember(state.sampler, drawn, accepted),
+        speculation=note(s, drawn, first + 1, accepted),
     )
-    tokens = jnp.where(kept, drawn, NO_TOKEN)
-    return (state, tokens) if logprobs is None else (state, tokens, _logprobs(of_model, drawn, logprobs))
+    return Drawn(state, jnp.where(accepted, drawn, NO_TOKEN), _logprobs(scores, drawn, logprobs))
 
 
 def _up_to(holds: Bool[Array, "B T-1"]) -> Bool[Array, "B T"]:
@@ -199,16 +175,15 @@ def _up_to(holds: Bool[Array, "B T-1"]) -> Bool[Array, "B T"]:
     return jnp.cumprod(holds, axis=1).astype(bool)
 
 
-def _logprobs(logits: jax.Array, tokens: jax.Array, n: int) -> sampling.Logprobs:
-    flat = sampling.logprobs_of(logits.reshape(-1, logits.shape[-1]), tokens.reshape(-1), n)
+def _logprobs(scores: jax.Array, tokens: jax.Array, n: int | None) -> sampling.Logprobs | None:
+    flat = sampling.token_logprobs(scores.reshape(-1, scores.shape[-1]), tokens.reshape(-1), n)
     return jax.tree.map(lambda x: x.reshape(*tokens.shape, *x.shape[1:]), flat)
 
 
-def _widened(stepped: tuple[Any, ...], width: int) -> tuple[Any, ...]:
-    """What a step of one token a row returns in the shapes of one of `width`."""
-    state, tokens, *scores = stepped
+def _widened(drawn: Drawn, width: int) -> Drawn:
+    """The result of a step that reads one token a row, in the shapes of a step that reads `width`."""
 
     def pad(x, value=0):
         return jnp.pad(x, ((0, 0), (0, width - 1), *[(0, 0)] * (x.ndim - 2)), constant_values=value)
 
-    return (state, pad(tokens, NO_TOKEN), *(jax.tree.map(pad, of) for of in scores))
+    return Drawn(drawn.state, pad(drawn.tokens, NO_TOKEN), jax.tree.map(pad, drawn.logprobs))

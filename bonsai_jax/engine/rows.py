@@ -2,16 +2,15 @@
 
     pool: State of all rows --take rows--> State of a few --prefill or decode--> State --put back--> pool
 
-Pages lie in the pool and are not taken along: the block tables come from the host with each call. So a row
-is wherever its numbers are, and few rows run in a small executable. Over a mesh each device has a pool, with
-rows and pages of its own.
+Pages stay in the pool; the host sends the block tables with each call. So a few rows run in a small program,
+whichever rows they are. Over a mesh each device has a pool, with rows and pages of its own.
 
-What penalties remember is as long as the vocabulary, and nearly all that is taken and put back. So that stays
-where it is, unless one of these rows has a penalty.
+The tables of penalties are as long as the vocabulary and nearly all of a row's state. They stay in the pool
+unless one of these rows has a penalty.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,38 +18,61 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.decoding import jitted, sampling, speculation
-from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.decoding.sampling import NO_TOKEN
-from bonsai_jax.decoding.steps import LogitsProcessor, State
+from bonsai_jax.decoding import jitted, sampling, speculation, steps
+from bonsai_jax.decoding.sampling import NO_TOKEN, Logprobs
+from bonsai_jax.decoding.state import State
+from bonsai_jax.decoding.steps import LogitsProcessor
+from bonsai_jax.network import cache as kv
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.parallel import over_mesh
+from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
-from bonsai_jax.weights.params import Params
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # none
+PENALTIES = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}  # and neutral values
+
+
+class Result(NamedTuple):
+    """What `note`, `prefill` and `decode` of R rows return.
+
+    pool     with the changed rows
+    drawn    int32 [R, 1 + size]: in column 0 the decode steps in which a row drew tokens (0 for prefill),
+             then the tokens, NO_TOKEN after the last. One array, as the host fetches each array separately.
+             None from `note`, which draws nothing
+    logprobs  Logprobs [R, size]; None unless asked for
+    """
+
+    pool: State
+    drawn: Int[Array, "R 1+size"] | None = None
+    logprobs: Logprobs | None = None
+
+
+RESULT = Result._make(["pool", "rows", "rows"])  # how results lie over a mesh
 
 
 def layout(pool: State, tokens: int) -> np.dtype:
-    """What the host says of a row that reads, as numpy's structured type of 4-byte fields: an array of R such
-    rows goes to the device as one int32 [R, columns] (`packed`), where `unpacked` finds the fields again.
+    """The chunk of one row as a numpy structured type of 4-byte fields. An array of R such rows goes to the
+    device as one int32 [R, columns] (`packed`), where `unpacked` restores the fields.
 
-    row         of the pool; beyond all rows and checkpoints where there is none
-    first       tokens that the pages hold before
+    row         its number in the pool; beyond all rows and checkpoints for padding
+    first       tokens that its pages hold before the chunk
     count       tokens to read
-    starts      1: nothing that the row in the pool remembers is of this request
-    draws       1: with these tokens all is read, and one is drawn
+    starts      1: the first chunk of its request, so penalties and proposals in the pool are another's
+    draws       1: the prompt ends with this chunk, and a token is drawn
     remaining   tokens that may be drawn
-    answer      the position from which on tokens are the answer's, for penalties
-    begins      the recurrent state that it begins with: its own, or a checkpoint's, behind those of all rows
-    saves       the checkpoint that keeps its state behind these tokens; beyond all where there is none
-    copy_from, copy_to   a page that becomes a copy of another before anything is read; copy_to is as many as
-                there are pages where there is none
-    rules       of the draws: sampling.columns, and the stop ids as State has them
+    answer      the position of the answer's first token, for penalties
+    begins      the recurrent state to begin with: its own row, or a checkpoint, numbered after all rows
+    saves       the checkpoint to save the state in after the chunk; beyond all for none
+    copy_from, copy_to   page copy_to becomes a copy of page copy_from first; copy_to is the number of pages
+                for none
+    rules       how it draws: sampling.columns, and the stop ids as State has them
     table       pages of the row
-    tokens      the first `count` are to be read
+    tokens      of the chunk; those after `count` are padding
     """
     names = ("row", "first", "count", "starts", "draws", "remaining", "answer")
     names += ("begins", "saves", "copy_from", "copy_to")
@@ -67,7 +89,7 @@ def layout(pool: State, tokens: int) -> np.dtype:
 
 
 def rules_layout(pool: State) -> np.dtype:
-    """How a request draws: what stays the same from its first chunk to its last."""
+    """How a request draws, the same in all of its chunks."""
     biases, stops = pool.sampler.bias_ids.shape[1], pool.stop_ids.shape[1]
     return np.dtype(
         [
@@ -83,15 +105,15 @@ def rules_layout(pool: State) -> np.dtype:
 
 
 def packed(rows: np.ndarray) -> Int[np.ndarray, "R columns"]:
-    """Rows of a structured type of 4-byte fields, as one array."""
+    """Rows of a structured type of 4-byte fields as one array."""
     return rows.view(np.int32).reshape(len(rows), -1)
 
 
 def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, Any]:
-    """The fields of each row by name, [R, ...]; of a structured field a dict.
+    """The fields by name, [R, ...]; a structured field becomes a dict.
 
-    Of one row a field is a slice as it lies. XLA would give a kernel the address within `columns`, and Mosaic
-    refuses what does not begin at a multiple of 256 bytes; behind a barrier it is an array of its own.
+    With one row a field is a contiguous slice. XLA would pass a kernel its address within `columns`, but
+    Mosaic requires arrays aligned to 256 bytes; the barrier makes the field an array of its own.
     """
     out: dict[str, Any] = {}
     for name, (dtype, offset, *_) in (layout.fields or {}).items():
@@ -105,16 +127,16 @@ def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, An
     return out
 
 
-@over_mesh("held")
-def note(params: Params, pool: State, columns: Int[Array, "R columns"]):
-    """Have rows remember tokens that they will not read, as their pages hold them already: what penalties,
-    proposals and processors of logits go by. columns: `packed` rows of `layout`, one token or more."""
+@over_mesh(RESULT)
+def note(params: Params, pool: State, columns: Int[Array, "R columns"]) -> Result:
+    """Give rows the tokens that they will not read, because their pages hold them already, for penalties,
+    proposals and logits processors. columns: `packed` rows of `layout`, with one token or more."""
     chunk = _chunk(pool, columns)
     state = _started(_take(pool, chunk["row"], chunk["table"], True), chunk)
-    return _put(pool, _noted(state, chunk), chunk["row"], True)
+    return Result(_put(pool, _noted(state, chunk), chunk["row"], True))
 
 
-@over_mesh("held", "rows", logprobs="rows")
+@over_mesh(RESULT)
 def prefill(
     params: Params,
     pool: State,
@@ -125,16 +147,16 @@ def prefill(
     taps: Taps | None = None,
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
-):
-    """Read tokens of each row behind what its pages hold, and draw where it says so.
+) -> Result:
+    """Read tokens of each row, which continue what its pages hold, and draw one where `draws` says so.
 
     columns   `packed` rows of `layout`
-    vectors   in place of the tokens, which columns then has none of
-    Returns what `decode` does: the pool, int32 [R, 2], no steps and the tokens drawn, and with logprobs=n
-    Logprobs [R, 1].
+    vectors   in place of tokens; columns then has no tokens
+    The result has size 1.
     """
     chunk = _chunk(pool, columns)
-    pool = pool.replace(cache=_with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"]))
+    cache = _with_copies(pool.cache, chunk["copy_from"], chunk["copy_to"])
+    pool = pool.replace(cache=_with_ring_copies(cache, chunk["begins"], chunk["row"]))
     remembers = _remembers(chunk["rules"], logits_processor)
     state = _started(_take(pool, chunk["row"], chunk["table"], remembers, chunk["begins"]), chunk)
     tokens = chunk["tokens"] if vectors is None else vectors
@@ -142,23 +164,23 @@ def prefill(
         state = _noted(state, chunk)
     noted = state.sampler
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-    first = decoding.prefill(params, state, tokens, chunk["count"], config, **options)
-    state, *scores = first if isinstance(first, tuple) else (first,)
-    # A draw of rows that have more to read counts for nothing.
+    state, token, scores = steps.prefill(params, state, tokens, chunk["count"], config, **options)
+    # Rows that have more to read draw a token, too; it is dropped.
     draws = chunk["draws"][:, None] > 0
-    drawn = state.sampler
+    after = state.sampler
     state = state.replace(
-        sampler=drawn.replace(
-            seen=jnp.where(draws, drawn.seen, noted.seen), counts=jnp.where(draws, drawn.counts, noted.counts)
+        sampler=after.replace(
+            seen=jnp.where(draws, after.seen, noted.seen), counts=jnp.where(draws, after.counts, noted.counts)
         )
     )
-    out = jnp.where(draws, state.tokens[:, None], NO_TOKEN)
+    drawn = jnp.where(draws, token[:, None], NO_TOKEN)
     pool = _put(pool, state, chunk["row"], remembers, chunk["saves"])
+    pool = pool.replace(cache=_with_ring_copies(pool.cache, chunk["row"], chunk["saves"]))
     scores = jax.tree.map(lambda x: x[:, None], scores)
-    return pool, jnp.pad(out, ((0, 0), (1, 0))), *scores
+    return Result(pool, jnp.pad(drawn, ((0, 0), (1, 0))), scores)
 
 
-@over_mesh("held", "rows", logprobs="rows")
+@over_mesh(RESULT)
 def decode(
     params: Params,
     pool: State,
@@ -169,12 +191,10 @@ def decode(
     taps: Taps | None = None,
     logits_processor: LogitsProcessor | None = None,
     logprobs: int | None = None,
-):
-    """decoding.decode of some rows.
+) -> Result:
+    """steps.decode for some rows.
 
-    columns   the row, beyond all where there is none; most steps, the same for all; its pages
-    Returns the pool, int32 [R, 1 + size], the steps that drew tokens and the tokens, and with logprobs=n
-    Logprobs [R, size].
+    columns   the row's number, beyond all rows for padding; most steps, the same for all; the row's pages
     """
     rows, limit, table = columns[:, 0], columns[0, 1], jax.lax.optimization_barrier(columns[:, 2:])
     rules = {
@@ -183,30 +203,30 @@ def decode(
     }
     remembers = _remembers(rules, logits_processor)
     state = _take(pool, rows, table, remembers)
-    there = rows < pool.tokens.shape[0]
-    state = state.replace(remaining=jnp.where(there, state.remaining, 0))
+    state = state.replace(remaining=jnp.where(rows < pool.tokens.shape[0], state.remaining, 0))
     if state.speculation is not None:
         width = speculation.width(rows.shape[0])
         state = state.replace(
             speculation=state.speculation.replace(width=width, steps=jnp.zeros_like(state.speculation.steps))
         )
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
-    state, drawn, *scores = decoding.decode(params, state, config, limit=limit, size=size, **options)
-    steps = (drawn != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
-    return _put(pool, state, rows, remembers), jnp.concatenate([steps[:, None], drawn], axis=1), *scores
+    state, tokens, scores = steps.decode(params, state, config, limit=limit, size=size, **options)
+    taken = (tokens != NO_TOKEN).sum(1) if state.speculation is None else state.speculation.steps
+    drawn = jnp.concatenate([taken[:, None], tokens], axis=1)
+    return Result(_put(pool, state, rows, remembers), drawn, scores)
 
 
 def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
-    """The fields of rows that read."""
+    """The fields of packed rows."""
     return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0).itemsize // 4))
 
 
 def _remembers(
     rules: Mapping[str, Array], logits_processor: LogitsProcessor | None
 ) -> bool | Bool[Array, ""]:
-    """Whether it matters what was said before."""
-    bent = [jnp.any(rules[name] != none) for name, none in PENALTIES.items()]
-    return logits_processor is not None or jnp.any(jnp.stack(bent))
+    """Whether draws depend on earlier tokens."""
+    penalized = [jnp.any(rules[name] != neutral) for name, neutral in PENALTIES.items()]
+    return logits_processor is not None or jnp.any(jnp.stack(penalized))
 
 
 def _take(
@@ -216,8 +236,8 @@ def _take(
     remembers: bool | Bool[Array, ""],
     begins: Int[Array, "R"] | None = None,
 ) -> State:
-    """The State of these rows, with the pages of all, and with the recurrent states of `begins`. What it
-    remembers is nothing unless `remembers`."""
+    """The State of these rows, with the pages of all rows and the recurrent states of `begins`. Tables of
+    penalties are zeros unless `remembers`."""
     cache, (by_row, by_layer, memory) = pool.cache, _parts(pool)
     begins = rows if begins is None else begins
 
@@ -228,9 +248,9 @@ def _take(
         return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
 
     state = _with_memory(of_rows(by_row), _either(remembers, of_rows, nothing, memory))
-    delta = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
-    cache = state.cache.replace(k=cache.k, v=cache.v, delta=delta, block_table=table)
-    return state.replace(cache=_with_draft_pages(cache, pool.cache))
+    states = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
+    cache = _with_pages(state.cache.replace(delta_net=states, block_table=table), pool.cache)
+    return state.replace(cache=cache)
 
 
 def _put(
@@ -240,7 +260,7 @@ def _put(
     remembers: bool | Bool[Array, ""],
     saves: Int[Array, "R"] | None = None,
 ) -> State:
-    """The pool, with this State of these rows, and their recurrent states in `saves` too."""
+    """The pool with this State in these rows, and with their recurrent states in `saves` too."""
 
     def with_rows(both):
         return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop", wrap_negative_indices=False), *both)
@@ -250,41 +270,74 @@ def _put(
     cache, old, new = state.cache, _parts(pool), _parts(state)
     memory = _either(remembers, with_rows, lambda both: both[0], (old[2], new[2]))
     rest = _with_memory(with_rows((old[0], new[0])), memory)
-    delta = old[1]
+    states = old[1]
     for places in (rows,) if saves is None else (rows, saves):
-        delta = jax.tree.map(
+        states = jax.tree.map(
             lambda x, y, at=places: x.at[:, at].set(y, mode="drop", wrap_negative_indices=False),
-            delta,
+            states,
             new[1],
         )
-    return rest.replace(cache=_with_draft_pages(rest.cache.replace(k=cache.k, v=cache.v, delta=delta), cache))
+    return rest.replace(cache=_with_pages(rest.cache.replace(delta_net=states), cache))
 
 
 def _with_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
-    """Pages `to` become copies of pages `source`; those behind the last page are none."""
+    """Pages `to` become copies of pages `source`, where the block table deals them out; those beyond the last
+    page are none."""
+    attention = tuple(
+        state if state.ring is not None else _copied(state, source, to) for state in cache.attention
+    )
+    draft = cache.draft and _copied(cache.draft, source, to)
+    return cache.replace(attention=attention, draft=draft)
+
+
+def _with_ring_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R"]) -> KVCache:
+    """Rings of rows (or checkpoints) `to` become copies of those of `source`; those beyond the last are
+    none. Mostly there are none, and nothing is read."""
+
+    def copies(state):
+        size = kv.ring_size(state)
+        moves = (source != to)[:, None]
+        pages = [state.ring.at[rows, :size].get(mode="clip") for rows in (source, to)]
+        there = jnp.where(moves & (to < len(state.ring))[:, None], pages[1], state.num_pages)
+        return _copied(state, pages[0].reshape(-1), there.reshape(-1))
+
+    def copied(state):
+        if state.ring is None:
+            return state
+        needed = jnp.any((source != to) & (to < len(state.ring)))
+        return jax.lax.cond(needed, copies, lambda state: state, state)
+
+    return cache.replace(attention=tuple(map(copied, cache.attention)))
+
+
+def _copied(state: Any, source: Int[Array, "R"], to: Int[Array, "R"]) -> Any:
+    """A state whose pages `to` are copies of its pages `source`."""
 
     def copied(pages: Pages) -> Pages:
         return jax.tree.map(
             lambda x: x.at[:, to].set(x[:, source], mode="drop", wrap_negative_indices=False), pages
         )
 
-    draft = cache.draft and cache.draft.replace(k=copied(cache.draft.k), v=copied(cache.draft.v))
-    return cache.replace(k=copied(cache.k), v=copied(cache.v), draft=draft)
+    return state.replace(k=copied(state.k), v=copied(state.v))
 
 
-def _with_draft_pages(cache: KVCache, pages: KVCache) -> KVCache:
-    if cache.draft is None or pages.draft is None:
-        return cache
-    return cache.replace(draft=cache.draft.replace(k=pages.draft.k, v=pages.draft.v))
+def _with_pages(cache: KVCache, pages: KVCache) -> KVCache:
+    """A cache with the pages of another."""
+    attention = tuple(
+        state.replace(k=own.k, v=own.v) for state, own in zip(cache.attention, pages.attention, strict=True)
+    )
+    draft = cache.draft and pages.draft and cache.draft.replace(k=pages.draft.k, v=pages.draft.v)
+    return cache.replace(attention=attention, draft=draft)
 
 
 def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
-    """Arrays with rows first, those with layers first, and what remembers tokens, with rows first; without
-    pages, which are of no row."""
+    """Arrays with rows first, arrays with layers first, and the tables of penalties, with rows first. Without
+    pages, which belong to no row."""
     cache, sampler = state.cache, state.sampler
     draft = cache.draft and cache.draft.replace(k=(), v=())
-    by_row = _with_memory(state.replace(cache=cache.replace(k=(), v=(), delta=None, draft=draft)), ((), ()))
-    return by_row, cache.delta, (sampler.seen, sampler.counts)
+    attention = tuple(one.replace(k=(), v=()) for one in cache.attention)
+    by_row = state.replace(cache=cache.replace(attention=attention, delta_net=(), draft=draft))
+    return _with_memory(by_row, ((), ())), cache.delta_net, (sampler.seen, sampler.counts)
 
 
 def _with_memory(state: State, memory: Any) -> State:
@@ -292,12 +345,12 @@ def _with_memory(state: State, memory: Any) -> State:
     return state.replace(sampler=state.sampler.replace(seen=seen, counts=counts))
 
 
-def _either(which: bool | Bool[Array, ""], yes: Callable, no: Callable, of: Any) -> Any:
-    return yes(of) if which is True else jax.lax.cond(which, yes, no, of)
+def _either(which: bool | Bool[Array, ""], yes: Callable, no: Callable, operand: Any) -> Any:
+    return yes(operand) if which is True else jax.lax.cond(which, yes, no, operand)
 
 
 def _started(state: State, chunk: dict[str, Any]) -> State:
-    """What the host says of each row, and nothing remembered where a request starts."""
+    """The state of each row as its chunk says, with empty tables of penalties where a request starts."""
     rules = dict(chunk["rules"])
     stop_ids, seeds = rules.pop("stop_ids"), rules.pop("seeds")
     rules["temperature_first"] = rules["temperature_first"] > 0
@@ -320,7 +373,7 @@ def _started(state: State, chunk: dict[str, Any]) -> State:
 
 
 def _noted(state: State, chunk: dict[str, Any]) -> State:
-    """With the tokens of this chunk remembered."""
+    """Count the tokens of this chunk for penalties, and store them for proposals."""
     tokens, offset = chunk["tokens"], jnp.arange(chunk["tokens"].shape[1])
     valid = offset < chunk["count"][:, None]
     answer = chunk["first"][:, None] + offset >= chunk["answer"][:, None]
@@ -334,9 +387,9 @@ def _noted(state: State, chunk: dict[str, Any]) -> State:
 note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
 
-# XLA's own choice and WHILE: the loop of steps is inside the CUDA graph, and a dispatch waits for nothing.
-# Else the host launches each step, after it has asked the device whether to go on, and the device waits for
-# the host at each dispatch: 2 to 5 ms where a step is hundreds of launches.
+# XLA's default and WHILE: the loop of steps is inside the CUDA graph, and a dispatch returns at once. Without
+# WHILE the host fetches from the device before each step whether to go on, and the device waits for the host
+# in each dispatch: 2 to 5 ms where a step is hundreds of launches.
 LOOP_IN_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,WHILE"

@@ -14,9 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
-from bonsai_jax.network import layers, transformer
+from bonsai_jax.network import decoder, rope
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.weights.params import Params
+from bonsai_jax.network.kinds import attention, mlp
+from bonsai_jax.network.kinds.place import Place
+from bonsai_jax.network.params import Params
 from pallas_kernels import matmul
 from pallas_kernels.norm import rms_norm
 
@@ -37,11 +39,11 @@ def follow(
         return cache
     # A row's first token here goes with the last one before, of a row that begins with none.
     place = jnp.where(positions[:, :1] > 0, positions[:, :1] - 1, -1)
-    h = _of_model(params, cache.draft.hidden[:, None], config)
+    h = _model_norm(params, cache.draft.hidden[:, None], config)
     _, cache = _attended(params, cache, h, tokens[:, :1], place, config)
     if tokens.shape[1] > 1:
         place = jnp.where(positions[:, 1:] >= 0, positions[:, :-1], -1)
-        h = _of_model(params, hidden[:, :-1], config)
+        h = _model_norm(params, hidden[:, :-1], config)
         _, cache = _attended(params, cache, h, tokens[:, 1:], place, config)
     return rewound(cache, cache, hidden, (positions >= 0).sum(1))
 
@@ -65,36 +67,57 @@ def foresee(
     count: int,
     config: ModelConfig,
 ) -> tuple[Int[Array, "B count"], KVCache]:
-    """The likeliest tokens behind each running row's newest, one after the other, and the cache."""
+    """The likeliest tokens after each running row's newest, one after the other, and the cache."""
     assert params.draft is not None and cache.draft is not None
-    norm = params.final_norm if params.draft.norm is None else params.draft.norm[0]
-    behind = params.replace(final_norm=norm)
-    h, place, found = _of_model(params, cache.draft.hidden[:, None], config), cache.lengths - 1, []
+    norm = params.final_norm if params.draft.norm is None else params.draft.norm
+    own_norm = params.replace(final_norm=norm)
+    h, position, drawn = _model_norm(params, cache.draft.hidden[:, None], config), cache.lengths - 1, []
     for _ in range(count):
-        inside = jnp.where(running & (place < cache.capacity), place, -1)[:, None]
+        inside = jnp.where(running & (position < cache.capacity), position, -1)[:, None]
         x, cache = _attended(params, cache, h, jnp.maximum(tokens, 0)[:, None], inside, config)
-        y = layers.gated_mlp(x, params.replace(layers=params.draft.layers), 0, config)
-        tokens = transformer.logits(behind, y, config)[:, 0].argmax(-1).astype(jnp.int32)
-        h, place = rms_norm(y, norm, config.rms_norm_eps), place + 1
-        found.append(tokens)
-    return jnp.stack(found, axis=1), cache
+        place = _place(params, config, config.mlp, params.draft.layers.mlp[0], inside)
+        y, *_ = mlp.block(x, place, cache, None)
+        tokens = decoder.logits(own_norm, y, config)[:, 0].argmax(-1).astype(jnp.int32)
+        h, position = rms_norm(y, norm, config.rms_norm_eps), position + 1
+        drawn.append(tokens)
+    return jnp.stack(drawn, axis=1), cache
 
 
-def _of_model(params: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
+def _model_norm(params: Params, hidden: jax.Array, config: ModelConfig) -> jax.Array:
+    """What the model's head sees."""
     return rms_norm(hidden, params.final_norm, config.rms_norm_eps)
 
 
 def _attended(
-    params: Params, cache: KVCache, h, tokens, place, config: ModelConfig
+    params: Params, cache: KVCache, h, tokens, positions, config: ModelConfig
 ) -> tuple[jax.Array, KVCache]:
     """The layer up to its feed-forward."""
-    of = params.draft
-    assert of is not None and cache.draft is not None
-    e = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else transformer.embed(params, tokens)
+    draft = params.draft
+    assert draft is not None and cache.draft is not None
+    e = tokens if jnp.issubdtype(tokens.dtype, jnp.floating) else decoder.embed(params, tokens)
     eps = config.rms_norm_eps
-    both = [rms_norm(e, of.embed_norm[0], eps), rms_norm(h, of.hidden_norm[0], eps)]
-    x = matmul(jnp.concatenate(both, axis=-1), of.join, 0)
-    pages = cache.replace(k=cache.draft.k, v=cache.draft.v)
-    own, rotation = params.replace(layers=of.layers), layers.rotations(params, place, config)
-    x, pages, _ = layers.attention_block(x, own, 0, pages, place, rotation, config, place.max() + 1)
-    return x, cache.replace(draft=cache.draft.replace(k=pages.k, v=pages.v))
+    both = [rms_norm(e, draft.embed_norm, eps), rms_norm(h, draft.hidden_norm, eps)]
+    x = matmul(jnp.concatenate(both, axis=-1), draft.join)
+    state = cache.attention[0].replace(k=cache.draft.k, v=cache.draft.v)
+    place = _place(params, config, config.attention, draft.layers.attention[0], positions)
+    x, own, _ = attention.block(x, place, cache.replace(attention=(state,)), None)
+    (state,) = own.attention
+    return x, cache.replace(draft=cache.draft.replace(k=state.k, v=state.v))
+
+
+def _place(params: Params, config: ModelConfig, settings, weights, positions) -> Place:
+    """Where a half of the draft layer runs."""
+    own = attention.ropes(config).index(config.attention.rope)
+    rotation = rope.rotation(config.attention.rope, params.rope_frequencies[own], positions)
+    return Place(
+        settings=settings,
+        weights=weights,
+        group=0,
+        index=0,
+        eps=config.rms_norm_eps,
+        positions=positions,
+        rotations={config.attention.rope: rotation},
+        num_keys=positions.max() + 1,
+        axis=params.axis,
+        peers=params.peers,
+    )

@@ -16,69 +16,76 @@ from jax.sharding import PartitionSpec as P
 
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.network import cache as kv
+from bonsai_jax.network import kinds
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.weights.params import Params
-from bonsai_jax.weights.placement import AXES, DATA, MODEL, RULES, mapped, present, size, spread
+from bonsai_jax.network.params import AXES, Params
+from bonsai_jax.weights.placement import DATA, MODEL, mapped, mesh_axis, present, size, spread
 
 F = TypeVar("F", bound=Callable)
 
 
-def over_mesh(*returns: str, arrays: str = "rows", **optional: str) -> Callable[[F], F]:
-    """Decorates function(params, ...), so that params may lie over a mesh: there, every device runs it on its
-    share, inside shard_map, and where params have no mesh nothing changes.
+SPLITS = ("rows", "layers", "whole")
 
-        @over_mesh("rows", "held")
-        def last_logits(params, cache, tokens, config): ...
 
-    Of the arguments, whatever holds a KVCache is split by `placement.AXES`; of other arrays each device has
-    its rows, the first axis; scalars are on every device, and what is no array is static.
+def over_mesh(returns: Any, *, arrays: str = "rows") -> Callable[[F], F]:
+    """Decorates function(params, ...), so that params may lie over a mesh. Every device then runs it on its
+    share, inside shard_map; where params have no mesh nothing changes.
 
-    returns   what the function returns, in order. "held": the argument that holds a KVCache, changed;
+        @over_mesh(("rows", "cache"))
+        def last_logits(params, cache, tokens, config) -> tuple[logits, cache]: ...
+
+    Arguments that hold a KVCache are split by `placement.AXES`. Of other arrays each device has its rows, the
+    first axis; scalars are on every device, and arguments that are not arrays are static.
+
+    returns   the result with a word in place of each array, or of each part whose arrays are split alike:
               "rows": arrays with rows first; "layers": arrays with layers first, then rows; "whole": the same
-              on every device
+              on every device; an argument's name: a part that has the fields of that argument and is split
+              like it. A part that may be None is named too. On every call, also without a mesh, a result of
+              another structure raises ValueError
     arrays    "whole" where arrays among the arguments have no rows
-    optional  by an argument's name, what the function returns in addition where it is not None
 
     Each row's tokens depend on that row only, so devices along "data" run loops of different lengths; those
     along "model" draw the same tokens and stay in step.
     """
+    words = jax.tree.structure(returns)
 
     def decorate(function: F) -> F:
         signature = inspect.signature(function)
+        for name in jax.tree.leaves(returns):
+            if name not in SPLITS and name not in signature.parameters:
+                raise ValueError(
+                    f"over_mesh: returns has {name!r}; give one of {', '.join(SPLITS)} or an argument's name"
+                )
 
         @functools.wraps(function)
         def anywhere(params: Params, *args: Any, **kwargs: Any):
             if not isinstance(params, Params):
                 raise TypeError(f"params is a {type(params).__name__}; give model.params")
             if params.mesh is None:
-                return function(params, *args, **kwargs)
+                out = function(params, *args, **kwargs)
+                words.flatten_up_to(out)
+                return out
             mesh, bound = params.mesh, signature.bind(params, *args, **kwargs).arguments
             bound = {name: jnp.asarray(v) if isinstance(v, list) else v for name, v in bound.items()}
-            rows, layers = present((DATA,), mesh), present((None, DATA), mesh)
-            names = returns + tuple(name for key, name in optional.items() if bound.get(key) is not None)
             traced = {name: value for name, value in bound.items() if _arrays(value)}
             static = {name: value for name, value in bound.items() if name not in traced}
-            spec_of = {"rows": rows, "layers": layers, "whole": P()}
+            splits = {"rows": present((DATA,), mesh), "layers": present((None, DATA), mesh), "whole": P()}
 
             def spec(value):
-                if isinstance(value, Params) or _held(value):
+                if isinstance(value, Params) or _has_cache(value):
                     return specs(value, mesh)
-                return jax.tree.map(lambda x: spec_of[arrays] if np.ndim(x) else P(), value)
+                return jax.tree.map(lambda x: splits[arrays] if np.ndim(x) else P(), value)
 
             def on_device(traced):
                 traced = {name: _own_pages(value, mesh) for name, value in traced.items()}
                 traced["params"] = traced["params"].replace(mesh=None)
-                out = function(**traced, **static)
-                out = out if len(names) > 1 else (out,)
-                return tuple(_own_pages(value, mesh, back=True) for value in out)
+                return _own_pages(function(**traced, **static), mesh, back=True)
 
             in_specs = {name: spec(value) for name, value in traced.items()}
-            held = [in_specs[name] for name, value in traced.items() if _held(value)]
-            out_specs = tuple(held[0] if name == "held" else spec_of[name] for name in names)
+            out_specs = jax.tree.map((in_specs | splits).__getitem__, returns)
             # check_vma is off because gathered logits are the same on every device, but JAX's types do not
             # know it.
-            out = mapped(on_device, mesh, (in_specs,), out_specs)(traced)
-            return out if len(names) > 1 else out[0]
+            return mapped(on_device, mesh, (in_specs,), out_specs)(traced)
 
         return cast(F, anywhere)
 
@@ -95,8 +102,8 @@ def _is_cache(value) -> bool:
     return isinstance(value, KVCache)
 
 
-def _held(value) -> bool:
-    """Whether a KVCache is it, or in it."""
+def _has_cache(value) -> bool:
+    """Whether it is a KVCache or contains one."""
     return any(map(_is_cache, jax.tree.leaves(value, is_leaf=_is_cache)))
 
 
@@ -109,8 +116,17 @@ def _own_pages(tree, mesh: Mesh, back: bool = False):
     def own(value):
         if not _is_cache(value):
             return value
-        first = jax.lax.axis_index(DATA) * value.num_pages
-        return value.replace(block_table=value.block_table + (first if back else -first))
+        device = jax.lax.axis_index(DATA) * (1 if back else -1)
+
+        def own_ring(state):
+            ring = None if state.ring is None else state.ring + device * state.num_pages
+            return state.replace(ring=ring)
+
+        pages = max((state.num_pages for state in value.attention if state.ring is None), default=0)
+        return value.replace(
+            block_table=value.block_table + device * pages,
+            attention=tuple(map(own_ring, value.attention)),
+        )
 
     return jax.tree.map(own, tree, is_leaf=_is_cache)
 
@@ -122,45 +138,71 @@ def empty_cache(
     context: int,
     mesh: Mesh | None,
     pages: int | None = None,
+    *,
+    rewinds: bool = False,
 ) -> KVCache:
     """cache.empty over a mesh: each device has the pages of its rows and of its KV heads.
 
     Raises ValueError for a number of rows that does not split.
     """
     if mesh is None:
-        return kv.empty(config, run, rows, context, pages)
+        return kv.empty(config, run, rows, context, pages, rewinds=rewinds)
     if rows % size(mesh, DATA):
         near = rows // size(mesh, DATA) * size(mesh, DATA)
         able = " or ".join(str(n) for n in (near, near + size(mesh, DATA)) if n)
         raise ValueError(f"{rows} rows do not split over {size(mesh, DATA)} devices; {able} would")
-    parts = size(mesh, MODEL)
-    # As many KV heads as devices have together: more than the model's where several have the same.
-    held = dataclasses.replace(config, num_kv_heads=parts * max(1, config.num_kv_heads // parts))
-    shape = jax.eval_shape(lambda: kv.empty(held, run, rows, context, pages))
+    whole = with_copied_heads(config, size(mesh, MODEL))
+    shape = jax.eval_shape(lambda: kv.empty(whole, run, rows, context, pages, rewinds=rewinds))
     sharding = shardings(shape, mesh)
     table = kv.first_table(rows, shape.block_table.shape[1], pages)
-    zeros = lambda like, sharding: jnp.zeros(like.shape, like.dtype, device=sharding)  # noqa: E731
-    return shape.replace(
-        k=jax.tree.map(zeros, shape.k, sharding.k),  # never whole on one device
-        v=jax.tree.map(zeros, shape.v, sharding.v),
-        delta=jax.tree.map(zeros, shape.delta, sharding.delta),
-        draft=jax.tree.map(zeros, shape.draft, sharding.draft),
-        block_table=spread(table, sharding.block_table),
-        lengths=jnp.zeros(rows, jnp.int32, device=sharding.lengths),
-    )
+    # Zeros never whole on one device; tables are known to every process.
+    cache = jax.tree.map(lambda x, place: jnp.zeros(x.shape, x.dtype, device=place), shape, sharding)
+    states = []
+    for state, place in zip(cache.attention, sharding.attention, strict=True):
+        if state.ring is not None:
+            ring = kv.attention.ring_table(rows, state.ring.shape[1], state.num_pages // rows)
+            state = state.replace(ring=spread(ring, place.ring))
+        states.append(state)
+    return cache.replace(attention=tuple(states), block_table=spread(table, sharding.block_table))
+
+
+def with_copied_heads(config: ModelConfig, parts: int) -> ModelConfig:
+    """With as many KV heads as devices have together: more than the model's where several have the same."""
+
+    def copied(half):
+        if half.kind != "attention":
+            return half
+        return dataclasses.replace(half, num_kv_heads=parts * max(1, half.num_kv_heads // parts))
+
+    layers = tuple(dataclasses.replace(layer, mixer=copied(layer.mixer)) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers)
 
 
 def specs(tree, mesh: Mesh):
-    """PartitionSpec of each array of Params, KVCache or State, by `AXES` and `RULES`. What AXES does not name
-    is whole on every device in Params, and has rows first elsewhere."""
+    """PartitionSpec of each array of Params, KVCache or State, by the axes that kinds of layers and `AXES`
+    give it. Other arrays are whole on every device in Params, and have rows first elsewhere."""
     default = () if isinstance(tree, Params) else ("rows",)
 
     def spec(path, _):
         names = [key.name for key in path if isinstance(key, jax.tree_util.GetAttrKey)]
-        axes = next((AXES[name] for name in reversed(names) if name in AXES), default)
-        return present(tuple(RULES[axis] if axis else None for axis in axes), mesh)
+        return present(tuple(mesh_axis(axis) for axis in _axes(names, default)), mesh)
 
     return jax.tree_util.tree_map_with_path(spec, tree)
+
+
+def _axes(names: list[str], default: tuple) -> tuple[str | None, ...]:
+    """The logical axes of an array with these names on the way to it."""
+    if "rotation" in names:
+        return ()  # the signs of folded weights: a device that has a part of the inputs cuts out its own
+    kind = next((name for name in names if name in kinds.NAMES), None)
+    if kind is None and "draft" in names and names[-1] in ("k", "v"):
+        kind = "attention"
+    if kind is None:
+        return next((AXES[name] for name in names if name in AXES), default)
+    module = kinds.get(kind)
+    arrays = {spec.array: ("layers", *spec.axes) for spec in module.TENSORS.values()}
+    arrays |= getattr(module, "AXES", {})
+    return next((arrays[name] for name in names if name in arrays), default)
 
 
 def shardings(tree, mesh: Mesh):

@@ -2,21 +2,17 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
-from pallas_kernels.attention import TAPS as IN_ATTENTION
-
-type Tap = Callable[[jax.Array], jax.Array]
+from bonsai_jax.network import kinds
+from bonsai_jax.network.kinds.place import Tap
 
 STREAM = ("input", "attention", "middle", "mlp", "output")
-OF_EXPERTS = ("router", "experts", "expert_weights")  # in layers of experts alone
-SITES = (
-    *("input", "q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z"),
-    *("attention", "middle", *OF_EXPERTS, "hidden", "mlp", "output"),
-)
+_INNER = dict.fromkeys(site for name in kinds.NAMES for site in kinds.get(name).SITES if site not in STREAM)
+SITES = (*STREAM, *_INNER)
 
 
 @jax.tree_util.register_static
@@ -26,7 +22,7 @@ class Taps:
 
              input                     middle                output
         x -----+------------------ + ----+------------- + -----+----- x of the next layer
-               '-> attention_block |     '-> gated_mlp  |
+               '-> mixer           |     '-> channels   |
                      "attention" --'          "mlp" ----'
 
     float32, of B rows of T tokens each:
@@ -74,14 +70,14 @@ class Taps:
         """Sites at which something is read or edited."""
         return self.read if self.edit is None else self.read | self.at
 
-    def of_layer(self, layer: int | jax.Array, kept: dict[str, jax.Array]) -> dict[str, Tap]:
-        """For each site in use x -> x, as edited; what is read is noted in `kept`."""
+    def for_layer(self, layer: int | jax.Array, read: dict[str, jax.Array]) -> dict[str, Tap]:
+        """For each site in use x -> x, as edited; what is read is noted in `read`."""
 
         def tap(name: str, x: jax.Array) -> jax.Array:
             if self.edit is not None and name in self.at:
                 x = _like(x, self.edit(name, layer, x), name)
             if name in self.read:
-                kept[name] = x
+                read[name] = x
             return x
 
         return {name: functools.partial(tap, name) for name in SITES if name in self.used}
@@ -95,25 +91,3 @@ def _like(x: jax.Array, edited: Any, name: str) -> jax.Array:
             f"Taps: edit returned {got} for {name!r}; expected {x.dtype} {x.shape}, as it was given"
         )
     return edited
-
-
-def tapped(taps: Mapping[str, Tap], name: str, x: jax.Array) -> jax.Array:
-    """x, through the tap of this name if there is one."""
-    return taps[name](x) if name in taps else x
-
-
-def check(taps: Mapping[str, Tap], kernel: str, axis: str | None) -> None:
-    """Raise NotImplementedError for what cannot be tapped where `kernel` computes attention and heads are
-    split over a mesh axis (None: they are not)."""
-    if axis is not None and (inner := [name for name in taps if name not in STREAM]):
-        raise NotImplementedError(
-            f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
-            f'mesh with an axis "{axis}" {", ".join(STREAM)} can be tapped, the rest without it'
-        )
-    if kernel not in ("reference", "cpu") and (inner := [name for name in taps if name in IN_ATTENTION]):
-        able = ", ".join(name for name in SITES if name not in IN_ATTENTION)
-        raise NotImplementedError(
-            f"Taps: {', '.join(inner)}: here the kernel {kernel} computes attention and keeps them to "
-            f"itself; with it {able} can be tapped. bj.forward has all, as has a model loaded with "
-            'RunConfig(impl="reference")'
-        )

@@ -6,8 +6,8 @@ A layer's matrices are split so that two sums over devices are all that it needs
     [B, T, H] --> q k v --> attention --> its part of W_o --> x --> gate, up --> its part of W_down --> x
 
 Embedding and head are split by vocabulary: the look-up is summed, the logits are gathered, and each device
-draws the same tokens. `AXES` and `RULES` say all of this; what a device does with it is `Params.axis` in
-layers.py.
+draws the same tokens. Each tensor names the logical axes along which it is split (specs.Spec.axes), and the
+settings of its kind say which part of such an axis a device has (`runs`).
 """
 
 import ctypes
@@ -16,57 +16,33 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from bonsai_jax.config import ModelConfig
+from bonsai_jax.weights.specs import Spec
 from checkpoints import Gathered, Tensor
 from pallas_kernels import QTensor, device, formats
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 DATA, MODEL = "data", "model"
+# Logical axis -> mesh axis; any other name is an axis that devices along "model" split.
+RULES: dict[str | None, str | None] = {"rows": DATA, "layers": None, None: None}
 
-# Logical axes of the arrays of Params and KVCache; what is not here is on every device. Of a quantized
-# matrix, outputs and inputs are the first two axes of each of its fields behind the layers.
-AXES: dict[str, tuple[str | None, ...]] = {
-    "embed": ("vocab", None),
-    "head": ("vocab", None),
-    **dict.fromkeys(("wq", "wk", "wv", "wqkv"), ("layers", "heads", None)),
-    "bqkv": ("layers", "heads"),
-    "wo": ("layers", None, "heads"),
-    "w_gate": ("layers", "ffn", None),
-    "w_up": ("layers", "ffn", None),
-    "w_down": ("layers", None, "ffn"),
-    **dict.fromkeys(("delta_qkv", "delta_z", "delta_in"), ("layers", "delta", None)),
-    **dict.fromkeys(("delta_alpha", "delta_beta", "delta_gates"), ("layers", "delta", None)),
-    **dict.fromkeys(("delta_dt", "delta_a"), ("layers", "delta")),
-    "delta_conv": ("layers", "delta", None),
-    "delta_out": ("layers", None, "delta"),
-    "router": ("layers", None, None),
-    **dict.fromkeys(("expert_gate", "expert_up", "expert_down"), ("layers", "experts", None, None)),
-    "join": ("layers", None, None),
-    "s": ("layers", "rows", "delta"),
-    "tail": ("layers", "rows", None, "delta"),
-    "k": ("layers", "rows", None, "heads"),  # a row's pages lie with the row
-    "v": ("layers", "rows", None, "heads"),
-    "peers": ("rows", "devices", None, None),
-    **dict.fromkeys(
-        ("signs", "flips"), (None,)
-    ),  # of folded weights: a device with a part of inputs cuts out its own
-}
-# Logical axis -> mesh axis.
-RULES = {
-    **dict.fromkeys(("vocab", "heads", "delta", "ffn", "experts", "devices"), MODEL),
-    "rows": DATA,
-    "layers": None,
-}
+# Starts of each device's runs, and their lengths, along one axis of an array.
+Runs = tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]
 
-TILE_ROWS, TILE_COLUMNS = 16, 256  # borders of the layouts that kernels read (pallas_kernels/tiles.py)
+
+def even_runs(size: int, parts: int) -> Runs:
+    """An axis of this size in `parts` equal pieces."""
+    count = size // parts
+    return tuple((index * count,) for index in range(parts)), (count,)
 
 
 def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -104,83 +80,101 @@ def padded_rows(rows: int, mesh: Mesh | None) -> int:
     return -(-rows // size(mesh, DATA)) * size(mesh, DATA)
 
 
+PEERS = ("rows", "devices", None, None)  # logical axes of Params.peers
+
+
+class Matrix(NamedTuple):
+    """A matrix as `Placement.check` asks about it: its shape (outputs, inputs), the format in which it is
+    stored, whether in tiles, and whether its inputs are regrouped (plan.Member)."""
+
+    spec: Spec
+    settings: Any
+    shape: tuple[int, int]
+    format: str
+    tiled: bool
+    regrouped: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """Where the weights of a model go: `params.load` asks it.
 
-    config   of the whole model
+    config      of the whole model
     all_reduce  RunConfig's
+    count       devices that share the weights; None: as many as the mesh has
     """
 
     mesh: Mesh
     config: ModelConfig
     all_reduce: str = "auto"
+    count: int | None = None
 
     @property
     def parts(self) -> int:
-        return size(self.mesh, MODEL)
+        return size(self.mesh, MODEL) if self.count is None else self.count
 
     @property
     def axis(self) -> str | None:
         """Params.axis."""
         return MODEL if self.parts > 1 else None
 
-    def check(self, matrices: Sequence[tuple[str, tuple[int, ...], str, bool, bool]]) -> None:
-        """Raise ValueError, with the sizes of the mesh's "model" axis that would do, where a matrix does not
-        split.
-
-        matrices   field of Params (wq, wk, wv apart), shape (outputs, inputs) and format of each, whether it
-                   is stored in tiles, and whether its inputs are regrouped (plan.Member)
-        """
-        config = self.config
-        reasons = {d: _refuses(config, matrices, d) for d in (self.parts, *range(1, config.num_heads + 1))}
+    def check(self, matrices: Sequence["Matrix"]) -> None:
+        """Raise ValueError, with the sizes of the mesh's "model" axis that would do, where a layer or a
+        matrix does not split."""
+        most = self.config.attention.num_heads
+        reasons = {d: self._refuses(matrices, d) for d in (self.parts, *range(1, most + 1))}
         if reason := reasons[self.parts]:
-            able = ", ".join(str(d) for d in range(1, config.num_heads + 1) if not reasons[d])
+            able = ", ".join(str(d) for d in range(1, most + 1) if not reasons[d])
             raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
 
-    def share(
-        self, field: str, shape: tuple[int, int], tiled: bool, regrouped: bool = False
-    ) -> "Share | None":
-        """What each device has of a matrix of this shape (outputs, inputs); None: all of it. The vocabulary
-        is padded to whole shares, with what is never read. Of inputs that are regrouped by k head
-        (plan.Member) those of a device's heads are neighbours."""
-        outputs, inputs = AXES[field][-2:]
-        c, parts = self.config, self.parts
-        if parts > 1 and c.experts and "experts" in AXES[field]:  # ahead of outputs and inputs
-            return _even_share(0, c.experts.count // parts, parts)
-        if parts == 1 or not (outputs or inputs):
+    def _refuses(self, matrices: Sequence["Matrix"], parts: int) -> str | None:
+        """Why this model does not split over so many devices, or None."""
+        if parts == 1:
             return None
-        if "delta" in (outputs, inputs) and not regrouped:
-            return self.delta_share(field, 1 if inputs else 0)
-        if inputs:
-            return _even_share(1, shape[1] // parts, parts)
-        if field in ("wk", "wv"):  # with fewer KV heads than devices, several have the same one
-            starts = tuple((d * c.num_kv_heads // parts * c.head_dim,) for d in range(parts))
-            return Share(0, starts, (max(1, c.num_kv_heads // parts) * c.head_dim,))
-        unit = TILE_ROWS if outputs == "vocab" and tiled else 1
-        return _even_share(0, -(-shape[0] // (unit * parts)) * unit, parts)
+        halves = dict.fromkeys(half for layer in self.config.layers for half in layer.halves)
+        reasons = (half.refuses_split(parts) for half in halves)
+        if reason := next(filter(None, reasons), None):
+            return reason
+        other = dataclasses.replace(self, count=parts)
+        return next(filter(None, map(other._refuses_matrix, matrices)), None)
 
-    def delta_share(self, field: str, axis: int) -> "Share":
-        """Of a gated delta net a device has some k heads, and the v heads that use them: neighbours where v
-        heads are grouped, else some of each repetition."""
-        d, parts = self.config.delta, self.parts
-        assert d is not None
-        width = 1 if field in ("delta_alpha", "delta_beta", "delta_dt", "delta_a") else d.v_dim
-        repeats = 1 if d.grouped else d.v_heads // d.k_heads
-        run = d.v_heads // repeats // parts * width  # of v heads that lie side by side
-        counts, starts = (
-            [run] * repeats,
-            [[(r * parts + i) * run for r in range(repeats)] for i in range(parts)],
-        )
-        if field in ("delta_qkv", "delta_conv"):  # queries and keys lie ahead
-            k_run = d.k_heads // parts * d.k_dim
-            counts = [k_run, k_run, *counts]
-            behind = 2 * parts * k_run
-            starts = [
-                [i * k_run, (parts + i) * k_run, *(behind + start for start in of)]
-                for i, of in enumerate(starts)
-            ]
-        return Share(axis, tuple(map(tuple, starts)), tuple(counts))
+    def _refuses_matrix(self, m: "Matrix") -> str | None:
+        share, field = self.share(m.spec, m.settings, m.shape, m.tiled, m.regrouped), m.spec.field
+        if share is None or m.spec.axes[0] in ("vocab", "experts"):
+            return None
+        if share.axis == 0:
+            rows = TILE_ROWS if m.tiled else 1
+            whole = share.count % rows == 0
+            return None if whole else f"{field}: {share.count} rows are no whole tiles of {rows}"
+        columns = math.lcm(formats.get(m.format).WEIGHTS, TILE_COLUMNS if m.tiled else 1)
+        if all(count % columns == 0 for count in share.counts):
+            return None
+        return f"{field}: {m.shape[1]} columns of {m.format} do not split at {columns}"
+
+    def share(
+        self, spec: Spec, settings: Any, shape: tuple[int, ...], tiled: bool = False, regrouped: bool = False
+    ) -> "Share | None":
+        """What each device has of an array of this shape; None: all of it.
+
+        settings   of the layers' kind; None for an array of the model's own
+        shape      (outputs, inputs) of a matrix; the vocabulary is padded to whole shares, with rows that are
+                   never read
+        regrouped  the inputs lie in the order in which devices have them (plan.Member)
+        """
+        if self.parts == 1:
+            return None
+        for axis, name in enumerate(spec.axes):
+            if name is None:
+                continue
+            if name == "vocab":
+                unit = TILE_ROWS if tiled else 1
+                return Share(
+                    axis, *even_runs(-(-shape[0] // (unit * self.parts)) * unit * self.parts, self.parts)
+                )
+            if regrouped:
+                return Share(axis, *even_runs(shape[axis], self.parts))
+            return Share(axis, *settings.runs(name, self.parts))
+        return None
 
     def blocks(self, t: Tensor | Gathered, share: "Share | None") -> jax.Array:
         """A matrix's blocks over the mesh, uint8: the share of each device, which is all that is read of the
@@ -226,25 +220,22 @@ class Placement:
         sharding = NamedSharding(self.mesh, P(None, *self._spec(share)))
         return jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype, device=sharding), shape)
 
-    def biases(self, biases: Sequence[Float[np.ndarray, "L N"]]) -> jax.Array:
-        """Those of queries, keys and values as one: the part of each device, side by side."""
-        of_device = []
-        for index in range(self.parts):
-            for field, bias in zip(("wq", "wk", "wv"), biases, strict=True):
-                share = self.share(field, (bias.shape[1], 0), False)
-                of_device.append(bias if share is None else share.cut(bias.T, index).T)
-        return self.vectors("bqkv", np.concatenate(of_device, axis=1))
+    def stacked(self, pieces: Sequence[np.ndarray], shares: Sequence["Share | None"], axes) -> jax.Array:
+        """Small arrays [layers, ...] of the same layers, joined along their second axis: the part of each
+        device of each array, side by side."""
+        if any(share is None for share in shares):
+            return self.vectors(np.concatenate(pieces, axis=1), axes)
+        by_device = [
+            np.stack([share.cut(layer, index) for layer in piece])
+            for index in range(self.parts)
+            for piece, share in zip(pieces, shares, strict=True)
+            if share is not None
+        ]
+        return self.vectors(np.concatenate(by_device, axis=1), axes)
 
-    def of_heads(self, field: str, value: np.ndarray) -> jax.Array:
-        """A small array of a gated delta net's heads, [layers, heads, ...]: the part of each device, side by
-        side."""
-        share = self.delta_share(field, 0)
-        parts = [np.stack([share.cut(of, index) for of in value]) for index in range(self.parts)]
-        return self.vectors(field, np.concatenate(parts, axis=1))
-
-    def vectors(self, field: str, value: np.ndarray) -> jax.Array:
-        """A small array that every process has whole, over the mesh by `AXES`."""
-        names = tuple(RULES[axis] if axis else None for axis in AXES.get(field, ()))
+    def vectors(self, value: np.ndarray, axes: Sequence[str | None] = ()) -> jax.Array:
+        """A small array that every process has whole, over the mesh by its logical axes."""
+        names = tuple(mesh_axis(axis) for axis in axes)
         return spread(value, NamedSharding(self.mesh, present(names, self.mesh)))
 
     def peers(self) -> Int[Array, "data model devices+2 2"] | None:
@@ -267,7 +258,7 @@ class Placement:
 
         pointers = [[box.unsafe_buffer_pointer() for box in row] for row in mailboxes]
         value = np.array([[all_reduce.addresses(row, me) for me in range(self.parts)] for row in pointers])
-        return self.vectors("peers", value)
+        return self.vectors(value, PEERS)
 
     def _spec(self, share: "Share | None") -> P:
         return P() if share is None else P(*[None] * share.axis, self.axis)
@@ -329,7 +320,7 @@ class Share:
         bounds = [(round(start / per_element), round((start + count) / per_element)) for start, count in runs]
         return np.concatenate([whole[a:b] if self.axis == 0 else whole[:, a:b] for a, b in bounds], self.axis)
 
-    def of(self, whole: QTensor) -> QTensor:
+    def own(self, whole: QTensor) -> QTensor:
         """This device's share of a matrix in blocks, inside shard_map. Rows beyond the matrix are zeros."""
         starts = jnp.array(self.starts)[jax.lax.axis_index(MODEL)]
 
@@ -347,10 +338,6 @@ class Share:
 
         fields = {name: cut(field) for name, field in whole.fields.items()}
         return whole.replace(fields=fields, shape=self.shape(whole.shape))
-
-
-def _even_share(axis: int, count: int, parts: int) -> Share:
-    return Share(axis, tuple((index * count,) for index in range(parts)), (count,))
 
 
 def spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
@@ -374,35 +361,6 @@ def present(names: tuple[str | None, ...], mesh: Mesh) -> P:
     return P(*(name if name in mesh.axis_names else None for name in names))
 
 
-def _refuses(config: ModelConfig, matrices, parts: int) -> str | None:
-    """Why these matrices do not split over so many devices, or None."""
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    if parts == 1:
-        return None
-    if heads % parts or (kv_heads % parts and parts % kv_heads):
-        return f"{heads} query heads and {kv_heads} KV heads do not split evenly"
-    if (d := config.delta) and d.k_heads % parts:
-        return f"{d.k_heads} k heads of the delta net do not split evenly"
-    if (e := config.experts) and e.count % parts:
-        return f"{e.count} experts do not split evenly"
-    for field, (n, k), format, tiled, regrouped in matrices:
-        outputs, inputs = AXES[field][-2:]
-        rows = TILE_ROWS if tiled else 1
-        columns = math.lcm(formats.get(format).WEIGHTS, TILE_COLUMNS if tiled else 1)
-        if d and "delta" in (outputs, inputs):
-            run = d.v_dim * (d.v_heads // parts if d.grouped or regrouped else d.k_heads // parts)
-            if inputs and run % columns:
-                return f"{field}: v heads of {run} columns of {format} do not split at {columns}"
-            of_heads = field in ("delta_qkv", "delta_z")
-            if of_heads and (run % rows or d.k_heads // parts * d.k_dim % rows):
-                return f"{field}: heads are no whole tiles of {rows} rows"
-            if outputs and field in ("delta_alpha", "delta_beta") and d.v_heads // parts % rows:
-                return f"{field}: {d.v_heads // parts} rows are no whole tiles of {rows}"
-            continue
-        if outputs == "heads" and config.head_dim % rows:
-            return f"{field}: heads of {config.head_dim} rows are no whole tiles of {rows}"
-        if outputs == "ffn" and n % (parts * rows):
-            return f"{field}: {n} rows do not split at {rows}"
-        if inputs and k % (parts * columns):
-            return f"{field}: {k} columns of {format} do not split at {columns}"
-    return None
+def mesh_axis(name: str | None) -> str | None:
+    """The mesh axis over which a logical axis is split."""
+    return RULES.get(name, MODEL)

@@ -1,41 +1,48 @@
-"""What an architecture's tensors are called and how large they are, and a file's, held against it."""
+"""Which tensors a file of an architecture must hold, and which half of which layer each belongs to."""
 
 import dataclasses
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from bonsai_jax.config import Channels, Mixer, ModelConfig
-from checkpoints import Checkpoint, CheckpointError, Gathered, RandomTensor, Tensor
+from bonsai_jax.config import Layer, ModelConfig
+from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, RandomTensor, Tensor, folding
 from pallas_kernels import formats
 
-OF_MANY_MODES = "model.language_model."  # what "model." is in Hugging Face files that see images too
+# What "model." is in Hugging Face files of models that also see images.
+MULTIMODAL = ("model.language_model.", "language_model.model.")
 Source = Tensor | Gathered | RandomTensor
+# Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
+Sources = Mapping[int | None, Source]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Where one field of Params comes from.
+    """A tensor of the file, and the array of Params that it becomes.
 
-    field        attribute of Params, or of Layers where the names hold "{}", which stands for the layer;
-                 those of JOINED, and bq, bk and bv, are joined
-    gguf         tensor name in GGUF files
+    field        name of the array: in the weights of its kind (network/kinds), or in Params
+    gguf         tensor name in GGUF files; "{}" stands for the layer
     huggingface  tensor name in Hugging Face files; None where only GGUF has it. A second "{}" stands for the
                  expert
-    shape        names of ModelConfig attributes, dotted ones too; two of them make a matrix, which may be
-                 quantized, three a matrix of each expert
+    shape        names of attributes of the kind's settings or of ModelConfig; two make a matrix, which may be
+                 quantized, three a matrix for each expert
+    axes         for each of these, the logical axis along which devices split it; (): no device splits it
+    kind         the kind whose layers have it; None: no layer, it is one of the model's own
+    joined       name of the array that several tensors with the same input share, rows below rows
+    half_of      the other matrix of a gated product, which runs as one where formats agree
     optional     whether a file may lack it
-    kind         the mixer of tokens or of channels whose layers have it; None: all layers
-    plain        whether it is a plain float32 array also with two axes
-    from_huggingface  what makes it of a Hugging Face file's array; None: it is as in GGUF files
+    plain        whether it is a float32 array although it has two axes
+    from_huggingface  makes GGUF's values of a Hugging Face file's; None: they are the same
     """
 
     field: str
     gguf: str
     huggingface: str | None
     shape: tuple[str, ...]
+    axes: tuple[str | None, ...] = ()
+    kind: str | None = None
+    joined: str | None = None
+    half_of: str | None = None
     optional: bool = False
-    kind: Mixer | Channels | None = None
     plain: bool = False
     from_huggingface: Callable[[Any], Any] | None = None
 
@@ -43,88 +50,180 @@ class Spec:
     def is_matrix(self) -> bool:
         return len(self.shape) > 1 and not self.plain
 
-    def layers(self, config: ModelConfig) -> Sequence[int] | None:
-        """The layers that have it; None for what is no layer's."""
-        if "{}" not in self.gguf:
-            return None
-        return range(config.num_layers) if self.kind is None else config.layers_of(self.kind)
+    @property
+    def array(self) -> str:
+        """Name of the array that it becomes, or becomes a part of."""
+        return self.joined or self.field
+
+    def layers(self, config: ModelConfig) -> tuple[int | None, ...]:
+        """The layers that have it; (None,) if it belongs to no layer."""
+        return (None,) if self.kind is None else config.layers_with(self.kind)
 
     def name(self, naming: str) -> str | None:
         return self.gguf if naming == "gguf" else self.huggingface
+
+    def sizes(self, config: ModelConfig, layer: int | None) -> tuple[int, ...]:
+        """The shape that the tensor must have."""
+        owners: tuple[Any, ...] = (config,)
+        if layer is not None:
+            half = next(half for half in config.layers[layer].halves if half.kind == self.kind)
+            owners = half, config
+        return tuple(
+            next(getattr(owner, name) for owner in owners if hasattr(owner, name)) for name in self.shape
+        )
 
 
 def check_formats(checkpoint: Checkpoint, config: ModelConfig) -> None:
     """Raises NotImplementedError for a tensor whose format has no file in pallas_kernels/formats."""
     known = formats.names()
     for name, t in checkpoint.tensors.items():
-        if t.format not in known and not name.startswith(config.aside):
+        if t.format not in known and not name.startswith(config.skipped):
             raise NotImplementedError(
                 f"{checkpoint.source}: tensor {name}: format {t.format!r} is not supported; "
                 f"supported: {', '.join(known)}"
             )
 
 
-def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, list[Source]]:
-    """Each spec's tensors, one per layer where it has layers; none for an absent optional one. Strict both
-    ways.
+def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> dict[Spec, Sources]:
+    """The tensors of each spec. Strict both ways.
 
     Raises CheckpointError for a tensor that is missing, has another shape, or has no place."""
-    found, aside = {}, (*config.aside, *([config.draft] if config.draft else []))
+    skipped = (*config.skipped, *([config.draft] if config.draft else []))
     unused: dict[str, Source] = {
-        name.replace(OF_MANY_MODES, "model.", 1) if name.startswith(OF_MANY_MODES) else name: t
-        for name, t in checkpoint.tensors.items()
-        if not name.startswith(aside)
+        _without_prefix(name): t for name, t in checkpoint.tensors.items() if not name.startswith(skipped)
     }
+    matched: dict[Spec, Sources] = {}
     for spec in specs:
-        if (name := spec.name(checkpoint.naming)) is None:
-            found[spec] = []
-            continue
-        layers = spec.layers(config)
-        names = [name] if layers is None else [name.format(i, "*") for i in layers]
-        if name.count("{}") == 2 and config.experts is not None:
-            for layer in layers or ():
-                _gather(checkpoint, unused, name, layer, config.experts.count)
-        if spec.optional and not any(n in unused for n in names):
-            found[spec] = []
-            continue
-        shape = tuple(operator.attrgetter(dimension)(config) for dimension in spec.shape)
-        for n in names:
-            if n not in unused:
+        pattern = spec.name(checkpoint.naming)
+        layers = () if pattern is None else spec.layers(config)
+        names = {layer: str(pattern).format(layer, "*") for layer in layers}
+        if pattern is not None and pattern.count("{}") == 2:
+            for layer in layers:
+                _gather(checkpoint, unused, pattern, layer, spec.sizes(config, layer)[0])
+        if spec.optional and not any(name in unused for name in names.values()):
+            names = {}
+        for layer, name in names.items():
+            if name not in unused:
                 raise CheckpointError(
-                    f"{checkpoint.source}: tensor {n} is missing; "
+                    f"{checkpoint.source}: tensor {name} is missing; "
                     f"a {config.architecture} model of {config.num_layers} layers needs it"
                 )
-            held = unused[n].shape
-            if (tuple(size for size in held if size > 1) if spec.plain else held) != shape:
+            expected, shape = spec.sizes(config, layer), unused[name].shape
+            if (tuple(size for size in shape if size > 1) if spec.plain else shape) != expected:
                 raise CheckpointError(
-                    f"{checkpoint.source}: tensor {n} has shape {unused[n].shape}; "
-                    f"the metadata asks for {shape} ({', '.join(spec.shape)})"
+                    f"{checkpoint.source}: tensor {name} has shape {shape}; "
+                    f"the metadata asks for {expected} ({', '.join(spec.shape)})"
                 )
-        found[spec] = [unused.pop(n) for n in names]
+        matched[spec] = {layer: unused.pop(name) for layer, name in names.items()}
     if unused:
         listed = ", ".join(list(unused)[:5]) + (f" and {len(unused) - 5} more" if len(unused) > 5 else "")
         raise CheckpointError(
             f"{checkpoint.source}: {config.architecture} has no place for tensor {listed}; "
             "running without it would give wrong text"
         )
-    return found
+    return matched
 
 
-def _gather(checkpoint: Checkpoint, tensors: dict[str, Source], name: str, layer: int, count: int) -> None:
-    """In place of a layer's experts, one by one, one tensor. Raises CheckpointError for one that is missing
-    or other than the first."""
+def _without_prefix(name: str) -> str:
+    start = next((start for start in MULTIMODAL if name.startswith(start)), None)
+    return name if start is None else name.replace(start, "model.", 1)
+
+
+def _gather(checkpoint: Checkpoint, tensors: dict[str, Source], pattern: str, layer: Any, count: int) -> None:
+    """Replaces the tensors of a layer's experts by one. Raises CheckpointError for one that is missing or
+    unlike the first."""
     parts: list[Tensor] = []
     for expert in range(count):
-        one = tensors.pop(of_expert := name.format(layer, expert), None)
-        if not isinstance(one, Tensor):
+        name = pattern.format(layer, expert)
+        part = tensors.pop(name, None)
+        if not isinstance(part, Tensor):
             raise CheckpointError(
-                f"{checkpoint.source}: tensor {of_expert} is missing; a layer of {count} experts needs it"
+                f"{checkpoint.source}: tensor {name} is missing; a layer of {count} experts needs it"
             )
-        parts.append(one)
-        if (one.format, one.shape) != (parts[0].format, parts[0].shape):
+        parts.append(part)
+        if (part.format, part.shape) != (parts[0].format, parts[0].shape):
             raise CheckpointError(
-                f"{checkpoint.source}: tensor {of_expert} is {one.format} {one.shape}, that of expert 0 "
+                f"{checkpoint.source}: tensor {name} is {part.format} {part.shape}, that of expert 0 "
                 f"{parts[0].format} {parts[0].shape}; a layer's experts must be alike"
             )
-    whole = name.format(layer, "*")
-    tensors[whole] = Gathered(whole, tuple(parts))
+    name = pattern.format(layer, "*")
+    tensors[name] = Gathered(name, tuple(parts))
+
+
+@dataclasses.dataclass(frozen=True)
+class Description:
+    """Everything that loading asks of a file, read once: no weight is read, and nothing is decided.
+
+    source   what the user asked for
+    naming   whose names and arrays the file has: "gguf" or "huggingface"
+    config   the model
+    tensors  of each spec
+    folding  how Hadamard-folded matrices were rotated; None: none is folded
+    draft    the draft layer as a model of one layer; None: it is not loaded
+    skipped  the prefixes of ModelConfig.skipped that the file has tensors of
+    """
+
+    source: str
+    naming: str
+    config: ModelConfig
+    tensors: Mapping[Spec, Sources]
+    folding: Folding | None = None
+    draft: "Description | None" = None
+    skipped: tuple[str, ...] = ()
+
+    def each(self) -> Iterator[tuple[Spec, Source]]:
+        """Every tensor, with its spec."""
+        for spec, sources in self.tensors.items():
+            for tensor in sources.values():
+                yield spec, tensor
+
+
+def describe(
+    checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig, draft: Sequence[Spec] = ()
+) -> Description:
+    """The description of a checkpoint whose architecture has these specs; `draft` are those of its draft
+    layer, which is described where config.draft names it.
+
+    Raises CheckpointError naming the tensor that is missing, has no place or the wrong shape, and
+    NotImplementedError for a format without a file in pallas_kernels/formats."""
+    check_formats(checkpoint, config)
+    names = checkpoint.tensors
+    return Description(
+        source=checkpoint.source,
+        naming=checkpoint.naming,
+        config=config,
+        tensors=match(checkpoint, specs, config),
+        folding=folding(checkpoint),
+        draft=_draft(checkpoint, draft, config) if config.draft else None,
+        skipped=tuple(start for start in config.skipped if any(name.startswith(start) for name in names)),
+    )
+
+
+def with_draft(checkpoint: Checkpoint, config: ModelConfig) -> ModelConfig:
+    """The same config with the draft layer (MTP) in use. Raises ValueError for a file that has none, and
+    NotImplementedError for several, or one whose weights are folded."""
+    marks = {"gguf": "nextn.eh_proj.weight", "huggingface": "fc.weight"}
+    drafts = [start for start in config.skipped if start + marks[checkpoint.naming] in checkpoint.tensors]
+    if not drafts:
+        raise ValueError(f"{checkpoint.source}: it has no draft layer (MTP); leave draft and 'mtp' out")
+    if len(drafts) > 1:
+        raise NotImplementedError(f"{checkpoint.source}: it has {len(drafts)} draft layers; supported: one")
+    if (fold := folding(checkpoint)) and any(name.startswith(drafts[0]) for name in fold.weights):
+        raise NotImplementedError(
+            f"{checkpoint.source}: weights of its draft layer are Hadamard-folded, which is not supported; "
+            "leave draft and 'mtp' out"
+        )
+    rest = tuple(start for start in config.skipped if start != drafts[0])
+    return dataclasses.replace(config, draft=drafts[0], skipped=rest)
+
+
+def _draft(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) -> Description:
+    """The draft layer, as if it were a model of one layer: attention and a gated feed-forward."""
+    prefix = str(config.draft)
+    own = "blk.0." if checkpoint.naming == "gguf" else prefix
+    tensors = {
+        name.replace(prefix, own, 1): t for name, t in checkpoint.tensors.items() if name.startswith(prefix)
+    }
+    layer = Layer(config.attention, config.mlp)
+    alone = dataclasses.replace(config, layers=(layer,), skipped=(), draft=None)
+    return describe(dataclasses.replace(checkpoint, tensors=tensors, metadata={}), specs, alone)

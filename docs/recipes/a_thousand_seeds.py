@@ -16,7 +16,7 @@ state = bj.new_state(model, 1, len(ids) + new, sampling, new, ignore_eos=True)
 def answer(key, params, state):
     state = state.replace(sampler=state.sampler.replace(keys=key[None]))
     lengths = jnp.array([len(ids)])
-    return bj.generate_tokens(params, state, jnp.array([ids]), lengths, model.config, size=new)[1][0]
+    return bj.generate_tokens(params, state, jnp.array([ids]), lengths, model.config, size=new).tokens[0]
 
 
 keys = jax.random.split(jax.random.key(0), 1000)

@@ -20,6 +20,6 @@ ids = [model.tokenizer.encode(prompt) for prompt in prompts]
 tokens, lengths = jnp.array([i + [0] * (WIDTH - len(i)) for i in ids]), jnp.array([*map(len, ids)])
 state = bj.new_state(model, 2, WIDTH + NEW, bj.SamplingParams(temperature=0.0), NEW)
 options = {"size": NEW, "logits_processor": guided}
-_, drawn = bj.jitted.generate_tokens(model.params, state, tokens, lengths, model.config, **options)
-answer = [token for token in drawn[0].tolist() if token >= 0]
+drawn = bj.jitted.generate_tokens(model.params, state, tokens, lengths, model.config, **options)
+answer = [token for token in drawn.tokens[0].tolist() if token >= 0]
 print(repr(model.tokenizer.decode(answer)))

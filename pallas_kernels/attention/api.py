@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cache_layouts, device, selection
 from pallas_kernels.attention.reference import NO_TAPS, apply_rope, attention, check, write_pages
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.problems import Attention
@@ -34,6 +35,7 @@ def attend(
     prefill_impl: str = "reference",
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     gated: bool = False,
     workspace: Int[Array, "words"] | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
@@ -45,7 +47,7 @@ def attend(
     rotation   cos and sin of the new tokens' angles, for rope
     impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
     prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "reference", or your own
-    window, scale  as for `attention`; kernels have neither
+    window, scale, softcap  as for `attention`
     gated      behind each query head in qkv, which is H D wider, lies its gate, as wide: outputs are
                multiplied by its sigmoid
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
@@ -64,12 +66,6 @@ def attend(
         raise NotImplementedError(
             f"attend: taps on {', '.join(inner)} with impl={impl!r}, prefill_impl={prefill_impl!r}: a kernel "
             "keeps them to itself; they need 'reference'"
-        )
-    fused = [name for name in (impl, prefill_impl) if selection.get(Attention, name).pallas]
-    if (window, scale) != (None, None) and fused:
-        raise NotImplementedError(
-            f"attend: impl={impl!r}, prefill_impl={prefill_impl!r} with window={window}, scale={scale}: "
-            "kernels see all keys, at 1 / sqrt(D); sliding windows and other scales need 'reference' for both"
         )
     *_, kv_heads, head_dim = check("attend", qkv, k_pages, v_pages, block_table, positions)
     B, T, width = qkv.shape
@@ -103,7 +99,9 @@ def attend(
             qkv, gammas = jnp.concatenate([q, k, v], axis=2).reshape(B, T, width), None
             cos = sin = None
         gates_too = gated and gate is None
-        attends = functools.partial(kernel, eps=eps, interleaved=interleaved, gated=gates_too)
+        attends = functools.partial(
+            kernel, eps=eps, interleaved=interleaved, gated=gates_too, scores=Scores(window, scale, softcap)
+        )
         out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(attends)(
             qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, workspace
         )
@@ -119,8 +117,9 @@ def attend(
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
     attends = functools.partial(attention, taps=taps) if inner else kernel
     out = attends(
-        q, k_pages, v_pages, block_table, positions, layer, num_keys=num_keys, window=window, scale=scale
-    )
+        q, k_pages, v_pages, block_table, positions, layer,
+        num_keys=num_keys, window=window, scale=scale, softcap=softcap,
+    )  # fmt: skip
     return _output(out, heads, taps, gate), k_pages, v_pages, workspace
 
 

@@ -10,23 +10,26 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.attention.reference import attention
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages, shape
 
 
 def run(
-    q: jax.Array, k_pages: Pages, v_pages: Pages, block_table, positions, layer, *, num_keys, window, scale
-) -> jax.Array:
+    q: jax.Array, k_pages: Pages, v_pages: Pages, block_table, positions, layer,
+    *, num_keys, window=None, scale=None, softcap=None,
+) -> jax.Array:  # fmt: skip
     """q float32 [B, 1, H, D], rotated -> [B, 1, H, D]. The rest as for `attention`."""
 
     def exact(q, k_pages, v_pages, block_table, positions, layer, keys):
         keys = num_keys if isinstance(num_keys, int) else keys
         return attention(
-            q, k_pages, v_pages, block_table, positions, layer, num_keys=keys, window=window, scale=scale
-        )
+            q, k_pages, v_pages, block_table, positions, layer,
+            num_keys=keys, window=window, scale=scale, softcap=softcap,
+        )  # fmt: skip
 
     @jax.custom_jvp
     def op(*arguments):
-        kernel = functools.partial(_kernel, window=window, scale=scale)
+        kernel = functools.partial(_kernel, scores=Scores(window, scale, softcap))
         return jax.custom_batching.sequential_vmap(kernel)(*arguments[:6])
 
     @op.defjvp
@@ -38,16 +41,17 @@ def run(
     return op(q.astype(jnp.float32), k_pages, v_pages, block_table, positions, layer, keys)
 
 
-def _kernel(q, k_pages, v_pages, block_table, positions, layer, *, window, scale) -> jax.Array:
+def _kernel(q, k_pages, v_pages, block_table, positions, layer, *, scores: Scores) -> jax.Array:
     from pallas_kernels.cpu import keys  # needs the extra `cpu`
 
     (rows, _, heads, head_dim), (*_, page_size, kv_heads, _) = q.shape, shape(k_pages)
-    scale = head_dim**-0.5 if scale is None else scale
     # Of keys and of values: numbers, then their scales where they have some (cache_layouts/int8.py).
     arrays = list(zip(jax.tree.leaves(k_pages), jax.tree.leaves(v_pages), strict=True))
     dtypes = [str(of_keys.dtype) for of_keys, _ in arrays]
     dtype, scales = dtypes if len(dtypes) == 2 else (*dtypes, None)
-    kernel = keys.Kernel(dtype, scales, heads // kv_heads, head_dim, scale, window)
+    kernel = keys.Kernel(
+        dtype, scales, heads // kv_heads, head_dim, scores.factor(head_dim), scores.window, scores.softcap
+    )
     room = kernel.workspace(rows, kv_heads, block_table.shape[1] * page_size)
     results = (
         jax.ShapeDtypeStruct((rows, heads, head_dim), jnp.float32),

@@ -11,6 +11,8 @@ which four run at once, or one warp, and the GPU hands out blocks as others end,
 
 import dataclasses
 
+from pallas_kernels.attention.scores import PLAIN, Scores
+
 THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 BLOCKS_AT_ONCE = 4  # of 4 warps on a multiprocessor: 128 registers a thread
@@ -36,7 +38,8 @@ class Plan:
     pairs: int | None = None  # of a head that rope turns, here; None: all; 0: q and k are as they come
 
     gated: bool = False  # behind each query lies its gate, by whose sigmoid outputs are multiplied
-    of_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
+    scores: Scores = PLAIN
+    one_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
 
     @property
     def turned(self) -> bool:
@@ -61,22 +64,24 @@ class Plan:
     @property
     def splits(self) -> int:
         """Splits of a row's keys, if it has more than one block's."""
-        wanted = -(-self.pages * self.page_size // KEYS_PER_SPLIT)
-        return max(1, min(wanted, self.most_blocks // self.owners))
+        keys = self.pages * self.page_size
+        if self.scores.window is not None:
+            keys = min(keys, self.scores.window + KEYS - 1)
+        return max(1, min(-(-keys // KEYS_PER_SPLIT), self.most_blocks // self.owners))
 
     @property
     def team(self) -> int:
         """Warps that share a split."""
         if self.owners <= self.most_blocks:
             return WARPS
-        if self.of_launch:
+        if self.one_launch:
             return WARPS // 2
         return 1 if 3 * self.owners >= 2 * WARPS * self.most_blocks else 4
 
     @property
     def warps(self) -> int:
         """Of a block."""
-        return WARPS if self.of_launch else max(4, self.team)
+        return WARPS if self.one_launch else max(4, self.team)
 
     @property
     def teams(self) -> int:
@@ -85,7 +90,7 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        if self.of_launch:  # all have a team before one has two
+        if self.one_launch:  # all have a team before one has two
             return min(self.owners * self.splits, self.most_blocks)
         return -(-self.owners * self.splits // self.teams)
 

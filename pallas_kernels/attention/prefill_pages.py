@@ -5,6 +5,7 @@ A block takes one page of a row, a thread 8 neighbouring numbers at a time. Page
 out: memory has room for all of them, but time goes by what is read.
 """
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -12,6 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels import cache_layouts
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
@@ -27,13 +29,16 @@ def run_by(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     """The `run` (problems.Attention) of a kernel that multiplies pages of 16 bits as they are stored, for a
     cache of any layout that has PREFILL."""
 
-    def op(q, k_pages, v_pages, block_table, positions, layer):
+    def op(scores: Scores, q, k_pages, v_pages, block_table, positions, layer):
         if cache_layouts.name_of(k_pages) != cache_layouts.of(k_pages).PREFILL:
-            k_pages, v_pages, block_table, layer = as_float16(k_pages, v_pages, block_table, positions, layer)
-        return kernel(q, k_pages, v_pages, block_table, positions, layer)
+            k_pages, v_pages, block_table, layer = as_float16(
+                k_pages, v_pages, block_table, positions, layer, scores.window
+            )
+        return kernel(q, k_pages, v_pages, block_table, positions, layer, scores)
 
-    def run(q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale) -> jax.Array:
-        return jax.custom_batching.sequential_vmap(op)(q, k_pages, v_pages, block_table, positions, layer)
+    def run(*arrays, num_keys, window, scale, softcap) -> jax.Array:
+        attends = functools.partial(op, Scores(window, scale, softcap))
+        return jax.custom_batching.sequential_vmap(attends)(*arrays)
 
     return run
 
@@ -44,6 +49,7 @@ def as_float16(
     block_table: Int[Array, "B pages_per_row"],
     positions: Int[Array, "B T"],
     layer: int | Int[Array, ""],
+    window: int | None = None,
 ) -> tuple[jax.Array, jax.Array, Int[Array, "B pages_per_row"], int]:
     """What queries at these positions see of one layer, in pages of its own: keys and values float16 [1, B *
     pages per row, page_size, Hkv, D], the block table of these pages, and the layer, 0. What is beyond 65504
@@ -56,8 +62,17 @@ def as_float16(
     heads = page_size * kv_heads
     # Keys of a row, up to the last that a kernel visits.
     keys = (positions.max(axis=1) // KEYS + 1) * KEYS
+    inputs = {
+        "pages": (k_pages, v_pages),
+        "table": block_table,
+        "keys": keys,
+        "layer": jnp.asarray(layer, jnp.int32).reshape(1),
+    }
+    if window is not None:  # from the first that a kernel visits
+        first = jnp.where(positions < 0, positions.max(axis=1, keepdims=True), positions).min(axis=1)
+        inputs["first"] = jnp.maximum(first - window + 1, 0) // KEYS * KEYS
 
-    def body(pages, table, keys, layer, **out):
+    def body(pages, table, keys, layer, keys_out, values_out, first=None):
         row, page = lanes.block() // width, lanes.block() % width
 
         def copied(source, refs, target):
@@ -81,20 +96,18 @@ def as_float16(
 
             lanes.loop(0, heads * head_dim, THREADS * EACH * AT_ONCE, [], some)
 
-        with lanes.when(page * page_size < index(memory.load(keys, row))):
+        visited = page * page_size < index(memory.load(keys, row))
+        if first is not None:
+            visited = visited & (page * page_size + page_size > index(memory.load(first, row)))
+        with lanes.when(visited):
             source = memory.load(table, row, page)
-            for refs, target in zip(pages, out.values(), strict=True):
+            for refs, target in zip(pages, (keys_out, values_out), strict=True):
                 copied(source, refs, target)
 
     shape = jax.ShapeDtypeStruct((1, rows * width, page_size, kv_heads, head_dim), jnp.float16)
     k, v = launch(
         body,
-        {
-            "pages": (k_pages, v_pages),
-            "table": block_table,
-            "keys": keys,
-            "layer": jnp.asarray(layer, jnp.int32).reshape(1),
-        },
+        inputs,
         {"keys_out": shape, "values_out": shape},
         name="prefill_pages",
         blocks=rows * width,

@@ -20,7 +20,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention import prefill_pages
-from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, softmax_step, visible
+from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, capped, ranges, softmax_step, visible
+from pallas_kernels.attention.scores import PLAIN, Scores
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, of
 from pallas_kernels.gpu.wgmma import fragment
@@ -34,7 +35,7 @@ ACC, LHS, RHS = (  # of any numbers of 16 bits
 )
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="scores")
 def mma_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -42,6 +43,7 @@ def mma_attention(
     block_table: jax.Array,
     positions: jax.Array,
     layer: jax.Array,
+    scores: Scores = PLAIN,
 ) -> jax.Array:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
     (cache_layouts: PREFILL is itself) and head_dim 64 or 128.
@@ -50,9 +52,9 @@ def mma_attention(
     """
     B, T, H, D = q.shape
     tiles, layout = Tiles.of(q, k_pages.shape[3], parts=1), cache_layouts.of(k_pages)
-    q, positions, steps = tiles.prepared(q, positions, KEYS, layout)
+    q, positions, steps = tiles.prepared(q, positions, KEYS, layout, scores)
     kernel = plgpu.kernel(
-        functools.partial(_body, tiles=tiles, layout=layout, group=H // k_pages.shape[3]),
+        functools.partial(_body, tiles=tiles, layout=layout, group=H // k_pages.shape[3], scores=scores),
         out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid=(H, tiles.count, B),
         grid_names=("heads", "tiles", "rows"),
@@ -71,12 +73,13 @@ def mma_attention(
 
 def _body(
     q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
-    *, k_smem, v_smem, tiles, layout, group,
+    *, k_smem, v_smem, tiles, layout, group, scores,
 ):  # fmt: skip
     row = lax.axis_index("rows")
     tile = tiles.count - 1 - lax.axis_index("tiles")  # the longest first
     head = lax.axis_index("heads")
-    steps, unmasked = steps_gmem[row, tile, 0], steps_gmem[row, tile, 1]
+    stretches = ranges([steps_gmem[row, tile, i] for i in range(steps_gmem.shape[-1])])
+    start, stop = stretches[0][0], stretches[-1][1]
     queries = pl.ds(tile * QUERIES, QUERIES)
     rows, D = ACC.reduce(1), k_smem.shape[-1]
     my_q = plgpu.load(q_gmem.at[row, queries, head], layout=LHS, optimized=False)
@@ -94,23 +97,25 @@ def _body(
             _bring(tuple(map(jnp.int32, numbers)), source, table_gmem, target.at[slot])
         _commit()
 
-    pl.when(steps > 0)(lambda: bring(jnp.int32(0)))
+    pl.when(stop > start)(lambda: bring(jnp.int32(start)))
 
     def visit(step, carry, masked):
         out, maximum, total = carry
         slot = lax.rem(step, SLOTS)
         _arrived()  # everybody's part of this step; and nobody reads the step before any more
-        pl.when(step + 1 < steps)(lambda: bring(step + 1))
+        pl.when(step + 1 < stop)(lambda: bring(step + 1))
         k = plgpu.load(k_smem.at[slot].transpose((1, 0)), layout=RHS)
         s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, KEYS), jnp.float32), ACC), my_q, k)
+        s = capped(s, scores)
         if masked:
-            s = visible(s, position, step * KEYS, ACC)
-        out, maximum, total, p = softmax_step(s, out, maximum, total, layout)
+            s = visible(s, position, step * KEYS, ACC, scores)
+        out, maximum, total, p = softmax_step(s, out, maximum, total, layout, scores)
         v = plgpu.load(v_smem.at[slot], layout=RHS)
         return plgpu.mma(out, _as_operand(p), v), maximum, total
 
-    carry = lax.fori_loop(0, unmasked, functools.partial(visit, masked=False), carry)
-    out, _, total = lax.fori_loop(unmasked, steps, functools.partial(visit, masked=True), carry)
+    for first, end, masked in stretches:
+        carry = lax.fori_loop(first, end, functools.partial(visit, masked=masked), carry)
+    out, _, total = carry
     out = out / lax.broadcast_in_dim(total, out.shape, [0])
     seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0  # else it was padding: 0 / 0
     out_gmem[row, queries, head] = jnp.where(seen, out, 0.0)

@@ -40,7 +40,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention import prefill_pages
-from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, softmax_step, visible
+from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, capped, ranges, softmax_step, visible
+from pallas_kernels.attention.scores import PLAIN, Scores
 
 TMA_KEYS = 64  # of a copy: a page, or a part of one
 SLOTS = 2  # steps of keys, and of values, in shared memory
@@ -51,7 +52,7 @@ def keys_of_step(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
-@jax.jit
+@functools.partial(jax.jit, static_argnames="scores")
 def prefill_attention(
     q: jax.Array,
     k_pages: jax.Array,
@@ -59,6 +60,7 @@ def prefill_attention(
     block_table: jax.Array,
     positions: jax.Array,
     layer: jax.Array,
+    scores: Scores = PLAIN,
 ) -> jax.Array:
     """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
     (cache_layouts: PREFILL is itself), whose pages hold a multiple of 64 tokens, and head_dim 64,
@@ -69,11 +71,11 @@ def prefill_attention(
     tiles, layout = Tiles.of(q, k_pages.shape[3]), cache_layouts.of(k_pages)
     B, T, H, D = q.shape
     keys = keys_of_step(D)
-    q, positions, steps = tiles.prepared(q, positions, keys, layout)
+    q, positions, steps = tiles.prepared(q, positions, keys, layout, scores)
     blocks = min(device.multiprocessors(), H // tiles.heads * tiles.count * B)
     body = functools.partial(
         _body, tiles=tiles, blocks=blocks, layout=layout, group=H // k_pages.shape[3],
-        page_size=k_pages.shape[2],
+        page_size=k_pages.shape[2], scores=scores,
     )  # fmt: skip
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     kernel = plgpu.kernel(
@@ -106,7 +108,7 @@ def prefill_attention(
 def _body(
     q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
     *, q_smem, k_smem, v_smem, q_full, k_full, v_full, k_free, v_free, turn,
-    tiles, blocks, layout, group, page_size,
+    tiles, blocks, layout, group, page_size, scores,
 ):  # fmt: skip
     work = Work.of(q_gmem.shape, tiles, blocks, steps_gmem)
     keys, values = Slots(k_gmem, k_smem, k_full, k_free), Slots(v_gmem, v_smem, v_full, v_free)
@@ -116,7 +118,7 @@ def _body(
     def _():
         plgpu.set_max_registers(232, action="increase")
         queries = Queries(warpgroup, q_gmem, positions_gmem, out_gmem, q_smem, q_full)
-        _multiply(work, queries, keys, values, turn, layout)
+        _multiply(work, queries, keys, values, turn, layout, scores)
 
     @pl.when(warpgroup == 2)
     def _():
@@ -130,7 +132,7 @@ class Work:
 
     heads   of a row: groups of tiles.heads that an item has
     items   of all blocks
-    steps_gmem  int32 [rows, tiles, 2]: steps, and those before the first that is masked
+    steps_gmem  int32 [rows, tiles, 2 or 4]: the bounds of steps, for `ranges`
     """
 
     tiles: Tiles
@@ -165,11 +167,12 @@ class Work:
             lax.rem(rest, self.heads) * self.tiles.heads,
         )
 
-    def steps(self, i):
-        """Of the i-th item: in all, and those before the first that is masked."""
-        there, row, tile, _ = self.item(i)
-        steps = jnp.where(there, self.steps_gmem[row, tile, 0], 0)
-        return steps, jnp.minimum(self.steps_gmem[row, tile, 1], steps)
+    def ranges(self, i) -> list[tuple]:
+        """Of the i-th item's steps: none where there is no item."""
+        exists, row, tile, _ = self.item(i)
+        stop = jnp.where(exists, self.steps_gmem[row, tile, 0], 0)
+        rest = range(1, self.steps_gmem.shape[-1])
+        return ranges([stop, *(jnp.minimum(self.steps_gmem[row, tile, n], stop) for n in rest)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,7 +218,9 @@ class Queries:
         plgpu.copy_gmem_to_smem(self.gmem.at[self.place(work, i)], self.mine, self.here)
 
 
-def _multiply(work: Work, queries: Queries, keys: Slots, values: Slots, turn, layout: ModuleType):
+def _multiply(
+    work: Work, queries: Queries, keys: Slots, values: Slots, turn, layout: ModuleType, scores: Scores
+):
     """A warpgroup of the two that compute."""
     rows, D = plgpu.Layout.WGMMA.reduce(1), queries.gmem.shape[-1]
 
@@ -223,22 +228,23 @@ def _multiply(work: Work, queries: Queries, keys: Slots, values: Slots, turn, la
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(turn)
 
-    def visit(step, carry, masked, before, steps, position):
-        """A step, behind so many of the items before."""
+    def visit(step, carry, masked, before, stop, position):
+        """A step: the block's number before + step."""
         out, maximum, total = carry
         slot = lax.rem(before + step, SLOTS)
 
-        def scores(acc):
+        def multiply(acc):
             plgpu.wgmma(acc, queries.mine, keys.smem.at[slot].transpose((1, 0)))
             take_turns()
             return acc[...]
 
-        s = pl.run_scoped(scores, plgpu.ACC((QUERIES, keys.of_step), jnp.float32))
+        s = pl.run_scoped(multiply, plgpu.ACC((QUERIES, keys.of_step), jnp.float32))
         plgpu.barrier_arrive(keys.free.at[slot])
+        s = capped(s, scores)
         if masked:
-            s = visible(s, position, step * keys.of_step, plgpu.Layout.WGMMA)
-        step_of = softmax_step(s, out, maximum, total, layout)
-        out, new, total, p = lax.optimization_barrier(step_of)
+            s = visible(s, position, step * keys.of_step, plgpu.Layout.WGMMA, scores)
+        carry = softmax_step(s, out, maximum, total, layout, scores)
+        out, new, total, p = lax.optimization_barrier(carry)
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(values.full.at[slot])
         plgpu.barrier_wait(turn)
@@ -246,7 +252,7 @@ def _multiply(work: Work, queries: Queries, keys: Slots, values: Slots, turn, la
         def weigh(acc):
             plgpu.wgmma(acc, p, values.smem.at[slot])
 
-            @pl.when(step + 1 < steps)
+            @pl.when(step + 1 < stop)
             def _next():
                 plgpu.barrier_wait(keys.full.at[lax.rem(before + step + 1, SLOTS)])
 
@@ -256,7 +262,8 @@ def _multiply(work: Work, queries: Queries, keys: Slots, values: Slots, turn, la
 
     def attend(i, before):
         there, *_ = work.item(i)
-        steps, unmasked = work.steps(i)
+        stretches = work.ranges(i)
+        start, stop = stretches[0][0], stretches[-1][1]
         mine = queries.place(work, i)
         row, some, _ = mine
         position = plgpu.load(queries.positions_gmem.at[row, some], layout=rows, optimized=False)
@@ -266,10 +273,12 @@ def _multiply(work: Work, queries: Queries, keys: Slots, values: Slots, turn, la
             plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
         )
         plgpu.barrier_wait(queries.here)
-        pl.when(steps > 0)(lambda: plgpu.barrier_wait(keys.full.at[lax.rem(before, SLOTS)]))
-        step = functools.partial(visit, before=before, steps=steps, position=position)
-        carry = lax.fori_loop(0, unmasked, functools.partial(step, masked=False), carry)
-        out, _, total = lax.fori_loop(unmasked, steps, functools.partial(step, masked=True), carry)
+        pl.when(stop > start)(lambda: plgpu.barrier_wait(keys.full.at[lax.rem(before, SLOTS)]))
+        before -= start
+        step = functools.partial(visit, before=before, stop=stop, position=position)
+        for first, end, masked in stretches:
+            carry = lax.fori_loop(first, end, functools.partial(step, masked=masked), carry)
+        out, _, total = carry
         pl.when(i + 1 < work.rounds)(lambda: queries.bring(work, i + 1))
 
         @pl.when(there)
@@ -278,7 +287,7 @@ def _multiply(work: Work, queries: Queries, keys: Slots, values: Slots, turn, la
             of_total = lax.broadcast_in_dim(total, out.shape, [0])
             queries.out_gmem[mine] = jnp.where(seen, out / of_total, 0.0)
 
-        return before + steps
+        return before + stop
 
     queries.bring(work, 0)
     pl.when(queries.warpgroup == 1)(take_turns)  # warpgroup 0 is a turn ahead
@@ -293,9 +302,11 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
     def bring(i, before):
         _, row, _, first_head = work.item(i)
         kv_head = lax.div(first_head, group)
-        steps, _ = work.steps(i)
+        stretches = work.ranges(i)
+        start, stop = stretches[0][0], stretches[-1][1]
+        before -= start
 
-        @pl.loop(0, steps)
+        @pl.loop(start, stop)
         def _step(step):
             slot = lax.rem(before + step, SLOTS)
             pages = []
@@ -317,7 +328,7 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
                         slots.full.at[slot],
                     )
 
-        return before + steps
+        return before + stop
 
     lax.fori_loop(0, work.rounds, bring, jnp.int32(0))
 

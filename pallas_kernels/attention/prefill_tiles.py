@@ -1,7 +1,6 @@
 """What the two kernels of attention of many queries a row share: how queries are shared out to blocks, and
 the online softmax."""
 
-import math
 from types import ModuleType
 from typing import NamedTuple
 
@@ -9,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.attention.scores import Scores
 
 QUERIES = 64  # of a part of a block: as many as one product has
 
@@ -32,17 +33,23 @@ class Tiles(NamedTuple):
         queries = parts * QUERIES // heads
         return cls(heads, queries, -(-T // queries))
 
-    def prepared(self, q: jax.Array, positions: jax.Array, keys: int, layout: ModuleType):
-        """For whole tiles: (q log2(e) / sqrt(D) as the layout of the cache stores numbers; positions; int32
-        [B, tiles, 2]: a tile's steps of so many keys, and those of them before the first key that some query
-        of it cannot see)."""
+    def prepared(self, q: jax.Array, positions: jax.Array, keys: int, layout: ModuleType, scores: Scores):
+        """For whole tiles: (q times its factor, as the layout of the cache stores numbers; positions; bounds
+        of each tile's steps of so many keys, int32 [B, tiles, 2 or 4], as `ranges` takes them)."""
         B, T, _, D = q.shape
         padding = self.count * self.queries - T
-        q = layout.quantize(q.astype(jnp.float32) * (D**-0.5 * math.log2(math.e)))
+        q = layout.quantize(q.astype(jnp.float32) * scores.query_factor(D))
         q = jnp.pad(q, ((0, 0), (0, padding), (0, 0), (0, 0)))
         positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
         by_tile = positions.reshape(B, self.count, self.queries)
-        return q, positions, jnp.stack([by_tile.max(-1) // keys + 1, (by_tile.min(-1) + 1) // keys], axis=-1)
+        last, first = by_tile.max(-1), by_tile.min(-1)
+        bounds = [last // keys + 1, (first + 1) // keys]
+        if scores.window is not None:
+            first = jnp.where(by_tile < 0, last[..., None], by_tile).min(-1)  # of those that are not padding
+            start = jnp.maximum(first - scores.window + 1, 0) // keys
+            whole = jnp.minimum(-(-jnp.maximum(last - scores.window + 1, 0) // keys), bounds[0])
+            bounds = [bounds[0], jnp.maximum(bounds[1], whole), start, whole]
+        return q, positions, jnp.stack(bounds, axis=-1)
 
     def first_query(self, tile, part):
         """Of a part's 64, in its head."""
@@ -52,22 +59,43 @@ class Tiles(NamedTuple):
         return first_head + (part if self.heads == 2 else 0)
 
 
-def softmax_step(s, out, maximum, total, layout: ModuleType):
+def ranges(bounds: list) -> list[tuple]:
+    """[(first step, the step after the last, whether some query does not see all their keys)].
+
+    bounds  the end of a tile's steps; the end of those before the first key that comes after some query; and
+            with a window its first step, and the first that starts inside the window of all its queries
+    """
+    stop, whole_stop, *of_window = bounds
+    if not of_window:
+        return [(0, whole_stop, False), (whole_stop, stop, True)]
+    start, whole = of_window
+    return [(start, whole, True), (whole, whole_stop, False), (whole_stop, stop, True)]
+
+
+def capped(products, scores: Scores):
+    return scores.capped(products, jnp.exp2, lambda x: 1.0 / x)
+
+
+def softmax_step(s, out, maximum, total, layout: ModuleType, scores: Scores):
     """The online softmax of a part's scores s, in base 2: (out and total for the new maximum, it, the
     weights as tensor cores multiply them)."""
     largest = s.max(axis=1)
     if layout.WEIGHT_EXPONENT:
         largest -= layout.WEIGHT_EXPONENT
     new = jnp.maximum(maximum, largest)
-    keep = jnp.exp2(maximum - new)
-    p = jnp.exp2(s - lax.broadcast_in_dim(new, s.shape, [0]))
+    # A query whose window begins after these keys has a maximum of -inf, and -inf - -inf is NaN.
+    base = new if scores.window is None else jnp.where(new == -jnp.inf, 0.0, new)
+    keep = jnp.exp2(maximum - base)
+    p = jnp.exp2(s - lax.broadcast_in_dim(base, s.shape, [0]))
     out *= lax.broadcast_in_dim(keep, out.shape, [0])
     return out, new, total * keep + p.sum(axis=1), p.astype(layout.OPERAND)
 
 
-def visible(s, position, first_key, layout):
-    """Scores s [64, keys], minus infinity where the key is behind the query's position; `layout` as they
-    have it in registers."""
+def visible(s, position, first_key, layout, scores: Scores):
+    """Scores s [64, keys], minus infinity where the key is after the query's position or before its window;
+    `layout` as they have it in registers."""
     key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=layout)
     last = lax.broadcast_in_dim(position - first_key, s.shape, [0])
-    return jnp.where(key <= last, s, -jnp.inf)
+    if scores.window is None:
+        return jnp.where(key <= last, s, -jnp.inf)
+    return jnp.where((key <= last) & (key > last - scores.window), s, -jnp.inf)

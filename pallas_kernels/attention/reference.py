@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import cache_layouts
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 
 NO_TAPS: Mapping[str, Callable[[Array], Array]] = types.MappingProxyType({})
@@ -26,6 +27,7 @@ def attention(
     num_keys: int | Int[Array, ""],
     window: int | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
     taps: Mapping[str, Callable[[Array], Array]] = NO_TAPS,
 ) -> Float[Array, "B T H D"]:
     """Causal grouped-query attention of T queries a row against that row's pages.
@@ -41,6 +43,7 @@ def attention(
                  jax.grad can reverse; a traced value stops the loop early instead.
     window       sliding-window attention: a query sees itself and the window - 1 keys before it; None: all
     scale        None: 1 / sqrt(D)
+    softcap      scores are softcap tanh(score / softcap), as in Gemma 2; None: they are not bounded
     taps         {name: x -> x}, what is done to "scores" (-inf where masked) and to "pattern", their softmax,
                  both [B, H, T, keys]; with them softmax is of all keys at once: num_keys if it is an int,
                  else as many as a row's pages hold
@@ -57,20 +60,20 @@ def attention(
             f"attention: q is {list(q.shape)}; give it as [B, T, H, D], with the D of the cache, {head_dim}"
         )
     B, T, H, D = q.shape
-    if window is not None and window < 1:
-        raise ValueError(f"attention: window is {window}; a query sees at least itself, which is window=1")
+    factor = Scores(window, scale, softcap).factor(D)
     if H % Hkv:
         raise ValueError(f"attention: {H} query heads do not divide into {Hkv} KV heads")
     pages_per_block = min(max(1, KEYS_PER_BLOCK // page_size), block_table.shape[1])
     block = pages_per_block * page_size
     table = jnp.pad(block_table, ((0, 0), (0, -block_table.shape[1] % pages_per_block)))
-    q = q.astype(jnp.float32).reshape(B, T, Hkv, H // Hkv, D) * (D**-0.5 if scale is None else scale)
+    q = q.astype(jnp.float32).reshape(B, T, Hkv, H // Hkv, D) * factor
 
     def scored(i, pages):
         """Scores of a block of keys [B, Hkv, G, T, block], and its values [B, block, Hkv, D]."""
         k = cache_layouts.read(k_pages, (layer, pages)).reshape(B, -1, Hkv, D)
         v = cache_layouts.read(v_pages, (layer, pages)).reshape(B, -1, Hkv, D)
         scores = jnp.einsum("btkgd,bskd->bkgts", q, k, precision=jax.lax.Precision.HIGHEST)
+        scores = scores if softcap is None else softcap * jnp.tanh(scores / softcap)
         keys = i * block + jnp.arange(k.shape[1])
         visible = keys <= positions[:, :, None]  # [B, T, block]
         if window is not None:
@@ -100,7 +103,11 @@ def attention(
     if table.shape[1] == pages_per_block:  # no loop: on a GPU its condition would go to the host and back
         _, total, out = visit(0, carry)
     else:
-        _, total, out = jax.lax.fori_loop(0, (num_keys + block - 1) // block, visit, carry)
+        first = 0
+        if window is not None and not isinstance(num_keys, int):
+            seeing = jnp.where(positions < 0, positions.max(), positions).min()
+            first = jnp.maximum(seeing - window + 1, 0) // block
+        _, total, out = jax.lax.fori_loop(first, (num_keys + block - 1) // block, visit, carry)
     out = out / jnp.where(total == 0, 1.0, total)[..., None]
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D)
 

@@ -2,11 +2,12 @@
 
 for each row and KV head, by one thread:
     scores of its query heads with every key            page by page, to the workspace
-    exp(score - largest), their sum                     16 at a time
+    (softcap,) exp(score - largest), their sum          16 at a time
     weighted sum of values, over the sum of weights     page by page
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax.numpy as jnp
@@ -44,6 +45,7 @@ class Kernel:
     head_dim  a multiple of 16
     scale     of scores
     window    keys that a query sees, itself among them; None: all before it
+    softcap   scores are softcap tanh(score / softcap); None: they are not bounded
     """
 
     dtype: str
@@ -52,6 +54,7 @@ class Kernel:
     head_dim: int
     scale: float
     window: int | None
+    softcap: float | None
 
     def workspace(self, rows: int, kv_heads: int, keys: int) -> int:
         """float32 of it."""
@@ -146,16 +149,23 @@ class _Writer:
         """exp(score - largest) in place of so many scores; 1 over their sum, 0 where there are none."""
         b = scores.b
         wide = vector(F32, LANES)
+        highest = self._capped(largest.splat(LANES))  # capping keeps the order
         total = Variable(constant(b, wide, 0.0))
         lanes = constant(b, vector(I32, LANES), np.arange(LANES))
         with loop(constant(b, I64, 0), count, LANES) as s:
-            values = exp(scores.at(s * 4).load(wide) - largest.splat(LANES))
+            values = exp(self._capped(scores.at(s * 4).load(wide)) - highest)
             inside = lanes.compared("<", (count - s).narrow(I32).splat(LANES))
             values = inside.select(values, 0.0)
             scores.at(s * 4).store(values)
             total.value = total.value + values
         summed = total.value.sum()
         return summed.compared(">", 0.0).select(constant(b, F32, 1.0) / summed, 0.0)
+
+    def _capped(self, scores: Value) -> Value:
+        """softcap tanh(score / softcap)."""
+        if (bound := self.kernel.softcap) is None:
+            return scores
+        return _tanh(scores * (1 / bound)) * bound
 
     def _each(
         self, frame: Value, what: int, row: Value, kv_head: Value, first: Value, end: Value,
@@ -188,3 +198,15 @@ def _real(stored: Value) -> Value:
     if stored.element is F32:
         return stored
     return stored.bfloat16() if stored.element is I16 else stored.float()
+
+
+def _tanh(x: Value) -> Value:
+    """Of float32, within a few units in the last place: 1 - 2 / (1 + e^2x), or near 0, where that cancels, a
+    polynomial (Cephes)."""
+    constant_like = functools.partial(constant, x.b, x.type)
+    square, p = x * x, constant_like(-5.70498872745e-3)
+    for c in (2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1):
+        p = p.fma(square, constant_like(c))
+    near = (p * square).fma(x, x)
+    far = constant_like(1.0) - constant_like(2.0) / (exp(x * 2.0) + 1.0)
+    return square.compared("<", 0.625**2).select(near, far)

@@ -25,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.delta.reference import Gates
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.activation_math import silu
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import (
     exp,
@@ -40,7 +41,6 @@ from pallas_kernels.gpu.values import (
     sum_of_squares,
     total,
 )
-from pallas_kernels.gpu.wgmma import silu
 
 THREADS = 256
 WARPS = THREADS // 32

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.experts.groups import by_expert, feed_forward
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 
@@ -31,20 +32,23 @@ def experts_gated(
     up: QTensor | LayerStack,
     chosen: Int[Array, "*batch used"],
     layer: int | Int[Array, ""] | None = None,
+    *,
+    activation: Activation = SILU,
 ) -> Float[Array, "*batch used N"]:
-    """The first half of each chosen expert's SwiGLU feed-forward (Shazeer 2020).
+    """The first half of each chosen expert's gated feed-forward (Shazeer 2020).
 
-    y[..., j, :] = silu(W_gate[layer, e] x) * (W_up[layer, e] x),  e = chosen[..., j]
+    y[..., j, :] = activation(W_gate[layer, e] x, W_up[layer, e] x),  e = chosen[..., j]
 
     x         floating point [..., K]
     gate, up  stacks of N x K with two leading axes, layers and experts; without layer with that of experts
     chosen    int32 [..., used]; what is no expert's index (-1, or as many as there are) stands for none
+    activation  as for `gated`
     Returns float32, zeros where there is no expert. Matrices that nobody has chosen are not read.
     Derivatives and vmap as for `matmul`, which multiplies (groups.py).
     Raises ValueError where sizes do not fit each other.
     """
     _check("experts_gated", x, (gate, up), chosen)
-    return by_expert(x, (gate, up), chosen, layer)
+    return by_expert(x, (gate, up), chosen, layer, activation)
 
 
 def experts_matmul(
@@ -73,10 +77,12 @@ def experts_ffn(
     chosen: Int[Array, "*batch used"],
     weights: Float[Array, "*batch used"],
     layer: int | Int[Array, ""] | None = None,
+    *,
+    activation: Activation = SILU,
 ) -> Float[Array, "*batch N"]:
     """Both halves, in one pass for the many rows of a prefill on Hopper.
 
-    y = experts_matmul(experts_gated(x, gate, up, chosen, layer), down, chosen, weights, layer)
+    y = experts_matmul(experts_gated(x, gate, up, chosen, layer, activation), down, chosen, weights, layer)
 
     Arguments, derivatives and errors as for the two.
     """
@@ -86,10 +92,11 @@ def experts_ffn(
         gate, up, down = stacks
         chosen, index = indices
         index = layer if index is None else index
-        return experts_matmul(experts_gated(x, gate, up, chosen, index), down, chosen, weights, index)
+        hidden = experts_gated(x, gate, up, chosen, index, activation=activation)
+        return experts_matmul(hidden, down, chosen, weights, index)
 
     stacks = gate, up, down
-    y = feed_forward(x, stacks, chosen, weights, layer, halves)
+    y = feed_forward(x, stacks, chosen, weights, layer, activation, halves)
     return halves(x, weights, stacks, (chosen, layer)) if y is None else y
 
 

@@ -2,7 +2,7 @@
 
     chosen -> places of pairs, sorted by expert, and tiles of them     places.py
     x -> float16, each token at the places of its pairs                activations_float16.py
-      -> silu(x G.T) * (x U.T), tile by tile                           prefill_sm90.py
+      -> activation(x G.T, x U.T), tile by tile                        prefill_sm90.py
       -> float16
       -> h W.T, tile by tile
       -> of each token the weighted sum of its pairs                   XLA
@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.experts import places
 from pallas_kernels.matmul.int_mma import activations_float16
 from pallas_kernels.matmul.int_mma.prefill_plan import Tiles
@@ -38,8 +39,10 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
     return Tiles(experts, experts * each, tokens, 32 if tokens % 32 == 0 else 16)
 
 
-def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer) -> jax.Array:
-    """float32 [*batch, N]: sum_j weights[..., j] D_e (silu(G_e x) * (U_e x)), e = chosen[..., j].
+def feed_forward(
+    x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Array, layer, activation: Activation = SILU
+) -> jax.Array:
+    """float32 [*batch, N]: sum_j weights[..., j] D_e activation(G_e x, U_e x), e = chosen[..., j].
 
     x                [*batch, K]
     stacks           of G, U and D: QTensors or LayerStacks of matrices in the tiles of the "int" kernels; in
@@ -52,12 +55,12 @@ def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Ar
     experts = jax.tree.leaves(down)[0].shape[0 if layer is None else 1]
     tiles = tiles_for(pairs.size, experts)
     at, *listed = places.expert_places(pairs, experts=experts, tokens=tiles.tokens, step=tiles.stored)
-    of_token = at.reshape(-1, used)
+    token_places = at.reshape(-1, used)
     rows = places.rows_of(pairs.size, experts, tiles.stored)
     flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
 
     def product(x, at, matrices: tuple[QTensor, ...], index):
-        """Of each row with its expert's matrix, or of two matrices SwiGLU."""
+        """Of each row with its expert's matrix, or of two matrices the activation."""
         group = formats.get(matrices[0].format).LANES.group
         a, scale = activations_float16.activations_float16(x, places=at, group=group, rows=rows)
         fields = tuple(w.fields for w in matrices)
@@ -66,20 +69,20 @@ def feed_forward(x: jax.Array, stacks: tuple, chosen: jax.Array, weights: jax.Ar
         gpu = device.default()
         return int_prefill_sm90(
             a, scale, fields, 0 if index is None else index, matrices[0].shape[0], None, tuple(listed),
-            format=matrices[0].format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
-            tiles_of=tiles,
+            format=matrices[0].format, activation=activation, multiprocessors=gpu.multiprocessors,
+            shared=gpu.shared_bytes, tiles_of=tiles,
         )  # fmt: skip
 
-    hidden = _of_layer(tuple(gate_up), layer, functools.partial(product, flat, of_token))
-    y = _of_layer((down,), layer, functools.partial(product, hidden, None))
+    hidden = _with_layer(tuple(gate_up), layer, functools.partial(product, flat, token_places))
+    y = _with_layer((down,), layer, functools.partial(product, hidden, None))
     total = jnp.zeros((), jnp.float32)
     for j, weight in enumerate(weights.reshape(-1, used).T):
-        row = y.at[of_token[:, j]].get(mode="clip")
-        total += jnp.where(of_token[:, j, None] >= 0, weight[:, None] * row, 0.0)
+        row = y.at[token_places[:, j]].get(mode="clip")
+        total += jnp.where(token_places[:, j, None] >= 0, weight[:, None] * row, 0.0)
     return total.reshape(*x.shape[:-1], -1)
 
 
-def _of_layer(stacks: tuple, layer, use):
+def _with_layer(stacks: tuple, layer, use):
     """use(matrices, index) of a layer, which has one part of each stack."""
     if isinstance(stacks[0], QTensor):
         return use(stacks, layer)

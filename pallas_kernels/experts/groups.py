@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, selection
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import differentiated, product, same_part
 from pallas_kernels.problems import Experts
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
@@ -39,25 +40,29 @@ class Tiles(NamedTuple):
     places: jax.Array
 
 
-def by_expert(x: jax.Array, weights: tuple[Any, ...], chosen, layer) -> jax.Array:
+def by_expert(
+    x: jax.Array, weights: tuple[Any, ...], chosen, layer, activation: Activation = SILU
+) -> jax.Array:
     """float32 [*batch, used, N]: of each pair the product with its expert's matrix; of two matrices
-    silu(x G.T) * (x U.T).
+    activation(x G.T, x U.T).
 
     x        [*batch, K], the same for all experts of a token, or [*batch, used, K]
     weights  QTensors or LayerStacks
     """
     if len(weights) == 2:
         if (together := same_part(*weights, layer)) is None:
-            gate, up = (by_expert(x, (of,), chosen, layer) for of in weights)
-            return jax.nn.silu(gate) * up
-        return _of_stack(x, together[0], chosen, together[1])
+            return activation(*(by_expert(x, (w,), chosen, layer) for w in weights))
+        return _by_stack(x, together[0], chosen, together[1], activation)
     (w,) = weights
     if isinstance(w, LayerStack):
-        return w.at(layer, lambda part, index: _of_stack(x, (part,), chosen, index))  # no Rows: plan.JOINED
-    return _of_stack(x, weights, chosen, layer)
+        # No part is Rows: plan.JOINED.
+        return w.at(layer, lambda part, index: _by_stack(x, (part,), chosen, index, activation))
+    return _by_stack(x, weights, chosen, layer, activation)
 
 
-def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array | None:
+def feed_forward(
+    x, stacks: tuple, chosen, weights, layer, activation: Activation, exactly
+) -> jax.Array | None:
     """The whole feed-forward by grouped.py, stacks of gate, up and down, with the derivatives of exactly(x,
     weights, stacks, (chosen, layer)); None where that has no kernels for these matrices, or not for so few
     rows."""
@@ -72,20 +77,20 @@ def feed_forward(x, stacks: tuple, chosen, weights, layer, exactly) -> jax.Array
     @jax.custom_batching.sequential_vmap
     def op(x, weights, stacks, indices):
         chosen, index = indices
-        return whole(x, stacks, chosen, weights, index if known is None else known)
+        return whole(x, stacks, chosen, weights, index if known is None else known, activation)
 
     indices = chosen, layer if known is None else None
     return differentiated(op, exactly)(x, weights, stacks, indices)
 
 
-def _of_stack(x, weights: tuple[Any, ...], chosen, index) -> jax.Array:
+def _by_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation) -> jax.Array:
     """by_expert of one stack, or two that are alike; index is into their first axis, None where it is that of
     the experts."""
     known = index if isinstance(index, int) else None
 
     def by(skips: bool):
         return lambda x, weights, indices: _tiled(
-            skips, x, weights, indices[0], indices[1] if known is None else known
+            skips, x, weights, indices[0], indices[1] if known is None else known, activation
         )
 
     # A branch that is skipped hands what its derivative needs on, whole stacks among it.
@@ -93,7 +98,7 @@ def _of_stack(x, weights: tuple[Any, ...], chosen, index) -> jax.Array:
     return op(x, weights, (chosen, index if known is None else None))
 
 
-def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.Array:
+def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activation: Activation) -> jax.Array:
     """skips  tiles in which nothing is are not multiplied"""
     experts = jax.tree.leaves(weights[0].fields)[0].shape[0 if index is None else 1]
     if index is not None:
@@ -102,7 +107,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
     first = 0 if index is None else index * experts
     n, pairs = weights[0].shape[0], chosen.reshape(-1)
     rows = x.reshape(-1, x.shape[-1])
-    of_row = pairs.size // len(rows)
+    pairs_of_row = pairs.size // len(rows)
     valid = (pairs >= 0) & (pairs < experts)
     kernel, most_rows = _chosen(weights, 1), MOST_ROWS
     in_one_launch = skips and "most_rows" in kernel.offers
@@ -110,22 +115,22 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
         most_rows = kernel.module.most_rows(weights)
     tiles = tiles_of(jnp.where(valid, pairs, experts), experts, most_rows)
 
-    def multiplied(expert, of_tile):
-        return product(rows[of_tile // of_row], weights, first + expert, None, 0.0, None)
+    def multiplied(expert, tile_pairs):
+        return product(rows[tile_pairs // pairs_of_row], weights, first + expert, None, 0.0, None, activation)
 
-    def tile(_, of):
-        expert, of_tile = of
+    def tile(_, item):
+        expert, tile_pairs = item
         if not skips:
-            return None, multiplied(jnp.minimum(expert, experts - 1), of_tile)
-        zeros = lambda *_: jnp.zeros((len(of_tile), n), jnp.float32)  # noqa: E731
-        return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, of_tile)
+            return None, multiplied(jnp.minimum(expert, experts - 1), tile_pairs)
+        zeros = lambda *_: jnp.zeros((len(tile_pairs), n), jnp.float32)  # noqa: E731
+        return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, tile_pairs)
 
     if in_one_launch:
         which = jnp.where(tiles.expert < experts, first + tiles.expert, -1)
-        y = kernel(rows, weights, which, tiles.pairs // of_row)
+        y = kernel(rows, weights, which, tiles.pairs // pairs_of_row, activation)
     elif device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
         each = zip(jnp.minimum(tiles.expert, experts - 1), tiles.pairs, strict=True)
-        y = jnp.stack([multiplied(expert, of_tile) for expert, of_tile in each])
+        y = jnp.stack([multiplied(expert, tile_pairs) for expert, tile_pairs in each])
     else:
         _, y = jax.lax.scan(tile, None, (tiles.expert, tiles.pairs))
     y = jnp.where(valid[:, None], y.reshape(-1, n)[tiles.places], 0.0)
@@ -134,7 +139,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index) -> jax.A
 
 def _chosen(weights: Sequence[QTensor], tokens: int, alike: bool = False) -> Candidate:
     """The candidate for so many tokens; alike: gate and up, of a whole feed-forward's weights."""
-    kernel, *others = dict.fromkeys(w.products.of(1) for w in weights)
+    kernel, *others = dict.fromkeys(w.products.kernel(1) for w in weights)
     folded = any(w.rotation is not None for w in weights)
     problem = Experts(device.platform(), kernel, whole=alike and not others, folded=folded)
     return selection.get(Experts, selection.choose(problem, tokens))
@@ -162,8 +167,8 @@ def tiles_of(experts_of_pairs: jax.Array, experts: int, most_rows: int = MOST_RO
     expert = jnp.searchsorted(end, tile, side="right").astype(jnp.int32)
     within = tile - (end - tiles)[jnp.minimum(expert, experts - 1)]
     sorted_place = begin[jnp.minimum(expert, experts - 1)] + rows * within
-    of_tile = order[jnp.clip(sorted_place[:, None] + jnp.arange(rows), 0, pairs - 1)]
+    tile_pairs = order[jnp.clip(sorted_place[:, None] + jnp.arange(rows), 0, pairs - 1)]
     rank = jnp.zeros(pairs, jnp.int32).at[order].set(everyone)
     own = jnp.minimum(experts_of_pairs, experts - 1)
     places = (end - tiles)[own] * rows + rank - begin[own]
-    return Tiles(expert, of_tile.astype(jnp.int32), jnp.clip(places, 0, most * rows - 1))
+    return Tiles(expert, tile_pairs.astype(jnp.int32), jnp.clip(places, 0, most * rows - 1))

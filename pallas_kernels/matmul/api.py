@@ -1,16 +1,16 @@
 """Matrix product with quantized weights, with what stands before and after it in a transformer layer."""
 
 import functools
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import kernel_of, product, rotated_input
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 
 def matmul(
@@ -55,56 +55,19 @@ def gated(
     up: QTensor | LayerStack,
     layer: int | Int[Array, ""] | None = None,
     *,
+    activation: Activation = SILU,
     gamma: Float[Array, "L K"] | Float[Array, "K"] | None = None,
     eps: float = 0.0,
 ) -> Float[Array, "*batch N"]:
-    """The first half of a SwiGLU feed-forward (Shazeer 2020).
+    """The first half of a gated feed-forward (Shazeer 2020).
 
-    y = silu(W_gate norm(x)) * (W_up norm(x))
+    y = activation(W_gate norm(x), W_up norm(x))
 
-    Arguments, result, errors and derivatives as for `matmul`; gate and up have the same shape.
+    activation  a value of pallas_kernels.activations; SILU makes it SwiGLU: silu(W_gate n) * (W_up n)
+    The other arguments, result, errors and derivatives as for `matmul`; gate and up have the same shape.
     """
     _check("gated", x, {"gate": gate, "up": up}, layer, gamma, None)
-    return product(x, (gate, up), layer, gamma, eps, None)
-
-
-def ffn(
-    x: Float[Array, "*batch K"],
-    gate: QTensor | LayerStack | None,
-    up: QTensor | LayerStack,
-    down: QTensor | LayerStack,
-    layer: int | Int[Array, ""] | None = None,
-    *,
-    gamma: Float[Array, "L K"] | Float[Array, "K"] | None = None,
-    eps: float = 0.0,
-    residual: Float[Array, "*batch K_out"] | None = None,
-    gelu: Literal["tanh", "exact"] = "tanh",
-) -> Float[Array, "*batch K_out"]:
-    """The feed-forward of a transformer layer, with a gate (SwiGLU, Shazeer 2020) or without.
-
-    y = W_down (silu(W_gate n) * W_up n) + residual,  n = norm(x)
-    y = W_down gelu(W_up n) + residual                where gate is None
-
-    gelu      "tanh": 0.5 u (1 + tanh(sqrt(2 / pi) (u + 0.044715 u^3))), as in GPT-2 and Gemma; "exact":
-              u Phi(u), as in BERT (Hendrycks and Gimpel 2016)
-    The rest, result, errors and derivatives as for `matmul`. Two products, each by the implementation chosen
-    for its weights: what is between them is as wide as W_up has rows.
-    """
-    if gelu not in ("tanh", "exact"):
-        raise ValueError(f"ffn: gelu is {gelu!r}; it must be 'tanh' or 'exact'")
-    weights = {"up": up} if gate is None else {"gate": gate, "up": up}
-    _check("ffn", x, weights, layer, gamma, None)
-    if down.shape[1] != up.shape[0]:
-        raise ValueError(
-            f"ffn: up is {up.shape[0]} x {up.shape[1]} (N x K), so down must have {up.shape[0]} columns, but "
-            f"it is {down.shape[0]} x {down.shape[1]}"
-        )
-    _check_matrix("ffn", "down", down, layer)
-    _check_residual("ffn", x, down, residual)
-    hidden = product(x, tuple(weights.values()), layer, gamma, eps, None)
-    if gate is None:
-        hidden = jax.nn.gelu(hidden, approximate=gelu == "tanh")
-    return product(hidden, (down,), layer, None, 0.0, residual)
+    return product(x, (gate, up), layer, gamma, eps, None, activation)
 
 
 def sent_product(
@@ -120,7 +83,7 @@ def sent_product(
     if isinstance(layer, int):
         part, i = w.where[layer]
         piece = w.parts[part]
-        if isinstance(piece, QTensor) and piece.shape[0] % ROWS == 0:
+        if isinstance(piece, QTensor) and piece.shape[0] % TILE_ROWS == 0:
             kernel = kernel_of(piece, x)
             if "run_and_send" in kernel.offers:
                 x, _ = rotated_input(x, piece, layer, None, 0.0, kernel)

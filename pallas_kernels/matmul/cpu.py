@@ -6,7 +6,7 @@ of many by cpu/panels.py.
     rows of weights, a chunk of columns at a time                                    by all threads
         codes and scales of the chunk (the format's Vectors)
         sums of code * integer, exact, in int32; times both scales, added up in float32
-    -> y [M, N], + residual, or silu(gate) * up
+    -> y [M, N], + residual, or activation(gate, up)
 
     y = sum over groups of  s_w s_x (sum of (code - zero) q_x)  -  minimum s_x (sum of q_x)
 
@@ -19,36 +19,46 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
 
 FEW = 6  # rows of activations up to which weights are multiplied where they are unpacked
 
 
-def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
+def run(
+    x: jax.Array,
+    weights: tuple[QTensor, ...],
+    part_layer,
+    layer,
+    gamma,
+    eps,
+    residual,
+    activation: Activation,
+) -> jax.Array:
     from pallas_kernels.cpu import panels, rows  # needs the extra `cpu`
 
     batch, (n, k) = x.shape[:-1], weights[0].shape
     x = x.reshape(-1, k).astype(jnp.float32)
-    gamma, of_gamma = (
+    gamma, gamma_index = (
         stacks.whole(gamma[None], 0) if gamma is not None and gamma.ndim == 1 else (gamma, layer)
     )
     fields, index = stacks.whole(tuple(w.fields for w in weights), part_layer)
     shape = functools.partial(rows.Kernel, rows=len(x)) if len(x) <= FEW else panels.Kernel
     kernel = shape(
         weights[0].format,
-        matrices=len(weights),
+        activation=activation if len(weights) == 2 else None,
         bits=weights[0].products.activation_bits,
         eps=eps if gamma is not None else None,
         residual=residual is not None,
     )
-    index = jnp.stack([index, jnp.asarray(0 if of_gamma is None else of_gamma, jnp.int32)])
+    index = jnp.stack([index, jnp.asarray(0 if gamma_index is None else gamma_index, jnp.int32)])
     operands = [x, index]
     if gamma is not None:
         operands.append(gamma.astype(jnp.float32))
     if residual is not None:
         operands.append(residual.reshape(-1, n).astype(jnp.float32))
-    operands += [of[name] for of in fields for name in kernel.fields]
+    operands += [field[name] for field in fields for name in kernel.fields]
     y, _ = jax.ffi.ffi_call(
         kernel.target(),
         (

@@ -2,8 +2,8 @@
 layer at a time: any format, stacks of several formats, any GPU.
 
 For the time of a call the matrices exist in float16, rows below rows (2 N K bytes): 200 MB for gate and up of
-an 8B model. dequantize.py makes them of tiles, XLA of everything else. With tiles what SwiGLU is made of
-leaves the GEMM as float16, the rows' scales still apart: half the bytes, and rounded as x was. Sums of |a w|
+an 8B model. dequantize.py makes them of tiles, XLA of everything else. With tiles the inputs of an activation
+leave the GEMM as float16, the rows' scales still apart: half the bytes, and rounded as x was. Sums of |a w|
 stay below float16's 65504 where a row's sum of |w| is below 32752.
 """
 
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.prefill import in_two_phases, scaled_to_half
 from pallas_kernels.norm import rms_norm
@@ -35,14 +36,15 @@ def prologue(x: jax.Array, weights: Weights, layer, gamma, eps: float) -> tuple[
     return scaled_to_half(x if gamma is None else rms_norm(x, gamma, eps))
 
 
-def gemm(a: jax.Array, scale: jax.Array, weights: Weights, part_layer, residual) -> jax.Array:
-    """x W.T + residual, or silu(x G.T) * (x U.T), of x = s a."""
+def gemm(
+    a: jax.Array, scale: jax.Array, weights: Weights, part_layer, residual, activation: Activation = SILU
+) -> jax.Array:
+    """x W.T + residual, or activation(x G.T, x U.T), of x = s a."""
     out = jnp.float16 if len(weights) == 2 and _by_kernel(weights) else jnp.float32
     y = jnp.einsum("mk,nk->mn", a, to_float16(weights, part_layer), preferred_element_type=out)
     y = y.astype(jnp.float32) * scale
     if len(weights) == 2:
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * up
+        y = activation(*jnp.split(y, 2, axis=-1))
     return y if residual is None else y + residual
 
 

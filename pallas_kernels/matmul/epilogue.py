@@ -2,7 +2,9 @@
 
 from collections.abc import Callable
 
-from pallas_kernels.gpu.values import exp, rsqrt, total
+from pallas_kernels.activations import Activation
+from pallas_kernels.gpu.activation_math import PRECISE
+from pallas_kernels.gpu.values import rsqrt, total
 
 
 def over_warps(load: Callable, warps: int):
@@ -15,10 +17,7 @@ def inverse_rms(squares, columns: int, eps: float):
     return rsqrt(squares * (1 / columns) + eps)
 
 
-def finished(y: list, norm=None):
-    """y norm of one matrix, or silu(y norm) * (y norm) of two; norm: `inverse_rms`, or None for 1."""
+def output(y: list, norm, activation: Activation):
+    """y norm of one matrix, or activation(gate norm, up norm) of two; norm: `inverse_rms`, or None for 1."""
     y = y if norm is None else [v * norm for v in y]
-    if len(y) == 1:
-        return y[0]
-    gate, up = y
-    return gate / (exp(-gate) + 1.0) * up
+    return y[0] if len(y) == 1 else activation(*y, math=PRECISE)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import formats, selection
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
@@ -22,8 +23,11 @@ from pallas_kernels.selection import Candidate
 #     run_and_send(x, w, part_layer, peers)                the product, into mailboxes (all_reduce.py)
 
 
-def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual) -> jax.Array:
-    """norm(x) W.T + residual for one matrix, silu(norm(x) G.T) * (norm(x) U.T) for two: float32 [*batch, N].
+def product(
+    x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, residual, activation: Activation = SILU
+) -> jax.Array:
+    """norm(x) W.T + residual for one matrix, activation(norm(x) G.T, norm(x) U.T) for two: float32
+    [*batch, N].
 
     x, layer, gamma, eps, residual   as for api.matmul
     """
@@ -31,7 +35,7 @@ def product(x, weights: tuple[QTensor | LayerStack, ...], layer, gamma, eps, res
 
     def by(exact: bool):
         return lambda x, gamma, residual, weights, index: _of_layer(
-            exact, x, weights, layer if index is None else index, gamma, eps, residual
+            exact, x, weights, layer if index is None else index, gamma, eps, residual, activation
         )
 
     by_kernels = any(kernel != "reference" for w in leaves(weights) for _, kernel in w.products.kernels)
@@ -70,7 +74,7 @@ def differentiated(
 
 def kernel_of(w: QTensor, x: jax.Array) -> Candidate:
     """The kernel that multiplies x, [*batch, K], with a matrix."""
-    return selection.get(Matmul, w.products.of(x.size // x.shape[-1]))
+    return selection.get(Matmul, w.products.kernel(x.size // x.shape[-1]))
 
 
 def _is_zero(tangent) -> bool:
@@ -117,19 +121,22 @@ def _with_rows_of_vmap(f: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     return f
 
 
-def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, gamma, eps, residual):
+def _of_layer(
+    exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, gamma, eps, residual,
+    activation: Activation,
+):  # fmt: skip
     """The product with what of the stacks is the layer's; two matrices in one where their formats agree.
 
     exact  by the reference, whatever was chosen
     """
     rows = x.size // x.shape[-1]
     folded = {w.rotation is not None for w in leaves(weights)}
-    kernels = {w.products.of(rows) for w in leaves(weights)}
+    kernels = {w.products.kernel(rows) for w in leaves(weights)}
     if not exact and len(folded) == len(kernels) == 1:
         kernel = selection.get(Matmul, kernels.pop())
         if "run_stacks" in kernel.offers:  # a branch of XLA's on the format makes a GPU wait for the host
             x, gamma = rotated_input(x, leaves(weights)[0], layer, gamma, eps, kernel)
-            return kernel.module.run_stacks(x, weights, layer, layer, gamma, eps, residual)
+            return kernel.module.run_stacks(x, weights, layer, layer, gamma, eps, residual, activation)
     if len(weights) == 1:
         (w,) = weights
         if isinstance(w, QTensor):
@@ -137,9 +144,8 @@ def _of_layer(exact: bool, x, weights: Sequence[QTensor | LayerStack], layer, ga
         return w.at(layer, lambda part, i: _part(exact, x, part, i, layer, gamma, eps, residual))
     if (together := same_part(weights[0], weights[1], layer)) is not None:
         pair, i = together
-        return _run(exact, x, pair, i, layer, gamma, eps, residual)
-    g, u = (_of_layer(exact, x, (w,), layer, gamma, eps, None) for w in weights)
-    return jax.nn.silu(g) * u
+        return _run(exact, x, pair, i, layer, gamma, eps, residual, activation)
+    return activation(*(_of_layer(exact, x, (w,), layer, gamma, eps, None, activation) for w in weights))
 
 
 def rotated_input(
@@ -210,12 +216,15 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
     return y if residual is None else y + residual
 
 
-def _run(exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
+def _run(
+    exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual,
+    activation: Activation = SILU,
+) -> jax.Array:  # fmt: skip
     kernel = _reference() if exact else kernel_of(weights[0], x)
     if not _rotates(kernel, weights[0], x):
         x, gamma = rotated_input(x, weights[0], layer, gamma, eps, kernel)
         weights = tuple(w.replace(rotation=None) for w in weights)
-    return kernel(x, weights, part_layer, layer, gamma, eps, residual)
+    return kernel(x, weights, part_layer, layer, gamma, eps, residual, activation)
 
 
 def _reference() -> Candidate:

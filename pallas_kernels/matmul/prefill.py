@@ -2,9 +2,9 @@
 rounds activations, then a GEMM with its epilogue. Three modules have these two:
 
     bit_prefill_sm90          x [M, K] -> norm -> x = s q, q integers, s per group of 128 columns
-                                         -> exact sums of a group -> d s in float32, SwiGLU or residual
+                                         -> exact sums of a group -> d s in float32, activation or residual
     int_prefill_sm90, cublas  x [M, K] -> norm -> x = s a, s a power of two per row, a float16 in [-2, 2]
-                                         -> GEMM with float32 sums -> s, SwiGLU or residual
+                                         -> GEMM with float32 sums -> s, activation or residual
 
 bit_prefill_sm90, for 1-bit weights, has the numbers of a decode step, of 8 or 16 bits; only the sums over
 groups are in another order. int_prefill_sm90 is for stacks of one format of 2 to 8 bits.
@@ -21,8 +21,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import Activation
+
 Prologue = Callable[[jax.Array, Sequence[Any], Any, Any, float], tuple[jax.Array, ...]]
-Gemm = Callable[[jax.Array, jax.Array, Sequence[Any], Any, Any], jax.Array]
+Gemm = Callable[[jax.Array, jax.Array, Sequence[Any], Any, Any, Activation], jax.Array]
 
 
 def in_two_phases(prologue: Prologue, gemm: Gemm) -> Callable[..., jax.Array]:
@@ -30,13 +32,14 @@ def in_two_phases(prologue: Prologue, gemm: Gemm) -> Callable[..., jax.Array]:
 
     prologue(x, weights, layer, gamma, eps) -> (a, s)   x, or rms_norm(x; gamma[layer], eps), as its GEMM
                                                         reads it; x float32 [M, K]
-    gemm(a, s, weights, part_layer, residual) -> y      float32 [M or more, N]; residual [M, N]
+    gemm(a, s, weights, part_layer, residual, activation) -> y   float32 [M or more, N]; residual [M, N]
     """
 
-    def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+    def run(x, weights, part_layer, layer, gamma, eps, residual, activation) -> jax.Array:
         n = weights[0].shape[0]
         a, scale = prologue(x.reshape(-1, x.shape[-1]).astype(jnp.float32), weights, layer, gamma, eps)
-        y = gemm(a, scale, weights, part_layer, None if residual is None else residual.reshape(-1, n))
+        residual = None if residual is None else residual.reshape(-1, n)
+        y = gemm(a, scale, weights, part_layer, residual, activation)
         return y[: x.size // x.shape[-1]].reshape(*x.shape[:-1], n)
 
     return run

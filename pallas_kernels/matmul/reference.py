@@ -4,12 +4,22 @@ kernel."""
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.activations import Activation
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import QTensor, dequantize
 
 
-def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual) -> jax.Array:
-    """Norm, dequantize, multiply in float32. One matrix, or two for silu(x G.T) * (x U.T).
+def run(
+    x: jax.Array,
+    weights: tuple[QTensor, ...],
+    part_layer,
+    layer,
+    gamma,
+    eps,
+    residual,
+    activation: Activation,
+) -> jax.Array:
+    """Norm, dequantize, multiply in float32. One matrix, or two for activation(x G.T, x U.T).
 
     HIGHEST, because a GPU's default for float32 is TF32 with 10 bits of mantissa.
     """
@@ -18,5 +28,5 @@ def run(x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, ep
         x = rms_norm(x, gamma[layer] if gamma.ndim == 2 else gamma, eps)
     dense = [dequantize(w if part_layer is None else w[part_layer]) for w in weights]
     y = [jnp.einsum("...k,nk->...n", x, w, precision=jax.lax.Precision.HIGHEST) for w in dense]
-    out = y[0] if len(y) == 1 else jax.nn.silu(y[0]) * y[1]
+    out = y[0] if len(y) == 1 else activation(*y)
     return out if residual is None else out + residual

@@ -4,14 +4,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from pallas_kernels import device
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention import decode_plan
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
-from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct, scratch
+from pallas_kernels.matmul.int_mma.decode_block import scratch
+from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
 from pallas_kernels.step.router import Experts
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 OUT, GATE_UP, DOWN, NEXT_QKV = range(4)  # products
 
@@ -31,8 +33,9 @@ class Planned(NamedTuple):
 
 
 def plan(
-    phases: Sequence[Sequence[Phase]], experts: Experts, attention_words: int, bits: int, eps: float
-) -> Planned | None:
+    phases: Sequence[Sequence[Phase]], experts: Experts, attention_words: int, bits: int, eps: float,
+    activation: Activation = SILU,
+) -> Planned | None:  # fmt: skip
     """Of one row for the default device; None where there is no room for two items of a warp in each ring, or
     an expert has less than a block.
 
@@ -51,8 +54,7 @@ def plan(
             tuple(
                 IntegerProduct(
                     int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts), 1,
-                    phase.columns * wide, sum(part.n_tiles for part in parts),
-                    phase.columns // COLUMNS * wide, len(phase.parts[0]), eps, bits,
+                    phase.columns * wide, len(phase.parts[0]), eps, bits, activation,
                 )
                 for phase, parts in zip(each, placed, strict=True)
             )
@@ -89,19 +91,19 @@ def refuses(
     """
     if len({parts for layer in layers for parts in layer[2:4]}) > 1:
         return "gate and up, or those of different layers, have different formats"
-    if hidden > 4 * WARPS * COLUMNS:
-        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * COLUMNS}"
+    if hidden > 4 * WARPS * TILE_COLUMNS:
+        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * TILE_COLUMNS}"
     query_heads, kv_heads, head_dim = heads
-    of_attention = decode_plan.Plan(
+    attention = decode_plan.Plan(
         1, kv_heads, query_heads // kv_heads, head_dim, 1, 1, device.multiprocessors(), True, 0.0, False
     )
-    if of_attention.team != WARPS:
+    if attention.team != WARPS:
         return f"{query_heads} query heads are more than blocks of attention"
     sizes = ((1, query_heads * head_dim, 1), (2, hidden, 2), (4, ffn, 1), (0, hidden, 1))
     phases = [
         [phase_of(parts, columns, matrices) for parts in dict.fromkeys(layer[i] for layer in layers)]
         for i, columns, matrices in sizes
     ]
-    if plan(phases, experts, of_attention.scratch, bits, 0.0) is None:
+    if plan(phases, experts, attention.scratch, bits, 0.0) is None:
         return f"{experts.used} experts of {ffn} activations leave no room for weights on their way"
     return None

@@ -2,7 +2,7 @@
 is done by the one or the other.
 
     x -> [add, norm, round] -> [q, k, v] -> [add, attention, round] -> [o] -> [add, norm, round]
-      -> [gate, up, SwiGLU] -> [round] -> [down] -> x
+      -> [gate, up, activation] -> [round] -> [down] -> x
 
 Each [launch] is a kernel that there is: a prologue and a GEMM of matmul/prefill.py, and decode_attention.
 Where blocks have parts of a product's columns, who reads the product adds them, in the same order as ever,
@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import cache_layouts, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.matmul.bit_mma import prefill_sm90 as bit_prefill_sm90
 from pallas_kernels.matmul.int_mma import prefill_sm90 as int_prefill_sm90
@@ -38,10 +39,11 @@ def run(
     layer: int,
     eps: float,
     interleaved: bool,
+    activation: Activation = SILU,
 ) -> tuple[Parts, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """One token of every row through a layer.
 
-    x <- x + W_o attention(norm(x));  x <- x + W_down (silu(W_gate n) * (W_up n)),  n = norm(x)
+    x <- x + W_o attention(norm(x));  x <- x + W_down activation(W_gate n, W_up n),  n = norm(x)
 
     x          of float32 [rows, hidden]
     weights    of qkv, o, gate, up and down
@@ -52,14 +54,14 @@ def run(
 
     def product(activations, *matrices) -> jax.Array:
         ((w, at), *_), *_ = matrices
-        of_each = [w for ((w, _),) in matrices]
+        matrices_of_pieces = [w for ((w, _),) in matrices]
         # pyrefly: ignore[bad-argument-count, bad-argument-type, bad-keyword-argument]
-        return _gemm(w).gemm(*activations, of_each, at, None, summed=False)
+        return _gemm(w).gemm(*activations, matrices_of_pieces, at, None, activation, summed=False)
 
     def rounded(x, pieces: "Pieces", gamma=None):
         """x as the GEMM with each of the pieces wants it; of Parts also their sum."""
-        of_each = [w for w, _ in pieces]
-        return _gemm(of_each[0]).prologue(x, of_each, layer, gamma, eps, rows)
+        matrices_of_pieces = [w for w, _ in pieces]
+        return _gemm(matrices_of_pieces[0]).prologue(x, matrices_of_pieces, layer, gamma, eps, rows)
 
     qkv, o, gate, up, down = (_pieces(stack, layer) for stack in weights)
     joined = []

@@ -8,13 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
-from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct
+from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 # Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md).
 DEPTH = 2
@@ -29,7 +30,7 @@ class Phase(NamedTuple):
 
     @property
     def columns(self) -> int:
-        return self.parts[0][0]["words"].shape[2] * COLUMNS
+        return self.parts[0][0]["words"].shape[2] * TILE_COLUMNS
 
 
 class Planned(NamedTuple):
@@ -40,7 +41,10 @@ class Planned(NamedTuple):
     slot_bytes: int
 
 
-def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False) -> Planned | None:
+def plan(
+    phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: bool = False,
+    activation: Activation = SILU,
+) -> Planned | None:  # fmt: skip
     """For the default device; None where so many rows leave no room for weights on their way. rotated: blocks
     rotate activations.
 
@@ -59,7 +63,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
     for warps in (16, 12, 8):
         sizes = [
             int_decode_plan.scratch_bytes(
-                parts, len(phase.parts[0]), phase.columns // COLUMNS, padded, warps, bits
+                parts, len(phase.parts[0]), phase.columns // TILE_COLUMNS, padded, warps, bits
             )
             for phase, parts in zip(phases, placed, strict=True)
         ]
@@ -69,7 +73,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
         depth = min(DEPTH, left // (warps * slot_bytes))
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
-            steps = phase.columns // COLUMNS
+            steps = phase.columns // TILE_COLUMNS
             tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
             idle += tiles * -(-steps // warps) * warps
         if depth >= 2 and (best is None or idle < best[0]):
@@ -80,7 +84,7 @@ def plan(phases: Sequence[Phase], rows: int, bits: int, eps: float, rotated: boo
     products = tuple(
         IntegerProduct(
             int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts), rows, phase.columns,
-            sum(part.n_tiles for part in parts), phase.columns // COLUMNS, len(phase.parts[0]), eps, bits,
+            len(phase.parts[0]), eps, bits, activation,
         )
         for phase, parts in zip(phases, placed, strict=True)
     )  # fmt: skip

@@ -51,7 +51,7 @@ def check(got, spans):
 
 
 def test_rows_are_extended_by_any_number_of_tokens_each():
-    cache = bj.new_cache(tiny(), rows=3, context=48)
+    cache = bj.new_cache(tiny(), batch_size=3, context=48)
     for spans in ([(0, 5), (0, 0), (0, 16)], [(5, 6), (0, 9), (16, 16)], [(6, 20), (9, 10), (16, 30)]):
         got, cache = extended(cache, spans)
         check(got, spans)
@@ -59,7 +59,7 @@ def test_rows_are_extended_by_any_number_of_tokens_each():
 
 
 def test_a_rewound_cache_goes_on_from_there():
-    cache = bj.new_cache(tiny(), rows=3, context=48)
+    cache = bj.new_cache(tiny(), batch_size=3, context=48)
     _, cache = extended(cache, [(0, 16), (5, 12), (0, 16)])
     cache = cache.rewind([9, 0, 99])
     assert cache.lengths.tolist() == [9, 0, 16]
@@ -72,7 +72,7 @@ def test_a_rewound_cache_goes_on_from_there():
 def test_taken_rows_have_pages_of_their_own(cache_dtype):
     """Rows 2, 0, 0 of a cache: each goes on with tokens of its own, and the cache that they came of too."""
     model = tiny(cache_dtype)
-    _, cache = extended(bj.new_cache(model, rows=3, context=48), [(0, 16), (0, 7), (0, 13)])
+    _, cache = extended(bj.new_cache(model, batch_size=3, context=48), [(0, 16), (0, 7), (0, 13)])
     _, cache = extended(cache, [(16, 20), (7, 7), (13, 13)])
     taken = cache.take([2, 0, 0])
     assert taken.lengths.tolist() == [13, 20, 20]
@@ -88,13 +88,15 @@ def test_jitted_functions_compile_once_and_donate():
     model = tiny()
     state = bj.new_state(model, 2, 64, GREEDY, 8, ignore_eos=True)
     before = state
-    state = jitted.prefill(model.params, state, jnp.array(IDS[:2, :16]), jnp.array([16, 3]), model.config)
-    assert before.cache.k.is_deleted()
+    state = jitted.prefill(
+        model.params, state, jnp.array(IDS[:2, :16]), jnp.array([16, 3]), model.config
+    ).state
+    assert before.cache.attention[0].k.is_deleted()
     size = jitted.step._cache_size()
     for _ in range(3):
-        state = jitted.step(model.params, state, model.config)
+        state = jitted.step(model.params, state, model.config).state
     assert jitted.step._cache_size() == size + 1
-    state, drawn = jitted.decode(model.params, state, model.config, limit=3, size=4)
+    drawn = jitted.decode(model.params, state, model.config, limit=3, size=4).tokens
     assert (drawn[:, :3] >= 0).all() and (drawn[:, 3] == -1).all()
 
 
@@ -102,8 +104,8 @@ def test_config_and_taps_need_not_be_named_static():
     """jax.jit, jax.vmap and jax.grad take the functions as they are."""
     model, ids, lengths = tiny(), jnp.array(IDS[:2, :16]), jnp.array([9, 5])
     state = bj.new_state(model, 2, 64, GREEDY, 8, ignore_eos=True)
-    state = jax.jit(bj.prefill, donate_argnums=1)(model.params, state, ids, lengths, model.config)
-    state = jax.jit(bj.step, donate_argnums=1)(model.params, state, model.config)
+    state = jax.jit(bj.prefill, donate_argnums=1)(model.params, state, ids, lengths, model.config).state
+    state = jax.jit(bj.step, donate_argnums=1)(model.params, state, model.config).state
     assert state.cache.lengths.tolist() == [10, 6]
     taps = bj.Taps("mlp")
     one_by_one = jax.jit(jax.vmap(bj.forward, in_axes=(None, 0, 0, None)))

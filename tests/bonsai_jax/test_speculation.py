@@ -12,6 +12,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted, proposers, sampling, speculation
 from bonsai_jax.decoding.proposers import ngram
+from bonsai_jax.decoding.state import Speculation
 from checkpoints import Checkpoint, open_checkpoint
 from tests.bonsai_jax.tokens import assert_same
 
@@ -129,7 +130,7 @@ def test_recurrent_states_take_in_what_is_kept():
     assert_same(got, want)
     assert state.speculation.steps.tolist() == [4, 7, 16, 4]
     assert state.cache.lengths.tolist() == before.cache.lengths.tolist()
-    for ours, theirs in zip(*(jax.tree.leaves(s.cache.delta) for s in (state, before)), strict=True):
+    for ours, theirs in zip(*(jax.tree.leaves(s.cache.delta_net[0]) for s in (state, before)), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
@@ -157,18 +158,20 @@ def test_pages_of_other_rows_are_never_written():
     before, want, _ = plain()
     state, drawn, _ = run(told([NEW, NEW + 9, NEW, NEW]))
     np.testing.assert_array_equal(drawn, want)
-    np.testing.assert_allclose(state.cache.k[:, :3], before.cache.k[:, :3], atol=1e-5)
+    np.testing.assert_allclose(
+        state.cache.attention[0].k[:, :3], before.cache.attention[0].k[:, :3], atol=1e-5
+    )
 
 
 def test_decoding_in_pieces_and_from_a_file(tmp_path):
     """Rows that have filled the output wait for the others; a saved state goes on."""
     model = tiny()
-    state = jitted.prefill(model.params, told(), *prompts(), model.config)
-    pieces = [state.tokens[:, None]]
+    state, first, _ = jitted.prefill(model.params, told(), *prompts(), model.config)
+    pieces = [first[:, None]]
     for piece in range(20):
         if not state.remaining.any():
             break
-        state, drawn = jitted.decode(model.params, state, model.config, limit=3, size=5)
+        state, drawn, _ = jitted.decode(model.params, state, model.config, limit=3, size=5)
         pieces.append(drawn)
         if piece == 0:
             assert (drawn >= 0).sum(1).tolist() == [5, 5, 3, 5]
@@ -227,7 +230,7 @@ def test_frequencies_are_those_of_the_distribution():
             params, state, jnp.full((rows, 1), guess), jnp.ones(rows, bool), config=model.config
         )
 
-    drawn = np.asarray(step(model.params, state)[1])
+    drawn = np.asarray(step(model.params, state).tokens)
     accepted = drawn[:, 0] == guess
     np.testing.assert_array_equal(drawn[:, 1] >= 0, accepted)
     for tokens, probabilities in ((drawn[:, 0], p), (drawn[accepted, 1], after)):
@@ -244,7 +247,7 @@ def of_text(rows, count, capacity=16):
         row[: len(text)] = text
     ends = jnp.array([len(text) - 1 for text in rows])
     state = SimpleNamespace(
-        speculation=speculation.Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
+        speculation=Speculation(jnp.array(ids), ends), cache=SimpleNamespace(lengths=ends)
     )
     return jax.jit(lambda: ngram.propose(None, state, None, count)[0])().tolist()
 
@@ -286,7 +289,7 @@ def test_a_prompt_of_vectors_and_a_stream_that_a_stop_text_ends():
 
 def test_the_cache_is_updated_in_place():
     state = bj.new_state(tiny(), 1, 2048, GREEDY, 8, speculate="ngram")
-    cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
+    cache_bytes = state.cache.attention[0].k.nbytes + state.cache.attention[0].v.nbytes
     compiled = jitted.decode.lower(tiny().params, state, tiny().config, limit=4, size=8).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     assert compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2

@@ -9,13 +9,16 @@ import numpy as np
 import pytest
 
 from pallas_kernels import (
+    GELU,
+    GELU_TANH,
+    SILU,
     LayerStack,
     Products,
     QTensor,
     Rows,
+    clamped_swiglu,
     dequantize,
     device,
-    ffn,
     for_device,
     formats,
     gated,
@@ -60,16 +63,18 @@ def dense_norm(x, gamma):
     return gamma * x / jnp.sqrt((x * x).mean(-1, keepdims=True) + EPS)
 
 
-def dense_ffn(x, gate, up, down, gamma, residual, gelu="tanh"):
+def ffn(x, gate, up, down, layer, *, gamma=None, residual=None, activation=SILU):
+    hidden = gated(x, gate, up, layer, activation=activation, gamma=gamma, eps=EPS)
+    return matmul(hidden, down, layer, residual=residual)
+
+
+def dense_swiglu(g, u):
+    return g / (1 + jnp.exp(-g)) * u
+
+
+def dense_ffn(x, gate, up, down, gamma, residual, hidden=dense_swiglu):
     n = dense_norm(x, gamma)
-    if gate is None:
-        u = n @ up.T
-        soft = jnp.tanh(np.sqrt(2 / np.pi) * (u + 0.044715 * u**3))
-        hidden = 0.5 * u * (1 + (soft if gelu == "tanh" else jax.lax.erf(u / np.sqrt(2))))
-    else:
-        g = n @ gate.T
-        hidden = g / (1 + jnp.exp(-g)) * (n @ up.T)
-    return hidden @ down.T + residual
+    return hidden(n @ gate.T, n @ up.T) @ down.T + residual
 
 
 def in_float64(f, *arguments):
@@ -116,23 +121,29 @@ def test_gradients_of_a_feed_forward_are_the_dense_ones(format):
     gate, up, down = (weight(format, seed, K) for seed in (1, 2, 3))
     c = numbers(9, 2, K)
     check_gradients(
-        lambda x, gamma, r, i: (ffn(x, gate, up, down, i, gamma=gamma, eps=EPS, residual=r) * c).sum(),
+        lambda x, gamma, r, i: (ffn(x, gate, up, down, i, gamma=gamma, residual=r) * c).sum(),
         lambda x, gamma, r, g, u, d, c: (dense_ffn(x, g, u, d, gamma, r) * c).sum(),
         *(dense_of(w)[1] for w in (gate, up, down)), c,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("form", ["tanh", "exact"])
-def test_a_feed_forward_without_a_gate(form):
-    up, down = weight("q4_k", 1, K), weight("q1_0", 2, K)
-    u, d = dense_of(up)[1], dense_of(down)[1]
+OTHERS = {
+    GELU_TANH: lambda g, u: g / 2 * (1 + jnp.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3))) * u,
+    GELU: lambda g, u: g / 2 * (1 + jax.lax.erf(g / np.sqrt(2))) * u,
+    clamped_swiglu(0.5): lambda g, u: dense_swiglu(jnp.minimum(g, 0.5), jnp.clip(u, -0.5, 0.5)),
+}
+
+
+@pytest.mark.parametrize("activation", OTHERS, ids=str)
+def test_gradients_through_other_activations(activation):
+    gate, up, down = weight("q8_0", 3, K), weight("q4_k", 1, K), weight("q1_0", 2, K)
     c = numbers(9, 2, K)
     check_gradients(
         lambda x, gamma, r, i: (
-            ffn(x, None, stack(up), stack(down), i, gamma=gamma, eps=EPS, residual=r, gelu=form) * c
+            ffn(x, *map(stack, (gate, up, down)), i, gamma=gamma, residual=r, activation=activation) * c
         ).sum(),
-        lambda x, gamma, r, u, d, c: (dense_ffn(x, None, u, d, gamma, r, form) * c).sum(),
-        u, d, c,
+        lambda x, gamma, r, g, u, d, c: (dense_ffn(x, g, u, d, gamma, r, OTHERS[activation]) * c).sum(),
+        *(dense_of(w)[1] for w in (gate, up, down)), c,
     )  # fmt: skip
 
 
@@ -169,7 +180,7 @@ def test_gradient_through_layers_of_mixed_formats(transform):
     x, gamma, c = numbers(2, 2, K), 1 + numbers(3, LAYERS, K), numbers(4, 2, K)
 
     def one(x, layer):
-        return ffn(x, gate, up, down, layer, gamma=gamma, eps=EPS, residual=x), None
+        return ffn(x, gate, up, down, layer, gamma=gamma, residual=x), None
 
     def loss(x):
         if transform == "scan":
@@ -224,8 +235,7 @@ def ops(w, gamma):
         "matmul": lambda x: matmul(x, w, 1, gamma=gamma, eps=EPS),
         "matmul and residual": lambda x: matmul(x, w, 1, residual=x),
         "gated": lambda x: gated(x, w, w, 1, gamma=gamma, eps=EPS),
-        "ffn": lambda x: ffn(x, w, w, w, 1, gamma=gamma, eps=EPS, residual=x),
-        "ffn without a gate": lambda x: ffn(x, None, w, w, 1),
+        "feed-forward": lambda x: ffn(x, w, w, w, 1, gamma=gamma, residual=x),
     }
 
 
@@ -236,7 +246,7 @@ OPS = list(ops(None, None))
 SLOW = [pytest.param(op, marks=pytest.mark.slow) for op in ("matmul and residual", "gated")]
 
 
-@pytest.mark.parametrize("op", ["matmul", "ffn", "ffn without a gate", *SLOW])
+@pytest.mark.parametrize("op", ["matmul", "feed-forward", *SLOW])
 def test_vmap_is_one_call_a_row(op):
     f = ops(weight("q4_k", 1, K), 1 + numbers(2, LAYERS, K))[op]
     x = numbers(3, 4, 2, K)
@@ -253,12 +263,12 @@ def test_vmap_is_one_call_a_row(op):
 def kernel(monkeypatch):
     """Stands in for kernels, which need a GPU: the definition from the tiles that they read. Keeps the shape
     of each x that it is called with."""
-    called, by_definition = [], jax.jit(reference.run, static_argnums=5)
+    called, by_definition = [], jax.jit(reference.run, static_argnums=(5, 7))
 
-    def run(x, weights, part_layer, layer, gamma, eps, residual):
+    def run(x, weights, part_layer, layer, gamma, eps, residual, activation):
         assert all(w.tiled for w in weights)
         called.append(x.shape)
-        return by_definition(x, weights, part_layer, layer, gamma, eps, residual)
+        return by_definition(x, weights, part_layer, layer, gamma, eps, residual, activation)
 
     def replaced(candidate):
         if candidate.op is not Matmul or candidate.name == "reference":
@@ -291,7 +301,7 @@ def test_kernels_get_the_rows_of_vmap_in_one_call(format, kernel):
 
 def test_more_rows_of_vmap_than_a_kernel_takes_go_where_many_rows_go(kernel):
     w, x = for_device(weight("q1_0", 1)), numbers(3, 9, K)  # too few outputs for a kernel of prefill
-    assert w.products.of(9) == "cublas"
+    assert w.products.kernel(9) == "cublas"
     assert_near(jax.vmap(lambda row: matmul(row, w, 1))(x), x @ dense_of(w)[1].T, 1e-5)
     assert all(shape == (K,) for shape in kernel)  # of tracing one row, before vmap makes nine of it
 
@@ -313,7 +323,7 @@ def test_the_gradient_through_a_kernel_is_the_definitions(format, kernel):
 
     @jax.jit
     def gradient(w):
-        return jax.grad(lambda x: (ffn(x, w, w, w, 2, gamma=gamma, eps=EPS, residual=x) ** 2).sum())(x)
+        return jax.grad(lambda x: (ffn(x, w, w, w, 2, gamma=gamma, residual=x) ** 2).sum())(x)
 
     assert_near(gradient(w), gradient(blocks), 1e-5)
     assert kernel  # the forward pass was the kernel's
@@ -357,7 +367,7 @@ def check_shard_map(names, split, drawn):
     gamma, x = 1 + numbers(2, LAYERS, K), numbers(3, 8 * 16, K)
     for kernel in ("reference", "cublas"):
         w = drawn.replace(products=Products(((None, kernel),)))
-        for name in names if kernel == "reference" else ("ffn",):
+        for name in names if kernel == "reference" else ("feed-forward",):
             f = ops(w, gamma)[name]
             shared = functools.partial(jax.shard_map, mesh=mesh, in_specs=spec("d"), out_specs=spec("d"))
             limit = {"rtol": 1e-5, "atol": 1e-5, "err_msg": name}

@@ -14,7 +14,7 @@ pytest.importorskip("jax_triton", reason="needs the extra `triton`: jax-triton")
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("options", [{}, {"window": 37, "scale": 0.2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 37, "scale": 0.2}, {"softcap": 20.0}], ids=str)
 @pytest.mark.parametrize("heads", [(32, 32, 96), (4, 2, 80), (14, 2, 112), (8, 4, 256)], ids=str)
 @pytest.mark.parametrize(("tokens", "lengths"), [(1, (1000, 3, 17)), (300, (300, 23))])
 def test_it_equals_the_reference(heads, tokens, lengths, options, dtype):
@@ -23,7 +23,9 @@ def test_it_equals_the_reference(heads, tokens, lengths, options, dtype):
     if reason := kernel.refuses(problem):
         pytest.skip(reason)
     arguments = jax.device_put(case(heads, tokens, dtype, lengths))
-    call = functools.partial(kernel, num_keys=max(lengths), **{"window": None, "scale": None} | options)
+    call = functools.partial(
+        kernel, num_keys=max(lengths), **{"window": None, "scale": None, "softcap": None} | options
+    )
     got = np.asarray(jax.jit(call)(*arguments))
     q, k, v, table, positions, layer = arguments
     k, v = (jax.numpy.nan_to_num(x) for x in (k, v))  # the reference masks scores, not what it reads

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from bonsai_jax.decoding import steps as core
-from pallas_kernels import Products, QTensor, experts_ffn, ffn, for_device, formats
+from pallas_kernels import Products, QTensor, experts_ffn, for_device, formats, gated, matmul
 from tests.pallas_kernels.aot import as_on_a_gpu, compile_for_gpu, shapes
 from tests.pallas_kernels.aot_kernels import stack_of_experts
 
@@ -46,7 +46,10 @@ def test_a_feed_forward_compiles_under_vmap_and_grad(format, transform):
         gamma = jax.ShapeDtypeStruct((3, 256), jnp.float32)
 
         def f(x, w, gamma, layer):
-            return change(lambda x: ffn(x, w, w, w, layer, gamma=gamma, eps=1e-6, residual=x))(x)
+            def feed_forward(x):
+                return matmul(gated(x, w, w, layer, gamma=gamma, eps=1e-6), w, layer, residual=x)
+
+            return change(feed_forward)(x)
 
         x, layer = jax.ShapeDtypeStruct(shape, jnp.float32), jax.ShapeDtypeStruct((), jnp.int32)
         compiled = compile_for_gpu(f, x, w, gamma, layer)
@@ -55,7 +58,7 @@ def test_a_feed_forward_compiles_under_vmap_and_grad(format, transform):
     # Of each product activations are rounded by a launch of their own; or around cuBLAS's GEMM there are the
     # norm's, and one for the weights of each product.
     launches_of = {"bit_decode_b1": 2, "int_decode": 2, "cublas": 3}
-    expected = launches_of.get(w.products.of(rows), 4)
+    expected = launches_of.get(w.products.kernel(rows), 4)
     assert launches == expected
     assert " while(" not in compiled.as_text()
 

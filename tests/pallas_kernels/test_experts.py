@@ -9,11 +9,23 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import LayerStack, Products, QTensor, device, experts_gated, experts_matmul, route
+from pallas_kernels import (
+    GELU_TANH,
+    SILU,
+    LayerStack,
+    Products,
+    QTensor,
+    device,
+    experts_gated,
+    experts_matmul,
+    route,
+    swiglu_oai,
+)
 from pallas_kernels.experts import int_experts as int_experts
 from pallas_kernels.experts.groups import rows_of_tile, tiles_of
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
+from tests.pallas_kernels.test_activations import DEFINITIONS
 
 EXPERTS = 6
 
@@ -25,7 +37,7 @@ def chosen_of(rows: int, used: int, seed: int = 0) -> np.ndarray:
     return found.astype(np.int32)
 
 
-def expected(x, matrices, chosen):
+def expected(x, matrices, chosen, activation=SILU):
     """float64 [rows, used, N], x [rows, K] or [rows, used, K]."""
     out = np.zeros((*chosen.shape, matrices[0].shape[1]))
     for row, of_row in enumerate(chosen):
@@ -33,7 +45,7 @@ def expected(x, matrices, chosen):
             if 0 <= e < EXPERTS:
                 v = x[row] if x.ndim == 2 else x[row, j]
                 y = [w[e].astype(np.float64) @ v for w in matrices]
-                out[row, j] = y[0] if len(y) == 1 else y[0] / (1 + np.exp(-y[0])) * y[1]
+                out[row, j] = y[0] if len(y) == 1 else DEFINITIONS[activation](*y)
     return out
 
 
@@ -54,7 +66,8 @@ def test_tiles_have_every_pair_once_and_of_one_expert(rows, used):
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("known", [True, False])
-def test_products_of_mixed_stacks_are_float64_s(rows, known):
+@pytest.mark.parametrize("activation", [SILU, GELU_TANH], ids=str)
+def test_products_of_mixed_stacks_are_float64_s(rows, known, activation):
     """Of a layer that is known and of a traced one; gate and up in one format, down in two."""
     rng, layer = np.random.default_rng(rows), 1
     gate, up = (drawn("q8_0", (2, EXPERTS, 48, 64), seed) for seed in (0, 1))
@@ -69,12 +82,13 @@ def test_products_of_mixed_stacks_are_float64_s(rows, known):
     def run(stacks, down, x, h, chosen, weights, index):
         index = layer if known else index
         return (
-            experts_gated(x, *stacks, chosen, index),
+            experts_gated(x, *stacks, chosen, index, activation=activation),
             experts_matmul(h, down, chosen, weights, index),
         )
 
     made, summed = run(stacks, down, x, h, chosen, weights, layer)
-    np.testing.assert_allclose(made, expected(x, [gate.dense[1], up.dense[1]], chosen), atol=1e-5)
+    want = expected(x, [gate.dense[1], up.dense[1]], chosen, activation)
+    np.testing.assert_allclose(made, want, atol=1e-5)
     each = expected(h, [downs[1].dense[0]], chosen)
     np.testing.assert_allclose(summed, np.einsum("bj,bjn->bn", weights, each), atol=1e-5)
 
@@ -90,19 +104,20 @@ def test_a_router_takes_the_likeliest_and_may_divide_by_their_sum():
         experts_gated(jnp.zeros((2, 32)), w, w, jnp.zeros((2, 1), jnp.int32))
 
 
-CASES = [  # format, N, K, matrices, rows of x, tiles of so many rows, bits, multiprocessors
+CASES = [  # format, N, K, matrices, rows of x, tiles of so many rows, bits, multiprocessors, activation
     ("q4_k", 48, 512, 2, 1, (4, 1), 8, 132),
     ("q6_k", 64, 256, 1, 4, (4, 1), 8, 10),  # two blocks a tile, of two tiles of 16 outputs each
     ("q8_0", 32, 768, 1, 3, (6, 1), 16, 4),  # less than a block a tile
-    ("q4_1", 40, 320, 2, 2, (4, 2), 8, 9),  # no whole tiles
-    ("q4_k", 32, 512, 2, 20, (3, 16), 8, 132),
+    ("q4_1", 40, 320, 2, 2, (4, 2), 8, 9, GELU_TANH),  # no whole tiles
+    ("q4_k", 32, 512, 2, 20, (3, 16), 8, 132, swiglu_oai()),
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_tiles_in_one_launch_are_their_products(case):
     """In lockstep; one has no expert, and the stack has two layers."""
-    format, n, k, matrices, rows, shape, bits, blocks = case
+    format, n, k, matrices, rows, shape, bits, blocks, *others = case
+    (activation,) = others or (SILU,)
     rng = np.random.default_rng(n)
     x = (rng.integers(-127, 128, (rows, k)) / 64).astype(np.float32)
     x[:, ::16] = 127 / 64  # the largest of every group: 8 bits hold all
@@ -120,8 +135,8 @@ def test_tiles_in_one_launch_are_their_products(case):
     gpu = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=blocks)
     with mock.patch.object(device, "default", lambda: gpu), lockstep():
         assert int_experts.most_rows(weights) == 16
-        got = np.asarray(int_experts.run(x, weights, index, of_tile)).reshape(*shape, n)
+        got = np.asarray(int_experts.run(x, weights, index, of_tile, activation)).reshape(*shape, n)
     chosen = np.repeat(experts[:, None], shape[1], axis=1)
-    want = expected(x[of_tile], [w.dense[1] for w in stacks], chosen)
+    want = expected(x[of_tile], [w.dense[1] for w in stacks], chosen, activation)
     valid = experts >= 0
     assert np.linalg.norm(got[valid] - want[valid]) < 1e-5 * np.linalg.norm(want[valid])

@@ -9,24 +9,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor
+from pallas_kernels import GELU_TANH, QTensor
 from pallas_kernels.matmul.int_mma import prefill_sm90 as int_prefill_sm90
 from pallas_kernels.matmul.prologue import Parts
 from pallas_kernels.qtensor import LayerStack, Rows
 from pallas_kernels.step import layer_gemms
 from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.test_activations import DEFINITIONS
 from tests.pallas_kernels.test_gemm import in_group_order
 
 ROWS, HIDDEN, WIDTH, FFN, EPS = 9, 512, 256, 768, 1e-6
 
 
-def silu(x):
-    return x / (1 + np.exp(-x))
-
-
-def gemm(a, scale, weights, at, residual, summed):
-    """As int_prefill_sm90's: columns in two splits, or SwiGLU."""
+def gemm(a, scale, weights, at, residual, activation, summed):
+    """As int_prefill_sm90's: columns in two splits, or the activation."""
     assert residual is None and not summed
     a = np.float64(a) * np.asarray(scale, np.float64)[:, None]
     of_each = [
@@ -35,7 +32,7 @@ def gemm(a, scale, weights, at, residual, summed):
     ]
     if len(of_each) == 2:
         gate, up = (a @ w.T for w in of_each)
-        return np.float32(silu(gate) * up)[None]
+        return np.float32(DEFINITIONS[activation](gate, up))[None]
     halves = np.split(np.arange(a.shape[1]), 2)
     return np.stack([np.float32(a[:, half] @ of_each[0][:, half].T) for half in halves])
 
@@ -92,7 +89,7 @@ def test_a_layer_of_mixed_formats_is_its_definition(qkv, bias):
                 *gammas, of_bias if bias else None, None, (unused, unused), unused, unused, unused,
                 jnp.zeros(ROWS),
             ),
-            unused, layer=0, eps=EPS, interleaved=False,
+            unused, layer=0, eps=EPS, interleaved=False, activation=GELU_TANH,
         )  # fmt: skip
         after: Any = np.array(layer_gemms.summed(parts))
 
@@ -105,4 +102,5 @@ def test_a_layer_of_mixed_formats_is_its_definition(qkv, bias):
     np.testing.assert_allclose(got, want, atol=5e-3)
     x = x + attended @ dense(weights[1]).T
     gate, up = (norm(x, gammas[1]) @ dense(w).T for w in weights[2:4])
-    np.testing.assert_allclose(after[:ROWS, :], x + (silu(gate) * up) @ dense(weights[4]).T, atol=5e-3)
+    hidden = DEFINITIONS[GELU_TANH](gate, up)
+    np.testing.assert_allclose(after[:ROWS, :], x + hidden @ dense(weights[4]).T, atol=5e-3)

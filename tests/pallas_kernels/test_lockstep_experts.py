@@ -7,11 +7,12 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, device
+from pallas_kernels import GELU_TANH, SILU, attend, device
 from pallas_kernels.step import experts_layers
 from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
+from tests.pallas_kernels.test_activations import DEFINITIONS
 
 attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
 EPS, D, PAGE_SIZE = 1e-6, 64, 16
@@ -34,6 +35,10 @@ CASES = [
 ]  # fmt: skip
 
 
+def activation_of(case):
+    return GELU_TANH if case is CASES[1] else SILU
+
+
 def composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation):
     """float64: x and the pages."""
     used, normalized = case[4], case[6]
@@ -54,7 +59,7 @@ def composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table
         w = p[chosen] / (p[chosen].sum() if normalized else 1)
         for e, weight in zip(chosen, w, strict=True):
             g, u = gate[e] @ n[0], up[e] @ n[0]
-            x = x + weight * (down[e] @ (g / (1 + np.exp(-g)) * u))
+            x = x + weight * (down[e] @ DEFINITIONS[activation_of(case)](g, u))
         if layer + 1 < len(layers):
             qkv = norm(x, norms[1][layer + 1]) @ layers[layer + 1][4].T
     return x, pages
@@ -128,6 +133,7 @@ def test_layers_with_experts_in_one_launch_are_float64_s(case):
         got = experts_layers.experts_layers(
             qkv, x, tuple(weights), np.asarray(where, np.int32), router, inputs, formats_of=tuple(formats_of),
             experts=experts_layers.Experts(E, used, normalized), eps=EPS, interleaved=False, bits=bits,
+            activation=activation_of(case),
         )  # fmt: skip
     want = composed(case, qkv, x, layers, router, norms, head_norms, bias, pages, table, positions, rotation)
     limit = 2e-2 if bits == 8 else 3e-4

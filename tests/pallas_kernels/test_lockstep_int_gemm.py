@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats
+from pallas_kernels import GELU_TANH, SILU, clamped_swiglu, formats
 from pallas_kernels.gpu import lanes, memory, wgmma
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul.int_mma import float16 as int_float16
@@ -18,6 +18,7 @@ from pallas_kernels.matmul.int_mma import prefill_plan as int_prefill_plan
 from pallas_kernels.matmul.int_mma import prefill_sm90 as int_prefill_sm90
 from tests.pallas_kernels.lockstep import launched, lockstep
 from tests.pallas_kernels.stacks import drawn
+from tests.pallas_kernels.test_activations import DEFINITIONS
 from tests.pallas_kernels.test_gemm import has_float16_scales, in_group_order
 
 INTEGER = formats.names("int")
@@ -87,11 +88,16 @@ def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(fo
             assert np.linalg.norm(error) < 6e-4 * np.linalg.norm(want.astype(np.float32))
 
 
-@pytest.mark.parametrize(("matrices", "added"), [(1, False), (1, True), (2, False)])
-def test_results_are_staged_transposed_and_swizzled(matrices, added):
+@pytest.mark.parametrize(
+    ("activation", "added"),
+    [(None, False), (None, True), (SILU, False), (GELU_TANH, False), (clamped_swiglu(0.5), False)],
+    ids=str,
+)
+def test_results_are_staged_transposed_and_swizzled(activation, added):
     """Against TMA's order: tiles of 8 tokens x 32 outputs, and in each row the 16 bytes whose number is xored
     with the row's."""
     tokens, stored, first = 128, 64, 64
+    matrices = 1 if activation is None else 2
     rng = np.random.default_rng(0)
     outputs = 64 // matrices
     sums = rng.standard_normal((matrices, outputs, tokens)).astype(np.float32)  # [matrix, output, token]
@@ -117,7 +123,7 @@ def test_results_are_staged_transposed_and_swizzled(matrices, added):
         lanes.block_barrier()
         values = [memory.load_stored(2, held, [warp, number, i, 0]) for i in range(tokens // 8 * 2)]
         fragments = SimpleNamespace(registers=np.array([*values, None], object)[:-1])
-        wgmma.stored_by_lane(fragments, scale, stage, stored, first, matrices, added)
+        wgmma.stored_by_lane(fragments, scale, stage, stored, first, activation, added)
         lanes.block_barrier()
         for at in where:
             memory.store(memory.load(stage, at), out, at)
@@ -127,7 +133,7 @@ def test_results_are_staged_transposed_and_swizzled(matrices, added):
         scratch = [plgpu.SMEM((stored * outputs,), jnp.float32)]
         got = launched(body, flat, scratch, held, scale, swizzled(before).reshape(-1))
     y = sums[:, :, first : first + stored] * scale
-    y = y[0] if matrices == 1 else y[0] / (1 + np.exp(-y[0])) * y[1]
+    y = y[0] if matrices == 1 else DEFINITIONS[activation](*np.float64(y))
     want = swizzled(y.T + before if added else y.T).reshape(-1)
     np.testing.assert_allclose(
         got, want, rtol=0 if matrices == 1 else 1e-5, atol=0 if matrices == 1 else 1e-6

@@ -8,13 +8,14 @@ import jax
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts
+from pallas_kernels import GELU_TANH, SILU, attend, cache_layouts
 from pallas_kernels.gpu import lanes
-from pallas_kernels.matmul.bit_mma import rows_of_bytes
+from pallas_kernels.matmul.bit_mma import byte_product
 from pallas_kernels.step import decode_layers, workspace
 from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn, numbers_of, pages_of
+from tests.pallas_kernels.test_activations import DEFINITIONS
 
 attend_jit = jax.jit(attend, static_argnames=("interleaved", "eps"))
 GROUP = 128
@@ -33,7 +34,7 @@ def rounded(x):
     return ((np.asarray(x, np.float32).view(np.int32) + 2) & ~3).view(np.float32).astype(np.float64)
 
 
-def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, eps, interleaved):
+def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, eps, interleaved, hidden):
     """The layers in float64, but attention, which is its definition."""
     k_pages, v_pages, table = cache
     for layer in range(len(norms[0])):
@@ -51,7 +52,7 @@ def composed(x, w, norms, head_norms, bias, cache, positions, rotation, bits, ep
         )  # fmt: skip
         x = x + quantized(rounded(np.asarray(out)[:, 0]), bits) @ w["o"][layer].T
         gate, up = normed(x, norms[1], rounded(x), [w["gate"], w["up"]])
-        x = x + quantized(rounded(gate / (1 + np.exp(-gate)) * up), bits) @ w["down"][layer].T
+        x = x + quantized(rounded(hidden(gate, up)), bits) @ w["down"][layer].T
     return x, k_pages, v_pages
 
 
@@ -92,6 +93,7 @@ def both(case):
     """(x, keys, values) by the kernel and by definition, and the page table."""
     L, hidden, ffn, H, Hkv, blocks, lengths, bits, biased, normed, interleaved, layout = case
     D, eps, B = 64, 1e-6, len(lengths)
+    activation = GELU_TANH if case in (CASES[2], CASES[4]) else SILU
     rng = np.random.default_rng(hidden + blocks)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     width = (H + 2 * Hkv) * D
@@ -116,9 +118,11 @@ def both(case):
     rotation, x = (np.cos(angle), np.sin(angle)), draw(B, hidden)
     want = composed(
         x.astype(np.float64), dense, norms, head_norms, bias, (k_pages, v_pages, table),
-        positions, rotation, bits, eps, interleaved,
+        positions, rotation, bits, eps, interleaved, DEFINITIONS[activation],
     )  # fmt: skip
-    shapes = decode_layers.Shapes(B, hidden, ffn, H, Hkv, D, blocks=blocks, bits=bits, eps=eps)
+    shapes = decode_layers.Shapes(
+        B, hidden, ffn, H, Hkv, D, blocks=blocks, bits=bits, eps=eps, activation=activation
+    )
     assert shapes.refuses() is None
     with lockstep():
         inputs = StepInputs(
@@ -134,7 +138,7 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
     lengths, bits = case[6:8]
     # Three warps have two places for keys, as some have in a real shape.
     slots = mock.patch("pallas_kernels.step.shapes.MOST_SLOTS", 11)
-    with mock.patch.object(rows_of_bytes, "MOST_KEPT", 64), slots:
+    with mock.patch.object(byte_product, "MOST_REGISTERS", 64), slots:
         got, want, table = both(case)
     # Parts in a million where every code is the same, but now and then one of 8 bits falls to the other side
     # of .5, and all behind it differs by about 1 / 127 of a column. With 16 bits, attention is what differs:

@@ -8,8 +8,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from pallas_kernels import QTensor, Rotation, device
+from pallas_kernels import GELU_TANH, SILU, QTensor, Rotation, device
 from pallas_kernels.matmul.int_mma import decode as int_decode
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.qtensor import LayerStack, Products, Rows
 from pallas_kernels.step import layer_products
 from tests.pallas_kernels.lockstep import lockstep
@@ -45,6 +46,7 @@ def rounded(x):
 def test_products_in_one_launch_are_those_of_launches(case):
     rows, hidden, ffn, width, o, gate_up, down, qkv, blocks, bits, *of_folded = case
     rng = np.random.default_rng(hidden + ffn)
+    activation = SILU if case is CASES[0] else GELU_TANH
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     shapes = [[(o, hidden, width)], [(gate_up, ffn, hidden)] * 2, [(down, hidden, ffn)]]
     made = [
@@ -81,8 +83,12 @@ def test_products_in_one_launch_are_those_of_launches(case):
         got = layer_products.layer_products(
             attended, x, tuple(weights), tuple(norms), np.array([4], np.int32), np.zeros(words, np.int32),
             tuple(rotations), formats_of=tuple(formats), eps=EPS, bits=bits, rounded=integers,
+            activation=activation,
         )  # fmt: skip
 
+        warps = (planned.products[0].plan.warps,)
+
+        @mock.patch.object(int_decode_plan, "BLOCK_WARPS", warps)
         def alone(number, x, residual=None):
             return np.asarray(
                 int_decode.int_decode(
@@ -94,10 +100,9 @@ def test_products_in_one_launch_are_those_of_launches(case):
                     eps=EPS,
                     residual=residual,
                     rotation=rotations[number],
+                    activation=activation,
                     activation_bits=bits,
                     shared=227 * 1024,
-                    blocks=blocks,
-                    warps=planned.products[0].plan.warps,
                 )
             )
 

@@ -58,11 +58,12 @@ def problems(platform: str):
     for name in MODELS:
         checkpoint = open_checkpoint(f"synth:{name}:f32")
         config = architectures.config_of(checkpoint)
-        heads[name] = (config.num_heads, config.num_kv_heads, config.head_dim)
-        turned[name] = config.rotated
+        attention = config.attention
+        heads[name] = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        turned[name] = None if attention.rope.dim == attention.head_dim else attention.rope.dim
         plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
         shapes = {t.shape[-2:] for t in checkpoint.tensors.values() if len(t.shape) > 1}
-        for shape in shapes - ({(config.delta.qkv_width, config.delta.conv)} if plain else set()):
+        for shape in shapes - ({(config.delta_net.qkv_width, config.delta_net.conv)} if plain else set()):
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)
     for name, shape in heads.items():
@@ -114,7 +115,7 @@ def test_elsewhere_everything_falls_back(platform):
 
 def kernels(format: str, platform: str, n=4096, k=4096, **rest) -> dict[int, str]:
     chosen = products(Matmul(platform, format, n, k, **rest))
-    return {rows: chosen.of(rows) for rows in (1, 3, 4, 8, 9, 16, 17, 64, 512)}
+    return {rows: chosen.kernel(rows) for rows in (1, 3, 4, 8, 9, 16, 17, 64, 512)}
 
 
 def test_the_table_of_kernels(monkeypatch):
@@ -210,11 +211,11 @@ def test_tokens_are_drawn_by_a_kernel_on_every_gpu_since_ampere(platform, taken)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("change", [{"window": 512}, {"scale": 0.5}, {"head_dim": 80}])
-def test_attention_that_a_kernel_was_not_written_for_is_the_references(phase, change):
+def test_attention_of_other_widths_is_the_references(phase):
     llama = Attention("sm_90", phase, 32, 8, 128, 64, "bfloat16")
     assert choose(llama) != "reference"
-    assert choose(dataclasses.replace(llama, **change)) == "reference"
+    assert choose(dataclasses.replace(llama, window=512, scale=0.5, softcap=50.0)) == choose(llama)
+    assert choose(dataclasses.replace(llama, head_dim=80)) == "reference"
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
@@ -249,9 +250,9 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, scale=0.1)}, "scores are scaled by 0.1"),
+        ({"attention": dataclasses.replace(STEP.attention, softcap=50.0)}, "scores are capped at 50.0"),
         (
             {"layers": (*Q1_LAYERS, layer_of(["q1_0"] * 4 + ["q4_k"]))},
             "not all layers' weights are Q1_0, joined by layer: q4_k",
@@ -284,7 +285,6 @@ KQ_STEP = dataclasses.replace(STEP, layers=(layer_of(["q4_k"] * 5),) * 2 + (MIXE
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"activation": "gelu"}, "the feed-forward's activation is gelu; the kernel has silu"),
         ({"layers": (layer_of(["q4_k"] * 4 + ["q1_0"]),)}, "not all layers' weights have 2 to 8 bits: q1_0"),
         ({"layers": None}, "q, k and v of a layer are not joined"),
         ({"layers": (layer_of(["q4_k"] * 3 + ["q5_k", "q4_k"]),)}, "gate and up have different formats"),
@@ -410,7 +410,7 @@ def register():
         selection.unregister(candidate)
 
 
-def run_matmul(x, weights, part_layer, layer, gamma, eps, residual):
+def run_matmul(x, weights, part_layer, layer, gamma, eps, residual, activation):
     return jnp.full((*x.shape[:-1], weights[0].shape[0]), 7.0)
 
 
@@ -425,13 +425,13 @@ def test_a_registered_candidate_is_explained_chosen_and_called(register):
     assert [v.kernel for v in verdicts if v.taken] == ["mine"]
     assert explain(Matmul("cpu", "q8_0", 16, 256))[-3].reason == "is for 2 to 4 rows"
     chosen = for_device(w)
-    assert [chosen.products.of(rows) == "mine" for rows in (1, 2, 4, 5)] == [False, True, True, False]
+    assert [chosen.products.kernel(rows) == "mine" for rows in (1, 2, 4, 5)] == [False, True, True, False]
     assert not chosen.tiled and (matmul(x, chosen) == 7).all() and (matmul(x[0], chosen) != 7).all()
     assert "mine for 2 to 4 rows" in str(chosen.products)
 
 
 def test_a_registered_candidate_attends(register):
-    def attends(q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale):
+    def attends(q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap):
         return jnp.full(q.shape, 2.0) * (scale or 1.0)
 
     refuses = lambda problem: None if problem.head_dim == 80 else "is for heads of 80"  # noqa: E731

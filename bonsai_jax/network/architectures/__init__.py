@@ -2,10 +2,10 @@
 
 An architecture module defines
 
-    TENSORS                       table of params.Spec: every tensor a file of it has
+    TENSORS                       a Spec for every tensor that a file of it has
+    DRAFT                         the same for its draft layer, where it may have one
     config_from_gguf(metadata, tensors)         -> ModelConfig, from GGUF keys
     config_from_huggingface(metadata, tensors)  -> ModelConfig, from config.json
-    forward(params, tokens, positions, cache, config, num_keys, taps, hold) -> (hidden, cache, what taps read)
 
 `get(name)` imports by file name, so a new file is a new architecture.
 """
@@ -15,10 +15,18 @@ import pkgutil
 from types import ModuleType
 
 from bonsai_jax.config import ModelConfig
+from bonsai_jax.weights import specs
+from bonsai_jax.weights.specs import Description
 from checkpoints import Checkpoint, CheckpointError
 
 # Model types that are another architecture under their own name.
-ALIASES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "qwen3_5": "qwen35", "qwen3_5_text": "qwen35"}
+ALIASES = {
+    "mistral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5": "qwen35",
+    "qwen3_5_text": "qwen35",
+    "gemma3_text": "gemma3",
+}
 
 
 def names() -> list[str]:
@@ -34,12 +42,25 @@ def get(name: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def config_of(checkpoint: Checkpoint) -> ModelConfig:
-    """ModelConfig of a checkpoint, from its metadata and the shapes of its tensors, never from its name.
+def describe(checkpoint: Checkpoint, *, draft: bool = False) -> Description:
+    """What a checkpoint is, from its metadata and the names and shapes of its tensors, never from its name.
 
-    Raises NotImplementedError for an architecture without a file, CheckpointError for metadata that is absent
-    or absurd.
+    draft   with the draft layer (MTP), which is skipped else
+    Raises NotImplementedError for an architecture without a file or a format without one, and CheckpointError
+    for metadata that is absent or absurd and for a tensor that is missing, has no place or the wrong shape.
     """
+    module = _module(checkpoint)
+    config = _config(checkpoint, module)
+    config = specs.with_draft(checkpoint, config) if draft else config
+    return specs.describe(checkpoint, module.TENSORS, config, getattr(module, "DRAFT", ()))
+
+
+def config_of(checkpoint: Checkpoint) -> ModelConfig:
+    """The ModelConfig of a checkpoint alone; errors as for `describe`."""
+    return _config(checkpoint, _module(checkpoint))
+
+
+def _module(checkpoint: Checkpoint) -> ModuleType:
     key = "general.architecture" if checkpoint.naming == "gguf" else "model_type"
     name = checkpoint.metadata.get(key)
     if not isinstance(name, str):
@@ -47,12 +68,16 @@ def config_of(checkpoint: Checkpoint) -> ModelConfig:
             f"{checkpoint.source}: {key} is {name!r}; it must name the model's architecture"
         )
     try:
-        module = get(name)
+        return get(name)
     except NotImplementedError as error:
         raise NotImplementedError(f"{checkpoint.source}: {error}") from error
+
+
+def _config(checkpoint: Checkpoint, module: ModuleType) -> ModelConfig:
     read = module.config_from_gguf if checkpoint.naming == "gguf" else module.config_from_huggingface
     try:
         return read(checkpoint.metadata, checkpoint.tensors)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{error.args[0]} is missing" if isinstance(error, KeyError) else str(error)
+        name = module.__name__.rpartition(".")[-1]
         raise CheckpointError(f"{checkpoint.source}: metadata of this {name} model: {reason}") from error

@@ -5,30 +5,26 @@ GGUF files hold q and k with their rows permuted so that rotated pairs are neigh
 Hugging Face files hold them in halves.
 """
 
-from bonsai_jax.config import ModelConfig, RopeConfig, yarn_mscale
-from bonsai_jax.network import transformer
+import dataclasses
+
+from bonsai_jax.config import Layer, ModelConfig
+from bonsai_jax.network.kinds import tensors
+from bonsai_jax.network.kinds.attention import Attention
+from bonsai_jax.network.kinds.mlp import Mlp
+from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
+from bonsai_jax.network.rope import Rope, yarn_mscale
 from bonsai_jax.weights.metadata import nested, positive, whole
 from bonsai_jax.weights.specs import Spec
 
+ROPE_DIVISORS = Spec("rope_divisors", "rope_freqs.weight", None, ("rope_pairs",), optional=True)
 TENSORS = (
-    Spec("embed", "token_embd.weight", "model.embed_tokens.weight", ("vocab_size", "hidden")),
-    Spec("attn_norm", "blk.{}.attn_norm.weight", "model.layers.{}.input_layernorm.weight", ("hidden",)),
-    Spec("wq", "blk.{}.attn_q.weight", "model.layers.{}.self_attn.q_proj.weight", ("q_width", "hidden")),
-    Spec("wk", "blk.{}.attn_k.weight", "model.layers.{}.self_attn.k_proj.weight", ("kv_width", "hidden")),
-    Spec("wv", "blk.{}.attn_v.weight", "model.layers.{}.self_attn.v_proj.weight", ("kv_width", "hidden")),
-    Spec("wo", "blk.{}.attn_output.weight", "model.layers.{}.self_attn.o_proj.weight", ("hidden", "q_width")),
-    Spec(
-        "ffn_norm", "blk.{}.ffn_norm.weight", "model.layers.{}.post_attention_layernorm.weight", ("hidden",)
-    ),
-    Spec("w_gate", "blk.{}.ffn_gate.weight", "model.layers.{}.mlp.gate_proj.weight", ("ffn", "hidden")),
-    Spec("w_up", "blk.{}.ffn_up.weight", "model.layers.{}.mlp.up_proj.weight", ("ffn", "hidden")),
-    Spec("w_down", "blk.{}.ffn_down.weight", "model.layers.{}.mlp.down_proj.weight", ("hidden", "ffn")),
-    Spec("final_norm", "output_norm.weight", "model.norm.weight", ("hidden",)),
-    Spec("head", "output.weight", "lm_head.weight", ("vocab_size", "hidden"), optional=True),
-    Spec("rope_divisors", "rope_freqs.weight", None, ("rope_pairs",), optional=True),
+    EMBED,
+    *tensors("attention", "norm", "q", "k", "v", "o"),
+    *tensors("mlp", "norm", "gate", "up", "down"),
+    FINAL_NORM,
+    HEAD,
+    ROPE_DIVISORS,
 )
-
-forward = transformer.decoder
 
 
 def config_from_gguf(metadata, tensors, *, interleaved: bool = True) -> ModelConfig:
@@ -52,8 +48,9 @@ def config_from_gguf(metadata, tensors, *, interleaved: bool = True) -> ModelCon
     keys = [f"{arch}.rope.scaling.factor", f"{arch}.rope.scale_linear"]
     factor = next((positive(metadata, key) for key in keys if metadata.get(key)), 1.0)
     context = whole(metadata, f"{arch}.context_length")
-    rope = RopeConfig(
+    rope = Rope(
         base=positive(metadata, f"{arch}.rope.freq_base", 10000.0),
+        dim=head_dim,
         interleaved=interleaved,
         scaling=scaling if factor != 1.0 else "none",
         factor=factor,
@@ -63,18 +60,15 @@ def config_from_gguf(metadata, tensors, *, interleaved: bool = True) -> ModelCon
         mscale=(yarn_mscale(factor) if scaling == "yarn" else 1.0)
         * positive(metadata, f"{arch}.rope.scaling.attn_factor", 1.0),
     )
+    mixer = Attention(heads, whole(metadata, f"{arch}.attention.head_count_kv", heads), head_dim, rope)
     return ModelConfig(
         architecture=arch,
-        num_layers=whole(metadata, f"{arch}.block_count"),
         hidden=hidden,
-        ffn=whole(metadata, f"{arch}.feed_forward_length"),
-        num_heads=heads,
-        num_kv_heads=whole(metadata, f"{arch}.attention.head_count_kv", heads),
-        head_dim=head_dim,
         vocab_size=tensors["token_embd.weight"].shape[0],
         context_length=context,
         rms_norm_eps=positive(metadata, f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope=rope,
+        layers=(Layer(mixer, Mlp(whole(metadata, f"{arch}.feed_forward_length"))),)
+        * whole(metadata, f"{arch}.block_count"),
     )
 
 
@@ -82,33 +76,33 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     heads, hidden = whole(metadata, "num_attention_heads"), whole(metadata, "hidden_size")
     if metadata.get("hidden_act", "silu") != "silu":
         raise NotImplementedError(f"hidden_act is {metadata['hidden_act']!r}; supported: silu")
-    context = whole(metadata, "max_position_embeddings")
-    # Attention here sees every earlier token; within the window that is what a sliding window sees too.
+    head_dim = whole(metadata, "head_dim", hidden // heads)
+    kv_heads, num_layers = whole(metadata, "num_key_value_heads", heads), whole(metadata, "num_hidden_layers")
+    full = Attention(heads, kv_heads, head_dim, rope_from_huggingface(metadata, head_dim))
+    mlp = Mlp(whole(metadata, "intermediate_size"))
+    mixers = [full] * num_layers
     if metadata.get("sliding_window") and metadata.get("use_sliding_window", True):
-        context = min(context, whole(metadata, "sliding_window"))
+        windowed = dataclasses.replace(full, window=whole(metadata, "sliding_window"))
+        first = metadata.get("max_window_layers") or 0  # Qwen2: the layers before it see all keys
+        mixers = [windowed if number >= first else full for number in range(num_layers)]
     return ModelConfig(
         architecture=metadata["model_type"],
-        num_layers=whole(metadata, "num_hidden_layers"),
         hidden=hidden,
-        ffn=whole(metadata, "intermediate_size"),
-        num_heads=heads,
-        num_kv_heads=whole(metadata, "num_key_value_heads", heads),
-        head_dim=whole(metadata, "head_dim", hidden // heads),
         vocab_size=tensors["model.embed_tokens.weight"].shape[0],
-        context_length=context,
+        context_length=whole(metadata, "max_position_embeddings"),
         rms_norm_eps=positive(metadata, "rms_norm_eps"),
-        rope=_rope_from_huggingface(metadata),
+        layers=tuple(Layer(mixer, mlp) for mixer in mixers),
     )
 
 
-def _rope_from_huggingface(metadata) -> RopeConfig:
+def rope_from_huggingface(metadata, head_dim: int) -> Rope:
     # The first is transformers 5's name, and holds rope_theta too.
     name = "rope_parameters" if metadata.get("rope_parameters") else "rope_scaling"
     rope = nested(metadata, name)
     base = positive(rope, f"{name}.rope_theta", positive(metadata, "rope_theta", 10000.0))
     scaling = rope.get(f"{name}.rope_type", rope.get(f"{name}.type", "default"))
     if scaling == "default":
-        return RopeConfig(base)
+        return Rope(base, head_dim)
     if scaling not in ("linear", "yarn", "llama3"):
         raise NotImplementedError(
             f"{name}.rope_type is {scaling!r}; supported: default, linear, yarn, llama3"
@@ -116,8 +110,9 @@ def _rope_from_huggingface(metadata) -> RopeConfig:
     factor = positive(rope, f"{name}.factor")
     own = whole(metadata, "max_position_embeddings")
     mscale = yarn_mscale(factor) if scaling == "yarn" else 1.0
-    return RopeConfig(
+    return Rope(
         base=base,
+        dim=head_dim,
         scaling=scaling,
         factor=factor,
         original_context=whole(rope, f"{name}.original_max_position_embeddings", own),

@@ -1,17 +1,9 @@
 """Qwen2 and Qwen2.5: a Llama whose q, k and v have biases; rope in halves in GGUF files too."""
 
-from bonsai_jax.network import transformer
 from bonsai_jax.network.architectures import llama
-from bonsai_jax.weights.specs import Spec
+from bonsai_jax.network.kinds import tensors
 
-TENSORS = (
-    *llama.TENSORS,
-    Spec("bq", "blk.{}.attn_q.bias", "model.layers.{}.self_attn.q_proj.bias", ("q_width",)),
-    Spec("bk", "blk.{}.attn_k.bias", "model.layers.{}.self_attn.k_proj.bias", ("kv_width",)),
-    Spec("bv", "blk.{}.attn_v.bias", "model.layers.{}.self_attn.v_proj.bias", ("kv_width",)),
-)
-
-forward = transformer.decoder
+TENSORS = (*llama.TENSORS, *tensors("attention", "q_bias", "k_bias", "v_bias"))
 
 
 def config_from_gguf(metadata, tensors):

@@ -5,17 +5,10 @@ head_dim is the file's own: query heads together may be wider than the hidden ve
 context by YaRN, whose mscale holds at all positions: without it even short prompts go wrong.
 """
 
-from bonsai_jax.network import transformer
 from bonsai_jax.network.architectures import llama
-from bonsai_jax.weights.specs import Spec
+from bonsai_jax.network.kinds import tensors
 
-TENSORS = (
-    *llama.TENSORS,
-    Spec("q_norm", "blk.{}.attn_q_norm.weight", "model.layers.{}.self_attn.q_norm.weight", ("head_dim",)),
-    Spec("k_norm", "blk.{}.attn_k_norm.weight", "model.layers.{}.self_attn.k_norm.weight", ("head_dim",)),
-)
-
-forward = transformer.decoder
+TENSORS = (*llama.TENSORS, *tensors("attention", "q_norm", "k_norm"))
 
 
 def config_from_gguf(metadata, tensors):

@@ -11,13 +11,18 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax.config import Channels, DeltaConfig, Mixer, ModelConfig, RopeConfig
-from bonsai_jax.network import transformer
+from bonsai_jax.config import Layer, ModelConfig
+from bonsai_jax.network.kinds import tensors
+from bonsai_jax.network.kinds.attention import Attention
+from bonsai_jax.network.kinds.delta_net import DeltaNet
+from bonsai_jax.network.kinds.mlp import Mlp
+from bonsai_jax.network.params import EMBED, FINAL_NORM, HEAD
+from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.metadata import flags, nested, positive, whole
 from bonsai_jax.weights.specs import Spec
 
 
-def _more(norm: jax.Array) -> jax.Array:
+def _plus_1(norm: jax.Array) -> jax.Array:
     return 1 + norm
 
 
@@ -25,75 +30,33 @@ def _decay(log: jax.Array) -> jax.Array:
     return -jnp.exp(log)
 
 
-def _of_layers(kind: Mixer | Channels, *rows: tuple[str, str, str, tuple[str, ...]]) -> tuple[Spec, ...]:
-    """Tensors of one kind of layer: field, names behind that of the layer in GGUF and Hugging Face, shape."""
-    return tuple(
-        Spec(field, f"blk.{{}}.{gguf}", f"model.layers.{{}}.{huggingface}", shape, kind=kind)
-        for field, gguf, huggingface, shape in rows
-    )
-
-
-def _made(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-    """With what Hugging Face files hold otherwise: norms less 1, but that of the delta net, and log A."""
-    less_1 = ("attn_norm", "q_norm", "k_norm", "delta_norm", "ffn_norm", "final_norm")
-    less_1 += ("embed_norm", "hidden_norm", "norm")
-    how = dict.fromkeys(less_1, _more) | {"delta_a": _decay}
+def _from_huggingface(specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
+    """With what Hugging Face files hold otherwise: norms less 1, but not that of delta heads, and log A."""
+    norms = ("norm", "q_norm", "k_norm", "final_norm", "embed_norm", "hidden_norm")
+    how = dict.fromkeys(norms, _plus_1) | {"decay": _decay}
     return tuple(dataclasses.replace(spec, from_huggingface=how.get(spec.field)) for spec in specs)
 
 
-TENSORS = _made((
-    Spec("embed", "token_embd.weight", "model.embed_tokens.weight", ("vocab_size", "hidden")),
-    *_of_layers(
-        "attention",
-        ("attn_norm", "attn_norm.weight", "input_layernorm.weight", ("hidden",)),
-        ("wq", "attn_q.weight", "self_attn.q_proj.weight", ("q_rows", "hidden")),
-        ("wk", "attn_k.weight", "self_attn.k_proj.weight", ("kv_width", "hidden")),
-        ("wv", "attn_v.weight", "self_attn.v_proj.weight", ("kv_width", "hidden")),
-        ("q_norm", "attn_q_norm.weight", "self_attn.q_norm.weight", ("head_dim",)),
-        ("k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("head_dim",)),
-        ("wo", "attn_output.weight", "self_attn.o_proj.weight", ("hidden", "q_width")),
-    ),
-    *_of_layers(
-        "delta",
-        ("delta_norm", "attn_norm.weight", "input_layernorm.weight", ("hidden",)),
-        ("delta_qkv", "attn_qkv.weight", "linear_attn.in_proj_qkv.weight", ("delta.qkv_width", "hidden")),
-        ("delta_z", "attn_gate.weight", "linear_attn.in_proj_z.weight", ("delta.v_width", "hidden")),
-        ("delta_alpha", "ssm_alpha.weight", "linear_attn.in_proj_a.weight", ("delta.v_heads", "hidden")),
-        ("delta_beta", "ssm_beta.weight", "linear_attn.in_proj_b.weight", ("delta.v_heads", "hidden")),
-        ("delta_dt", "ssm_dt.bias", "linear_attn.dt_bias", ("delta.v_heads",)),
-        ("delta_a", "ssm_a", "linear_attn.A_log", ("delta.v_heads",)),
-        ("delta_head_norm", "ssm_norm.weight", "linear_attn.norm.weight", ("delta.v_dim",)),
-        ("delta_out", "ssm_out.weight", "linear_attn.out_proj.weight", ("hidden", "delta.v_width")),
-    ),
-    Spec(
-        "delta_conv", "blk.{}.ssm_conv1d.weight", "model.layers.{}.linear_attn.conv1d.weight",
-        ("delta.qkv_width", "delta.conv"), kind="delta", plain=True,
-    ),
-    *_of_layers(
-        "mlp",
-        ("ffn_norm", "post_attention_norm.weight", "post_attention_layernorm.weight", ("hidden",)),
-        ("w_gate", "ffn_gate.weight", "mlp.gate_proj.weight", ("ffn", "hidden")),
-        ("w_up", "ffn_up.weight", "mlp.up_proj.weight", ("ffn", "hidden")),
-        ("w_down", "ffn_down.weight", "mlp.down_proj.weight", ("hidden", "ffn")),
-    ),
-    Spec("final_norm", "output_norm.weight", "model.norm.weight", ("hidden",)),
-    Spec("head", "output.weight", "lm_head.weight", ("vocab_size", "hidden"), optional=True),
-))  # fmt: skip
+_ATTENTION = tensors("attention", "norm", "q", "k", "v", "q_norm", "k_norm", "o")
+_MLP = tensors(
+    "mlp", "gate", "up", "down", norm=("post_attention_norm.weight", "post_attention_layernorm.weight")
+)
+_DELTA_NET = tensors(
+    "delta_net", "norm", "qkv", "z", "alpha", "beta", "dt", "decay", "head_norm", "out", "conv_weights"
+)
+TENSORS = _from_huggingface((EMBED, *_ATTENTION, *_DELTA_NET, *_MLP, FINAL_NORM, HEAD))
 
-# The draft layer, as if it were the only one (plan.of_draft).
-DRAFT = _made((
+# The draft layer, as if it were the only one (specs.Description.draft).
+DRAFT = _from_huggingface((
     *(
-        dataclasses.replace(spec, huggingface=spec.huggingface.replace("model.", "mtp.", 1))
-        for spec in TENSORS
-        if spec.kind in ("attention", "mlp") and spec.huggingface
+        dataclasses.replace(spec, huggingface=str(spec.huggingface).replace("model.", "mtp.", 1))
+        for spec in (*_ATTENTION, *_MLP)
     ),
-    Spec("join", "blk.{}.nextn.eh_proj.weight", "mtp.fc.weight", ("hidden", "draft_inputs")),
-    Spec("embed_norm", "blk.{}.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
-    Spec("hidden_norm", "blk.{}.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", ("hidden",)),
-    Spec("norm", "blk.{}.nextn.shared_head_norm.weight", "mtp.norm.weight", ("hidden",), optional=True),
+    Spec("join", "blk.0.nextn.eh_proj.weight", "mtp.fc.weight", ("hidden", "draft_inputs")),
+    Spec("embed_norm", "blk.0.nextn.enorm.weight", "mtp.pre_fc_norm_embedding.weight", ("hidden",)),
+    Spec("hidden_norm", "blk.0.nextn.hnorm.weight", "mtp.pre_fc_norm_hidden.weight", ("hidden",)),
+    Spec("norm", "blk.0.nextn.shared_head_norm.weight", "mtp.norm.weight", ("hidden",), optional=True),
 ))  # fmt: skip
-
-forward = transformer.decoder
 
 
 def config_from_gguf(metadata, tensors) -> ModelConfig:
@@ -120,29 +83,27 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
         recurrent = [(layer + 1) % interval != 0 for layer in range(num_layers)]
     else:
         recurrent = flags(metadata, f"{arch}.attention.recurrent_layers", num_layers)
+    rope = Rope(
+        positive(metadata, f"{arch}.rope.freq_base", 10000.0), number("rope.dimension_count", head_dim)
+    )
+    heads, kv_heads = number("attention.head_count"), number("attention.head_count_kv")
+    attention = Attention(heads, kv_heads, head_dim, rope, gated=True)
+    delta_net = DeltaNet(
+        k_heads=number("ssm.group_count"),
+        v_heads=v_heads,
+        k_dim=k_dim,
+        v_dim=inner // v_heads,
+        conv=number("ssm.conv_kernel"),
+    )
+    mlp = Mlp(number("feed_forward_length"))
     return ModelConfig(
         architecture=arch,
-        num_layers=num_layers,
         hidden=number("embedding_length"),
-        ffn=number("feed_forward_length"),
-        num_heads=number("attention.head_count"),
-        num_kv_heads=number("attention.head_count_kv"),
-        head_dim=head_dim,
         vocab_size=tensors["token_embd.weight"].shape[0],
         context_length=number("context_length"),
         rms_norm_eps=positive(metadata, f"{arch}.attention.layer_norm_rms_epsilon"),
-        rope=RopeConfig(base=positive(metadata, f"{arch}.rope.freq_base", 10000.0)),
-        attention_gate=True,
-        rotated=number("rope.dimension_count", head_dim),
-        mixers=tuple("delta" if of_layer else "attention" for of_layer in recurrent),
-        delta=DeltaConfig(
-            k_heads=number("ssm.group_count"),
-            v_heads=v_heads,
-            k_dim=k_dim,
-            v_dim=inner // v_heads,
-            conv=number("ssm.conv_kernel"),
-        ),
-        aside=tuple(f"blk.{layer}." for layer in range(num_layers, blocks)),
+        layers=tuple(Layer(delta_net if is_delta else attention, mlp) for is_delta in recurrent),
+        skipped=tuple(f"blk.{layer}." for layer in range(num_layers, blocks)),
     )
 
 
@@ -163,29 +124,8 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
         kinds = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(num_layers)]
     else:
         kinds = list(metadata["layer_types"])
-    mixer: dict[str, Mixer] = {"linear_attention": "delta", "full_attention": "attention"}
-    if len(kinds) != num_layers or (unknown := set(kinds) - mixer.keys()):
-        what = f"{len(kinds)} entries" if len(kinds) != num_layers else f"{unknown.pop()!r} in it"
-        raise ValueError(f"layer_types has {what}; {num_layers} are expected, each one of {', '.join(mixer)}")
-    embedding = (
-        tensors.get("model.embed_tokens.weight") or tensors["model.language_model.embed_tokens.weight"]
-    )
-    return ModelConfig(
-        architecture="qwen35",
-        num_layers=num_layers,
-        hidden=whole(metadata, "hidden_size"),
-        ffn=whole(metadata, "intermediate_size"),
-        num_heads=whole(metadata, "num_attention_heads"),
-        num_kv_heads=whole(metadata, "num_key_value_heads"),
-        head_dim=head_dim,
-        vocab_size=embedding.shape[0],
-        context_length=whole(metadata, "max_position_embeddings"),
-        rms_norm_eps=positive(metadata, "rms_norm_eps"),
-        rope=RopeConfig(base=positive(rope, "rope_parameters.rope_theta")),
-        attention_gate=True,
-        rotated=int(head_dim * part),
-        mixers=tuple(mixer[kind] for kind in kinds),
-        delta=DeltaConfig(
+    mixers = {
+        "linear_attention": DeltaNet(
             k_heads=whole(metadata, "linear_num_key_heads"),
             v_heads=whole(metadata, "linear_num_value_heads"),
             k_dim=whole(metadata, "linear_key_head_dim"),
@@ -193,5 +133,28 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
             conv=whole(metadata, "linear_conv_kernel_dim"),
             grouped=True,
         ),
-        aside=("mtp.", "model.mtp.", "model.visual."),
+        "full_attention": Attention(
+            whole(metadata, "num_attention_heads"),
+            whole(metadata, "num_key_value_heads"),
+            head_dim,
+            Rope(positive(rope, "rope_parameters.rope_theta"), int(head_dim * part)),
+            gated=True,
+        ),
+    }
+    if len(kinds) != num_layers or (unknown := set(kinds) - mixers.keys()):
+        what = f"{len(kinds)} entries" if len(kinds) != num_layers else f"{unknown.pop()!r} in it"
+        listed = ", ".join(mixers)
+        raise ValueError(f"layer_types has {what}; {num_layers} are expected, each one of {listed}")
+    embedding = (
+        tensors.get("model.embed_tokens.weight") or tensors["model.language_model.embed_tokens.weight"]
+    )
+    mlp = Mlp(whole(metadata, "intermediate_size"))
+    return ModelConfig(
+        architecture="qwen35",
+        hidden=whole(metadata, "hidden_size"),
+        vocab_size=embedding.shape[0],
+        context_length=whole(metadata, "max_position_embeddings"),
+        rms_norm_eps=positive(metadata, "rms_norm_eps"),
+        layers=tuple(Layer(mixers[kind], mlp) for kind in kinds),
+        skipped=("mtp.", "model.mtp.", "model.visual."),
     )

@@ -8,33 +8,13 @@ feed-forward in their place (mlp_only_layers, decoder_sparse_step).
 import dataclasses
 from typing import Any
 
-from bonsai_jax.config import Channels, ExpertsConfig, ModelConfig
-from bonsai_jax.network import transformer
+from bonsai_jax.config import Layer, ModelConfig
 from bonsai_jax.network.architectures import llama, qwen3
+from bonsai_jax.network.kinds import tensors
+from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.weights.metadata import whole
-from bonsai_jax.weights.specs import Spec
 
-
-def _matrix(field: str, gguf: str, huggingface: str, *shape: str) -> Spec:
-    names = f"blk.{{}}.{gguf}.weight", f"model.layers.{{}}.mlp.{huggingface}.weight"
-    return Spec(field, *names, shape, kind="experts")
-
-
-DENSE = ("ffn_norm", "w_gate", "w_up", "w_down")
-TENSORS = (
-    *(dataclasses.replace(s, kind="mlp") if s.field in DENSE else s for s in qwen3.TENSORS),
-    *(
-        dataclasses.replace(s, field="experts_norm", kind="experts")
-        for s in qwen3.TENSORS
-        if s.field == "ffn_norm"
-    ),
-    _matrix("router", "ffn_gate_inp", "gate", "experts.count", "hidden"),
-    _matrix("expert_gate", "ffn_gate_exps", "experts.{}.gate_proj", "experts.count", "experts.ffn", "hidden"),
-    _matrix("expert_up", "ffn_up_exps", "experts.{}.up_proj", "experts.count", "experts.ffn", "hidden"),
-    _matrix("expert_down", "ffn_down_exps", "experts.{}.down_proj", "experts.count", "hidden", "experts.ffn"),
-)
-
-forward = transformer.decoder
+TENSORS = (*qwen3.TENSORS, *tensors("experts", "norm", "router", "gate", "up", "down"))
 SOFTMAX = 1  # of llama.cpp's gating functions
 
 
@@ -43,7 +23,7 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     for name, able in (("expert_gating_func", SOFTMAX), ("expert_weights_scale", 1.0)):
         if (found := metadata.get(f"{arch}.{name}") or able) != able:
             raise NotImplementedError(f"{arch}.{name} is {found}; supported: {able}")
-    experts = ExpertsConfig(
+    experts = Experts(
         count=whole(metadata, f"{arch}.expert_count"),
         used=whole(metadata, f"{arch}.expert_used_count"),
         ffn=whole(metadata, f"{arch}.expert_feed_forward_length"),
@@ -52,7 +32,8 @@ def config_from_gguf(metadata, tensors) -> ModelConfig:
     rest = {key: value for key, value in metadata.items() if key != f"{arch}.expert_count"}
     rest.setdefault(f"{arch}.feed_forward_length", experts.ffn)  # of dense layers; there are none
     config = llama.config_from_gguf(rest, tensors, interleaved=False)
-    return dataclasses.replace(config, experts=experts, channels=("experts",) * config.num_layers)
+    layers = tuple(dataclasses.replace(layer, channels=experts) for layer in config.layers)
+    return dataclasses.replace(config, layers=layers)
 
 
 def config_from_huggingface(metadata, tensors) -> ModelConfig:
@@ -60,16 +41,17 @@ def config_from_huggingface(metadata, tensors) -> ModelConfig:
     if metadata.get("attention_bias"):
         raise NotImplementedError("attention_bias is true; supported: false")
     dense, every = _dense_layers(metadata), whole(metadata, "decoder_sparse_step", 1)
-    of_layer: list[Channels] = [
-        "mlp" if layer in dense or (layer + 1) % every else "experts" for layer in range(config.num_layers)
-    ]
-    experts = ExpertsConfig(
+    experts = Experts(
         count=whole(metadata, "num_experts"),
         used=whole(metadata, "num_experts_per_tok"),
         ffn=whole(metadata, "moe_intermediate_size"),
         normalized=bool(metadata.get("norm_topk_prob", False)),
     )
-    return dataclasses.replace(config, architecture="qwen3moe", experts=experts, channels=tuple(of_layer))
+    layers = tuple(
+        layer if number in dense or (number + 1) % every else Layer(layer.mixer, experts)
+        for number, layer in enumerate(config.layers)
+    )
+    return dataclasses.replace(config, architecture="qwen3moe", layers=layers)
 
 
 def _dense_layers(metadata) -> list[Any]:

@@ -25,20 +25,20 @@ A block of threads has `tiles` tiles of 16 rows, one behind the other, and its w
     copies of a warp's first weights into its own ring in shared memory begin
     its columns' activations -> norm, absmax, q -> shared memory   (each warp those that it multiplies)
     for each tile, for each 256 columns of the warp: wait, ring -> registers -> mma -> scaled sums; copy ahead
-    every few tiles: sums of the warps -> 1 / rms, SwiGLU or residual -> out
+    every few tiles: sums of the warps -> 1 / rms, activation or residual -> out
 
 A lane reads from the ring what it copied there itself: nobody waits for another warp, and loads run on
 across tiles.
 """
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import all_reduce, device, formats, tuned
+from pallas_kernels import all_reduce, device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
@@ -48,9 +48,9 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.activations_shared import eights
-from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
+from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.rotation import Rotation
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
 
@@ -59,38 +59,40 @@ def rotates(format: str, columns: int, rows: int) -> bool:
     """Whether blocks rotate so many columns themselves: of few rows, while their weights are on their way."""
     format_lanes = formats.get(format).LANES
     alike = (
-        columns % COLUMNS == 0
+        columns % TILE_COLUMNS == 0
         and format_lanes.activation_group == rotated_columns.LANES
         and not format_lanes.whole_scales
     )
     return alike and rows * -(-columns // rotated_columns.CHUNK) <= MOST_CHUNKS
 
 
-def run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
+def run(x, weights, part_layer, layer, gamma, eps, residual, activation: Activation) -> jax.Array:
     """Products of few rows, of which a launch takes up to 16 (execute.py)."""
-    y = _run(x, [weights], part_layer, layer, gamma, eps, residual)
+    y = _run(x, [weights], part_layer, layer, gamma, eps, residual, activation)
     return y[..., : weights[0].shape[0]]
 
 
 def run_below(x, pieces, part_layer, layer, gamma, eps) -> jax.Array:
     """Matrices rows below rows (qtensor.Rows), each of a format of this kernel and of whole tiles, in one
     launch."""
-    return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None)
+    return _run(x, [(piece,) for piece in pieces], part_layer, layer, gamma, eps, None, SILU)
 
 
 def run_and_send(x, weight, part_layer, peers) -> list[jax.Array]:
     """The product into mailboxes (all_reduce.py), a launch for at most 16 rows; what `receive` wants."""
-    return _launches(x, [(weight,)], part_layer, part_layer, None, 0.0, None, peers)
+    return _launches(x, [(weight,)], part_layer, part_layer, None, 0.0, None, SILU, peers)
 
 
-def _run(x, weights, part_layer, layer, gamma, eps, residual) -> jax.Array:
-    """Products with parts, rows below rows; each part is one matrix or, for SwiGLU, two."""
-    y = _launches(x, weights, part_layer, layer, gamma, eps, residual, None)
+def _run(x, weights, part_layer, layer, gamma, eps, residual, activation: Activation) -> jax.Array:
+    """Products with parts, rows below rows; each part is one matrix or, with an activation, two."""
+    y = _launches(x, weights, part_layer, layer, gamma, eps, residual, activation, None)
     y = y[0] if len(y) == 1 else jnp.concatenate(y)
     return y.reshape(*x.shape[:-1], -1)
 
 
-def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> list[jax.Array]:
+def _launches(
+    x, weights, part_layer, layer, gamma, eps, residual, activation: Activation, peers
+) -> list[jax.Array]:
     """Of each launch, with as many rows as there is room for, its result."""
     any_weight = weights[0][0]
     parts, index = stacks.narrowed(tuple(tuple(w.fields for w in part) for part in weights), part_layer)
@@ -98,7 +100,7 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
         n = residual.shape[-1]
-        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
     settings = {
         "formats_of": tuple(part[0].format for part in weights),
         "activation_bits": any_weight.products.activation_bits,
@@ -125,28 +127,17 @@ def _launches(x, weights, part_layer, layer, gamma, eps, residual, peers) -> lis
             peers=peers,
             sent_before=first * any_weight.shape[0],
             rotation=rotation,
+            activation=activation,
             **settings,
-            **_tuned(parts, min(at_once, x.shape[0] - first), settings, plan),
         )
         for first in range(0, x.shape[0], at_once)
     ]
 
 
-def _tuned(parts, rows: int, settings: dict, plan: Callable) -> tuned.Settings:
-    """warps, blocks and depth of a plan, where they were measured for this product."""
-    words = [fields[0]["words"].shape for fields in parts]
-    of_parts = tuple((f, shape[1] * ROWS) for f, shape in zip(settings["formats_of"], words, strict=True))
-    columns, bits = words[0][2] * COLUMNS, settings["activation_bits"]
-    problem = tuned.Problem("int_decode", of_parts, columns, len(parts[0]), rows, bits)
-    return tuned.settings(problem, functools.partial(plan, rows=rows))
-
-
 @functools.partial(
     jax.jit,
-    static_argnames=(
-        "formats_of", "eps", "activation_bits", "shared", "sent_before", "warps", "blocks", "depth",
-    ),
-)  # fmt: skip
+    static_argnames=("formats_of", "eps", "activation", "activation_bits", "shared", "sent_before"),
+)
 def int_decode(
     x: jax.Array,
     weights: tuple[tuple[dict[str, jax.Array], ...], ...],
@@ -159,14 +150,12 @@ def int_decode(
     peers: jax.Array | None = None,
     sent_before: int = 0,
     rotation: Rotation | None = None,
+    activation: Activation = SILU,
     activation_bits: int = 8,
     shared: int = 96 * 1024,
-    warps: int | None = None,
-    blocks: int | None = None,
-    depth: int | None = None,
 ) -> jax.Array:
-    """y = x W.T for parts of one matrix, or silu(x G.T) * (x U.T) for parts of two; parts are rows below
-    rows.
+    """y = x W.T for parts of one matrix, or activation(x G.T, x U.T) for parts of two; parts are rows
+    below rows.
 
     x         float32 [rows, K], 1 to 16 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
     weights   of each part fields of W, or of G and U, as its format's `tile` makes them, each a stack
@@ -178,29 +167,27 @@ def int_decode(
     rotation  of x, behind the norm, where `rotates` and not rotated_columns.refuses
     activation_bits  8 or 16
     shared    bytes of shared memory that a block takes at most
-    warps, blocks, depth    of a block; of the grid at most; items in a ring at most (tuned.py)
     Returns float32 [rows, N], N the sum of the parts' rows, each padded to 16. Activations are quantized
     here, symmetric per scale group.
     """
     rows, columns = x.shape
     steps, matrices = weights[0][0]["words"].shape[2], len(weights[0])
-    if columns < steps * COLUMNS:
-        padding = ((0, 0), (0, steps * COLUMNS - columns))
+    if columns < steps * TILE_COLUMNS:
+        padding = ((0, 0), (0, steps * TILE_COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
     planned = int_decode_plan.plan(
-        weights, rows, formats_of, activation_bits, shared, warps, blocks, depth, rotation is not None
+        weights, rows, formats_of, activation_bits, shared, rotated=rotation is not None
     )
     if planned is None:
         raise NotImplementedError(
             f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
             f"{shared} bytes of shared memory; split the rows"
         )
-    product = int_decode_block.IntegerProduct(
-        planned, rows, columns, sum(part.n_tiles for part in planned.parts), steps, matrices, eps,
-        activation_bits,
-    )  # fmt: skip
-    devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * ROWS), jnp.float32)
+    product = int_decode_plan.IntegerProduct(
+        planned, rows, columns, matrices, eps, activation_bits, activation
+    )
+    devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * TILE_ROWS), jnp.float32)
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
     warps = planned.warps
@@ -232,7 +219,7 @@ def int_decode(
 
 
 def _body(
-    product: int_decode_block.IntegerProduct, devices: int, sent_before: int, rotating: dict | None,
+    product: int_decode_plan.IntegerProduct, devices: int, sent_before: int, rotating: dict | None,
     *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
     rotated_smem=None, sender_smem=None, **refs,
 ):  # fmt: skip
@@ -240,7 +227,7 @@ def _body(
     if devices:
         sender = all_reduce.Sender(sender_smem, devices)
         sender.prepare(peers_gmem, out_gmem)
-        width = product.n_tiles * ROWS
+        width = product.n_tiles * TILE_ROWS
 
         def store(y, row, n, _):
             sender.send(y, n + sent_before + row * width)
@@ -249,9 +236,9 @@ def _body(
         def store(y, row, n, _):
             memory.store(y, out_gmem, row, n)
 
-    for part, of_part in zip(product.plan.parts, weight_gmem, strict=True):
-        share = Share.of(part, product.steps, product.plan.warps)
-        with lanes.when(share.here):
+    for part, weights in zip(product.plan.parts, weight_gmem, strict=True):
+        share = Share.for_block(part, product.steps, product.plan.warps)
+        with lanes.when(share.has_tiles):
             layer, norm_layer = (
                 integer(0) if layers_gmem is None else memory.load(layers_gmem, at) for at in (0, 1)
             )
@@ -265,8 +252,4 @@ def _body(
             block = int_decode_block.Block(
                 product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs
             )
-            stream, slot_bytes = Stream(share, of_part, layer), part.item_bytes(product.matrices)
-            ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
-            first_pass = block.load()  # on its way before the layer's number is known
-            block.run(first_pass, ring, ring.filled())
-            memory.wait_copies(0)
+            block.run_alone(weights, layer, ring_smem)

@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu.wgmma import REGISTERS, STEP, stage_results, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.int_mma import float16 as int_float16
@@ -46,12 +47,15 @@ from pallas_kernels.matmul.int_mma.activations_float16 import activations_float1
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Plan, Tiles, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 
 @functools.partial(
-    jax.jit, static_argnames=("format", "n", "multiprocessors", "shared", "plan", "tiles_of", "summed")
-)
+    jax.jit,
+    static_argnames=(
+        "format", "n", "activation", "multiprocessors", "shared", "plan", "tiles_of", "summed"
+    ),
+)  # fmt: skip
 def int_prefill_sm90(
     a: jax.Array,
     scale: jax.Array,
@@ -62,13 +66,14 @@ def int_prefill_sm90(
     listed: tuple[jax.Array, jax.Array] | None = None,
     *,
     format: str,
+    activation: Activation = SILU,
     multiprocessors: int,
     shared: int,
     plan: Plan | None = None,
     tiles_of: Tiles | None = None,
     summed: bool = True,
 ) -> jax.Array:
-    """y = x W.T + residual for one matrix, or silu(x G.T) * (x U.T) for two, x = s a.
+    """y = x W.T + residual for one matrix, or activation(x G.T, x U.T) for two, x = s a.
 
     a         float16 [M, K] in the order of columns above, with zeros behind K up to a multiple of 256, as
               activations_float16 makes it
@@ -99,7 +104,7 @@ def int_prefill_sm90(
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows = -(-m // tokens) if listed is None else len(listed[0])
-    columns = -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
+    columns = -(-tiles * TILE_ROWS // (PAIR * warpgroups * blocks * outputs))
     pairs = min(multiprocessors // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
@@ -115,6 +120,7 @@ def int_prefill_sm90(
         _body,
         format_lanes=formats.get(format).LANES, names=names, shapes=shapes, plan=plan, grid=(rows, columns),
         pairs=pairs, matrices=len(weights), added=added is not None, tiles_of=tiles_of,
+        activation=activation if len(weights) == 2 else None,
     )  # fmt: skip
     scratch = {
         "a_smem": plgpu.SMEM((slots, tokens, STEP), jnp.float16, transforms=swizzled(2)),
@@ -164,7 +170,7 @@ def _body(
     a_gmem, scale_gmem, layer_gmem, *refs,
     a_smem, weights_smem, decoded_smem, stage_smem, scale_smem,
     a_full, a_free, weights_full, weights_free, scale_full, stage_full,
-    format_lanes, names, shapes, plan, grid, pairs, matrices, added, tiles_of,
+    format_lanes, names, shapes, plan, grid, pairs, matrices, added, tiles_of, activation,
 ):  # fmt: skip
     refs = list(refs)
     list_gmem, count_gmem = (refs.pop(0), refs.pop(0)) if tiles_of else (None, None)
@@ -194,8 +200,8 @@ def _body(
         return matrix, list_gmem[row, 1], list_gmem[row, 2]  # pyrefly: ignore[unsupported-operation]
 
     def column_of(i):
-        of_columns = pair + i * pairs if tiles_of else lax.div(pair + i * pairs, rows)
-        return PAIR * lax.rem(of_columns, columns) + member
+        number = pair + i * pairs if tiles_of else lax.div(pair + i * pairs, rows)
+        return PAIR * lax.rem(number, columns) + member
 
     def split_of(i):
         return 0 if tiles_of else lax.div(pair + i * pairs, rows * columns)
@@ -213,8 +219,8 @@ def _body(
 
         def bring_residual(i, token, part):
             stage = warpgroup * STAGES + part % STAGES
-            there = residual_gmem.at[place(i, token, part)]  # pyrefly: ignore[missing-attribute]
-            plgpu.copy_gmem_to_smem(there, stage_smem.at[stage], stage_full.at[stage])
+            source = residual_gmem.at[place(i, token, part)]  # pyrefly: ignore[missing-attribute]
+            plgpu.copy_gmem_to_smem(source, stage_smem.at[stage], stage_full.at[stage])
 
         def words_of(slot, block, name):
             """Of each matrix its tiles of a block."""
@@ -237,8 +243,8 @@ def _body(
                     slot = lax.rem(at_weights, WEIGHT_SLOTS)
                     plgpu.barrier_wait(weights_full.at[slot])
                     for block in range(blocks):
-                        of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
-                        fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
+                        refs_by_name = zip(*(words_of(slot, block, name) for name in names), strict=True)
+                        fields = [dict(zip(names, refs, strict=True)) for refs in refs_by_name]
                         int_float16.put_scales(format_lanes, shapes, fields, scales_of(at_weights, block))
                     if matrices == 2:
                         int_float16.seen()
@@ -297,7 +303,7 @@ def _body(
                     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
                 stage_results(
                     sums[block], scale_smem.at[scale_slot, pl.ds(first, stored)], stage_smem.at[stage],
-                    first, matrices, added,
+                    first, activation, added,
                 )  # fmt: skip
                 plgpu.commit_smem()
                 where = out_gmem.at[split_of(i), *place(i, token, part)]
@@ -331,9 +337,9 @@ def _body(
 
             for number, fields in enumerate(weights):
                 for name, field in fields.items():
-                    of_tile = pl.ds(column_of(i) * tiles, tiles)
+                    own_tiles = pl.ds(column_of(i) * tiles, tiles)
                     plgpu.copy_gmem_to_smem(
-                        field.at[matrix, of_tile, split_of(i) * items + item],
+                        field.at[matrix, own_tiles, split_of(i) * items + item],
                         weights_smem[name].at[slot, pl.ds(number * tiles, tiles)],
                         weights_full.at[slot],
                     )
@@ -352,7 +358,7 @@ def _body(
             def _wait():
                 plgpu.barrier_wait(a_free.at[slot])
 
-            column = (split_of(i) * items + item) * COLUMNS + step * STEP
+            column = (split_of(i) * items + item) * TILE_COLUMNS + step * STEP
             where = (pl.ds(token, tokens), pl.ds(column, STEP))
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[where], a_smem.at[slot], a_full.at[slot], collective_axes="member"
@@ -411,14 +417,17 @@ def rotates(format: str, columns: int, rows: int) -> bool:
     return True
 
 
-def gemm(a, scale, weights, part_layer, residual, summed: bool = True) -> jax.Array:
+def gemm(
+    a, scale, weights, part_layer, residual, activation: Activation = SILU, summed: bool = True
+) -> jax.Array:
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     fields, layer = stacks.whole(tuple(w.fields for w in weights), part_layer)
     (n, _), format = weights[0].shape, weights[0].format
     gpu = device.default()
     return int_prefill_sm90(
         a, scale, fields, layer, n, residual,
-        format=format, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes, summed=summed,
+        format=format, activation=activation, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
+        summed=summed,
     )  # fmt: skip
 
 

@@ -1,0 +1,64 @@
+"""What changes while tokens are drawn (State), and what a function that draws them returns (Drawn)."""
+
+from typing import NamedTuple
+
+from flax import struct
+from jaxtyping import Array, Int
+
+from bonsai_jax.decoding.sampling import Logprobs, Sampler
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.kinds.place import STEP_TOKENS
+from pallas_kernels import serializable
+
+
+@serializable
+class Speculation(struct.PyTreeNode):
+    """What B rows that speculate store beside their cache.
+
+    ids       int32 [B, capacity of the cache]: prompt and answer by position, the newest token at
+              cache.lengths; NO_TOKEN where vectors were read in place of tokens
+    steps     int32 [B], the steps of `decode` in which a row drew tokens: with the number of its tokens, how
+              many one step gave
+    proposer  a file of proposers/
+    width     tokens of a row in one step, its newest among them
+    """
+
+    ids: Int[Array, "B capacity"]
+    steps: Int[Array, "B"]
+    proposer: str = struct.field(pytree_node=False, default="ngram")
+    width: int = struct.field(pytree_node=False, default=STEP_TOKENS)
+
+
+@serializable
+class State(struct.PyTreeNode):
+    """Everything that changes while B rows are generated. A row is one sequence being generated.
+
+    cache       keys and values of all tokens but each row's newest
+    tokens      int32 [B], each row's newest token, which the next step reads; NO_TOKEN before prefill
+    remaining   int32 [B], tokens a row may still draw; 0: it has ended, and steps leave it as it is
+    stop_ids    int32 [B, S], tokens that end a row, padded with -1
+    sampler     each row's sampling parameters, key and token counts
+    speculation  what `decode` proposes tokens from; None: it does not speculate
+    """
+
+    cache: KVCache
+    tokens: Int[Array, "B"]
+    remaining: Int[Array, "B"]
+    stop_ids: Int[Array, "B S"]
+    sampler: Sampler
+    speculation: Speculation | None = None
+
+
+class Drawn(NamedTuple):
+    """What `prefill`, `step`, `decode` and `generate_tokens` return.
+
+    state     goes into the next call
+    tokens    int32, the tokens drawn: [B] for prefill and step, [B, size] for decode and generate_tokens.
+              NO_TOKEN where a row drew none because it had ended. The token that ends a row is among them
+    logprobs  Logprobs of the tokens' shape, of numbers that mean nothing at NO_TOKEN; None unless asked for
+              with logprobs=n
+    """
+
+    state: State
+    tokens: Int[Array, "B *size"]
+    logprobs: Logprobs | None = None

@@ -1,0 +1,220 @@
+"""A decoder-only transformer: its layers one after another, in a loop, in straight code or in few launches.
+
+tokens -> embed -> decoder: both halves of each layer (kinds/) -> logits
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network import kinds, rope
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.kinds import attention, delta_net
+from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
+from bonsai_jax.network.parallel import over_mesh
+from bonsai_jax.network.params import Params
+from bonsai_jax.network.taps import STREAM, Taps
+from pallas_kernels import matmul
+from pallas_kernels.attention import empty_workspace
+
+UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
+
+
+@over_mesh("whole", arrays="whole")
+def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
+    """The embedding's rows of these tokens, decoded to float32; not scaled."""
+    if params.axis is None:
+        return params.embed.rows(tokens)
+    count = params.embed.shape[0]  # tokens of the vocabulary that this device has
+    own = tokens - jax.lax.axis_index(params.axis) * count
+    inside = (own >= 0) & (own < count)
+    rows = params.embed.rows(jnp.where(inside, own, 0))
+    return jax.lax.psum(jnp.where(inside[..., None], rows, 0.0), params.axis)
+
+
+def decoder(
+    params: Params,
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    positions: Int[Array, "B T"],
+    cache: KVCache,
+    config: ModelConfig,
+    num_keys: int | Int[Array, ""],
+    taps: Taps | None = None,
+    keep_updates: bool = False,
+) -> tuple[Float[Array, "B T H"], KVCache, dict[str, Float[Array, "L B ..."]]]:
+    """Run T tokens of each sequence through every layer, after those that the cache holds.
+
+    x_0 = embedding_scale embed(tokens);  x <- mixer(x);  x <- channels(x), as ModelConfig.layers says.
+    Returns x, not yet normed (`logits` does), the cache, and what taps.read names, by layer.
+
+    Tokens that are floating point stand for the embedding's rows. With keep_updates, recurrent state is not
+    updated; the pending updates of each layer are returned by layer too, for `replay`.
+
+    Positions of -1 mark padding: nothing of it is stored, and its output means nothing. The layers are
+    scanned with the cache as carry, so that its pages are updated in place, a turn for each period in which
+    their settings repeat; weights stay stacked and are indexed by layer. A decode step on kernels is one
+    launch, or two a layer, or eight, where that is its schedule, else unrolled: a GPU captures straight code
+    as one graph, but a loop not.
+    """
+    taps = Taps() if taps is None else taps
+    if not isinstance(taps, Taps):
+        raise TypeError(f'taps is a {type(taps).__name__}; give bj.Taps, such as bj.Taps("output")')
+    if params.axis is not None and (inner := sorted(taps.used - set(STREAM))):
+        raise NotImplementedError(
+            f"Taps: {', '.join(inner)}: each device has some of the heads and of the hidden vector; over a "
+            f'mesh with an axis "{params.axis}" {", ".join(STREAM)} can be tapped, the rest without it'
+        )
+    rotations = {
+        one: rope.rotation(one, frequencies, positions)
+        for one, frequencies in zip(attention.ropes(config), params.rope_frequencies, strict=True)
+    }
+
+    def place_of(
+        number: int, half: Any, turn: Any = 0, tap: Mapping[str, Tap] = NO_TAPS, updates: Any = None
+    ) -> Place:
+        """Where a half of the layer at a place of the turn-th period runs; turn may be traced."""
+        group = config.position(number, half).group
+        return Place(
+            settings=half,
+            weights=getattr(params.layers, half.kind)[group],
+            group=group,
+            index=_index(config, number, half, turn),
+            eps=config.rms_norm_eps,
+            positions=positions,
+            rotations=rotations,
+            num_keys=num_keys,
+            axis=params.axis,
+            peers=params.peers,
+            taps=tap,
+            updates=updates,
+        )
+
+    def layer_step(carry, number, turn=0):
+        """The layer at a place of the turn-th period."""
+        x, cache, workspace = carry
+        layer, read = config.layers[number], {}
+        tap = taps.for_layer(_layer_number(config, number, turn), read)
+        for half, site in zip(layer.halves, ("input", "middle"), strict=True):
+            place = place_of(number, half, turn, tap, read if keep_updates else None)
+            x = place.tapped(site, x)
+            x, cache, workspace = kinds.get(half.kind).block(x, place, cache, workspace)
+        return (place.tapped("output", x), cache, workspace), read
+
+    def period(carry, turn):
+        each = []
+        for number in range(config.period):
+            carry, read = layer_step(carry, number, turn)
+            each.append(read)
+        return carry, each
+
+    x = tokens
+    if not jnp.issubdtype(tokens.dtype, jnp.floating):
+        x = embed(params, tokens)
+    x = x if config.embedding_scale == 1 else x * config.embedding_scale
+    rows, one_token = tokens.shape[0], tokens.shape[1] == 1
+    whole = one_token and not taps.used and not keep_updates
+    schedule, read = params.step.schedule(rows) if whole else "launches", {}
+    if schedule != "launches":
+        from bonsai_jax.network.fused import SCHEDULES  # only GPUs need it
+
+        x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
+    elif one_token and params.step.unrolled:
+        carry, each = (x, cache, _workspace(config, cache, rows)), []
+        for number in range(config.num_layers):
+            carry, layer_read = layer_step(carry, number)
+            each.append(layer_read)
+        x, cache, _ = carry
+        read = _by_layer([], each)
+    else:
+        turns, rest = divmod(config.num_layers, config.period)
+        unroll = max(1, UNROLL // config.period) if params.step.unrolled else 1
+        carry, by_turn = jax.lax.scan(period, (x, cache, None), jnp.arange(turns), unroll=unroll)
+        each = []
+        for number in range(config.num_layers - rest, config.num_layers):
+            carry, layer_read = layer_step(carry, number)
+            each.append(layer_read)
+        (x, cache, _), read = carry, _by_layer(by_turn, each)
+    return x, kv.advance(cache, positions), read
+
+
+def _layer_number(config: ModelConfig, number: int, turn: Any) -> Any:
+    """Number of the layer at a place of the turn-th period."""
+    return turn if (number, config.period) == (0, 1) else number + config.period * turn
+
+
+def _index(config: ModelConfig, number: int, half: Any, turn: Any) -> Any:
+    """Index, in its group, of a half of the layer at a place of the turn-th period."""
+    start = config.position(number, half).index
+    step = sum(half in layer.halves for layer in config.layers[: config.period])
+    # As it is where it is the turn: models of one kind of layer have no arithmetic here.
+    return turn if (start, step) == (0, 1) else start + step * turn
+
+
+def _workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array:
+    """The workspace of attention's kernel, as large as any layer needs it."""
+    groups = zip(config.groups("attention"), cache.attention, strict=True)
+    sizes = (empty_workspace(rows, group.settings.num_heads, state.k) for group, state in groups)
+    return max(sizes, key=lambda workspace: workspace.size)
+
+
+def _by_layer(turns: list[dict[str, jax.Array]], rest: list[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+    """What taps read, by site and stacked over the layers that have it: at each place of a period for all
+    turns, and in the layers after them."""
+    sites = {}
+    for site in dict.fromkeys(name for read in (*turns, *rest) for name in read):
+        places = [read[site] for read in turns if site in read]
+        last = [read[site][None] for read in rest if site in read]
+        if len(places) == 1:
+            last = [places[0], *last]
+        elif places:
+            stacked = jnp.stack(places, axis=1)
+            last = [stacked.reshape(-1, *stacked.shape[2:]), *last]
+        sites[site] = last[0] if len(last) == 1 else jnp.concatenate(last)
+    return sites
+
+
+def replay(
+    params: Params,
+    cache: KVCache,
+    updates: Mapping[str, Float[Array, "L B T ..."]],
+    positions: Int[Array, "B T"],
+    config: ModelConfig,
+) -> KVCache:
+    """The cache with the tokens at these positions in its recurrent states, -1 for those to leave out, which
+    come after a sequence's others: tokens that `decoder` read with keep_updates. Not having read a token
+    stands for rewinding."""
+    numbers = config.layers_with("delta_net")
+    for group, one in enumerate(config.groups("delta_net")):
+
+        def layer(cache, inputs, group=group, one=one):
+            index, qkv_z, gates = inputs
+            weights = params.layers.delta_net[group]
+            place = Place(one.settings, weights, group, index, config.rms_norm_eps, positions, {}, 0)
+            _, state = delta_net.updated(qkv_z, gates, place, cache.delta_net[group])
+            return delta_net.with_state(cache, group, state), None
+
+        own = [updates[name] for name in ("qkv_z", "gates")]
+        if one.layers != numbers:
+            places = jnp.array([numbers.index(number) for number in one.layers])
+            own = [update[places] for update in own]
+        each = jnp.arange(len(one.layers)), *own
+        unroll = UNROLL if params.step.unrolled else 1
+        cache = jax.lax.scan(layer, cache, each, unroll=unroll)[0]
+    return cache
+
+
+def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:
+    """Scores of every token, from the decoder's output, which is normed here; tied models use the embedding
+    as the output matrix."""
+    head = params.embed if params.head is None else params.head
+    scores = matmul(x, head, gamma=params.final_norm, eps=config.rms_norm_eps)
+    if params.axis is not None:
+        # The last device's share of the vocabulary may be padded.
+        scores = jax.lax.all_gather(scores, params.axis, axis=-1, tiled=True)[..., : config.vocab_size]
+    cap = config.logit_softcap
+    return scores if cap is None else cap * jnp.tanh(scores / cap)

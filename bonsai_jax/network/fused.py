@@ -1,0 +1,174 @@
+"""A decode step in few launches: the kernels of pallas_kernels/step, on the weights and the state of a model.
+
+Which of them runs is decided in schedules.py, where the problem that kernels refuse or take guarantees what
+is assumed here: one group of what mixes channels, and stacks of one format where a kernel wants it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.network import kinds
+from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.kinds.place import Place, joined_product
+from bonsai_jax.network.params import Params
+from pallas_kernels import QTensor, device
+from pallas_kernels.attention import empty_workspace
+from pallas_kernels.step.inputs import StepInputs
+
+# (layer, half) -> where this half runs
+PlaceOf = Callable[[int, Any], Place]
+
+
+def one_launch(
+    params: Params, x: Float[Array, "B 1 H"], cache: KVCache, place_of: PlaceOf, config: ModelConfig
+) -> tuple[Float[Array, "B 1 H"], KVCache]:
+    """x after all layers of a decode step, by one kernel, and the cache."""
+    inputs = _step_inputs(cache, place_of, config)
+    (mixer,), sizes, eps = params.layers.attention, config.attention, config.rms_norm_eps
+    interleaved = sizes.rope.interleaved
+    if params.layers.experts:
+        from pallas_kernels.step import experts_layers  # only GPUs need it
+
+        (w,), e = params.layers.experts, config.experts
+        y, k_pages, v_pages = experts_layers.run(
+            joined_product(x, mixer.qkv, place_of(0, sizes), mixer.norm)[:, 0],
+            x[:, 0],
+            (*mixer.qkv, mixer.o, w.gate, w.up, w.down),  # five: see problems.Step
+            w.router,
+            inputs,
+            experts=experts_layers.Experts(e.count, e.used, e.normalized),
+            eps=eps,
+            interleaved=interleaved,
+            activation=e.activation,
+        )
+        return y[:, None], _with_pages(cache, k_pages, v_pages)
+    from pallas_kernels.step.decode_layers import Shapes, decode_layers  # only GPUs need it
+
+    (w,) = params.layers.mlp
+    parts = [stack.parts[0] for stack in (*mixer.qkv, mixer.o, w.gate, w.up, w.down)]
+    stacks = [part for part in parts if isinstance(part, QTensor)]  # all: see problems.Step
+    heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+    bits = stacks[0].products.activation_bits
+    shapes = Shapes(
+        x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits,
+        eps=eps, activation=config.mlp.activation,
+    )  # fmt: skip
+    kernel = functools.partial(decode_layers, shapes=shapes, interleaved=interleaved)
+    fields = tuple((part.fields["words"], part.fields["scales"]) for part in stacks)
+    y, k_pages, v_pages = jax.custom_batching.sequential_vmap(kernel)(x[:, 0], fields, inputs)
+    return y[:, None], _with_pages(cache, k_pages, v_pages)
+
+
+def layer_products(
+    params: Params, x: Float[Array, "B 1 H"], cache: KVCache, place_of: PlaceOf, config: ModelConfig
+) -> tuple[Float[Array, "B 1 H"], KVCache]:
+    """x after all layers of a decode step, by two kernels each: what mixes tokens, and all products up to the
+    next layer's; and the cache."""
+    from pallas_kernels.step import layer_products as kernels  # only GPUs need it
+    from pallas_kernels.step.layer_products import OfLayer
+
+    rows, (channels,) = x.shape[0], params.layers.mlp
+    feed_forward = channels.gate, channels.up, channels.down
+    workspace = empty_workspace(rows, config.attention.num_heads, cache.attention[0].k)
+    words = jnp.zeros(kernels.workspace_words(rows, config.hidden, config.mlp.ffn), jnp.int32)
+
+    def parts(place: Place) -> tuple[OfLayer, OfLayer, OfLayer]:
+        """A mixer's norm, what makes its inputs, and its output."""
+        kind = kinds.get(place.settings.kind)
+        (stack,), output = (getattr(place.weights, name) for name in kind.PRODUCTS)  # joined: problems.Step
+        index = place_index(place)
+        return OfLayer(place.weights.norm, index), OfLayer(stack, index), OfLayer(output, index)
+
+    places = [place_of(number, layer.mixer) for number, layer in enumerate(config.layers)]
+    groups = {(place.settings.kind, place.group): place for place in places}
+    _, inputs, outputs = zip(*(parts(place) for place in groups.values()), strict=True)
+    rounded = kernels.rounded_vectors(
+        [part.stack for part in outputs], feed_forward, [part.stack for part in inputs], rows
+    )
+    norm, first, _ = parts(places[0])
+    made = joined_product(x, (first.stack,), places[0], norm.stack)
+    for number, place in enumerate(places):
+        y, cache, workspace = kinds.get(place.settings.kind).mix(made, x, place, cache, workspace)
+        index = place_index(place_of(number, config.mlp))
+        following = parts(places[number + 1])[:2] if number + 1 < len(places) else None
+        x, made, words = kernels.run(
+            y[:, 0],
+            x[:, 0],
+            parts(place)[2],
+            (
+                OfLayer(channels.norm, index),
+                OfLayer(channels.gate, index),
+                OfLayer(channels.up, index),
+                OfLayer(channels.down, index),
+            ),
+            following,
+            number,
+            words,
+            config.rms_norm_eps,
+            rounded,
+            config.mlp.activation,
+        )
+        x, made = x[:, None], None if made is None else made[:, None]
+    return x, cache
+
+
+def layer_gemms(
+    params: Params, x: Float[Array, "B 1 H"], cache: KVCache, place_of: PlaceOf, config: ModelConfig
+) -> tuple[Float[Array, "B 1 H"], KVCache]:
+    """x after all layers of a decode step of many rows, by eight kernels each, or a few more; and the
+    cache."""
+    from pallas_kernels.step import layer_gemms as kernels  # only GPUs need it
+
+    (mixer,), (w,), sizes = params.layers.attention, params.layers.mlp, config.attention
+    stacks = (*mixer.qkv, mixer.o, w.gate, w.up, w.down)  # five: see problems.Step
+    inputs, total = _step_inputs(cache, place_of, config), kernels.Parts(x[None, :, 0])
+    workspace = empty_workspace(x.shape[0], sizes.num_heads, inputs.k_pages)
+    for layer in range(config.num_layers):
+        run = functools.partial(
+            kernels.run, layer=layer, eps=config.rms_norm_eps, interleaved=sizes.rope.interleaved,
+            activation=config.mlp.activation,
+        )  # fmt: skip
+        total, k_pages, v_pages, workspace = jax.custom_batching.sequential_vmap(run)(
+            total, stacks, inputs, workspace
+        )
+        inputs = inputs._replace(k_pages=k_pages, v_pages=v_pages)
+    return kernels.summed(total)[:, None], _with_pages(cache, inputs.k_pages, inputs.v_pages)
+
+
+SCHEDULES = {"one_launch": one_launch, "layer_products": layer_products, "layer_gemms": layer_gemms}
+
+
+def _step_inputs(cache: KVCache, place_of: PlaceOf, config: ModelConfig) -> StepInputs:
+    """What fused kernels are given of one token of each row, but for matrices and activations."""
+    first = config.layers[0]
+    mixer, channels = place_of(0, first.mixer), place_of(0, first.channels)
+    (state,), w = cache.attention, mixer.weights
+    cos, sin = mixer.rotations[mixer.settings.rope]
+    return StepInputs(
+        attn_norm=w.norm,
+        ffn_norm=channels.weights.norm,
+        bias=w.qkv_bias,
+        head_norms=None if w.q_norm is None else w.head_norms,
+        rotation=(cos[:, 0], sin[:, 0]),
+        k_pages=state.k,
+        v_pages=state.v,
+        block_table=cache.block_table,
+        positions=mixer.positions[:, 0],
+    )
+
+
+def place_index(place: Place) -> int:
+    """The layer's index, which is known where layers are straight code."""
+    assert isinstance(place.index, int)
+    return place.index
+
+
+def _with_pages(cache: KVCache, k_pages: Any, v_pages: Any) -> KVCache:
+    (state,) = cache.attention
+    return cache.replace(attention=(state.replace(k=k_pages, v=v_pages),))

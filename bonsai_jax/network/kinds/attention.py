@@ -1,0 +1,331 @@
+"""Grouped-query attention over a paged cache of keys and values, with its projections.
+
+    x + norm(W_o attention(rope(q), rope(k), v)),   q, k, v = W_qkv norm(x)
+
+with the norms, biases, gates and limits that an architecture sets.
+"""
+
+import dataclasses
+
+import jax
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.network.kinds.place import Place, add_product, joined_product
+from bonsai_jax.network.rope import Rope
+from bonsai_jax.weights.placement import Runs, even_runs
+from bonsai_jax.weights.specs import Spec
+from pallas_kernels import LayerStack, attend, cache_layouts, device, problems, selection, serializable
+from pallas_kernels.attention import TAPS as KERNEL_TAPS
+from pallas_kernels.cache_layouts import Pages
+
+PRODUCTS = ("qkv", "o")  # arrays that fused launches multiply with (network/fused.py)
+SITES = ("q", "k", "v", "rot_q", "rot_k", "scores", "pattern", "z")
+
+
+@dataclasses.dataclass(frozen=True)
+class Attention:
+    """How a layer's tokens attend to each other.
+
+    num_heads, num_kv_heads, head_dim   query heads, heads of keys and values, the width of each
+    rope     how queries and keys are rotated
+    window   keys that a query sees, its own among them; None: all before it
+    scale    factor on scores; None: 1 / sqrt(head_dim)
+    softcap  scores become c tanh(scores / c); None: they stay as they are
+    gated    outputs are multiplied by the sigmoid of a gate as wide, which W_q makes too: for each head its
+             query, then its gate
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: Rope
+    window: int | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    gated: bool = False
+
+    kind = "attention"
+
+    def __post_init__(self):
+        if min(self.num_heads, self.num_kv_heads, self.head_dim) <= 0:
+            raise ValueError(
+                f"model config: {self.num_heads} query heads, {self.num_kv_heads} KV heads of "
+                f"{self.head_dim}; each must be positive"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model config: {self.num_heads} query heads do not divide into {self.num_kv_heads} KV heads"
+            )
+        if self.rope.dim > self.head_dim:
+            raise ValueError(
+                f"model config: rope turns {self.rope.dim} values of a head of {self.head_dim}; at most all "
+                "of them are expected"
+            )
+        if self.window is not None and self.window < 1:
+            raise ValueError(f"model config: a query sees {self.window} keys; at least its own is expected")
+
+    @property
+    def q_width(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def q_rows(self) -> int:
+        """Outputs of W_q: queries, and their gates where they have some."""
+        return self.q_width * (1 + self.gated)
+
+    @property
+    def kv_width(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def output_width(self) -> int:
+        """Inputs of W_o."""
+        return self.q_width
+
+    def for_device(self, parts: int) -> "Attention":
+        """With the heads that each of `parts` devices has; KV heads are one at least."""
+        kv_heads = max(1, self.num_kv_heads // parts)
+        return dataclasses.replace(self, num_heads=self.num_heads // parts, num_kv_heads=kv_heads)
+
+    def runs(self, axis: str, parts: int) -> Runs:
+        """Which part of a logical axis of its arrays each device has."""
+        if axis == "heads":
+            return even_runs(self.q_rows, parts)
+        if axis == "head inputs":
+            return even_runs(self.q_width, parts)
+        # "kv heads": where there are fewer of them than devices, several devices have the same one.
+        starts = tuple((d * self.num_kv_heads // parts * self.head_dim,) for d in range(parts))
+        return starts, (max(1, self.num_kv_heads // parts) * self.head_dim,)
+
+    def refuses_split(self, parts: int) -> str | None:
+        """Why `parts` devices cannot share its heads, or None."""
+        if self.num_heads % parts or (self.num_kv_heads % parts and parts % self.num_kv_heads):
+            return f"{self.num_heads} query heads and {self.num_kv_heads} KV heads do not split evenly"
+        return None
+
+    def problems(self, run: RunConfig) -> tuple[problems.Attention, problems.Attention]:
+        """What the choice of kernels depends on: for one token of each sequence, and for many. `run` must be
+        resolved."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim, run.page_size, str(run.cache_dtype))
+        rotated = None if self.rope.dim == self.head_dim else self.rope.dim
+        rest = {"window": self.window, "scale": self.scale, "softcap": self.softcap, "rotated": rotated}
+        return (
+            problems.Attention(device.platform(), "decode", *sizes, **rest),
+            problems.Attention(device.platform(), "prefill", *sizes, **rest),
+        )
+
+    def kernels(self, run: RunConfig) -> tuple[str, str]:
+        """The kernels chosen for these."""
+        decode, _ = self.problems(run)
+        return selection.choose(decode, impl=run.impl), self.prefill_kernel(run)
+
+    def prefill_kernel(self, run: RunConfig) -> str:
+        """The kernel chosen for many tokens of each sequence. Naming an implementation names the one of a
+        decode step; only "reference" asks for it everywhere."""
+        _, prefill = self.problems(run)
+        return selection.choose(prefill, impl="reference" if run.impl == "reference" else "auto")
+
+    def pages(self, context: int, page_size: int, chunk: int | None) -> int:
+        """Pages of a sequence of so many tokens, of which at most `chunk` are read at once. With a window
+        they are a ring, as many as the window and a chunk touch. None: all keys stay."""
+        every = -(-context // page_size)
+        if self.window is None or chunk is None:
+            return every
+        return min(every, -(-(self.window - 1 + chunk) // page_size) + 1)
+
+    def bytes_per_token(self, run: RunConfig) -> int:
+        """Cache bytes of one more token; 0 where a window bounds them (`bytes_per_row`)."""
+        return 0 if self._ring(run) else self._token_bytes(run)
+
+    def bytes_per_row(self, run: RunConfig) -> int:
+        """Cache bytes of a sequence whatever its length."""
+        return self._ring(run) * run.page_size * self._token_bytes(run)
+
+    def bytes_read(self, run: RunConfig, depth: int) -> int:
+        """Bytes of keys and values that a decode step after `depth` tokens reads."""
+        return min(depth, self.window or depth) * self._token_bytes(run)
+
+    def scratch_bytes(self, run: RunConfig) -> int:
+        """Bytes of a sequence's keys and values in float16, which prefill makes for a kernel that does not
+        read them as they are stored (pallas_kernels/attention/prefill_pages.py); else 0."""
+        stored = str(run.cache_dtype)
+        as_stored = cache_layouts.get(stored).PREFILL in (stored, None)
+        if as_stored or self.prefill_kernel(run) == "reference":
+            return 0
+        tokens = -(-run.context // run.page_size) * run.page_size
+        return tokens * 2 * self.num_kv_heads * cache_layouts.bytes_per_head("float16", self.head_dim)
+
+    def _ring(self, run: RunConfig) -> int:
+        """Pages of the ring; 0 where all keys stay."""
+        every = self.pages(run.context, run.page_size, None)
+        ring = self.pages(run.context, run.page_size, read_size(self.prefill_kernel(run)))
+        return ring if ring < every else 0
+
+    def _token_bytes(self, run: RunConfig) -> int:
+        return 2 * self.num_kv_heads * cache_layouts.bytes_per_head(str(run.cache_dtype), self.head_dim)
+
+
+def read_size(prefill_impl: str, rows: int = 1) -> int:
+    """Tokens of each sequence that prefill takes through the layers at a time, of so many sequences: enough
+    to fill a GPU's tensor cores, and few enough to bound the memory of activations."""
+    return PREFILL_CHUNK if prefill_impl == "reference" else max(PREFILL_CHUNK, PREFILL_BATCH // rows)
+
+
+PREFILL_CHUNK = 512  # tokens of a sequence
+PREFILL_BATCH = 2048  # tokens of all sequences
+
+
+def ropes(config: ModelConfig) -> tuple[Rope, ...]:
+    """The ropes of a model, each once."""
+    return tuple(dict.fromkeys(group.settings.rope for group in config.groups("attention")))
+
+
+TENSORS = {
+    spec.field: spec
+    for spec in (
+        Spec("norm", "attn_norm.weight", "input_layernorm.weight", ("hidden",)),
+        Spec("q", "attn_q.weight", "self_attn.q_proj.weight", ("q_rows", "hidden"), ("heads", None),
+             joined="qkv"),
+        Spec("k", "attn_k.weight", "self_attn.k_proj.weight", ("kv_width", "hidden"), ("kv heads", None),
+             joined="qkv"),
+        Spec("v", "attn_v.weight", "self_attn.v_proj.weight", ("kv_width", "hidden"), ("kv heads", None),
+             joined="qkv"),
+        Spec("q_bias", "attn_q.bias", "self_attn.q_proj.bias", ("q_rows",), ("heads",), joined="qkv_bias"),
+        Spec("k_bias", "attn_k.bias", "self_attn.k_proj.bias", ("kv_width",), ("kv heads",),
+             joined="qkv_bias"),
+        Spec("v_bias", "attn_v.bias", "self_attn.v_proj.bias", ("kv_width",), ("kv heads",),
+             joined="qkv_bias"),
+        Spec("q_norm", "attn_q_norm.weight", "self_attn.q_norm.weight", ("head_dim",)),
+        Spec("k_norm", "attn_k_norm.weight", "self_attn.k_norm.weight", ("head_dim",)),
+        Spec("o", "attn_output.weight", "self_attn.o_proj.weight", ("hidden", "q_width"),
+             (None, "head inputs")),
+        Spec("post_norm", "post_attention_norm.weight", "post_attention_layernorm.weight", ("hidden",)),
+    )
+}  # fmt: skip
+
+
+@serializable
+class Weights(struct.PyTreeNode):
+    """Weights of the layers of a group. Matrices are outputs x inputs.
+
+    qkv        queries, keys and values, one matrix where their formats agree
+    norm       of the input; None: it is not normed
+    qkv_bias   added to queries, keys and values
+    q_norm, k_norm   of each head of queries and of keys, before the rope
+    post_norm  of what the layer adds to x
+    """
+
+    qkv: tuple[LayerStack, ...]
+    o: LayerStack
+    norm: Float[Array, "L H"] | None = None
+    qkv_bias: Float[Array, "L Q+2KV"] | None = None
+    q_norm: Float[Array, "L D"] | None = None
+    k_norm: Float[Array, "L D"] | None = None
+    post_norm: Float[Array, "L H"] | None = None
+
+    @property
+    def head_norms(self) -> tuple[jax.Array | None, jax.Array | None]:
+        return self.q_norm, self.k_norm
+
+
+@serializable
+class State(struct.PyTreeNode):
+    """Keys and values of the layers of a group.
+
+    k, v    [layers, pages, page_size, kv heads, head_dim], as a layout stores it (pallas_kernels.
+            cache_layouts); keys are rotated
+    ring    int32 [rows, pages per row]: the page of tokens [i * page_size, (i + 1) * page_size) of a sequence
+            whose window's pages are written over, so that entries repeat; None: KVCache.block_table says so
+    impl, prefill_impl  the kernels chosen for one token of each sequence and for more
+    """
+
+    k: Pages
+    v: Pages
+    ring: Int[Array, "B pages_per_row"] | None = None
+    impl: str = struct.field(pytree_node=False, default="reference")
+    prefill_impl: str = struct.field(pytree_node=False, default="reference")
+
+    @property
+    def num_pages(self) -> int:
+        return jax.tree.leaves(self.k)[0].shape[1]
+
+    @property
+    def page_size(self) -> int:
+        return jax.tree.leaves(self.k)[0].shape[2]
+
+
+AXES = {
+    "k": ("layers", "rows", None, "heads"),  # the pages of a sequence lie where its row does
+    "v": ("layers", "rows", None, "heads"),
+    "ring": ("rows",),
+}
+
+
+def empty(
+    settings: Attention,
+    layers: int,
+    run: RunConfig,
+    rows: int,
+    context: int,
+    pages: int | None,
+    chunk: int | None,
+) -> State:
+    """A state without keys.
+
+    pages  of all rows together, where KVCache.block_table deals them out; None: as many as `context` tokens
+           of each row take
+    chunk  most tokens of a sequence that are read at once; None: any number, and no ring
+    """
+    ring, every = settings.pages(context, run.page_size, chunk), settings.pages(context, run.page_size, None)
+    total = rows * ring if ring < every or pages is None else pages
+    shape = (layers, total, run.page_size, settings.num_kv_heads, settings.head_dim)
+    k, v = (cache_layouts.empty(str(run.cache_dtype), shape) for _ in range(2))
+    table = ring_table(rows, every, ring) if ring < every else None
+    return State(k, v, None if table is None else jax.device_put(table, may_alias=False))
+
+
+def ring_table(rows: int, every: int, ring: int) -> np.ndarray:
+    """The block table of rows that own `ring` pages each, in order, and write them over and over."""
+    return (np.arange(rows)[:, None] * ring + np.arange(every) % ring).astype(np.int32)
+
+
+def block(x: Float[Array, "B T H"], place: Place, cache, workspace):
+    """Self-attention of one layer and its residual: x, the cache and the workspace (`attend`)."""
+    state = cache.attention[place.group]
+    if place.taps:
+        check_taps(place, state.impl if x.shape[-2] == 1 else state.prefill_impl)
+    w = place.weights
+    qkv = joined_product(x, w.qkv, place, w.norm)
+    out, cache, workspace = mix(qkv, x, place, cache, workspace)
+    return add_product(x, out, w.o, place, "attention", w.post_norm), cache, workspace
+
+
+def mix(qkv: jax.Array, x: jax.Array, place: Place, cache, workspace):
+    """Attention's output before its projection, [B, T, Q], the cache and the workspace; qkv has no bias yet,
+    and x, the layer's input, is not needed."""
+    w, settings, state = place.weights, place.settings, cache.attention[place.group]
+    qkv = qkv if w.qkv_bias is None else qkv + w.qkv_bias[place.index]
+    table = cache.block_table if state.ring is None else state.ring
+    out, k_pages, v_pages, workspace = attend(
+        qkv, state.k, state.v, table, place.positions, place.index,
+        rotation=place.rotations[settings.rope], interleaved=settings.rope.interleaved, norms=w.head_norms,
+        eps=place.eps, num_keys=place.num_keys, impl=state.impl, prefill_impl=state.prefill_impl,
+        window=settings.window, scale=settings.scale, softcap=settings.softcap, gated=settings.gated,
+        workspace=workspace, taps=place.taps,
+    )  # fmt: skip
+    states = list(cache.attention)
+    states[place.group] = state.replace(k=k_pages, v=v_pages)
+    return out, cache.replace(attention=tuple(states)), workspace
+
+
+def check_taps(place: Place, kernel: str) -> None:
+    """Raise NotImplementedError for what cannot be tapped where `kernel` computes attention."""
+    if kernel not in ("reference", "cpu") and (inner := [name for name in place.taps if name in KERNEL_TAPS]):
+        raise NotImplementedError(
+            f"Taps: {', '.join(inner)}: here the kernel {kernel} computes attention and keeps them to "
+            f"itself; with it all but {', '.join(KERNEL_TAPS)} can be tapped. bj.forward has all, as has a "
+            'model loaded with RunConfig(impl="reference")'
+        )

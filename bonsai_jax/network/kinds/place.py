@@ -1,0 +1,119 @@
+"""What the block of a kind is given beside its input: where it runs, and the products that blocks share."""
+
+import dataclasses
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax.network.rope import Rope
+from pallas_kernels import LayerStack, matmul, rms_norm
+from pallas_kernels.matmul import sent_product
+from pallas_kernels.qtensor import leaves
+
+type Tap = Callable[[jax.Array], jax.Array]
+
+PREFILL_SUMS = jnp.bfloat16  # between GPUs, after GEMMs that round anyway: half of what they exchange
+STEP_TOKENS = 8  # most tokens of a sequence in a decode step (decoding/speculation.py): more are prefill
+NO_TAPS: Mapping[str, Tap] = types.MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a block runs.
+
+    settings   of the kind, in this layer
+    weights    of its group (the kind's Weights)
+    group      number of its group (ModelConfig.groups)
+    index      of the layer in the group's stacks; may be traced
+    eps        of norms
+    positions  int32 [B, T], of each token in its sequence; -1 for padding
+    rotations  cosine and sine of the angles at these positions, for each Rope of the model
+    num_keys   keys that attention visits: 1 + the largest position, or a bound known while tracing
+    axis       the mesh axis over which matrices are split; None: they are whole
+    peers      where devices write into each other's memory (Params.peers)
+    taps       what reads or edits values on their way (network/taps.py)
+    updates    where given, recurrent state is left as it is, and what would change it is put here
+    """
+
+    settings: Any
+    weights: Any
+    group: int
+    index: int | Int[Array, ""]
+    eps: float
+    positions: Int[Array, "B T"]
+    rotations: Mapping[Rope, tuple[Float[Array, "B T R"], Float[Array, "B T R"]]]
+    num_keys: int | Int[Array, ""]
+    axis: str | None = None
+    peers: jax.Array | None = None
+    taps: Mapping[str, Tap] = NO_TAPS
+    updates: dict[str, Any] | None = None
+
+    def tapped(self, name: str, x: jax.Array) -> jax.Array:
+        """x, through the tap of this name if there is one."""
+        return self.taps[name](x) if name in self.taps else x
+
+    def gamma(self, norms: Float[Array, "L H"] | None) -> dict[str, Any]:
+        """The norm of a product's input, as arguments of `matmul`; none for None."""
+        return {} if norms is None else {"gamma": norms, "eps": self.eps}
+
+
+def joined_product(
+    x: jax.Array, weights: tuple[LayerStack, ...], place: Place, norms: Float[Array, "L H"] | None
+) -> jax.Array:
+    """Products of the same normed input, side by side."""
+    y = [matmul(x, weight, place.index, **place.gamma(norms)) for weight in weights]
+    return y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1)
+
+
+def add_product(
+    x: jax.Array,
+    h: jax.Array,
+    weight: LayerStack,
+    place: Place,
+    tap: str,
+    post_norm: Float[Array, "L H"] | None,
+) -> jax.Array:
+    """x + tap(norm(h W.T)), where there is a norm. Where inputs of W are split over devices, each has a part
+    of the product, and x is added to their sum once."""
+    edits = post_norm is not None or tap in place.taps
+    if place.axis is None and not edits:
+        return matmul(h, weight, place.index, residual=x)
+    if place.peers is not None and not edits and x.shape[-2] == 1:  # a decode step: latency is all
+        from pallas_kernels import all_reduce  # only GPUs need it
+
+        if all_reduce.refuses(x.size) is None:
+            peers = place.peers[0, 0]
+            return all_reduce.receive(x, sent_product(h, weight, place.index, peers), peers)
+    return add(x, matmul(h, weight, place.index), rounds(x, weight), place, tap, post_norm)
+
+
+def rounds(x: jax.Array, weight: LayerStack) -> bool:
+    """Whether these are many tokens whose product with a weight was rounded anyway."""
+    return x.shape[-2] > STEP_TOKENS and all(
+        w.products.kernel(x.size // x.shape[-1]) not in ("reference", "cpu") for w in leaves(weight)
+    )
+
+
+def add(
+    x: jax.Array,
+    y: jax.Array,
+    rounded: bool,
+    place: Place,
+    tap: str,
+    post_norm: Float[Array, "L H"] | None = None,
+) -> jax.Array:
+    """x + tap(norm(y)); where each device has a part of y, after the sum of the parts."""
+
+    def branch(y: jax.Array) -> jax.Array:
+        y = y if post_norm is None else rms_norm(y, post_norm[place.index], place.eps)
+        return place.tapped(tap, y)
+
+    if place.axis is None:
+        return x + branch(y)
+    y = jax.lax.psum(y.astype(PREFILL_SUMS) if rounded else y, place.axis).astype(jnp.float32)
+    # Without the barrier, XLA adds all layers' sums anew in every layer.
+    return jax.lax.optimization_barrier(x + branch(y))

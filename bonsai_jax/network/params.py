@@ -1,0 +1,133 @@
+"""The weights of a model: for each kind of layer its own dataclass, and what belongs to no layer."""
+
+from collections.abc import Callable
+
+import jax
+import numpy as np
+from flax import struct
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from bonsai_jax.config import ModelConfig
+from bonsai_jax.network import kinds, rope, schedules
+from bonsai_jax.network.kinds.attention import Weights as Attention
+from bonsai_jax.network.kinds.attention import ropes
+from bonsai_jax.network.kinds.delta_net import Weights as DeltaNet
+from bonsai_jax.network.kinds.experts import Weights as Experts
+from bonsai_jax.network.kinds.mlp import Weights as Mlp
+from bonsai_jax.network.schedules import StepPlan
+from bonsai_jax.weights.plan import LoadPlan
+from bonsai_jax.weights.read import Fields, read
+from bonsai_jax.weights.specs import Spec
+from pallas_kernels import QTensor, serializable
+from pallas_kernels.qtensor import leaves
+
+TABLE = ("vocab_size", "hidden")
+EMBED = Spec("embed", "token_embd.weight", "model.embed_tokens.weight", TABLE, ("vocab", None))
+FINAL_NORM = Spec("final_norm", "output_norm.weight", "model.norm.weight", ("hidden",))
+HEAD = Spec("head", "output.weight", "lm_head.weight", TABLE, ("vocab", None), optional=True)
+# Each Spec's axes name those of its own tensor; these are the model's other arrays.
+AXES = {"embed": EMBED.axes, "head": HEAD.axes, "peers": ("rows", "devices", None, None)}
+
+
+@serializable
+class Layers(struct.PyTreeNode):
+    """Weights of layers, by kind: one for each group of layers with equal settings (ModelConfig.groups),
+    stacked over its layers. Empty where no layer has a kind."""
+
+    attention: tuple[Attention, ...] = ()
+    delta_net: tuple[DeltaNet, ...] = ()
+    mlp: tuple[Mlp, ...] = ()
+    experts: tuple[Experts, ...] = ()
+
+
+@serializable
+class Draft(struct.PyTreeNode):
+    """Weights of the draft layer (draft.py).
+
+    layers       one layer, of attention and a gated feed-forward
+    join         of its two inputs: hidden x 2 hidden
+    embed_norm, hidden_norm   of these
+    norm         of its output; None: the model's own
+    """
+
+    layers: Layers
+    join: QTensor
+    embed_norm: Float[Array, "H"]
+    hidden_norm: Float[Array, "H"]
+    norm: Float[Array, "H"] | None = None
+
+
+@serializable
+class Params(struct.PyTreeNode):
+    """A model's weights.
+
+    head      None where the embedding is the output matrix too (tied)
+    rope_frequencies   radians per position of each pair, for each Rope of the model (attention.ropes)
+    step      how a decode step is launched
+    axis      the mesh axis over which matrices are split (weights/placement.py); None where a device has them
+              whole. Split ones exist inside shard_map, and their static shapes are those of one device
+    mesh      the devices that the arrays lie on (parallel.over_mesh); None: one device, or inside shard_map
+    peers     where devices write into each other's memory for the sums of a decode step
+              (pallas_kernels/all_reduce.py); None where they are jax.lax.psum
+    draft     the draft layer, where it is loaded
+    """
+
+    embed: QTensor
+    layers: Layers
+    final_norm: Float[Array, "H"]
+    head: QTensor | None
+    rope_frequencies: tuple[Float[Array, "R"], ...]
+    peers: Int[Array, "data model devices+2 2"] | None = None
+    draft: Draft | None = None
+    step: StepPlan = struct.field(pytree_node=False, default=StepPlan())
+    axis: str | None = struct.field(pytree_node=False, default=None)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+
+
+def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, total: None) -> Params:
+    """Read every tensor of a plan onto the default device, or over the mesh for which it was made.
+
+    progress   called with bytes read so far and in all
+    """
+    fields, placement = read(plan, progress), plan.placement
+    draft = None
+    if plan.draft is not None:
+        own = read(plan.draft)
+        draft = Draft(**own | {"layers": _layers(own)})
+    frequencies = []
+    for one in ropes(plan.config):
+        value = rope.frequencies(one)
+        # llama.cpp writes Llama 3's scaling of the frequencies as divisors, one for each pair.
+        if (divisors := fields.get("rope_divisors")) is not None:
+            value = value / np.asarray(divisors)
+        value = np.asarray(value, np.float32)
+        frequencies.append(placement.vectors(value) if placement else jax.device_put(value))
+    return Params(
+        embed=fields["embed"],
+        layers=_layers(fields),
+        final_norm=fields["final_norm"],
+        head=fields["head"],
+        rope_frequencies=tuple(frequencies),
+        peers=placement.peers() if placement else None,
+        draft=draft,
+        step=schedules.step_plan(plan),
+        axis=placement.axis if placement else None,
+        mesh=placement.mesh if placement else None,
+    )
+
+
+def _layers(fields: Fields) -> Layers:
+    groups = fields["layers"].items()
+    return Layers(**{kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups})
+
+
+def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
+    """Weight bytes that one decode step of so many rows reads: all but the embedding's other rows, where the
+    model is not tied, and the experts that no row uses (Experts.share_read)."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    total -= 0 if params.head is None else params.embed.nbytes
+    for group, weights in zip(config.groups("experts"), params.layers.experts, strict=True):
+        stored = sum(w.nbytes for w in leaves((weights.gate, weights.up, weights.down)))
+        total -= round((1 - group.settings.share_read(rows)) * stored)
+    return total

@@ -1,0 +1,99 @@
+"""Rotary position embedding: how fast each pair of values turns, and the angles at given positions."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rope:
+    """Which values of a head turn, and how fast.
+
+    base               theta of pair i is base^(-2i / dim)
+    dim                values of a head that turn, the first ones; an even number
+    interleaved        True: pairs are (0, 1), (2, 3), ... (GGUF's llama); False: (i, i + dim / 2)
+    scaling            how the frequencies are stretched beyond the original context
+    factor             linear, yarn, llama3: context extension, 4.0 = four times the original
+    original_context   yarn, llama3: tokens the model was first trained on
+    beta_fast, _slow   yarn: rotations within the original context above / below which a pair keeps its
+                       frequency / is stretched
+    mscale             yarn: factor on cos and sin at all positions; the paper's is 0.1 ln(factor) + 1
+    low_, high_freq_factor   llama3: the same borders, in wavelengths per original context
+    """
+
+    base: float
+    dim: int
+    interleaved: bool = False
+    scaling: Literal["none", "linear", "yarn", "llama3"] = "none"
+    factor: float = 1.0
+    original_context: int = 0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+
+    def __post_init__(self):
+        if not self.base > 1:
+            raise ValueError(f"rope: base is {self.base}; it must be above 1")
+        if self.dim <= 0 or self.dim % 2:
+            raise ValueError(f"rope: {self.dim} values of a head turn; expected an even number above 0")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"rope: low_freq_factor is {self.low_freq_factor}; "
+                f"it must be below high_freq_factor, {self.high_freq_factor}"
+            )
+
+    @property
+    def pairs(self) -> int:
+        return self.dim // 2
+
+
+def yarn_mscale(factor: float) -> float:
+    """YaRN's factor on cos and sin, 0.1 ln(factor) + 1 (Peng et al. 2023): 1.1386 for a fourfold context."""
+    return 0.1 * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def frequencies(rope: Rope) -> np.ndarray:
+    """Radians per position of each pair, float32 [dim / 2].
+
+    none    theta_i = base^(-2 i / dim)
+    linear  theta_i / factor
+    yarn    theta_i where a pair turns more than beta_fast times within the original context, theta_i / factor
+            where it turns less than beta_slow times, and a ramp over i between the two (Peng et al. 2023, as
+            in llama.cpp)
+    llama3  the same idea with borders in wavelengths and a ramp over frequency (Llama 3.1)
+    """
+    i = np.arange(rope.pairs)
+    theta = rope.base ** (-2.0 * i / rope.dim)
+    if rope.scaling == "none":
+        return theta.astype(np.float32)
+    if rope.scaling == "linear":
+        return (theta / rope.factor).astype(np.float32)
+    turns = rope.original_context * theta / (2 * math.pi)  # within the original context
+    if rope.scaling == "llama3":
+        keep = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    else:
+
+        def pair_that_turns(times):
+            return (
+                rope.dim * math.log(rope.original_context / (times * 2 * math.pi)) / (2 * math.log(rope.base))
+            )
+
+        low = max(0, math.floor(pair_that_turns(rope.beta_fast)))
+        high = min(rope.dim - 1, math.ceil(pair_that_turns(rope.beta_slow)))
+        keep = 1 - (i - low) / max(0.001, high - low)
+    keep = np.clip(keep, 0.0, 1.0)
+    return (theta * keep + theta / rope.factor * (1 - keep)).astype(np.float32)
+
+
+def rotation(
+    rope: Rope, frequencies: Float[Array, "R"], positions: Int[Array, "B T"]
+) -> tuple[Float[Array, "B T R"], Float[Array, "B T R"]]:
+    """Cosine and sine of each pair's angle at these positions, times mscale."""
+    angle = positions[..., None].astype(jnp.float32) * frequencies
+    return rope.mscale * jnp.cos(angle), rope.mscale * jnp.sin(angle)

@@ -1,0 +1,105 @@
+"""How the kernels of a decode step are launched, decided from the load plan (fused.py carries it out).
+
+    one_launch       all layers in one launch
+    layer_products   two launches a layer: what mixes tokens, and all products up to the next layer's
+    layer_gemms      about eight a layer, for many sequences, each consumer adding its producer's partial sums
+    launches         block by block (decoder.py)
+
+A fused launch runs models whose layers are one group of what mixes channels; what else it needs is in the
+refusals of pallas_kernels.
+"""
+
+import dataclasses
+
+from bonsai_jax.network import kinds
+from bonsai_jax.weights.plan import LoadPlan, Stack
+from pallas_kernels import device, problems, selection
+
+
+@dataclasses.dataclass(frozen=True)
+class StepPlan:
+    """How a decode step is launched.
+
+    schedules  (most rows, schedule) in order, each a candidate of problems.Step; more rows have "launches"
+    unrolled   whether layers are straight code, which a GPU captures as one graph, but a loop not; else
+               they are scanned
+    """
+
+    schedules: tuple[tuple[int, str], ...] = ()
+    unrolled: bool = False
+
+    def schedule(self, rows: int) -> str:
+        return next((schedule for most, schedule in self.schedules if rows <= most), "launches")
+
+
+def step_plan(plan: LoadPlan) -> StepPlan:
+    """The schedule for every number of rows. Raises NotImplementedError where the one that was asked for
+    cannot run."""
+    problem, run = step_problem(plan), plan.run
+    tiled = any(matrix.products.tiled for stack in plan.stacks for part in stack.parts for matrix in part)
+    return StepPlan(selection.schedules(problem, run.schedule), unrolled=tiled)
+
+
+def step_problem(plan: LoadPlan) -> problems.Step:
+    """The decode step of one row, as the choice of a schedule sees it."""
+    config, run = plan.config, plan.run
+    split = bool(plan.placement and plan.placement.axis)
+    stacks = {
+        (stack.kind, stack.group, stack.array): stack for stack in plan.stacks if _is_whole(plan, stack)
+    }
+    used = [
+        (kind, group, array)
+        for kind in config.kinds
+        for group in range(len(config.groups(kind)))
+        for array in kinds.get(kind).PRODUCTS
+    ]
+    channels = {layer.channels for layer in config.layers}
+    joined = len(channels) == 1 and all(key in stacks for key in used)
+    members = [m for key in used if joined for layer in stacks[key].members for m in layer]
+    matrices = [m for key in used if joined for part in stacks[key].parts for m in part]
+    folded = any(member.folded for member in members)
+    joined = joined and all(matrix.products.tiled for matrix in matrices)
+    joined = joined and all(member.folded == folded for member in members)
+    if router := stacks.get(("experts", 0, "router")):
+        formats = {matrix.problem.format for part in router.parts for matrix in part}
+        joined = joined and formats in ({"f32"}, {"f16"}, {"bf16"})
+
+    def layer_products(number: int):
+        for half in config.layers[number].halves:
+            group, index = config.position(number, half)
+            for array in kinds.get(half.kind).PRODUCTS:
+                stack = stacks[half.kind, group, array]
+                part = stack.parts[stack.where[index][0]]
+                yield tuple((matrix.problem.format, matrix.problem.n) for matrix in part)
+
+    layers = tuple(tuple(layer_products(n)) for n in range(config.num_layers if joined else 0))
+    decode, _ = config.attention.problems(run)
+    experts, only = config.experts, config.layers[0].channels
+    return problems.Step(
+        device.platform(),
+        1,
+        config.hidden,
+        only.ffn,
+        layers if joined else None,
+        decode,
+        experts=(experts.count, experts.used) if experts else None,
+        bits=run.activation_bits,
+        split=split,
+        widths=tuple(layer.mixer.output_width for layer in config.layers),
+        plain=_is_plain(plan),
+        folded=folded,
+    )
+
+
+def _is_whole(plan: LoadPlan, stack: Stack) -> bool:
+    """Whether a stack has all tensors of its array, joined."""
+    specs = [s for s in plan.description.tensors if (s.kind, s.array) == (stack.kind, stack.array)]
+    return len(stack.fields) == len([s for s in specs if plan.description.tensors[s]])
+
+
+def _is_plain(plan: LoadPlan) -> bool:
+    """Whether all layers are one group of attention without gates, with a norm before each half and none
+    after: what the launches of all layers compute."""
+    config = plan.config
+    after = any(s.field == "post_norm" and t for s, t in plan.description.tensors.items())
+    return len(config.groups("attention")) == 1 and not (config.delta_net or config.attention.gated or after)

@@ -1,0 +1,161 @@
+"""What a model takes of a device's memory, and in which form its weights fit."""
+
+import collections
+import dataclasses
+import itertools
+import math
+
+import jax
+
+from bonsai_jax import machine
+from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.weights.specs import Description
+from pallas_kernels import device
+from pallas_kernels.problems import Matmul
+from pallas_kernels.qtensor import tiled_nbytes
+from pallas_kernels.refusals import NEEDS_LLVM
+from pallas_kernels.selection import Verdict, choose, explain, products
+
+
+def weight_bytes(description: Description, run: RunConfig) -> int:
+    """Bytes of the loaded weights on the device: 4 for each where they are decoded at load, else as in the
+    file or in the format's tiles, which store base 3 as 2 bits."""
+    descriptions = [description, *([description.draft] if description.draft else [])]
+    kinds = collections.Counter((t.format, t.shape, t.nbytes) for one in descriptions for _, t in one.each())
+    return sum(count * tensor_bytes(*kind, run) for kind, count in kinds.items())
+
+
+def tensor_bytes(format: str, shape: tuple[int, ...], file_bytes: int, run: RunConfig) -> int:
+    """Bytes of one tensor on the device."""
+    if run.weights == "decoded":
+        return 4 * math.prod(shape)
+    if len(shape) < 2:
+        return file_bytes
+    *experts, n, k = shape
+    problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
+    tiled = products(problem, run.impl).tiled
+    return math.prod(experts) * tiled_nbytes(format, (n, k)) if tiled else file_bytes
+
+
+def bytes_per_token(config: ModelConfig, run: RunConfig) -> int:
+    """Cache bytes for one more token of a sequence: keys and values of every layer that keeps them all, and
+    of the draft layer where it is loaded. `run` must be resolved (plan.resolve)."""
+    draft = config.attention.bytes_per_token(run) if config.draft else 0
+    return draft + sum(layer.mixer.bytes_per_token(run) for layer in config.layers)
+
+
+def bytes_per_row(config: ModelConfig, run: RunConfig) -> int:
+    """Cache bytes of one sequence whatever its length: recurrent states, and keys and values of windows, when
+    they are full."""
+    return sum(layer.mixer.bytes_per_row(run) for layer in config.layers)
+
+
+def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
+    """Bytes of a cache with every sequence full. `run` must be resolved."""
+    tokens = -(-run.context // run.page_size) * run.page_size
+    return run.batch_size * (tokens * bytes_per_token(config, run) + bytes_per_row(config, run))
+
+
+def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
+    """Bytes beside the cache in which prefill puts one layer's keys and values, for a kernel that does not
+    read them as they are stored; with every sequence full. `run` must be resolved."""
+    return run.batch_size * max((layer.mixer.scratch_bytes(run) for layer in config.layers), default=0)
+
+
+def explain_weights(description: Description, run: RunConfig, parts: int = 1) -> list[Verdict]:
+    """Both ways to store the weights, which one `run` gets, and why. All of `run` but its weights must be
+    resolved; `parts` as for `check`.
+
+    "auto" is packed where kernels read packed weights. On a CPU without one for every matrix it is decoded,
+    which measured faster than the reference on packed ones (benchmarks/LOG.md), where that and a full cache
+    leave a tenth of the free memory to the rest of the process; else it is packed.
+    """
+    if run.weights != "auto":
+        asked = f"{run.weights} was asked for"
+        return [
+            Verdict(way, way == run.weights, "asked for" if way == run.weights else asked)
+            for way in ("decoded", "packed")
+        ]
+    weights, cache, _ = _share(description, dataclasses.replace(run, weights="decoded"), parts)
+    sizes = f"weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB"
+    free = machine.free_memory() if jax.process_count() == 1 else machine.device_memory()  # all must agree
+    on_cpu = jax.default_backend() == "cpu"
+    without = _without_kernel(description, run) if on_cpu else None
+    if not on_cpu:
+        decoded, reason = False, "is faster on a CPU only"
+    elif without is None:
+        decoded, reason = False, "is slower than the kernels that read packed weights"
+    elif weights + cache > 0.9 * free:
+        decoded, reason = False, f"{sizes} exceed nine tenths of the {free / 1e9:.2f} GB that are free"
+    else:
+        decoded, reason = True, f"{sizes} fit into nine tenths of the {free / 1e9:.2f} GB that are free"
+    if decoded and without == NEEDS_LLVM:
+        packed = weight_bytes(description, dataclasses.replace(run, weights="packed")) / parts
+        without = f"{without}, with which weights are {packed / 1e9:.2f} GB, as in the file"
+    later = f"comes later: {without}" if decoded else "as they lie in the file"
+    return [Verdict("decoded", decoded, reason), Verdict("packed", not decoded, later)]
+
+
+def missing_extra(description: Description, run: RunConfig) -> str | None:
+    """In a line what the extra `cpu` would give, on a CPU where it is missing; None elsewhere. `run` must be
+    resolved."""
+    if jax.default_backend() != "cpu" or _without_kernel(description, run) != NEEDS_LLVM:
+        return None
+    stored, packed = (
+        weight_bytes(description, dataclasses.replace(run, weights=way)) / 1e9
+        for way in (run.weights, "packed")
+    )
+    return (
+        f"no kernels: weights are {stored:.2f} GB where {packed:.2f} would do, and read more slowly; "
+        "pip install 'bonsai-jax[cpu]' brings the package llvmlite, which they need"
+    )
+
+
+def _without_kernel(description: Description, run: RunConfig) -> str | None:
+    """Why some of the file's matrices would be multiplied packed by the reference; None: none would."""
+    shapes = {(t.format, *t.shape[-2:]) for _, t in description.each() if len(t.shape) > 1}
+    for format, n, k in sorted(shapes):
+        problem = Matmul(device.platform(), format, n, k, bits=run.activation_bits)
+        if format != "f32" and choose(problem, impl=run.impl) == "reference":
+            return next(v.reason for v in explain(problem, impl=run.impl) if v.kernel == "cpu")
+    return None
+
+
+def check(description: Description, run: RunConfig, parts: int = 1) -> None:
+    """Raise MemoryError, with sums and the remedies that help, when a device's share of the weights, one in
+    `parts`, and of a full cache and prefill's scratch, split by KV head, exceed its memory."""
+    limit = machine.device_memory()
+
+    def fits(**changes) -> bool:
+        return sum(_share(description, dataclasses.replace(run, **changes), parts)) <= limit
+
+    if fits():
+        return
+    remedies = {
+        "keep the weights packed (weights='packed')": ("weights", "packed"),
+        "keep keys and values in 8 bits (cache_dtype='int8')": ("cache_dtype", "int8"),
+        "lower batch_size": ("batch_size", 1),
+        "lower context": ("context", 1),
+    }
+    works = [
+        some
+        for count in range(1, len(remedies) + 1)
+        for some in itertools.combinations(remedies, count)
+        if fits(**dict(remedies[text] for text in some))
+    ]
+    fewest = [" and ".join(some) for some in works if len(some) == len(works[0])]
+    remedy = " or ".join(fewest) or "use a smaller quantization of this model, or a smaller model"
+    weights, cache, scratch = _share(description, run, parts)
+    beside = f", and {scratch / 1e9:.2f} GB in which prefill reads it as float16," * (scratch > 0)
+    raise MemoryError(
+        f"{description.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
+        f"({run.batch_size} sequences of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
+        f"{machine.device_name()}; {remedy}"
+    )
+
+
+def _share(description: Description, run: RunConfig, parts: int) -> tuple[float, float, float]:
+    """Bytes of weights, of a full cache and of prefill's scratch on each of `parts` devices."""
+    config, weights = description.config, weight_bytes(description, run) / parts
+    heads = min(parts, config.attention.num_kv_heads)
+    return weights, cache_bytes(config, run) / heads, scratch_bytes(config, run) / heads

@@ -1,0 +1,37 @@
+"""Functions of a lane's float32 that the formulas of activations need (pallas_kernels/activations.py)."""
+
+import math
+
+from pallas_kernels.activations import Math, half_erfc
+from pallas_kernels.gpu import lanes
+from pallas_kernels.gpu.values import exp, maximum, minimum, of, select
+
+
+def _fast_exp(x):
+    return lanes.exp2(of(x) * math.log2(math.e))
+
+
+def _fast_times_sigmoid(x, z):
+    return of(x) * lanes.reciprocal(lanes.exp2(of(z) * -math.log2(math.e)) + 1)
+
+
+def _normal(reciprocal, exp):
+    def normal(x):
+        z = abs(x) * 2**-0.5
+        half = half_erfc(z, reciprocal(z * 0.5 + 1.0), exp)
+        return select(x < 0.0, half, 1.0 - half)
+
+    return normal
+
+
+# To nearest: for the few outputs of a decode step.
+PRECISE = Math(
+    minimum, maximum, lambda x, z: x / (exp(-z) + 1.0), _normal(lambda x: 1.0 / x, lambda x: exp(x))
+)
+# Within a few units in the last place, in fewer instructions: for the many outputs of a prefill.
+FAST = Math(minimum, maximum, _fast_times_sigmoid, _normal(lanes.reciprocal, _fast_exp))
+
+
+def silu(x):
+    """x / (1 + exp(-x)), by FAST."""
+    return _fast_times_sigmoid(x, x)
