@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
+from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, capped, ranges, softmax_step, visible
 from pallas_kernels.attention.scores import PLAIN, Scores
 from pallas_kernels.gpu import lanes, memory
@@ -184,3 +185,6 @@ def _arrived():
         lanes.block_barrier()
 
     arrived()
+
+
+run = prefill_pages.run_by(mma_attention)

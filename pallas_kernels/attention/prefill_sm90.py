@@ -39,6 +39,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
+from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, capped, ranges, softmax_step, visible
 from pallas_kernels.attention.scores import PLAIN, Scores
 
@@ -330,3 +331,6 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
         return before + stop
 
     lax.fori_loop(0, work.rounds, bring, jnp.int32(0))
+
+
+run = prefill_pages.run_by(prefill_attention)
