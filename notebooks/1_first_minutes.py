@@ -25,7 +25,7 @@ except ImportError:
 # "demo" is SmolLM2; or "model.gguf", a Hugging Face folder, "user/repo:Q1_0". Tests put a tiny model here.
 SOURCE = os.environ.get("NOTEBOOK_MODEL", "demo")
 model = bj.load(SOURCE)
-model.config
+model.config.attention  # as the file says it is; layers alike have settings alike
 
 # %% [markdown]
 # ## Generate
