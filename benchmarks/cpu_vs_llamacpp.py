@@ -175,7 +175,7 @@ def most_bytes(path: str, cache: int, required: Required) -> float:
 
 def answered(path: str) -> dict[str, int]:
     """Bytes of this process at most, and of its cache."""
-    model = bj.load(path, bj.RunConfig(context=PROMPT + NEW, rows=1))
+    model = bj.load(path, bj.RunConfig(context=PROMPT + NEW, batch_size=1))
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, PROMPT).tolist()
     for _ in bj.stream(model, ids, max_new_tokens=NEW, ignore_eos=True):
         pass
@@ -204,7 +204,7 @@ def compare(path: str, sizes: dict[str, int], repetitions: int, required: Requir
     """Run, print, record; whether a ratio is below the required one. sizes: tokens of each kind of test."""
     threads = len(os.sched_getaffinity(0))
     theirs = LlamaCpp(path, threads)
-    model = bj.load(path, bj.RunConfig(context=sum(sizes.values()), rows=1))
+    model = bj.load(path, bj.RunConfig(context=sum(sizes.values()), batch_size=1))
     tests = {kind: bench.Test(model, kind, n) for kind, n in sizes.items()}
     measured = {
         "pp": lambda n: theirs.prefill(np.asarray(tests["pp"].ids)[0, :n].tolist()),
@@ -220,7 +220,7 @@ def compare(path: str, sizes: dict[str, int], repetitions: int, required: Requir
             speeds[f"{kind} llama.cpp"].append(measured[kind](test.tokens))
 
     print(
-        f"{bench.model_name(path)} on {machine.device_name()}, {threads} threads, "
+        f"{Path(path).stem} on {machine.device_name()}, {threads} threads, "
         f"median of {repetitions} (smallest to largest)"
     )
     print(

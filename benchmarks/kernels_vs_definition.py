@@ -128,7 +128,7 @@ def main() -> None:
     first = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
     texts = padded(kept, size)
 
-    settings = {"context": 1024, "rows": 1}
+    settings = {"context": 1024, "batch_size": 1}
     with part("load the model, three times"):
         exact = bj.load(arguments.model, bj.RunConfig(**settings, cache_dtype="float32", impl="reference"))
         settings |= {"cache_dtype": arguments.cache_dtype}

@@ -187,7 +187,9 @@ class Products:
         del blocks
         times = bench.seconds_per_call(chain, start, **self.counts)
         light = one_op.light_seconds(jax.tree.leaves(held), **self.counts)
-        return self.row(op, times, light, moved, shape, layers, held.parts[0].products.of(self.rows), error)
+        return self.row(
+            op, times, light, moved, shape, layers, held.parts[0].products.kernel(self.rows), error
+        )
 
     def feed_forward(self, down: one_op.Row) -> one_op.Row:
         arguments, config = self.arguments, self.config
@@ -226,7 +228,7 @@ class Products:
             moved,
             up_shape,
             layers,
-            gate.parts[0].products.of(self.rows),
+            gate.parts[0].products.kernel(self.rows),
             error,
         )
 

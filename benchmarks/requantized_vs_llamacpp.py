@@ -157,7 +157,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=5e-3, help="exit with an error at a larger KL to F32")
     arguments = parser.parse_args()
     run = bj.RunConfig(
-        context=256, rows=1, cache_dtype=arguments.cache_dtype, activation_bits=arguments.activation_bits
+        context=256,
+        batch_size=1,
+        cache_dtype=arguments.cache_dtype,
+        activation_bits=arguments.activation_bits,
     )
     if arguments.against:
         oracle, path = json.loads(arguments.against.read_text()), Path(arguments.model)

@@ -1,8 +1,7 @@
-"""Models made of seeded random weights: "synth:<model>:<format>[:seed]".
+"""Models of seeded random weights: "synth:<model>:<format>[:seed]".
 
-They have a real model's shapes, metadata and tensor list, so that speed can be measured, and code be tested,
-where no file can be had. Nothing is drawn here: a tensor is a description, and its blocks are made on the
-device that runs them.
+They have the shapes, metadata and tensor list of real models, so that speed can be measured and code tested
+without a file. Tensors are only descriptions: their blocks are drawn on the device that runs them.
 """
 
 import dataclasses
@@ -19,23 +18,35 @@ from .geometry import GEOMETRY, tensor_nbytes
 
 @dataclasses.dataclass(frozen=True)
 class _Delta:
-    """Gated delta net, in all layers but every fourth."""
+    """A gated delta net, in all layers except every fourth."""
 
     k_heads: int
     v_heads: int
     head_dim: int
-    rotated: int  # values of a head of attention that rope turns
+    rotated: int  # values of an attention head that rope rotates
     conv: int = 4
     interval: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _Experts:
-    """In all layers, in place of the feed-forward."""
+    """Experts, in all layers, in place of the feed-forward."""
 
     count: int
     used: int
     ffn: int
+
+
+@dataclasses.dataclass(frozen=True)
+class _Windows:
+    """Attention that sees a window of keys, in all layers but every `pattern`-th, and norms after both halves
+    of a layer. Softcaps of scores and of logits: 0 is none."""
+
+    size: int
+    pattern: int
+    rope_base: float
+    head_norms: bool
+    softcaps: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +68,14 @@ class _Model:
     norm_eps: float = 1e-6
     delta: _Delta | None = None
     experts: _Experts | None = None
-    folded: int = 0  # values that a Hadamard transform of the inputs is of (folding.py); 0: not folded
+    windows: _Windows | None = None
+    folded: int = 0  # values per Hadamard transform of the inputs (folding.py); 0: not folded
+
+    @property
+    def has_head_norms(self) -> bool:
+        if self.windows:
+            return self.windows.head_norms
+        return self.architecture in ("qwen3", "qwen3moe", "qwen35")
 
     def is_delta(self, layer: int) -> bool:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
@@ -87,6 +105,10 @@ _MODELS = {
         "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e6, False, 151643,
         experts=_Experts(128, 8, 768),
     ),
+    "gemma3-12b": _Model(
+        "gemma3", 48, 3840, 15360, 16, 8, 256, 262208, 131072, 1e6, True, 1,
+        windows=_Windows(1024, 6, 1e4, True),
+    ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
     ),
@@ -103,13 +125,20 @@ _MODELS = {
         "qwen35", 4, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35",
         delta=_Delta(2, 4, 64, 16, interval=3),
     ),
+    # Windows of less than a page, layers after the last period, both ropes.
+    "tiny-gemma3": _Model(
+        "gemma3", 5, 256, 512, 4, 2, 128, 512, 2048, 1e6, True, 306, windows=_Windows(48, 3, 1e4, True)
+    ),
+    "tiny-gemma2": _Model(
+        "gemma2", 4, 256, 512, 4, 2, 64, 512, 2048, 1e4, True, 306,
+        windows=_Windows(80, 2, 1e4, False, (50.0, 30.0)),
+    ),
     "tiny-qwen3moe": _Model(
         "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)
     ),
 }  # fmt: skip
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 _NOT_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k")
-_FORMATS = [*_MIXES, *(name for name in GEOMETRY if name not in _NOT_WEIGHTS)]
 
 # The first merges of English; each part is a byte's symbol or the result of an earlier merge.
 _MERGES = """\
@@ -126,9 +155,8 @@ _CHAT_TEMPLATE = """{%- for message in messages -%}
 def open_synth(source: str) -> Checkpoint:
     """The checkpoint that "synth:<model>:<format>[:seed]" names. Without a seed it is 0.
 
-    A format is that of every matrix (norms and biases are f32), or one of llama.cpp's mixes q4_k_m and
-    q5_k_m.
-    Raises CheckpointError, with what there is, for an unknown model or format.
+    The format applies to every matrix (norms and biases are f32); q4_k_m and q5_k_m are llama.cpp's mixes.
+    Raises CheckpointError, with the known names, for an unknown model or format.
     """
     parts = source.lower().split(":")
     if not 3 <= len(parts) <= 4 or parts[0] != "synth":
@@ -138,8 +166,10 @@ def open_synth(source: str) -> Checkpoint:
     _, name, format, *seeds = parts
     if name not in _MODELS:
         raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(_MODELS)}")
-    if format not in _FORMATS:
-        raise CheckpointError(f"{source}: format is {format!r}; there are {', '.join(_FORMATS)}")
+    known = [*_MIXES, *(format for format in GEOMETRY if format not in _NOT_WEIGHTS)]
+    if format not in known:
+        known = f"{', '.join(known)} (checkpoints/geometry.py lists them)"
+        raise CheckpointError(f"{source}: format is {format!r}; there are {known}")
     seed = seeds[0] if seeds else "0"
     if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 1 << 32):
         raise CheckpointError(f"{source}: seed is {seed!r}; a number from 0 to {(1 << 32) - 1} is expected")
@@ -165,7 +195,8 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
 
     Linears keep their input's variance. Those that write to the residual stream are smaller, so that the sum
     over all layers stays near 1. The output matrix gives logits a deviation of 2.5, as a trained model's are:
-    under a flat distribution an error in the logits would not show.
+    under a flat distribution an error in the logits would not show. Where embeddings are scaled up (Gemma),
+    the last norm makes that deviation: a token would otherwise predict nothing but itself.
     """
     base = _MIXES.get(format, format)
     hidden = model.hidden
@@ -194,10 +225,12 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
+        if model.windows:
+            yield norm(f"blk.{i}.post_ffw_norm.weight", hidden)
 
     head_format = "q6_k" if format in _MIXES else base
     if model.tied:
-        yield linear("token_embd.weight", model.vocab, hidden, head_format, 2.5)
+        yield linear("token_embd.weight", model.vocab, hidden, head_format, 0.5 if model.windows else 2.5)
     else:
         yield "token_embd.weight", base, (model.vocab, hidden), 0.0, 1.0
     for i in range(model.layers):
@@ -219,27 +252,29 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         if model.architecture == "qwen2":
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
-        if model.architecture in ("qwen3", "qwen3moe", "qwen35"):
+        if model.has_head_norms:
             yield norm(f"blk.{i}.attn_q_norm.weight", model.head_dim)
             yield norm(f"blk.{i}.attn_k_norm.weight", model.head_dim)
         yield linear(f"blk.{i}.attn_output.weight", hidden, q_width, gain=residual)
+        if model.windows:
+            yield norm(f"blk.{i}.post_attention_norm.weight", hidden)
         yield from feed_forward(i, down_format)
-    yield norm("output_norm.weight", hidden)
+    yield "output_norm.weight", "f32", (hidden,), 5.0 if model.windows else 1.0, 0.1
     if not model.tied:
         yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
 
 
 def _delta_net(model: _Model, block: str, linear, norm, base: str, residual: float) -> Iterator:
-    """Tensors of a gated delta net. States fade by a tenth a token or so; in files of 1 and 2 bits what makes
-    their gates stays in 16."""
+    """Tensors of a gated delta net. States decay by about a tenth per token. Files of 1 and 2 bits per weight
+    store the gates' matrices in bf16."""
     d = model.delta
     assert d is not None
     inner, channels = d.v_heads * d.head_dim, (2 * d.k_heads + d.v_heads) * d.head_dim
-    of_gates = "bf16" if 8 * GEOMETRY[base].bytes < 3 * GEOMETRY[base].weights else base
+    gate_format = "bf16" if 8 * GEOMETRY[base].bytes < 3 * GEOMETRY[base].weights else base
     yield linear(f"{block}.attn_qkv.weight", channels, model.hidden)
     yield linear(f"{block}.attn_gate.weight", inner, model.hidden)
-    yield linear(f"{block}.ssm_alpha.weight", d.v_heads, model.hidden, of_gates)
-    yield linear(f"{block}.ssm_beta.weight", d.v_heads, model.hidden, of_gates)
+    yield linear(f"{block}.ssm_alpha.weight", d.v_heads, model.hidden, gate_format)
+    yield linear(f"{block}.ssm_beta.weight", d.v_heads, model.hidden, gate_format)
     yield f"{block}.ssm_conv1d.weight", "f32", (channels, d.conv), 0.0, 1 / math.sqrt(d.conv)
     yield f"{block}.ssm_dt.bias", "f32", (d.v_heads,), 0.0, 0.5
     yield f"{block}.ssm_a", "f32", (d.v_heads,), -0.15, 0.03
@@ -253,7 +288,7 @@ def _more_bits(i: int, layers: int) -> bool:
 
 
 def _metadata(name: str, model: _Model) -> dict[str, Any]:
-    """What a GGUF file of this model says, under llama.cpp's keys."""
+    """The metadata of a GGUF file of this model, under llama.cpp's keys."""
     hyperparameters = {
         "block_count": model.layers,
         "context_length": model.context,
@@ -274,6 +309,14 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
             "expert_used_count": e.used,
             "expert_feed_forward_length": e.ffn,
         }
+    if w := model.windows:
+        hyperparameters |= {
+            "attention.sliding_window": w.size,
+            "attention.sliding_window_pattern": w.pattern,
+            "rope.freq_base_swa": w.rope_base,
+        }
+        keys = ("attn_logit_softcapping", "final_logit_softcapping")
+        hyperparameters |= {key: cap for key, cap in zip(keys, w.softcaps, strict=True) if cap}
     if d := model.delta:
         thirds = [-(-d.rotated // 2 // 3), -(-d.rotated // 2 // 3)]
         hyperparameters |= {
@@ -304,8 +347,8 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
 
 
 def _folding(model: _Model) -> dict[str, Any]:
-    """All linears are folded but those of a delta net's gates, and the embedding. Random weights are as
-    random rotated."""
+    """All linears are folded, except for a delta net's gates, and so is the embedding. Random weights stay
+    random when they are rotated."""
     names = [name for name, _, shape, _, _ in _tensors(model, "f32") if len(shape) == 2]
     plain = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight", "token_embd.weight")
     d = model.delta
@@ -326,7 +369,7 @@ def _folding(model: _Model) -> dict[str, Any]:
 
 
 def _tokenizer(model: _Model) -> dict[str, Any]:
-    """A small but valid byte-level BPE: 256 bytes, 50 merges, ChatML's specials; the other ids are unused."""
+    """A small, valid byte-level BPE: 256 bytes, 50 merges, ChatML's special tokens; other ids are unused."""
     normal, control, unused = 1, 3, 5  # llama.cpp's token types
     merges = _MERGES.replace("\n", "").split("|")
     tokens = [*_byte_symbols(), *(merge.replace(" ", "") for merge in merges)]

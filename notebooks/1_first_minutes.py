@@ -119,7 +119,7 @@ for verdict in selection.explain(product):
 # %%
 greedy = bj.SamplingParams(temperature=0.0)
 ids = model.tokenizer.encode(prompts[0])
-state = bj.new_state(model, rows=1, context=64, params=greedy, max_new_tokens=8, ignore_eos=True)
+state = bj.new_state(model, batch_size=1, context=64, params=greedy, max_new_tokens=8, ignore_eos=True)
 state, drawn, _ = bj.jitted.prefill(
     model.params, state, jnp.array([ids]), jnp.array([len(ids)]), model.config
 )

@@ -72,7 +72,7 @@ def measure(
     cache = kv.empty(config, run, rows, depth + tokens)
     tokens = min(tokens, core.chunk_size(cache, rows))
     name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
-    test = {"model": bench.model_name(model.source), "test": f"{name}@d{depth}"}
+    test = {"model": model.name, "test": f"{name}@d{depth}"}
 
     def row(phase: str, seconds: float, moved: int, operations: int, least: tuple, impl: str) -> Phase:
         return Phase(
@@ -102,7 +102,7 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
     """Operations per second that the device allows for products of so many rows with this weight, by what
     multiplies them."""
     piece = weight.pieces[0] if isinstance(weight, Rows) else weight
-    kernel = piece.products.of(rows)
+    kernel = piece.products.kernel(rows)
     if kernel in ("reference", "cublas", "int_prefill_sm90"):
         return machine.arithmetic("half")
     by_planes = kernel == "bit_decode_b1" or (kernel == "bit_decode_ring" and rows <= 4)

@@ -148,7 +148,7 @@ class LoadPlan:
     def kernel(self, matrix: Matrix, rows: int) -> str:
         """What multiplies so many rows with a matrix, or so many tokens with those of their experts."""
         chosen = selection.choose(self.experts_problem(matrix), rows) if matrix.experts else "tiles"
-        return matrix.products.of(rows) if chosen == "tiles" else chosen
+        return matrix.products.kernel(rows) if chosen == "tiles" else chosen
 
     def experts_problem(self, matrix: Matrix) -> problems.Experts:
         """The problem of a matrix that each expert has."""
@@ -157,10 +157,10 @@ class LoadPlan:
             for stack in self.stacks
             if stack.members[0][0].experts
         }
-        kernels = {matrix.products.of(1) for matrix, _ in self.each() if matrix.experts}
+        kernels = {matrix.products.kernel(1) for matrix, _ in self.each() if matrix.experts}
         return problems.Experts(
             device.platform(),
-            matrix.products.of(1),
+            matrix.products.kernel(1),
             whole=stored["gate"] == stored["up"] and len(kernels) == 1,
             folded=any(folded for formats in stored.values() for _, folded in formats),
         )

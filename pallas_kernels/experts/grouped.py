@@ -55,7 +55,7 @@ def feed_forward(
     experts = jax.tree.leaves(down)[0].shape[0 if layer is None else 1]
     tiles = tiles_for(pairs.size, experts)
     at, *listed = places.expert_places(pairs, experts=experts, tokens=tiles.tokens, step=tiles.stored)
-    of_token = at.reshape(-1, used)
+    token_places = at.reshape(-1, used)
     rows = places.rows_of(pairs.size, experts, tiles.stored)
     flat = x.reshape(-1, x.shape[-1]).astype(jnp.float32)
 
@@ -73,16 +73,16 @@ def feed_forward(
             shared=gpu.shared_bytes, tiles_of=tiles,
         )  # fmt: skip
 
-    hidden = _of_layer(tuple(gate_up), layer, functools.partial(product, flat, of_token))
-    y = _of_layer((down,), layer, functools.partial(product, hidden, None))
+    hidden = _with_layer(tuple(gate_up), layer, functools.partial(product, flat, token_places))
+    y = _with_layer((down,), layer, functools.partial(product, hidden, None))
     total = jnp.zeros((), jnp.float32)
     for j, weight in enumerate(weights.reshape(-1, used).T):
-        row = y.at[of_token[:, j]].get(mode="clip")
-        total += jnp.where(of_token[:, j, None] >= 0, weight[:, None] * row, 0.0)
+        row = y.at[token_places[:, j]].get(mode="clip")
+        total += jnp.where(token_places[:, j, None] >= 0, weight[:, None] * row, 0.0)
     return total.reshape(*x.shape[:-1], -1)
 
 
-def _of_layer(stacks: tuple, layer, use):
+def _with_layer(stacks: tuple, layer, use):
     """use(matrices, index) of a layer, which has one part of each stack."""
     if isinstance(stacks[0], QTensor):
         return use(stacks, layer)

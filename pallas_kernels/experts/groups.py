@@ -51,12 +51,12 @@ def by_expert(
     if len(weights) == 2:
         if (together := same_part(*weights, layer)) is None:
             return activation(*(by_expert(x, (w,), chosen, layer) for w in weights))
-        return _of_stack(x, together[0], chosen, together[1], activation)
+        return _by_stack(x, together[0], chosen, together[1], activation)
     (w,) = weights
     if isinstance(w, LayerStack):
         # No part is Rows: plan.JOINED.
-        return w.at(layer, lambda part, index: _of_stack(x, (part,), chosen, index, activation))
-    return _of_stack(x, weights, chosen, layer, activation)
+        return w.at(layer, lambda part, index: _by_stack(x, (part,), chosen, index, activation))
+    return _by_stack(x, weights, chosen, layer, activation)
 
 
 def feed_forward(
@@ -83,7 +83,7 @@ def feed_forward(
     return differentiated(op, exactly)(x, weights, stacks, indices)
 
 
-def _of_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation) -> jax.Array:
+def _by_stack(x, weights: tuple[Any, ...], chosen, index, activation: Activation) -> jax.Array:
     """by_expert of one stack, or two that are alike; index is into their first axis, None where it is that of
     the experts."""
     known = index if isinstance(index, int) else None
@@ -107,7 +107,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
     first = 0 if index is None else index * experts
     n, pairs = weights[0].shape[0], chosen.reshape(-1)
     rows = x.reshape(-1, x.shape[-1])
-    of_row = pairs.size // len(rows)
+    pairs_of_row = pairs.size // len(rows)
     valid = (pairs >= 0) & (pairs < experts)
     most_rows, kernel = MOST_ROWS, None
     if skips and _chosen(weights, 1) == "int_experts":
@@ -116,22 +116,22 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
         most_rows = kernel.most_rows(weights)
     tiles = tiles_of(jnp.where(valid, pairs, experts), experts, most_rows)
 
-    def multiplied(expert, of_tile):
-        return product(rows[of_tile // of_row], weights, first + expert, None, 0.0, None, activation)
+    def multiplied(expert, tile_pairs):
+        return product(rows[tile_pairs // pairs_of_row], weights, first + expert, None, 0.0, None, activation)
 
-    def tile(_, of):
-        expert, of_tile = of
+    def tile(_, item):
+        expert, tile_pairs = item
         if not skips:
-            return None, multiplied(jnp.minimum(expert, experts - 1), of_tile)
-        zeros = lambda *_: jnp.zeros((len(of_tile), n), jnp.float32)  # noqa: E731
-        return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, of_tile)
+            return None, multiplied(jnp.minimum(expert, experts - 1), tile_pairs)
+        zeros = lambda *_: jnp.zeros((len(tile_pairs), n), jnp.float32)  # noqa: E731
+        return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, tile_pairs)
 
     if kernel is not None:
         which = jnp.where(tiles.expert < experts, first + tiles.expert, -1)
-        y = kernel.run(rows, weights, which, tiles.pairs // of_row, activation)
+        y = kernel.run(rows, weights, which, tiles.pairs // pairs_of_row, activation)
     elif device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
         each = zip(jnp.minimum(tiles.expert, experts - 1), tiles.pairs, strict=True)
-        y = jnp.stack([multiplied(expert, of_tile) for expert, of_tile in each])
+        y = jnp.stack([multiplied(expert, tile_pairs) for expert, tile_pairs in each])
     else:
         _, y = jax.lax.scan(tile, None, (tiles.expert, tiles.pairs))
     y = jnp.where(valid[:, None], y.reshape(-1, n)[tiles.places], 0.0)
@@ -140,7 +140,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
 
 def _chosen(weights: Sequence[QTensor], tokens: int, alike: bool = False) -> str:
     """The candidate for so many tokens; alike: gate and up, of a whole feed-forward's weights."""
-    kernel, *others = dict.fromkeys(w.products.of(1) for w in weights)
+    kernel, *others = dict.fromkeys(w.products.kernel(1) for w in weights)
     folded = any(w.rotation is not None for w in weights)
     problem = Experts(device.platform(), kernel, whole=alike and not others, folded=folded)
     return selection.choose(problem, tokens)
@@ -168,8 +168,8 @@ def tiles_of(experts_of_pairs: jax.Array, experts: int, most_rows: int = MOST_RO
     expert = jnp.searchsorted(end, tile, side="right").astype(jnp.int32)
     within = tile - (end - tiles)[jnp.minimum(expert, experts - 1)]
     sorted_place = begin[jnp.minimum(expert, experts - 1)] + rows * within
-    of_tile = order[jnp.clip(sorted_place[:, None] + jnp.arange(rows), 0, pairs - 1)]
+    tile_pairs = order[jnp.clip(sorted_place[:, None] + jnp.arange(rows), 0, pairs - 1)]
     rank = jnp.zeros(pairs, jnp.int32).at[order].set(everyone)
     own = jnp.minimum(experts_of_pairs, experts - 1)
     places = (end - tiles)[own] * rows + rank - begin[own]
-    return Tiles(expert, of_tile.astype(jnp.int32), jnp.clip(places, 0, most * rows - 1))
+    return Tiles(expert, tile_pairs.astype(jnp.int32), jnp.clip(places, 0, most * rows - 1))

@@ -23,7 +23,7 @@ from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul.int_mma import decode_block as int_decode_block
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import eights
-from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
+from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.qtensor import QTensor
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
@@ -73,26 +73,26 @@ def int_experts(
     rows     int32 [tiles, 1 to 16]
     Returns float32 [tiles * rows of a tile, N], N padded to 16. The rest as for `int_decode`.
     """
-    columns, (tiles, of_tile) = x.shape[1], rows.shape
+    columns, (tiles, tile_rows) = x.shape[1], rows.shape
     n_tiles, steps = weights[0]["words"].shape[1:3]
     if columns < steps * TILE_COLUMNS:
         x = jnp.pad(x, ((0, 0), (0, steps * TILE_COLUMNS - columns)))
     blocks = max(1, device.multiprocessors() // tiles)
-    planned = int_decode_plan.plan((weights,), of_tile, (format,), activation_bits, shared, blocks=blocks)
+    planned = int_decode_plan.plan((weights,), tile_rows, (format,), activation_bits, shared, blocks=blocks)
     if planned is None:
         raise NotImplementedError(
-            f"{format}: {of_tile} rows of {columns} activations of {activation_bits} bits do not fit "
+            f"{format}: {tile_rows} rows of {columns} activations of {activation_bits} bits do not fit "
             f"{shared} bytes of shared memory"
         )
     (part,) = planned.parts
-    product = int_decode_block.IntegerProduct(
-        planned, of_tile, columns, n_tiles, steps, len(weights), 0.0, activation_bits, activation
+    product = int_decode_plan.IntegerProduct(
+        planned, tile_rows, columns, len(weights), 0.0, activation_bits, activation
     )
     ring = planned.warps * part.depth * part.item_bytes(len(weights))
     return launch(
         functools.partial(_body, product),
         {"weight_gmem": weights, "x_gmem": x, "experts_gmem": experts, "rows_gmem": rows},
-        {"out_gmem": jax.ShapeDtypeStruct((tiles * of_tile, n_tiles * TILE_ROWS), jnp.float32)},
+        {"out_gmem": jax.ShapeDtypeStruct((tiles * tile_rows, n_tiles * TILE_ROWS), jnp.float32)},
         name="int_experts",
         blocks=tiles * part.blocks,
         threads=32 * planned.warps,
@@ -101,13 +101,15 @@ def int_experts(
 
 
 def _body(
-    product: int_decode_block.IntegerProduct,
+    product: int_decode_plan.IntegerProduct,
     *, weight_gmem, x_gmem, experts_gmem, rows_gmem, out_gmem, ring_smem, **refs,
 ):  # fmt: skip
     """Of a block, whose tile its number says."""
     (part,) = product.plan.parts
     tile = integer(lanes.block()) // part.blocks
-    share = Share.of(part, product.steps, product.plan.warps, integer(lanes.block()) - tile * part.blocks)
+    share = Share.for_block(
+        part, product.steps, product.plan.warps, integer(lanes.block()) - tile * part.blocks
+    )
     expert = memory.load(experts_gmem, tile)
 
     def load_x(places):
@@ -116,12 +118,8 @@ def _body(
     def store(y, row, n, _):
         memory.store(y, out_gmem, tile * product.rows + integer(row), n)
 
-    with lanes.when(share.here & (expert < 2**31)):  # below 0 is large: numbers have no sign
+    with lanes.when(share.has_tiles & (expert < 2**31)):  # below 0 is large: numbers have no sign
         block = int_decode_block.Block(
             product, share, store, None, load_x, gamma_gmem=None, norm_layer=None, **refs
         )
-        stream, slot_bytes = Stream(share, weight_gmem, expert), part.item_bytes(product.matrices)
-        ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
-        first_pass = block.load()
-        block.run(first_pass, ring, ring.filled())
-        memory.wait_copies(0)
+        block.run_alone(weight_gmem, expert, ring_smem)

@@ -89,11 +89,11 @@ def _body(
 
         @functools.partial(lanes.loop, 0, turns, at_once, [])
         def _turn(first, _):
-            found = [each(integer(first) + i) for i in range(at_once)]
-            experts_of = [memory.load(chosen_gmem, pair) for pair, _ in found]
-            valid = [here & (e < experts) for (_, here), e in zip(found, experts_of, strict=True)]
+            turn_pairs = [each(integer(first) + i) for i in range(at_once)]
+            experts_of = [memory.load(chosen_gmem, pair) for pair, _ in turn_pairs]
+            valid = [exists & (e < experts) for (_, exists), e in zip(turn_pairs, experts_of, strict=True)]
             known = [select(v, e, 0) for v, e in zip(valid, experts_of, strict=True)]
-            body([(*f, v, e) for f, v, e in zip(found, valid, known, strict=True)])
+            body([(*f, v, e) for f, v, e in zip(turn_pairs, valid, known, strict=True)])
             return []
 
     counts = [(lane + i, index(lane + i)) for i in range(0, experts, 32)]
@@ -102,13 +102,13 @@ def _body(
             memory.store(integer(0), counts_smem, warp, at)
     lanes.warp_barrier()
 
-    def count(found):
-        for pair, _, valid, expert in found:
+    def count(turn_pairs):
+        for pair, _, valid, expert in turn_pairs:
             same = lanes.ballot(valid)
             for bit in range((experts - 1).bit_length()):
-                mine = (expert >> bit & 1) == 1
-                with_it = lanes.ballot(mine)
-                same = same & select(mine, with_it, with_it ^ 0xFFFFFFFF)
+                has_bit = (expert >> bit & 1) == 1
+                with_it = lanes.ballot(has_bit)
+                same = same & select(has_bit, with_it, with_it ^ 0xFFFFFFFF)
             below = lanes.ones(same & (integer(1) << lane) - 1)
             before = memory.load(counts_smem, warp, expert)
             with lanes.when(valid):
@@ -124,10 +124,10 @@ def _body(
     is_expert = thread < experts
     total = integer(0)
     for w in range(WARPS):
-        of_warp = memory.load(counts_smem, w, own)
+        warp_count = memory.load(counts_smem, w, own)
         with lanes.when(is_expert):
             memory.store(total, counts_smem, w, own)
-        total = total + of_warp
+        total = total + warp_count
     total = select(is_expert, total, 0)
     rows, tiles = (total + (step - 1)) // step * step, (total + (tokens - 1)) // tokens
     first, first_tile = _before([rows, tiles], warp, lane, sums_smem)
@@ -145,10 +145,10 @@ def _body(
         memory.store(first_tile + tiles, count_gmem, 0)
     lanes.block_barrier()
 
-    def place(found):
-        for pair, here, valid, expert in found:
+    def place(turn_pairs):
+        for pair, exists, valid, expert in turn_pairs:
             before = memory.load(first_smem, expert) + memory.load(counts_smem, warp, expert)
-            with lanes.when(here):
+            with lanes.when(exists):
                 place = select(valid, before + memory.load(places_gmem, pair), -1)
                 memory.store(place, places_gmem, pair)
 
@@ -169,6 +169,6 @@ def _before(values: list, warp, lane, sums_smem) -> list:
     lanes.block_barrier()
     out = []
     for slot, value in enumerate(inclusive):
-        of_warp = memory.load(sums_smem, slot, lane)
-        out.append(value + lanes.warp_sum(select(lane < warp, of_warp, 0)))
+        warp_count = memory.load(sums_smem, slot, lane)
+        out.append(value + lanes.warp_sum(select(lane < warp, warp_count, 0)))
     return out

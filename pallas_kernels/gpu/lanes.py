@@ -22,6 +22,7 @@ from pallas_kernels.gpu.values import (
     of,
     real,
     select,
+    shifted_signed,
 )
 
 # Threads, and control flow
@@ -260,7 +261,7 @@ def small_integer(word, at: int, bits: int, less: int = 0):
 
 def signed_byte(word, i: int):
     """Byte i of a word as float32."""
-    return real(of(arith.shrsi(of(word) << 24 - 8 * i if i < 3 else word, integer(24))))
+    return real(shifted_signed(of(word) << 24 - 8 * i if i < 3 else word, 24))
 
 
 def bytes_as_reals(word, signed: bool = False, less: int = 0) -> list:
@@ -335,8 +336,13 @@ def merged(word, other, mask: int):
 
 def halves(word):
     """The two float16 of a word, as float32: (low half, high half)."""
-    pair = llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), word)
+    pair = as_half_vector(word)
     return [of(arith.extf(f32(), element(pair, i))) for i in range(2)]
+
+
+def as_half_vector(word):
+    """The two float16 of a word as a vector."""
+    return llvm.bitcast(ir.VectorType.get((2,), ir.F16Type.get()), word)
 
 
 def low_half(word):

@@ -142,6 +142,11 @@ def long(x: Any):
     return constant(i64(), x) if isinstance(x, int) else of(arith.extui(i64(), x))
 
 
+def not_negative(x):
+    """Whether an i32 with a sign is 0 or more."""
+    return of(arith.cmpi(arith.CmpIPredicate.sge, x, integer(0)))
+
+
 def true():
     return constant(i1(), 1)
 
@@ -163,6 +168,21 @@ def maximum(x, y: Any):
     return _apply("maxui", "maximumf", x, _like(x, y))
 
 
+def smaller_signed(x, y: Any):
+    """The smaller of two i32 with signs."""
+    return of(arith.minsi(x, _like(x, y)))
+
+
+def larger_signed(x, y: Any):
+    """The larger of two i32 with signs."""
+    return of(arith.maxsi(x, _like(x, y)))
+
+
+def shifted_signed(word, count: int):
+    """An i32 with a sign, shifted to the right: copies of the sign come in."""
+    return of(arith.shrsi(word, integer(count)))
+
+
 def fma(a, b: Any, c: Any):
     """a b + c, rounded once."""
     return of(mlir_math.fma(a, _like(a, b), _like(a, c)))
@@ -174,6 +194,11 @@ def exp(x):
 
 def log(x):
     return of(mlir_math.log(x))
+
+
+def ceil_divided(x, y: Any):
+    """x / y, rounded up."""
+    return of(arith.ceildivui(x, _like(x, y)))
 
 
 def rsqrt(x):

@@ -31,9 +31,14 @@ def lane(kept: bool = False):
 
 def fragment(registers, shape, layout, signed=None):
     """Lanes' registers as an array of Mosaic's."""
-    held = np.empty(layout.registers_shape(shape), dtype=object)
-    held.flat[:] = registers
-    return fragments.FragmentedArray(_registers=held, _layout=layout, _is_signed=signed)
+    array = np.empty(layout.registers_shape(shape), dtype=object)
+    array.flat[:] = registers
+    return fragments.FragmentedArray(_registers=array, _layout=layout, _is_signed=signed)
+
+
+def half_fragment(pairs, shape):
+    """Lanes' pairs of float16, each a word, as an array of Mosaic's in wgmma's layout."""
+    return fragment([lanes.as_half_vector(pair) for pair in pairs], shape, fragments.WGMMA_LAYOUT)
 
 
 def stage_results(sums, scale, stage, first: int, activation: Activation | None, added: bool):
@@ -72,8 +77,8 @@ def stored_by_lane(sums, scale, stage, stored: int, first: int, activation: Acti
         row = t * 2 + e
         for r in range(2 // matrices):
             swizzled = piece + 2 * r ^ row
-            of_row, of_piece = row * STEP_BYTES, swizzled * 16
-            places[e, r] = base + of_row + of_piece
+            row_begin, piece_begin = row * STEP_BYTES, swizzled * 16
+            places[e, r] = base + row_begin + piece_begin
     values = list(sums.registers.flat)
     two_t = index(t * 2)
     for j in range(stored // 8):
@@ -85,6 +90,6 @@ def stored_by_lane(sums, scale, stage, stored: int, first: int, activation: Acti
                 y = [activation(*y, math=FAST)]
             for r, out in enumerate(y):
                 if added:
-                    (there,) = memory.load_shared(1, places[e, r], at)
-                    out = out + as_real(there)
+                    (residual,) = memory.load_shared(1, places[e, r], at)
+                    out = out + as_real(residual)
                 memory.store_shared([as_word(out)], places[e, r], at)

@@ -40,7 +40,7 @@ def run(
 
     batch, (n, k) = x.shape[:-1], weights[0].shape
     x = x.reshape(-1, k).astype(jnp.float32)
-    gamma, of_gamma = (
+    gamma, gamma_index = (
         stacks.whole(gamma[None], 0) if gamma is not None and gamma.ndim == 1 else (gamma, layer)
     )
     fields, index = stacks.whole(tuple(w.fields for w in weights), part_layer)
@@ -52,13 +52,13 @@ def run(
         eps=eps if gamma is not None else None,
         residual=residual is not None,
     )
-    index = jnp.stack([index, jnp.asarray(0 if of_gamma is None else of_gamma, jnp.int32)])
+    index = jnp.stack([index, jnp.asarray(0 if gamma_index is None else gamma_index, jnp.int32)])
     operands = [x, index]
     if gamma is not None:
         operands.append(gamma.astype(jnp.float32))
     if residual is not None:
         operands.append(residual.reshape(-1, n).astype(jnp.float32))
-    operands += [of[name] for of in fields for name in kernel.fields]
+    operands += [field[name] for field in fields for name in kernel.fields]
     y, _ = jax.ffi.ffi_call(
         kernel.target(),
         (

@@ -79,7 +79,7 @@ def row_of(load: Load, x_gmem, row) -> list[list]:
     parts, residual = x_gmem
     terms = [load(parts, s, row) for s in range(parts.type.shape[0])]
     terms = terms if residual is None else [load(residual, row), *terms]
-    return [[total(list(v)) for v in zip(*of, strict=True)] for of in zip(*terms, strict=True)]
+    return [[total(list(v)) for v in zip(*piece, strict=True)] for piece in zip(*terms, strict=True)]
 
 
 def zeros_behind(pieces: list[list], in_row: list) -> list[list]:

@@ -4,8 +4,8 @@ multiprocessor, for weights of 2 to 8 bits.
     q, k, v -> [attention] -> [o, + x] -> x -> [norm, router, top-k] -> [norm, gate, up, activation]
             -> [down of the chosen, their sum, + x] -> x -> [norm, next layer's q, k, v]
 
-Attention is decode.py's, a product decode.py's, and activations go from block to block as words with a
-tag, as in decode_layers.py and by its rule (workspace.py). What experts add:
+Attention is attention/decode.py's, a product int_mma/decode.py's, and activations go from block to block as
+gpu/exchange.py has it. What experts add:
 
     router    a block makes the logit of one expert; every block reads all logits and takes the largest itself
     gate, up  a chosen expert has blocks of its own
@@ -30,13 +30,14 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import WARPS
-from pallas_kernels.attention.decode_splits import Exchange
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import Exchange, tag
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, index, integer, minimum, real, select, sum_of_squares, total
 from pallas_kernels.matmul.epilogue import inverse_rms, over_warps
 from pallas_kernels.matmul.int_mma.activations_shared import WarpActivations
-from pallas_kernels.matmul.int_mma.decode_block import Block, IntegerProduct
+from pallas_kernels.matmul.int_mma.decode_block import Block
+from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.step import router
@@ -44,7 +45,6 @@ from pallas_kernels.step.experts_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Plann
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.layer_products_plan import Phase
 from pallas_kernels.step.router import Experts
-from pallas_kernels.step.workspace import tag
 from pallas_kernels.tiles import TILE_COLUMNS
 
 # What goes from block to block; x is twice a layer, behind o and behind down.
@@ -52,40 +52,43 @@ QKV, ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(6)
 
 
 def run(
-    qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], of_router: LayerStack, inputs: StepInputs, *,
-    experts: Experts, eps: float, interleaved: bool, activation: Activation = SILU,
+    qkv: jax.Array, x: jax.Array, stacks: Sequence[LayerStack], router_stack: LayerStack,
+    inputs: StepInputs, *, experts: Experts, eps: float, interleaved: bool, activation: Activation = SILU,
 ) -> tuple[jax.Array, cache_layouts.Pages, cache_layouts.Pages]:  # fmt: skip
     """`experts_layers` of a model's stacks: of q, k and v, of o, gate, up and down."""
     joined, o, gate, up, down = stacks
-    of_products = (o,), (gate, up), (down,), (joined,)
+    products = (o,), (gate, up), (down,), (joined,)
     pieces = [
         [
             list(zip(*map(leaves, parts), strict=True))
-            for parts in zip(*(of.parts for of in each), strict=True)
+            for parts in zip(*(stack.parts for stack in each), strict=True)
         ]
-        for each in of_products
+        for each in products
     ]
     weights = tuple(
-        tuple(tuple(tuple(_flat(w, number in (GATE_UP, DOWN)) for w in of) for of in parts) for parts in each)
+        tuple(
+            tuple(tuple(_flat(w, number in (GATE_UP, DOWN)) for w in part) for part in parts)
+            for parts in each
+        )
         for number, each in enumerate(pieces)
     )
-    (w_router,) = of_router.parts
+    (w_router,) = router_stack.parts
     assert isinstance(w_router, QTensor)
     kernel = functools.partial(
         experts_layers,
-        formats_of=tuple(tuple(tuple(of[0].format for of in parts) for parts in each) for each in pieces),
+        formats_of=tuple(tuple(tuple(part[0].format for part in parts) for parts in each) for each in pieces),
         experts=experts, eps=eps, interleaved=interleaved, bits=pieces[0][0][0][0].products.activation_bits,
         activation=activation,
     )  # fmt: skip
     return jax.custom_batching.sequential_vmap(kernel)(
-        qkv, x, weights, jnp.asarray([of[0].where for of in of_products], jnp.int32),
+        qkv, x, weights, jnp.asarray([each[0].where for each in products], jnp.int32),
         w_router.fields["w"].reshape(-1, *w_router.shape), inputs,
     )  # fmt: skip
 
 
-def _flat(w: QTensor, of_experts: bool) -> dict[str, jax.Array]:
+def _flat(w: QTensor, by_expert: bool) -> dict[str, jax.Array]:
     """Fields of a stack, of experts by layer and expert."""
-    if not of_experts:
+    if not by_expert:
         return w.fields
     return {name: field.reshape(-1, *field.shape[2:]) for name, field in w.fields.items()}
 
@@ -126,7 +129,7 @@ def experts_layers(
     """
     hidden, page_size, kv_heads, head_dim = x.shape[1], *cache_layouts.shape(inputs.k_pages)[2:]
     phases = [
-        [Phase(parts, of) for parts, of in zip(*each, strict=True)]
+        [Phase(*combination) for combination in zip(*each, strict=True)]
         for each in zip(weights, formats_of, strict=True)
     ]
     q, ffn = phases[OUT][0].columns, phases[DOWN][0].columns
@@ -183,13 +186,13 @@ class _ChosenStream(NamedTuple):
     weight_gmem: Sequence[dict[str, Any]]
     first: Any
     chosen: Any
-    of_expert: int
+    expert_steps: int
 
     def item(self, tile, step):
         step = self.share.first_step + step
-        expert = self.first + self.chosen(step // self.of_expert)
+        expert = self.first + self.chosen(step // self.expert_steps)
         row = expert * self.share.part.n_tiles + self.share.first_tile + tile
-        return row * self.of_expert + step % self.of_expert
+        return row * self.expert_steps + step % self.expert_steps
 
 
 class _Layers:
@@ -205,7 +208,7 @@ class _Layers:
         self.bias, self.workspace, self.layers = bias, workspace, where.type.shape[1]
         self.known_smem, self.experts_smem, self.smem = known_smem, experts_smem, smem
         self.attention_smem, self.dots_smem, self.chosen_smem = attention_smem, dots_smem, chosen_smem
-        self.cache = Cache.of(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
 
     def run(self):
         self.kept = self.attention.keep(self.cache)
@@ -215,9 +218,9 @@ class _Layers:
 class _Layer:
     """A layer of it."""
 
-    def __init__(self, of: _Layers, layer):
-        self.of, self.layer, self.tag = of, integer(layer), tag(integer(layer))
-        self.planned, self.experts, self.widths = of.planned, of.experts, of.widths
+    def __init__(self, launch: _Layers, layer):
+        self.launch, self.layer, self.tag = launch, integer(layer), tag(integer(layer))
+        self.planned, self.experts, self.widths = launch.planned, launch.experts, launch.widths
 
     def run(self):
         state = self._known().filled()
@@ -231,16 +234,16 @@ class _Layer:
         """The ring of what is known ahead; made anew where it is used, so that what it is made of is not kept
         in registers."""
         phases = self._streams(OUT, self.layer), self._streams(NEXT_QKV, self.layer + 1)
-        return Ring(phases, self.of.known_smem, self.planned.depths[0], self.planned.slot_bytes[0])
+        return Ring(phases, self.launch.known_smem, self.planned.depths[0], self.planned.slot_bytes[0])
 
     def _mix(self):
         """Router and experts."""
-        of_expert = self.planned.blocks(GATE_UP)
-        number = integer(lanes.block()) // of_expert
-        inside = select(number < self.experts.used, integer(lanes.block()) - number * of_expert, 2**30)
-        choosing = max(of_expert * self.experts.used, self.planned.blocks(DOWN))
+        expert_blocks = self.planned.blocks(GATE_UP)
+        number = integer(lanes.block()) // expert_blocks
+        inside = select(number < self.experts.used, integer(lanes.block()) - number * expert_blocks, 2**30)
+        choosing = max(expert_blocks * self.experts.used, self.planned.blocks(DOWN))
         owners = min(self.experts.count, device.multiprocessors())
-        expert = lambda: memory.load(self.of.chosen_smem, minimum(number, self.experts.used - 1))  # noqa: E731
+        expert = lambda: memory.load(self.launch.chosen_smem, minimum(number, self.experts.used - 1))  # noqa: E731
         gate_up = self._streams(GATE_UP, self.layer, inside)
         (product,) = self.planned.products[GATE_UP]
         block = self._block(GATE_UP, product, gate_up[0].share, number)
@@ -252,10 +255,10 @@ class _Layer:
             self._choose(block)
             streams = [s._replace(layer=s.layer * self.experts.count + expert()) for s in gate_up]
             phases = [streams, self._chosen_streams()]
-            ring = Ring(phases, self.of.experts_smem, self.planned.depths[1], self.planned.slot_bytes[1])
+            ring = Ring(phases, self.launch.experts_smem, self.planned.depths[1], self.planned.slot_bytes[1])
             state = ring.filled()
             run = lambda: block.run(loaded, ring, state, 0)  # noqa: E731
-            self._product(DOWN, ring, lanes.choose(gate_up[0].share.here, run, state), 1)
+            self._product(DOWN, ring, lanes.choose(gate_up[0].share.has_tiles, run, state), 1)
 
         if owners > choosing:
             # Blocks that have a logit and nothing else: who waits for others' words must make some later.
@@ -267,25 +270,26 @@ class _Layer:
 
     def _streams(self, number: int, layer, block=None) -> list[Stream]:
         """Of all combinations of formats, of which the layer has one, and all their parts."""
-        at = minimum(layer, self.of.layers - 1)
-        combination, place = (memory.load(self.of.where, number, at, i) for i in (0, 1))
+        at = minimum(layer, self.launch.layers - 1)
+        combination, place = (memory.load(self.launch.where, number, at, i) for i in (0, 1))
         several, streams = len(self.planned.products[number]) > 1, []
         for i, product in enumerate(self.planned.products[number]):
-            has = layer < self.of.layers
+            has = layer < self.launch.layers
             if several:
                 has = has & (combination == i)
-            for part, weights in zip(product.plan.parts, self.of.weights[number][i], strict=True):
-                share = Share.of(part, product.steps, WARPS, block)
+            for part, weights in zip(product.plan.parts, self.launch.weights[number][i], strict=True):
+                share = Share.for_block(part, product.steps, WARPS, block)
                 if several or number == NEXT_QKV:
-                    share = share._replace(here=share.here & has, tiles=select(has, share.tiles, 0))
+                    has_tiles = share.has_tiles & has
+                    share = share._replace(has_tiles=has_tiles, tiles=select(has, share.tiles, 0))
                 streams.append(Stream(share, weights, place))
         return streams
 
     def _chosen_streams(self) -> list[_ChosenStream]:
-        load = functools.partial(memory.load, self.of.chosen_smem)
-        of_expert = self.planned.products[DOWN][0].steps // self.experts.used
+        load = functools.partial(memory.load, self.launch.chosen_smem)
+        expert_steps = self.planned.products[DOWN][0].steps // self.experts.used
         return [
-            _ChosenStream(s.share, s.weight_gmem, s.layer * self.experts.count, load, of_expert)
+            _ChosenStream(s.share, s.weight_gmem, s.layer * self.experts.count, load, expert_steps)
             for s in self._streams(DOWN, self.layer)
         ]
 
@@ -296,66 +300,64 @@ class _Layer:
         for product, stream in zip(parts, streams, strict=True):
             block = self._block(number, product, stream.share)
             run = lambda block=block, state=state: block.run(block.load(), ring, state, in_ring)  # noqa: E731
-            state = lanes.choose(stream.share.here, run, state)
+            state = lanes.choose(stream.share.has_tiles, run, state)
         return state
 
     def _block(self, number: int, product: IntegerProduct, share: Share, expert=None) -> Block:
         """expert  which of the chosen it makes hidden values of"""
-        ffn_norm, attn_norm = self.of.norms
+        ffn_norm, attn_norm = self.launch.norms
         gamma = {GATE_UP: ffn_norm, NEXT_QKV: attn_norm}.get(number)
         residual = None
         if number in (OUT, DOWN):  # of this block's own threads, past a cache that is not kept up to date
-            residual = lambda row, n: memory.load_written_by_others(self.of.x, n)  # noqa: E731
-        elif number == NEXT_QKV and self.of.bias is not None:
-            residual = lambda row, n: memory.load(self.of.bias, self.layer + 1, n)  # noqa: E731
+            residual = lambda row, n: memory.load_written_by_others(self.launch.x, n)  # noqa: E731
+        elif number == NEXT_QKV and self.launch.bias is not None:
+            residual = lambda row, n: memory.load(self.launch.bias, self.layer + 1, n)  # noqa: E731
 
         def store(y, row, n, _):
             if number == GATE_UP:
                 n = index(expert) * (self.widths[HIDDEN] // self.experts.used) + n
             elif number != NEXT_QKV:
-                memory.store(y, self.of.x, 0, n)
+                memory.store(y, self.launch.x, 0, n)
             self._send((MIDDLE, HIDDEN, OUTPUT, QKV)[number], n, y)
 
         load = functools.partial(self._receive, (ATTENDED, MIDDLE, HIDDEN, OUTPUT)[number])
         layer = self.layer + 1 if number == NEXT_QKV else self.layer
         return Block(
             product, share, store, residual, self._weighted if number == DOWN else load,
-            gamma_gmem=gamma, norm_layer=layer, **self.of.smem,
+            gamma_gmem=gamma, norm_layer=layer, **self.launch.smem,
         )  # fmt: skip
 
-    def _at(self, vector: int) -> int:
+    def _begin(self, vector: int) -> int:
         return sum(self.widths[:vector])
 
     def _send(self, vector: int, n, y):
-        of_layer = tag(self.layer + 1) if vector == QKV else self.tag
-        memory.store_tagged(y, self.of.workspace, n + self._at(vector), of_layer)
+        tag_of_layer = tag(self.layer + 1) if vector == QKV else self.tag
+        Exchange(self.launch.workspace, self._begin(vector), tag_of_layer).send(n, [y])
 
     def _receive(self, vector: int, places: list) -> list[list]:
-        """8 float32 from each (row, column) of a vector on, when they are there."""
-        starts = [at + self._at(vector) for _, at in places]
-        wanted = [((at, more), 4) for at in starts for more in (0, 4)]
-        words = memory.load_tagged(self.of.workspace, wanted, self.tag)
-        return [words[k : k + 8] for k in range(0, len(words), 8)]
+        """Wait for 8 float32 from each (row, column) of a vector on."""
+        exchange = Exchange(self.launch.workspace, self._begin(vector), self.tag)
+        return exchange.receive_eights([at for _, at in places])
 
     def _weighted(self, places: list) -> list[list]:
         """What down is multiplied by."""
-        ffn, behind = self.widths[HIDDEN] // self.experts.used, self.experts.used
-        weights = [as_real(memory.load(self.of.chosen_smem, at // ffn + behind)) for _, at in places]
+        ffn, used = self.widths[HIDDEN] // self.experts.used, self.experts.used
+        weights = [as_real(memory.load(self.launch.chosen_smem, at // ffn + used)) for _, at in places]
         received = self._receive(HIDDEN, places)
         return [[v * w for v in values] for values, w in zip(received, weights, strict=True)]
 
     def _attend(self):
-        of, begin = self.of, sum(self.widths)
+        launched, begin = self.launch, sum(self.widths)
 
         def load_qkv(row, columns):
-            wanted = [((first, i), 4) for first, i in columns]
-            return memory.load_tagged(of.workspace, wanted, self.tag, at_once=True)
+            places = [((first, i), 4) for first, i in columns]
+            return memory.load_tagged(launched.workspace, places, self.tag, at_once=True)
 
-        with lanes.when(lanes.block() < of.attention.blocks):
-            of.attention.run(
-                of.cache, of.kept, index(self.layer), of.attention_smem, load_qkv,
-                lambda y, row, n: self._send(ATTENDED, n, y), Exchange(of.workspace, begin, self.tag),
-                next_layer=index(minimum(self.layer + 1, of.layers - 1)),
+        with lanes.when(lanes.block() < launched.attention.blocks):
+            launched.attention.run(
+                launched.cache, launched.kept, index(self.layer), launched.attention_smem, load_qkv,
+                lambda y, row, n: self._send(ATTENDED, n, y), Exchange(launched.workspace, begin, self.tag),
+                next_layer=index(minimum(self.layer + 1, launched.layers - 1)),
             )  # fmt: skip
             lanes.block_barrier()
 
@@ -366,20 +368,20 @@ class _Layer:
         assert isinstance(activations, WarpActivations)  # nothing is rotated: see problems.Step
         step = [minimum(block.first_step + u, steps - 1) for u in range(activations.at_once)]
         columns = [index(s * TILE_COLUMNS + block.lane * 8) for s in step]
-        load = lambda at: memory.load_reals(4, self.of.router, [self.layer, expert, at])  # noqa: E731
+        load = lambda at: memory.load_reals(4, self.launch.router, [self.layer, expert, at])  # noqa: E731
         return [[v for half in (0, 4) for v in load(column + half)] for column in columns]
 
     def _send_logits(self, block: Block, loaded, row: list[list]):
         """Of this block's experts; by the first also of those that there are not."""
         _, x, gammas = loaded
-        blocks, count, dots_smem = device.multiprocessors(), self.experts.count, self.of.dots_smem
+        blocks, count, dots_smem = device.multiprocessors(), self.experts.count, self.launch.dots_smem
         for first in range(0, count, blocks):
             if first:
                 lanes.block_barrier()  # the sums before were read
                 row = self._router_row(block, first)
             dot, squares = real(0), real(0)
             for u, (w, gamma) in enumerate(zip(row, gammas, strict=True)):
-                counts = integer(u) < block.share.mine
+                counts = integer(u) < block.share.own_steps
                 v = [select(counts, value, 0.0) for value in x[u, 0]]
                 squares = sum_of_squares(v, squares)
                 dot = total([dot, *(a * g * b for a, g, b in zip(v, gamma, w, strict=True))])
@@ -402,8 +404,8 @@ class _Layer:
         """The chosen experts and the bits of their weights into shared memory."""
         with lanes.when(block.warp == 0):
             each = self.experts.logits // router.LANES
-            at = index(block.lane * each) + self._at(LOGITS)
-            wanted = [((at, more), 4) for more in range(0, each, 4)]
-            logits = memory.load_tagged(self.of.workspace, wanted, self.tag, at_once=True)
-            router.choose(logits, block.lane, self.experts, self.of.chosen_smem)
+            at = index(block.lane * each) + self._begin(LOGITS)
+            places = [((at, more), 4) for more in range(0, each, 4)]
+            logits = memory.load_tagged(self.launch.workspace, places, self.tag, at_once=True)
+            router.choose(logits, block.lane, self.experts, self.launch.chosen_smem)
         lanes.block_barrier()

@@ -9,7 +9,8 @@ from pallas_kernels.attention import decode_plan
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
-from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct, scratch
+from pallas_kernels.matmul.int_mma.decode_block import scratch
+from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
 from pallas_kernels.step.router import Experts
 from pallas_kernels.tiles import TILE_COLUMNS
@@ -53,9 +54,7 @@ def plan(
             tuple(
                 IntegerProduct(
                     int_decode_plan.Plan(WARPS, int_decode_plan.together(parts, 1), parts), 1,
-                    phase.columns * wide, sum(part.n_tiles for part in parts),
-                    phase.columns // TILE_COLUMNS * wide, len(phase.parts[0]), eps, bits,
-                    activation,
+                    phase.columns * wide, len(phase.parts[0]), eps, bits, activation,
                 )
                 for phase, parts in zip(each, placed, strict=True)
             )
@@ -95,16 +94,16 @@ def refuses(
     if hidden > 4 * WARPS * TILE_COLUMNS:
         return f"hidden is {hidden} wide; the router has room for {4 * WARPS * TILE_COLUMNS}"
     query_heads, kv_heads, head_dim = heads
-    of_attention = decode_plan.Plan(
+    attention = decode_plan.Plan(
         1, kv_heads, query_heads // kv_heads, head_dim, 1, 1, device.multiprocessors(), True, 0.0, False
     )
-    if of_attention.team != WARPS:
+    if attention.team != WARPS:
         return f"{query_heads} query heads are more than blocks of attention"
     sizes = ((1, query_heads * head_dim, 1), (2, hidden, 2), (4, ffn, 1), (0, hidden, 1))
     phases = [
         [phase_of(parts, columns, matrices) for parts in dict.fromkeys(layer[i] for layer in layers)]
         for i, columns, matrices in sizes
     ]
-    if plan(phases, experts, of_attention.scratch, bits, 0.0) is None:
+    if plan(phases, experts, attention.scratch, bits, 0.0) is None:
         return f"{experts.used} experts of {ffn} activations leave no room for weights on their way"
     return None

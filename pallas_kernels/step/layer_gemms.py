@@ -54,14 +54,14 @@ def run(
 
     def product(activations, *matrices) -> jax.Array:
         ((w, at), *_), *_ = matrices
-        of_each = [w for ((w, _),) in matrices]
+        matrices_of_pieces = [w for ((w, _),) in matrices]
         # pyrefly: ignore[bad-argument-count, bad-argument-type, bad-keyword-argument]
-        return _gemm(w).gemm(*activations, of_each, at, None, activation, summed=False)
+        return _gemm(w).gemm(*activations, matrices_of_pieces, at, None, activation, summed=False)
 
     def rounded(x, pieces: "Pieces", gamma=None):
         """x as the GEMM with each of the pieces wants it; of Parts also their sum."""
-        of_each = [w for w, _ in pieces]
-        return _gemm(of_each[0]).prologue(x, of_each, layer, gamma, eps, rows)
+        matrices_of_pieces = [w for w, _ in pieces]
+        return _gemm(matrices_of_pieces[0]).prologue(x, matrices_of_pieces, layer, gamma, eps, rows)
 
     qkv, o, gate, up, down = (_pieces(stack, layer) for stack in weights)
     joined = []

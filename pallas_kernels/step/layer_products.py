@@ -6,12 +6,11 @@ launch, a block on each multiprocessor, for weights of 2 to 8 bits.
 Each [phase] is a product of decode.py, with its block and its order of sums. A launch that does only one
 has an idle memory at both ends: until its first weights are there, and while its last sums are made and the
 next one starts. Here a warp's ring runs on from phase to phase (decode_ring.py): weights are on their way
-while activations go from block to block. These have a tag in the workspace, as in decode_layers.py: whoever
-reads the tag has the value. Every block reads all of them at once, and waits, so their bytes count: where all
-parts of what follows want the same integers, the block that made them rounds them, and 8 are passed on in 16
-bytes. Else they are float32 of 22 bits of mantissa. Inputs of folded weights are that, and each block rotates
-them for itself. The residual stream stays exact with the block that adds to it, which has the same outputs of
-o and of down.
+while activations go from block to block (gpu/exchange.py). Every block reads all of them at once, and waits,
+so their bytes count: where all parts of what follows want the same integers, the block that made them rounds
+them, and 8 are passed on in 16 bytes. Otherwise, and where weights are folded and each block rotates for
+itself, they travel as float32 with 22 bits of mantissa. The residual stream stays exact with the block that
+adds to it, which has the same outputs of o and of down.
 
 All blocks must run at once.
 """
@@ -27,6 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.exchange import Exchange, tag
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import integer
 from pallas_kernels.matmul.int_mma.activations_shared import eights, rounded_words
@@ -75,11 +75,11 @@ def run(
     Returns x and what the following product gives, or None, and the workspace.
     """
     norm, gate, up, down = ffn
-    of_phases, gammas = [(o,), (gate, up), (down,)], [None, norm.gamma, None]
+    stacks, gammas = [(o,), (gate, up), (down,)], [None, norm.gamma, None]
     if following is not None:
-        of_phases.append(following[1:])
+        stacks.append(following[1:])
         gammas.append(following[0].gamma)
-    pieces = [list(zip(*(of.pieces() for of in phase), strict=True)) for phase in of_phases]
+    pieces = [list(zip(*(weight.pieces() for weight in phase), strict=True)) for phase in stacks]
     kernel = functools.partial(
         layer_products,
         formats_of=tuple(tuple(part[0].format for part in parts) for parts in pieces),
@@ -91,10 +91,10 @@ def run(
     weights = tuple(tuple(tuple(w.fields for w in part) for part in parts) for parts in pieces)
     rotations = tuple(parts[0][0].rotation for parts in pieces)
     number = jnp.asarray(layer, jnp.int32).reshape(1)
-    x, behind, workspace = jax.custom_batching.sequential_vmap(kernel)(
+    x, made, workspace = jax.custom_batching.sequential_vmap(kernel)(
         mixed, x, weights, tuple(gammas), number, workspace, rotations
     )
-    return x, None if following is None else behind[:, : following[1].stack.shape[0]], workspace
+    return x, None if following is None else made[:, : following[1].stack.shape[0]], workspace
 
 
 def rounded_vectors(
@@ -122,7 +122,7 @@ def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows:
     """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
     what follows have the same groups."""
     tiles = [-(-maker.shape[0] // TILE_ROWS) for maker in makers]
-    of_block = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
+    block_tiles = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
     groups = [
         {formats.get(piece.format).LANES.activation_group for piece in leaves(part)}
         for user in users
@@ -131,9 +131,9 @@ def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows:
     return (
         rows == 1
         and all(w.products.activation_bits == 8 and w.rotation is None for w in leaves(users))
-        and all(n % 2 == 0 for n in (*tiles, *of_block))
+        and all(n % 2 == 0 for n in (*tiles, *block_tiles))
         and all(len(leaves(part)) == 1 for maker in makers for part in maker.parts)
-        and all(len(of_part) == 1 for of_part in groups)
+        and all(len(part_groups) == 1 for part_groups in groups)
     )
 
 
@@ -175,7 +175,7 @@ def layer_products(
     Returns x, the next q, k and v, rows of all parts, float32 [rows, N], or None, and the workspace.
     """
     rows, hidden = x.shape
-    phases = [Phase(parts, of) for parts, of in zip(weights, formats_of, strict=True)]
+    phases = [Phase(*phase) for phase in zip(weights, formats_of, strict=True)]
     rotations = (None,) * len(phases) if rotations is None else rotations
     rotated = rotations[0] is not None
     planned = plan(phases, rows, bits, eps, rotated, activation)
@@ -190,9 +190,9 @@ def layer_products(
         results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * TILE_ROWS), jnp.float32)
     ref = jax.new_ref(workspace)
     ring_words = warps * planned.depth * planned.slot_bytes // 4
-    made = scratch(products)
+    smem = scratch(products)
     if rotated:
-        made["rotated_smem"] = plgpu.SMEM((rotated_words(phases, rows, warps),), jnp.float32)
+        smem["rotated_smem"] = plgpu.SMEM((rotated_words(phases, rows, warps),), jnp.float32)
     out = launch(
         functools.partial(_body, planned, rounded, [r and (r.block, r.heads) for r in rotations]),
         {
@@ -203,7 +203,7 @@ def layer_products(
         name="layer_products",
         blocks=max(sum(part.blocks for part in product.plan.parts) for product in products),
         threads=32 * warps,
-        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **made},
+        scratch={"ring_smem": plgpu.SMEM((ring_words,), jnp.int32), **smem},
     )  # fmt: skip
     x, qkv = out if len(products) == 4 else (out, None)
     return x, qkv, jax.freeze(ref)
@@ -217,42 +217,39 @@ def _body(
     """Of a block, whose parts its number says."""
     products = planned.products
     rows, hidden, ffn = products[0].rows, products[1].columns, products[2].columns
-    tag = memory.load(layer_gmem, 0) % 3 + 1
-    begins = (0, rows * hidden, rows * (hidden + ffn))
     widths = (hidden, ffn, hidden)
+    begins = (0, rows * hidden, rows * (hidden + ffn))
+    tag_of_layer = tag(memory.load(layer_gmem, 0))
+    exchanges = [Exchange(workspace, begin, tag_of_layer) for begin in begins]
     shares = [
-        [Share.of(part, product.steps, product.plan.warps) for part in product.plan.parts]
+        [Share.for_block(part, product.steps, product.plan.warps) for part in product.plan.parts]
         for product in products
     ]
     ring = Ring(
         [
-            [Stream(share, of_part, integer(0)) for share, of_part in zip(of, parts, strict=True)]
-            for of, parts in zip(shares, weight_gmem, strict=True)
+            [Stream(share, part, integer(0)) for share, part in zip(own, parts, strict=True)]
+            for own, parts in zip(shares, weight_gmem, strict=True)
         ],
         ring_smem, planned.depth, planned.slot_bytes,
     )  # fmt: skip
 
     def receive(vector: int, places: list) -> list[list]:
-        """8 float32 from each (row, column) of a vector on, or words of 8 integers, when they are there."""
+        """Wait for 8 float32 from each (row, column) of a vector on, or words of 8 integers."""
         if rounded[vector]:
-            return memory.load_fours(workspace, [at // 2 + begins[vector] for _, at in places], tag)
-        starts = [at + (row * widths[vector] + begins[vector]) for row, at in places]
-        words = memory.load_tagged(workspace, [((at, more), 4) for at in starts for more in (0, 4)], tag)
-        return [words[k : k + 8] for k in range(0, len(words), 8)]
+            return exchanges[vector].receive_fours([at // 2 for _, at in places])
+        return exchanges[vector].receive_eights([at + row * widths[vector] for row, at in places])
 
     def receive_each(vector: int, places: list) -> list:
-        """A float32 from each (row, column) of a vector, when they are there."""
-        wanted = [((column + (row * widths[vector] + begins[vector]), 0), 1) for row, column in places]
-        return memory.load_tagged(workspace, wanted, tag)
+        """Wait for a float32 from each (row, column) of a vector."""
+        return exchanges[vector].receive_each([at + row * widths[vector] for row, at in places])
 
     def send(y, vector: int, row, n, gamma):
         if not rounded[vector]:
-            memory.store_tagged(y, workspace, row * widths[vector] + begins[vector] + n, tag)
+            exchanges[vector].send(row * widths[vector] + n, [y])
             return
-        *words, of_squares = rounded_words(y, gamma, products[vector + 1].activation_group)
+        *words, squares = rounded_words(y, gamma, products[vector + 1].activation_group)
         with lanes.when(lanes.thread() % 8 == 0):
-            words.append(memory.tagged(of_squares, tag))
-            memory.store_four_for_others(words, workspace, n // 2 + begins[vector])
+            exchanges[vector].send_four(n // 2, [*words, memory.tagged(squares, tag_of_layer)])
 
     def store(number: int, y, row, n, gamma):
         if number in (0, 2):
@@ -291,7 +288,7 @@ def _body(
         [
             Block(
                 product, share, functools.partial(store, number), residuals.get(number), loads[number],
-                gamma_gmem=norm_gmem[number], norm_layer=integer(0), ahead=gammas.get(number),
+                gamma_gmem=norm_gmem[number], norm_layer=integer(0), prefetch=gammas.get(number),
                 rounded=number > 0 and rounded[number - 1], rotation=rotating[number], **refs,
             )
             for share in shares[number]
@@ -301,11 +298,11 @@ def _body(
     (first,), *_ = blocks
     loaded = first.load()  # before the weights: it is near and wanted first
     state = ring.filled()
-    for number, of in enumerate(blocks):
-        for block in of:
+    for number, parts in enumerate(blocks):
+        for block in parts:
 
             def run(block=block, state=state, number=number):
                 return block.run(block.load() if number else loaded, ring, state, number)
 
-            state = lanes.choose(block.share.here, run, state)
+            state = lanes.choose(block.share.has_tiles, run, state)
     memory.wait_copies(0)

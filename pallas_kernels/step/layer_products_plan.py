@@ -13,7 +13,7 @@ from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import decode as int_decode
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
-from pallas_kernels.matmul.int_mma.decode_block import IntegerProduct
+from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
 from pallas_kernels.tiles import TILE_COLUMNS
 
@@ -84,8 +84,7 @@ def plan(
     products = tuple(
         IntegerProduct(
             int_decode_plan.Plan(warps, int_decode_plan.together(parts, padded), parts), rows, phase.columns,
-            sum(part.n_tiles for part in parts), phase.columns // TILE_COLUMNS, len(phase.parts[0]), eps, bits,
-            activation,
+            len(phase.parts[0]), eps, bits, activation,
         )
         for phase, parts in zip(phases, placed, strict=True)
     )  # fmt: skip

@@ -2,9 +2,8 @@
 logits as any other."""
 
 import functools
+import operator
 from typing import NamedTuple
-
-from jax._src.lib.mlir.dialects import arith
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
@@ -14,9 +13,9 @@ from pallas_kernels.gpu.values import (
     integer,
     maximum,
     minimum,
-    of,
     real,
     select,
+    shifted_signed,
     total,
 )
 
@@ -49,23 +48,23 @@ def choose(logits: list, lane, experts: Experts, chosen_smem):
     keys, logit, largest = [_ordered(v) for v in logits], real(0), real(0)
     for j in range(experts.used):
         top = lanes.warp_max(functools.reduce(maximum, keys))
-        holds = [key == top for key in keys]
-        there = lanes.ballot(functools.reduce(lambda a, b: a | b, holds))
-        first_lane = there & (0 - there) == integer(1) << lane
+        is_top = [key == top for key in keys]
+        with_top = lanes.ballot(functools.reduce(operator.or_, is_top))
+        first_lane = with_top & (0 - with_top) == integer(1) << lane
         place = integer(0)
         for i in reversed(range(len(keys))):
-            place = select(holds[i], i, place)
+            place = select(is_top[i], i, place)
         with lanes.when(first_lane):
             number = minimum(lane * len(keys) + place, experts.count - 1)
             memory.store(number, chosen_smem, j)
         keys = [select(first_lane & (place == i), 0, key) for i, key in enumerate(keys)]
-        value = _of_ordered(top)
+        value = _from_ordered(top)
         largest = value if j == 0 else largest
         logit = select(lane == j, value, logit)
     used = lane < experts.used
     weight = select(used, exp(logit - largest), 0.0)
-    all_that_count = weight if experts.normalized else total([exp(v - largest) for v in logits])
-    weight = weight / lanes.warp_sum_real(all_that_count)
+    divided_by = weight if experts.normalized else total([exp(v - largest) for v in logits])
+    weight = weight / lanes.warp_sum_real(divided_by)
     with lanes.when(used):
         memory.store(as_word(weight), chosen_smem, lane + experts.used)
 
@@ -73,9 +72,9 @@ def choose(logits: list, lane, experts: Experts, chosen_smem):
 def _ordered(x):
     """A float32 as a word, larger for larger ones; what is no number has a place too."""
     word = as_word(x)
-    return word ^ (of(arith.shrsi(word, integer(31))) | 0x80000000)
+    return word ^ (shifted_signed(word, 31) | 0x80000000)
 
 
-def _of_ordered(word):
+def _from_ordered(word):
     """The float32 of `_ordered`."""
-    return as_real(word ^ (~of(arith.shrsi(word, integer(31))) | 0x80000000))
+    return as_real(word ^ (~shifted_signed(word, 31) | 0x80000000))

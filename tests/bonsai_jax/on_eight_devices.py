@@ -116,7 +116,7 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
     Speculating: the batch below does not."""
     sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(data, parts))
     options = {"max_new_tokens": 12, "ignore_eos": True}
-    how = {"max_rows": 2, "pages": 4, "prefill_tokens": 32, "speculate": "ngram"}
+    how = {"max_batch_size": 2, "pages": 4, "prefill_tokens": 32, "speculate": "ngram"}
     with bj.Engine(sharded, **how) as engine:
         handles = [
             engine.submit(ids, params, **options) for ids, params in zip(PROMPTS, SAMPLING, strict=True)
@@ -141,12 +141,12 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
 
-    def on_mesh(name, run, on, **_):
-        assert on == bj.make_mesh(2, 4)
-        return load(name.removeprefix("synth:"), "packed", on)
+    def on_mesh(model, run, mesh):
+        assert mesh == bj.make_mesh(2, 4)
+        return load(model.name.removeprefix("synth:"), "packed", mesh)
 
-    arguments = ["-m", "synth:tiny-llama:q8_0", "--rows", 4, "--pages", 16]
-    with mock.patch.object(options, "load", on_mesh):
+    arguments = ["-m", "synth:tiny-llama:q8_0", "--batch-size", 4, "--pages", 16]
+    with mock.patch.object(options.LoadOptions, "load", on_mesh):
         done = run_command("batch", source, output, *arguments, "--data-parallel", 2, "--tensor-parallel", 4)
     assert done.exit_code == 0, done.output
     assert "6 lines answered, 0 with an error" in done.stderr

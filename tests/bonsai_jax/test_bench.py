@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import subprocess
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ from bonsai_jax.decoding import sampling
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
 from bonsai_jax.weights import memory
+from tests.bonsai_jax.command_line import ROOT
 
 KEYS = [
     *("date", "commit", "device", "driver", "jax", "impl", "model", "test"),
@@ -23,7 +25,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, rows=1, activation_bits=16))
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, batch_size=1, activation_bits=16))
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +68,12 @@ def test_golden_markdown():
     assert " | tg128@d64, 2.50 a step | " in bench.markdown(
         dataclasses.replace(row, tokens_per_step=2.5), 1, 1
     )
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_rows_name_the_commit_of_the_checkout():
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    assert bench.commit().removesuffix("-dirty") == head.stdout.strip()
 
 
 def test_csv_has_the_same_columns(rows):

@@ -40,7 +40,7 @@ def test_a_model_takes_every_layout(name):
 
 
 def test_rows_are_taken_by_number_and_rewound_to_nothing_at_most():
-    held = bj.new_cache(bj.load("synth:tiny-llama:q8_0"), rows=2, context=8)
+    held = bj.new_cache(bj.load("synth:tiny-llama:q8_0"), batch_size=2, context=8)
     held = held.replace(lengths=jnp.array([5, 3]))
     assert held.rewind(held.lengths - 4).lengths.tolist() == [1, 0]
     for rows in (0, [0.7], [True, False]):
@@ -48,20 +48,22 @@ def test_rows_are_taken_by_number_and_rewound_to_nothing_at_most():
             held.take(rows)
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 1.5}, {"context": 0}])
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": 1.5}, {"context": 0}])
 def test_a_cache_has_rows_and_room(wrong):
     model = bj.load("synth:tiny-llama:q8_0")
     with pytest.raises(
         ValueError, match=rf"^{next(iter(wrong))} is .*; it must be a whole number, 1 or more"
     ):
-        bj.new_state(model, **{"rows": 1, "context": 8} | wrong, params=bj.SamplingParams(), max_new_tokens=1)
+        bj.new_state(
+            model, **{"batch_size": 1, "context": 8} | wrong, params=bj.SamplingParams(), max_new_tokens=1
+        )
 
 
 def divergence(source: str, chunks) -> evaluate.Divergence:
     """Of a cache of bytes from one of float16, by the reference: activations are not rounded."""
     context = chunks.shape[1]
     base, of_bytes = (
-        bj.load(source, bj.RunConfig(cache_dtype=dtype, context=context, rows=1, activation_bits=16))
+        bj.load(source, bj.RunConfig(cache_dtype=dtype, context=context, batch_size=1, activation_bits=16))
         for dtype in ("float16", "int8")
     )
     found = evaluate.Divergence()

@@ -69,7 +69,7 @@ def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(with_memory, mon
         with_memory(1000, free)
         assert stored() == expected
     with_memory(1000, enough - 0.02)
-    for less in ({"rows": 7}, {"context": 2048}, {"cache_dtype": "bfloat16"}, {"parts": 2}):
+    for less in ({"batch_size": 7}, {"context": 2048}, {"cache_dtype": "bfloat16"}, {"parts": 2}):
         assert stored(**less) == "decoded"
     assert stored("synth:bonsai-4b:q1_0") == "decoded"
     assert stored(weights="decoded") == "decoded"
@@ -97,12 +97,16 @@ def test_free_memory_is_what_linux_says():
     [
         (DECODED - 1, {"weights": "decoded"}, KEEP),
         (DECODED + 1, {"weights": "decoded"}, f"{KEEP} or lower context"),
-        (DECODED + 2, {"weights": "decoded"}, f"{KEEP} or lower rows or lower context"),
-        (PACKED + 2, {}, "lower rows or lower context"),
+        (DECODED + 2, {"weights": "decoded"}, f"{KEEP} or lower batch_size or lower context"),
+        (PACKED + 2, {}, "lower batch_size or lower context"),
         (PACKED + 1, {}, "lower context"),
-        (PACKED + 2, {"rows": 10**4}, "lower rows"),
-        (PACKED + 1, {"rows": 10**4}, f"{BYTES} and lower rows or lower rows and lower context"),
-        (PACKED + 1, {"rows": 1}, f"{BYTES} or lower context"),
+        (PACKED + 2, {"batch_size": 10**4}, "lower batch_size"),
+        (
+            PACKED + 1,
+            {"batch_size": 10**4},
+            f"{BYTES} and lower batch_size or lower batch_size and lower context",
+        ),
+        (PACKED + 1, {"batch_size": 1}, f"{BYTES} or lower context"),
         (PACKED + 1, {"weights": "decoded"}, f"{KEEP} and lower context"),
         (PACKED, {}, SMALLER),
         (PACKED, {"weights": "decoded"}, SMALLER),
@@ -117,7 +121,7 @@ def test_what_does_not_fit_is_refused_with_what_helps(with_memory, total, run, r
     for helpful in remedy.split(" or ") if remedy != SMALLER else ():
         smaller = {"weights": "packed"} if "packed" in helpful else {}
         smaller |= {"cache_dtype": "int8"} if "int8" in helpful else {}
-        smaller |= {"rows": 1} if "rows" in helpful else {}
+        smaller |= {"batch_size": 1} if "batch_size" in helpful else {}
         smaller |= {"context": 64} if "context" in helpful else {}
         changed = dataclasses.replace(bj.RunConfig(**run), **smaller)
         memory.check(description, load_plans.resolve(description, changed))
@@ -130,7 +134,7 @@ def test_a_cache_of_bytes_needs_a_layer_in_float16_beside_it_on_a_gpu(with_memor
     description = describe(BIG)
     with mock.patch.object(gpu, "default", lambda: gpu.GPUS["sm_90"]):
         for dtype, cache in caches.items():
-            run = load_plans.resolve(description, bj.RunConfig(cache_dtype=dtype, rows=32))
+            run = load_plans.resolve(description, bj.RunConfig(cache_dtype=dtype, batch_size=32))
             needed = memory.weight_bytes(description, run) + tokens * (cache + scratch[dtype])
             with_memory((needed + 1e3) / 1e9)
             memory.check(description, run)
@@ -198,7 +202,7 @@ def test_the_readme_says_what_each_bonsai_file_needs():
         description, sizes = describe(f"synth:{model}:{usual.get(format, format)}"), []
         for platform, cache_dtype in (("sm_90", "float16"), ("cpu", "float32")):
             device = dataclasses.replace(gpu.GPUS["sm_90"], platform=platform)
-            run = bj.RunConfig(weights="packed", rows=1, context=4096, cache_dtype=cache_dtype)
+            run = bj.RunConfig(weights="packed", batch_size=1, context=4096, cache_dtype=cache_dtype)
             with mock.patch.object(gpu, "default", lambda device=device: device):
                 sizes += [memory.weight_bytes(description, run), memory.cache_bytes(description.config, run)]
         assert [f"{size / 1e9:.2f}" for size in sizes] == said, file

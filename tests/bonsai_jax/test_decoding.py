@@ -249,7 +249,7 @@ def test_more_prompts_than_rows_run_one_after_the_other_with_the_same_seeds():
     model = tiny()
     prompts, sampling = [prompt(30, s) for s in range(4)], bj.SamplingParams(seed=9)
     at_once = bj.generate(model, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
-    small = dataclasses.replace(model, run=dataclasses.replace(model.run, rows=1))
+    small = dataclasses.replace(model, run=dataclasses.replace(model.run, batch_size=1))
     in_turn = bj.generate(small, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
     assert_same([o.tokens for o in in_turn], [o.tokens for o in at_once])
 
@@ -292,8 +292,8 @@ def test_requests_that_cannot_be_met_say_why():
         bj.generate(model, [[512]])
     with pytest.raises(ValueError, match="context is 5000, but the model was made for at most 2048"):
         bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(context=5000))
-    with pytest.raises(MemoryError, match=r"a cache of .* lower rows$"):
-        bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(rows=10**9))
+    with pytest.raises(MemoryError, match=r"a cache of .* lower batch_size$"):
+        bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(batch_size=10**9))
     with pytest.raises(NotImplementedError, match=r"impl='pallas' cannot run matmul"):  # on no device
         bj.load("synth:tiny-qwen3:mxfp4", bj.RunConfig(impl="pallas"))
 

@@ -89,13 +89,23 @@ def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch)
     assert schedules(1, 2, activation_bits=16) == ["one_launch", "launches"]
 
 
+def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):
+    *_, plan = planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms")
+    of_rows = [plan.step.schedule(rows) for rows in (1, 8, 9, 256, 257)]
+    assert of_rows == ["launches"] * 2 + ["layer_gemms"] * 2 + ["launches"]
+    with pytest.raises(NotImplementedError, match="schedule='layer_gemms' cannot run"):
+        planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms", activation_bits=16)
+
+
 def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
     """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
     layers = loaded(planned("synth:tiny-llama:q4_k_m", monkeypatch)).layers
     (attention,), (mlp,) = layers.attention, layers.mlp
     for stack in (*attention.qkv, attention.o, mlp.gate, mlp.up, mlp.down):
         parts = leaves(stack)
-        assert {w.products.of(512) for w in parts} == {"int_prefill_sm90" if len(parts) == 1 else "cublas"}
+        assert {w.products.kernel(512) for w in parts} == {
+            "int_prefill_sm90" if len(parts) == 1 else "cublas"
+        }
     assert len(leaves(mlp.down)) == 2 and len(leaves(mlp.gate)) == 1
 
 

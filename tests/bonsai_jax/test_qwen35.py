@@ -212,7 +212,7 @@ def test_taps_read_every_layer_and_gradients_pass_the_chunks():
 def test_memory_counts_states():
     checkpoint = open_checkpoint("synth:bonsai-27b:q1_0")
     config = architectures.config_of(checkpoint)
-    run = bj.RunConfig(rows=2, context=128, cache_dtype="float16")
+    run = bj.RunConfig(batch_size=2, context=128, cache_dtype="float16")
     state_bytes = memory.bytes_per_row(config, run)
     assert state_bytes == 48 * 4 * (48 * 128 * 128 + 4 * 10240)  # 151 MB and 7.9 MB
     assert memory.bytes_per_token(config, run) == 65536
@@ -267,7 +267,7 @@ def test_a_draft_layer_is_left_aside():
 
 
 def load_arrays(checkpoint):
-    run = bj.RunConfig(impl="reference", weights="packed", rows=1)
+    run = bj.RunConfig(impl="reference", weights="packed", batch_size=1)
     return network_params.load(load_plans.plan(architectures.describe(checkpoint), run))
 
 
@@ -326,7 +326,7 @@ def test_a_conversation_goes_on_and_begins_anew():
     model, greedy = few(), bj.SamplingParams(temperature=0.0)
 
     def talking(**more):
-        return Conversation(bj.Engine(model, max_rows=1), greedy, max_new_tokens=4, **more)
+        return Conversation(bj.Engine(model, max_batch_size=1), greedy, max_new_tokens=4, **more)
 
     def said(conversation, text):
         return "".join(piece.text for piece in conversation.ask(text))

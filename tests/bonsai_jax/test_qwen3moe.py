@@ -201,7 +201,7 @@ def test_what_the_metadata_says_wrong_is_named(key, value, says):
 
 
 def load_arrays(checkpoint):
-    run = bj.RunConfig(impl="reference", weights="packed", rows=1)
+    run = bj.RunConfig(impl="reference", weights="packed", batch_size=1)
     return network_params.load(load_plans.plan(architectures.describe(checkpoint), run))
 
 

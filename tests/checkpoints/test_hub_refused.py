@@ -52,9 +52,13 @@ REFUSALS = {
     "login page": (
         "listing",
         Fault(content=b"<html>"),
-        "is no list of files with sizes and hashes; look at HF",
+        "is not a list of files with sizes and hashes; look at HF",
     ),
-    "no hashes": ("listing", Fault(content=b'{"sha": "", "siblings": []}'), "is no list of files with sizes"),
+    "no hashes": (
+        "listing",
+        Fault(content=b'{"sha": "", "siblings": []}'),
+        "is not a list of files with sizes",
+    ),
     "no answer": ("listing", Fault(pause_s=1.0), "HUB cannot be reached: timed out; try again later"),
 }
 
@@ -71,7 +75,7 @@ def test_refusals_are_one_line_with_a_remedy(hub, name, monkeypatch):
 def test_a_refused_token_is_not_a_missing_repository(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_old")
     hub.faults["listing"] = Fault(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
-    assert "the Hub refuses the token; set HF_TOKEN or run `hf auth login` anew" in failure()
+    assert "the Hub refuses the token; set HF_TOKEN or run `hf auth login` again" in failure()
 
 
 def test_a_hub_that_is_not_there_and_a_model_that_is(hub, monkeypatch):

@@ -130,7 +130,7 @@ def test_prefill_and_decode_draw_what_steps_through_kernels_draw(length, bits, f
     in four of six texts, at 0.008 to 0.039 nats.)
     """
     model = bj.load(f"synth:tiny-llama:{format}", bj.RunConfig(activation_bits=bits, context=8192))
-    assert model.params.layers.attention[0].o.parts[0].products.of(64).endswith("prefill_sm90")
+    assert model.params.layers.attention[0].o.parts[0].products.kernel(64).endswith("prefill_sm90")
     ids = np.random.default_rng(length).integers(0, 256, length).tolist()
     found = prefill_from_steps(model, ids, 48)
     near = NEAR_TIE if bits == 16 else max(NEAR_TIE, 4 * (2 * found.kl) ** 0.5)

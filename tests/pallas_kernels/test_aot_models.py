@@ -239,7 +239,7 @@ def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
     """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q1_0", context=32768)
-    assert params.layers.mlp[0].down.parts[0].products.of(512) == "bit_prefill_sm90"
+    assert params.layers.mlp[0].down.parts[0].products.kernel(512) == "bit_prefill_sm90"
     assert state.cache.attention[0].prefill_impl == "prefill_sm90"
     tokens = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -254,7 +254,7 @@ def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
 def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q4_k_m", context=4096)
-    assert {part.products.of(512) for part in params.layers.mlp[0].down.parts} == {"cublas"}
+    assert {part.products.kernel(512) for part in params.layers.mlp[0].down.parts} == {"cublas"}
     tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def read(params, cache, tokens, lengths):

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import SILU, Products, device
-from pallas_kernels.matmul.bit_mma import decode_b1 as bit_decode_b1
-from pallas_kernels.matmul.bit_mma import decode_ring as bit_decode_ring
-from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
+from pallas_kernels.matmul.bit_mma import decode_b1, decode_ring, decode_s8
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
@@ -32,7 +30,7 @@ CASES = [
 
 @pytest.mark.parametrize(("N", "K", "rows", "kind", "bits"), CASES)
 def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
-    check(bit_decode_b1 if rows < 4 else bit_decode_s8, N, K, rows, kind, bits)
+    check(decode_b1 if rows < 4 else decode_s8, N, K, rows, kind, bits)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_the_ring_in_lockstep_is_the_product(N, K, rows, kind, monkeypatch):
     """By two blocks, the second of which has fewer tiles."""
     two = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=2)
     monkeypatch.setattr(device, "default", lambda: two)
-    check(bit_decode_ring, N, K, rows, kind, 8)
+    check(decode_ring, N, K, rows, kind, 8)
 
 
 def check(kernel, N, K, rows, kind, bits):
@@ -74,3 +72,14 @@ def check(kernel, N, K, rows, kind, bits):
             1e-6, jnp.asarray(residual) if kind == "added" else None, SILU,
         )  # fmt: skip
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tiles"),
+    [("sm_90", (6, 2, 3)), ("sm_80", (8, 2, 3)), ("sm_120", (4, 1, 2))],  # 132, 108 and 170 multiprocessors
+)
+def test_blocks_of_one_row_are_shared_out_to_the_multiprocessors_at_hand(gpu, tiles, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS[gpu])
+    sizes = (12288, 4096), (4096, 12288), (5120, 17408)
+    plans = [decode_b1.RowByRow.plan(1, k, n // 16, k // 256) for n, k in sizes]
+    assert tuple(plan.tiles for plan in plans) == tiles

@@ -10,6 +10,7 @@ import pytest
 
 from pallas_kernels import GELU_TANH, SILU, QTensor, Rotation, device
 from pallas_kernels.matmul.int_mma import decode as int_decode
+from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.qtensor import LayerStack, Products, Rows
 from pallas_kernels.step import layer_products
 from tests.pallas_kernels.lockstep import lockstep
@@ -85,6 +86,9 @@ def test_products_in_one_launch_are_those_of_launches(case):
             activation=activation,
         )  # fmt: skip
 
+        warps = (planned.products[0].plan.warps,)
+
+        @mock.patch.object(int_decode_plan, "BLOCK_WARPS", warps)
         def alone(number, x, residual=None):
             return np.asarray(
                 int_decode.int_decode(
@@ -99,8 +103,6 @@ def test_products_in_one_launch_are_those_of_launches(case):
                     activation=activation,
                     activation_bits=bits,
                     shared=227 * 1024,
-                    blocks=blocks,
-                    warps=planned.products[0].plan.warps,
                 )
             )
 

@@ -140,13 +140,13 @@ def _round_row(
     if places_gmem is not None:
         copies = [memory.load(places_gmem, row, j) for j in range(places_gmem.type.shape[1])]
     for copy in copies:
-        here = true() if places_gmem is None else copy < 2**31  # below 0 is large: numbers have no sign
-        with lanes.when(here & (thread == 0)):
+        has_place = true() if places_gmem is None else copy < 2**31  # below 0 is large: numbers have no sign
+        with lanes.when(has_place & (thread == 0)):
             memory.store(scale, scale_gmem, copy)
         for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
-            with lanes.when(here if inside is None else here & inside):
-                for of_order, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
-                    memory.store_halves(of_order, ref, [copy, piece * WIDTH])
+            with lanes.when(has_place if inside is None else has_place & inside):
+                for ordered, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
+                    memory.store_halves(ordered, ref, [copy, piece * WIDTH])
 
 
 def power_of_two(largest) -> tuple:
@@ -178,8 +178,8 @@ def _exchanged(first: list, second: list, distance: int) -> list:
     """Of two lanes whose numbers differ in the bit `distance` the lower gets both lanes' `first`, its own
     before the other's, the upper both lanes' `second`."""
     upper = integer(lanes.thread()) // distance % 2 == 1
-    kept = [select(upper, b, a) for a, b in zip(first, second, strict=True)]
-    given = [select(upper, a, b) for a, b in zip(first, second, strict=True)]
-    taken = [lanes.swapped(v, distance) for v in given]
-    of_lower = [select(upper, t, k) for k, t in zip(kept, taken, strict=True)]
-    return of_lower + [select(upper, k, t) for k, t in zip(kept, taken, strict=True)]
+    own = [select(upper, b, a) for a, b in zip(first, second, strict=True)]
+    other = [select(upper, a, b) for a, b in zip(first, second, strict=True)]
+    taken = [lanes.swapped(v, distance) for v in other]
+    lower = [select(upper, t, k) for k, t in zip(own, taken, strict=True)]
+    return lower + [select(upper, k, t) for k, t in zip(own, taken, strict=True)]

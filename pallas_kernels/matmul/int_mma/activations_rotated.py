@@ -91,31 +91,31 @@ def _body(
     thread = lanes.thread(kept=True)
     warp, lane = thread // LANES, thread % LANES
     chunks = -(-places // CHUNK)
-    mine = [part * warps + warp + warps * i for i in range(-(-chunks // (warps * parts)))]
+    own_chunks = [part * warps + warp + warps * i for i in range(-(-chunks // (warps * parts)))]
     norm_layer = 0 if layer_gmem is None or gamma_gmem is None else memory.load(layer_gmem, 0)
-    my = RotatedColumns(
+    warp_columns = RotatedColumns(
         functools.partial(memory.load_each, x_gmem), columns, flips_gmem, gamma_gmem, norm_layer, block,
         heads, rotated_smem, warp, lane,
     )  # fmt: skip
 
-    def of_chunk(chunk):
-        n, squares = my.rotated(my.load(row, chunk))
+    def rotate(chunk):
+        n, squares = warp_columns.rotated(warp_columns.load(row, chunk))
         return [*n, squares]
 
-    found = [
-        lanes.choose(chunk < chunks, functools.partial(of_chunk, chunk), [real(0)] * (LANES + 1))
-        for chunk in mine
+    rotated = [
+        lanes.choose(chunk < chunks, functools.partial(rotate, chunk), [real(0)] * (LANES + 1))
+        for chunk in own_chunks
     ]
-    n, factor = [values[:LANES] for values in found], None
+    n, factor = [values[:LANES] for values in rotated], None
     if gamma_gmem is not None:
         if parts > 1:
             squares = _squares_of_row(x_gmem, row, thread, 32 * warps)
         else:
-            squares = functools.reduce(operator.add, [values[LANES] for values in found])
+            squares = functools.reduce(operator.add, [values[LANES] for values in rotated])
         squares = prologue.OverWarps(lanes.warp_sum_real(squares), warp, shared_smem, slot=0)
         factor = inverse_rms(squares.combined(operator.add), columns, eps)
     if n_gmem is not None:
-        for chunk, values in zip(mine, n, strict=True):
+        for chunk, values in zip(own_chunks, n, strict=True):
             start = (chunk * LANES + lane) * LANES
             values = values if factor is None else [v * factor for v in values]
             with lanes.when(start < columns):
@@ -128,7 +128,7 @@ def _body(
     with lanes.when(thread == 0):
         memory.store(scale, scale_gmem, row)
     factor = factor_of_largest if factor is None else factor * factor_of_largest
-    for chunk, values in zip(mine, n, strict=True):
+    for chunk, values in zip(own_chunks, n, strict=True):
         start = (chunk * LANES + lane) * LANES
         a = [v * factor for v in values]
         with lanes.when(start < places):

@@ -39,37 +39,27 @@ from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 class WarpActivations(NamedTuple):
     """The activations of one warp, as one of its lanes sees them; what is Any is an MLIR value.
 
-    load_x           [(row, column)] -> of each 8 float32 from there on, or, where they are `rounded`
-                     already, the words that `rounded_words` makes of them
-    rounded          whether they are
-    gamma_gmem       float32 [L, K], of which it takes norm_layer; None without a norm, or where rounded
-    first_step, mine its steps of 256 columns
-    per_warp, steps  the most that a warp has, and all
-    format_lanes               the format's tiles.Lanes
-    bits             8 or 16
-    rows, width, padded, row_bytes   as in int_decode_plan
+    load_x        [(row, column)] -> of each 8 float32 from that column on, or, where they are `rounded`
+                  already, the words that `rounded_words` makes of them
+    rounded       whether they are
+    gamma_gmem    float32 [L, K], of which it takes norm_layer; None without a norm, or where rounded
+    share         the warp's steps of 256 columns (decode_ring.Share)
+    format_lanes  the format's tiles.Lanes
     """
 
     load_x: Callable[[list], list[list]]
     rounded: bool
     gamma_gmem: jax.Array | None
     norm_layer: Any
-    lane: Any
-    first_step: Any
-    mine: Any
-    per_warp: int
-    steps: int
+    share: Any
+    sizes: int_decode_plan.IntegerProduct
     format_lanes: Lanes
-    bits: int
-    rows: int
-    width: int
-    padded: int
-    row_bytes: int
+    lane: Any
 
     @property
     def at_once(self) -> int:
         """Steps of a pass."""
-        return -(-self.per_warp // -(-self.per_warp // max(1, 4 // self.rows)))
+        return -(-self.sizes.per_warp // -(-self.sizes.per_warp // max(1, 4 // self.sizes.rows)))
 
     def load(self, s):
         """Begin to load the pass at this warp's step s: (steps, {(step, row): 8 values}, gammas of steps)."""
@@ -78,7 +68,7 @@ class WarpActivations(NamedTuple):
         gammas = []
         if self.gamma_gmem is not None:  # first: x may have to be waited for
             gammas = eights(self.gamma_gmem, [(self.norm_layer, c) for c in column])
-        places = [(u, row) for u in range(self.at_once) for row in range(self.rows)]
+        places = [(u, row) for u in range(self.at_once) for row in range(self.sizes.rows)]
         x = self.load_x([(row, column[u]) for u, row in places])
         return step, dict(zip(places, x, strict=True)), gammas
 
@@ -90,56 +80,61 @@ class WarpActivations(NamedTuple):
         def one_pass(s, carry):
             """Load the next while this one is worked on."""
             s = integer(s)
-            squares, now = carry[: self.rows], self._as_pass(s - at_once, carry[self.rows :])
-            ahead = self.load(s)
+            squares, now = carry[: self.sizes.rows], self._as_pass(s - at_once, carry[self.sizes.rows :])
+            following = self.load(s)
             squares = self._store_pass(squares, s - at_once, now, q, stats)
-            return squares + _flat_pass(ahead)
+            return squares + _flat_pass(following)
 
-        start = [real(0)] * self.rows + _flat_pass(first_pass)
-        carry = lanes.loop(at_once, self.per_warp, at_once, start, one_pass)
-        last = integer(-(-self.per_warp // at_once) * at_once - at_once)
-        now = self._as_pass(last, carry[self.rows :])
-        return self._store_pass(carry[: self.rows], last, now, q, stats)
+        start = [real(0)] * self.sizes.rows + _flat_pass(first_pass)
+        carry = lanes.loop(at_once, self.sizes.per_warp, at_once, start, one_pass)
+        last = integer(-(-self.sizes.per_warp // at_once) * at_once - at_once)
+        now = self._as_pass(last, carry[self.sizes.rows :])
+        return self._store_pass(carry[: self.sizes.rows], last, now, q, stats)
 
     def _steps_at(self, s):
-        return [minimum(of(self.first_step) + s + u, self.steps - 1) for u in range(self.at_once)]
+        return [minimum(of(self.share.first_step) + s + u, self.sizes.steps - 1) for u in range(self.at_once)]
 
     def _as_pass(self, s, values):
         """As `load` had it, from _flat_pass."""
         each = 4 if self.rounded else 8
         values = [values[k : k + each] for k in range(0, len(values), each)]
-        places = [(u, row) for u in range(self.at_once) for row in range(self.rows)]
+        places = [(u, row) for u in range(self.at_once) for row in range(self.sizes.rows)]
         x = dict(zip(places, values, strict=False))
         return self._steps_at(s), x, values[len(x) :]
 
     def _store_pass(self, squares, s, passes, q, stats):
-        lane, group = of(self.lane), self.format_lanes.activation_group
-        stat_words = int_decode_plan.stat_words(self.format_lanes, self.bits)
-        groups = self.steps * TILE_COLUMNS // group
+        lane, group, sizes = of(self.lane), self.format_lanes.activation_group, self.sizes
+        stat_words = int_decode_plan.stat_words(self.format_lanes, sizes.bits)
+        groups = sizes.steps * TILE_COLUMNS // group
         step, x, gammas = passes
         for u in range(self.at_once):
-            for row in range(self.rows):
-                v, counts = x[u, row], s + u < self.mine
+            for row in range(self.sizes.rows):
+                v, counts = x[u, row], s + u < self.share.own_steps
                 if self.rounded:
-                    low, high, scale, of_squares = v
-                    squares[row] = squares[row] + select(counts, memory.untagged(of_squares), 0.0)
+                    low, high, scale, x_squares = v
+                    squares[row] = squares[row] + select(counts, memory.untagged(x_squares), 0.0)
                     words = [[low, high]]
-                    stats_of_group = _stats(words, as_real(scale), self.format_lanes)
+                    group_stats = _stats(words, as_real(scale), self.format_lanes)
                 else:
                     if gammas:
                         squares[row] = squares[row] + select(counts, sum_of_squares(v), 0.0)
                         v = [a * b for a, b in zip(v, gammas[u], strict=True)]
-                    words, stats_of_group = _quantize(v, self.format_lanes, self.bits)
-                at = q + step[u] * TILE_COLUMNS + lane * 8 + row * self.row_bytes
+                    words, group_stats = _quantize(v, self.format_lanes, self.sizes.bits)
+                at = q + step[u] * TILE_COLUMNS + lane * 8 + row * self.sizes.row_bytes
                 for digit, pair in enumerate(words):
-                    memory.store_shared(pair, at, digit * self.padded * self.row_bytes)
-                chunk, inside = divmod(row, self.width)
+                    memory.store_shared(pair, at, digit * self.sizes.padded * self.sizes.row_bytes)
+                chunk, inside = divmod(row, self.sizes.width)
                 with lanes.when(lane % (group // 8) == 0):
                     at_group = step[u] * (TILE_COLUMNS // group) + lane // (group // 8)
-                    at = stats + at_group * (self.width * 4 * stat_words)
-                    at = at + (chunk * groups * self.width + inside) * 4 * stat_words
-                    memory.store_shared(stats_of_group + stats_of_group[:1] * (len(stats_of_group) == 3), at)
+                    at = stats + at_group * (self.sizes.width * 4 * stat_words)
+                    at = at + (chunk * groups * self.sizes.width + inside) * 4 * stat_words
+                    padding = group_stats[:1] * (len(group_stats) == 3)
+                    memory.store_shared(group_stats + padding, at)
         return squares
+
+    def barrier(self):
+        """Behind it `store` is seen by those that multiply."""
+        lanes.warp_barrier()
 
 
 def eights(ref, places: list) -> list[list]:
@@ -153,66 +148,60 @@ def _flat_pass(loaded) -> list:
 
 
 class RotatedActivations(NamedTuple):
-    """The activations of a block, rotated (rotated_columns.py): a warp makes whole chunks of 1,024 columns,
-    and others read them.
+    """The activations of a block, rotated: a warp makes whole chunks of 1,024 columns, and others read them.
 
-    my      the warp's rotation
-    rows, columns, format_lanes, bits, width, padded, row_bytes   as above
-    warps   of the block
+    rotated  the warp's rotation
     """
 
-    my: RotatedColumns
-    rows: int
-    columns: int
+    rotated: RotatedColumns
+    sizes: int_decode_plan.IntegerProduct
     format_lanes: Lanes
-    bits: int
-    width: int
-    padded: int
-    row_bytes: int
-    warps: int
     warp: Any
     lane: Any
 
     @property
     def items(self) -> int:
         """Chunks of all rows."""
-        return self.rows * -(-self.columns // CHUNK)
+        return self.sizes.rows * -(-self.sizes.columns // CHUNK)
 
     def load(self, _):
         """Begin to load all of this warp's items: of each its row, its chunk and whether there is one."""
         loaded = []
-        for first in range(0, self.items, self.warps):
+        for first in range(0, self.items, self.sizes.plan.warps):
             item = index(self.warp) + first
-            row, chunk, here = item % self.rows, item // self.rows, item < self.items
-            found = lanes.choose(here, functools.partial(self.my.load, row, chunk), self.my.nothing)
-            loaded.append((row, chunk, here, found))
+            row, chunk, exists = item % self.sizes.rows, item // self.sizes.rows, item < self.items
+            load = functools.partial(self.rotated.load, row, chunk)
+            loaded.append((row, chunk, exists, lanes.choose(exists, load, self.rotated.nothing)))
         return loaded
 
     def store(self, items, q, stats) -> list:
         """As WarpActivations has it; squares are of the block's rows, whichever warp sums them."""
-        squares = [real(0)] * self.rows
-        for row, chunk, here, loaded in items:
+        squares = [real(0)] * self.sizes.rows
+        for row, chunk, exists, loaded in items:
 
             def one(row=row, chunk=chunk, loaded=loaded):
-                n, of_row = self.my.rotated(loaded)
-                words, stats_of_group = _quantize(n, self.format_lanes, self.bits)
-                group, groups = integer(chunk * 32) + self.lane, self.columns // 32
-                at = q + group * 32 + integer(row) * self.row_bytes
+                n, x_squares = self.rotated.rotated(loaded)
+                words, group_stats = _quantize(n, self.format_lanes, self.sizes.bits)
+                group, groups = integer(chunk * 32) + self.lane, self.sizes.columns // 32
+                at = q + group * 32 + integer(row) * self.sizes.row_bytes
                 with lanes.when(group < groups):
-                    for digit, of_digit in enumerate(words):
-                        place = digit * self.padded * self.row_bytes
-                        memory.store_shared(of_digit[:4], at, place)
-                        memory.store_shared(of_digit[4:], at, place + 16)
-                    at = _of_stats(stats, group, integer(row), groups, self.width, len(stats_of_group))
-                    memory.store_shared(stats_of_group, at)
-                return [of_row]
+                    for digit, eight in enumerate(words):
+                        place = digit * self.sizes.padded * self.sizes.row_bytes
+                        memory.store_shared(eight[:4], at, place)
+                        memory.store_shared(eight[4:], at, place + 16)
+                    at = _stats_begin(stats, group, integer(row), groups, self.sizes.width, len(group_stats))
+                    memory.store_shared(group_stats, at)
+                return [x_squares]
 
-            (found,) = lanes.choose(here, one, [real(0)])
-            squares = [s + select(row == r, found, 0.0) for r, s in enumerate(squares)]
+            (x_squares,) = lanes.choose(exists, one, [real(0)])
+            squares = [s + select(row == r, x_squares, 0.0) for r, s in enumerate(squares)]
         return squares
 
+    def barrier(self):
+        lanes.block_barrier()
 
-def _of_stats(stats, group, row, groups: int, width: int, words: int):
+
+def _stats_begin(stats, group, row, groups: int, width: int, words: int):
     """Where the stats of a scale group of a row begin."""
     return stats + ((row // width * groups + group) * width + row % width) * (4 * words)
 
@@ -241,7 +230,9 @@ def _stats(words: list, scale, format_lanes: Lanes) -> list:
     lanes_of_group = format_lanes.activation_group // (4 * len(words[0]))
     if not format_lanes.minimums:
         return [as_word(scale)]
-    sums = [functools.reduce(lambda so_far, w: lanes.sum_of_bytes(w, so_far), of, integer(0)) for of in words]
+    sums = [
+        functools.reduce(lambda so_far, w: lanes.sum_of_bytes(w, so_far), four, integer(0)) for four in words
+    ]
     if format_lanes.whole_scales:
         halves = [lanes.warp_sum_real(v, lanes_of_group // 2) for v in sums]
         pairs = [lanes.bytes_of(v, lanes.swapped(v, lanes_of_group // 2), 0x5410) for v in halves]
@@ -262,7 +253,7 @@ def rounded_words(x, factor, group: int) -> list:
 
     x factor = q scale; factor: a norm's gamma, or None for 1; group: columns that share a scale.
     """
-    of_squares = x * x
+    squares = x * x
     x = x if factor is None else x * factor
     largest = largest_of_group([x], lambda v: _largest_of_lanes(v, group))
     (q,) = magic_words([x], 127, largest, fused=True)
@@ -270,4 +261,4 @@ def rounded_words(x, factor, group: int) -> list:
     word = (q & 0xFF) << (lane % 4) * 8
     for distance in (1, 2):
         word = word | lanes.swapped(word, distance)
-    return [word, lanes.swapped(word, 4), as_word(largest * (1 / 127)), lanes.warp_sum_real(of_squares, 8)]
+    return [word, lanes.swapped(word, 4), as_word(largest * (1 / 127)), lanes.warp_sum_real(squares, 8)]

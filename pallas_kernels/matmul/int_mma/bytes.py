@@ -15,23 +15,23 @@ class Unit(NamedTuple):
     a        per group, i32 words for tensor_cores.multiply_bytes
     scales   [scale] or [scale, minimum], float32, [rows g, g + 8][groups 2 t, 2 t + 1]: a byte of `a` times
              the scale, less the minimum, is a weight
-    of_lane  (lane, its number in a quad, or one of the same parity) -> scales as that lane of the quad has
+    fetch    (lane, its number in a quad, or one of the same parity) -> scales as that lane of the quad has
              them
     """
 
     a: list
     scales: list
-    of_lane: Callable
+    fetch: Callable
 
 
 def units(format_lanes: Lanes, fields: dict[str, Any], lane) -> list[Unit]:
     """All of a tile. fields: the lane's words by name, or vectors of four."""
     a = [_bytes(*group) for group in format_lanes.integers(fields["words"])]
     out = []
-    for u, of in enumerate(scales(format_lanes, fields, lane)):
-        values = [of.scale] + ([of.minimum] if of.minimum is not None else [])
+    for u, eight in enumerate(scales(format_lanes, fields, lane)):
+        values = [eight.scale] + ([eight.minimum] if eight.minimum is not None else [])
         assert len(values) == 1 + format_lanes.minimums
-        out.append(Unit(a[8 * u : 8 * u + 8], values, of.of_lane or _fetched(values)))
+        out.append(Unit(a[8 * u : 8 * u + 8], values, eight.fetch or _fetched(values)))
     return out
 
 
@@ -49,23 +49,24 @@ class WholeUnit(NamedTuple):
 
 def whole_units(format_lanes: Lanes, fields: dict[str, Any], lane) -> tuple[list, list[WholeUnit]]:
     """All of a tile: (WholeScales.rows, units)."""
-    groups, of = format_lanes.integers(fields["words"]), format_lanes.scales(fields, lane)
+    groups, whole = format_lanes.integers(fields["words"]), format_lanes.scales(fields, lane)
     largest = 128 if format_lanes.signed else max(mask for _, mask in groups)
     a = [_bytes(*group) for group in groups]
-    assert isinstance(of, WholeScales)
-    assert all(len(kinds) == 1 + format_lanes.minimums for kinds in (of.rows, *of.eights))
-    return of.rows, [WholeUnit(a[8 * u : 8 * u + 8], words, largest) for u, words in enumerate(of.eights)]
+    assert isinstance(whole, WholeScales)
+    assert all(len(kinds) == 1 + format_lanes.minimums for kinds in (whole.rows, *whole.eights))
+    units = [WholeUnit(a[8 * u : 8 * u + 8], words, largest) for u, words in enumerate(whole.eights)]
+    return whole.rows, units
 
 
 def scales(format_lanes: Lanes, fields: dict[str, Any], lane) -> list[Scales]:
     """As float32, whichever kind the format has."""
-    of = format_lanes.scales(fields, lane)
-    if not isinstance(of, WholeScales):
-        return of
+    scales = format_lanes.scales(fields, lane)
+    if not isinstance(scales, WholeScales):
+        return scales
     out = []
-    for words in of.eights:
+    for words in scales.eights:
         kinds = []
-        for row, word in zip(of.rows, words, strict=True):
+        for row, word in zip(scales.rows, words, strict=True):
             number = lanes.bytes_as_reals(word, signed=True)
             kinds.append([[row[r] * number[2 * r + h] for h in (0, 1)] for r in (0, 1)])
         out.append(Scales(*kinds))  # pyrefly: ignore[bad-argument-type]
@@ -77,5 +78,5 @@ def _bytes(words, mask: int) -> list:
 
 
 def _fetched(scales: list) -> Callable:
-    there = lambda v, lane: as_real(lanes.from_lane(as_word(v), lane))  # noqa: E731
-    return lambda lane, _: [[[there(v, lane) for v in row] for row in rows] for rows in scales]
+    fetch = lambda v, lane: as_real(lanes.from_lane(as_word(v), lane))  # noqa: E731
+    return lambda lane, _: [[[fetch(v, lane) for v in row] for row in rows] for rows in scales]

@@ -48,7 +48,7 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.activations_shared import eights
-from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
+from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
@@ -184,10 +184,9 @@ def int_decode(
             f"{formats_of[0]}: {rows} rows of {columns} activations of {activation_bits} bits do not fit "
             f"{shared} bytes of shared memory; split the rows"
         )
-    product = int_decode_block.IntegerProduct(
-        planned, rows, columns, sum(part.n_tiles for part in planned.parts), steps, matrices, eps,
-        activation_bits, activation,
-    )  # fmt: skip
+    product = int_decode_plan.IntegerProduct(
+        planned, rows, columns, matrices, eps, activation_bits, activation
+    )
     devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * TILE_ROWS), jnp.float32)
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -220,7 +219,7 @@ def int_decode(
 
 
 def _body(
-    product: int_decode_block.IntegerProduct, devices: int, sent_before: int, rotating: dict | None,
+    product: int_decode_plan.IntegerProduct, devices: int, sent_before: int, rotating: dict | None,
     *, weight_gmem, x_gmem, flips_gmem, layers_gmem, residual_gmem, peers_gmem, out_gmem, ring_smem,
     rotated_smem=None, sender_smem=None, **refs,
 ):  # fmt: skip
@@ -237,9 +236,9 @@ def _body(
         def store(y, row, n, _):
             memory.store(y, out_gmem, row, n)
 
-    for part, of_part in zip(product.plan.parts, weight_gmem, strict=True):
-        share = Share.of(part, product.steps, product.plan.warps)
-        with lanes.when(share.here):
+    for part, weights in zip(product.plan.parts, weight_gmem, strict=True):
+        share = Share.for_block(part, product.steps, product.plan.warps)
+        with lanes.when(share.has_tiles):
             layer, norm_layer = (
                 integer(0) if layers_gmem is None else memory.load(layers_gmem, at) for at in (0, 1)
             )
@@ -253,8 +252,4 @@ def _body(
             block = int_decode_block.Block(
                 product, share, store, residual, load_x, norm_layer=norm_layer, rotation=rotation, **refs
             )
-            stream, slot_bytes = Stream(share, of_part, layer), part.item_bytes(product.matrices)
-            ring = Ring([[stream]], ring_smem, part.depth, slot_bytes)
-            first_pass = block.load()  # on its way before the layer's number is known
-            block.run(first_pass, ring, ring.filled())
-            memory.wait_copies(0)
+            block.run_alone(weights, layer, ring_smem)

@@ -1,6 +1,5 @@
 """What one block of an integer product does, as one of its lanes sees it (decode.py has the picture)."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,74 +8,24 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats
-from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, real, total
 from pallas_kernels.matmul.epilogue import inverse_rms, output, over_warps
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import RotatedActivations, WarpActivations
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
-from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share
+from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.matmul.int_mma.rotated_columns import RotatedColumns
 from pallas_kernels.tiles import TILE_ROWS
 
 
-@dataclasses.dataclass(frozen=True)
-class IntegerProduct:
-    """Static sizes: rows and columns of the activations; tiles of 16 rows and steps of 256 columns of all
-    parts; and how the blocks share them."""
-
-    plan: int_decode_plan.Plan
-    rows: int
-    columns: int
-    n_tiles: int
-    steps: int
-    matrices: int
-    eps: float
-    bits: int
-    activation: Activation = SILU
-
-    @property
-    def width(self) -> int:
-        """Rows that a set of columns of the tensor core holds."""
-        return int_decode_plan.columns_of_rows(self.rows)[0]
-
-    @property
-    def padded(self) -> int:
-        """Rows, and what fills the last set."""
-        return int_decode_plan.columns_of_rows(self.rows)[1]
-
-    @property
-    def chunks(self) -> int:
-        return self.padded // self.width
-
-    @property
-    def slots(self) -> int:
-        """Groups that are side by side in the columns of the tensor core."""
-        return 8 // self.width
-
-    @property
-    def row_bytes(self) -> int:
-        return int_decode_plan.row_bytes(self.steps)
-
-    @property
-    def activation_group(self) -> int:
-        """Columns of activations that share a scale, of the first part."""
-        return formats.get(self.plan.parts[0].format).LANES.activation_group
-
-    @property
-    def per_warp(self) -> int:
-        """Steps of a warp, at most."""
-        return -(-self.steps // self.plan.warps)
-
-
-def scratch(products: Sequence[IntegerProduct]) -> dict[str, Any]:
-    """Shared memory of a block besides its ring, for products one behind the other (plan.scratch_bytes)."""
+def scratch(products: Sequence[int_decode_plan.IntegerProduct]) -> dict[str, Any]:
+    """Shared memory of a block besides its ring, for products in turn (plan.scratch_bytes)."""
     sizes = [
         int_decode_plan.scratch_bytes(p.plan.parts, p.matrices, p.steps, p.padded, p.plan.warps, p.bits)
         for p in products
     ]
-    q, *rest = (max(of) // 4 for of in zip(*sizes, strict=True))
+    q, *rest = (max(each) // 4 for each in zip(*sizes, strict=True))
     names = ("stats_smem", "sums_smem", "squares_smem")
     reals = {name: plgpu.SMEM((n,), jnp.float32) for name, n in zip(names, rest, strict=True)}
     return {"q_smem": plgpu.SMEM((q,), jnp.int32), **reals}
@@ -86,9 +35,9 @@ class Block:
     """A block of threads at a product, and a lane of it.
 
     share      what its warp has of its part
-    store      (y, row of x, output, ahead) puts a result where it belongs. All lanes of a warp call it
+    store      (y, row of x, output, prefetched) puts a result where it belongs. All lanes of a warp call it
     residual   (row of x, output) -> what is added to it; None: nothing
-    ahead      the same arguments -> what `store` wants to be asked for ahead; None: nothing
+    prefetch   the same arguments -> what `store` needs, loaded before the product; None: nothing
     load_x     as in WarpActivations; with a rotation as in RotatedColumns
     rounded    as in WarpActivations; not with a rotation
     rotation   of the activations: RotatedColumns' flips_gmem, block, heads and rotated_smem; None: none
@@ -96,37 +45,29 @@ class Block:
     """
 
     def __init__(
-        self, sizes: IntegerProduct, share: Share, store, residual, load_x, *,
-        gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem, ahead=None, rounded=False,
-        rotation=None,
+        self, sizes: int_decode_plan.IntegerProduct, share: Share, store, residual, load_x, *,
+        gamma_gmem, norm_layer, q_smem, stats_smem, sums_smem, squares_smem, prefetch=None,
+        rounded=False, rotation=None,
     ):  # fmt: skip
         self.sizes, self.share, self.part = sizes, share, share.part
         self.format_lanes, self.normed = formats.get(self.part.format).LANES, gamma_gmem is not None
-        self.store, self.residual, self.ahead = store, residual, ahead
+        self.store, self.residual, self.prefetch = store, residual, prefetch
         self.q_smem, self.stats_smem = q_smem, stats_smem
         self.sums_smem, self.squares_smem = sums_smem, squares_smem
         self.thread = integer(lanes.thread())
         self.warp, self.lane = self.thread // 32, self.thread % 32
         self.g, self.t = self.lane // 4, self.lane % 4
         self.first_step = share.first_step
-        common = {
-            "rows": sizes.rows, "format_lanes": self.format_lanes, "bits": sizes.bits, "width": sizes.width,
-            "padded": sizes.padded, "row_bytes": sizes.row_bytes, "lane": self.lane,
-        }  # fmt: skip
-        self.rotates = rotation is not None
         if rotation is not None:
             columns = RotatedColumns(
                 load_x, sizes.columns, gamma_gmem=gamma_gmem, norm_layer=norm_layer, slot=index(self.warp),
                 lane=index(self.lane), **rotation,
             )  # fmt: skip
-            self.activations = RotatedActivations(
-                columns, columns=sizes.columns, warps=sizes.plan.warps, warp=self.warp, **common
-            )
+            self.activations = RotatedActivations(columns, sizes, self.format_lanes, self.warp, self.lane)
             return
         self.activations = WarpActivations(
-            load_x=load_x, rounded=rounded, gamma_gmem=None if rounded else gamma_gmem,
-            norm_layer=norm_layer, first_step=self.first_step, mine=share.mine, per_warp=sizes.per_warp,
-            steps=sizes.steps, **common,
+            load_x, rounded, None if rounded else gamma_gmem, norm_layer, share, sizes, self.format_lanes,
+            self.lane,
         )  # fmt: skip
 
     def load(self):
@@ -145,29 +86,36 @@ class Block:
             for row, squares_of_row in enumerate(squares):
                 place = self.warp + row * self.sizes.plan.warps
                 memory.store(lanes.warp_sum_real(squares_of_row), self.squares_smem, place)
-        if self.rotates:
-            lanes.block_barrier()
-        else:
-            lanes.warp_barrier()
+        self.activations.barrier()
         columns = (WholeColumns if self.format_lanes.whole_scales else Columns)(self, q, stats)
         together = self.sizes.plan.together
 
         def one_round(first, state):
             first = integer(first)
             last = minimum(first + together, self.share.count)
-            # On its way before the product, where each thread has one output at most.
-            near = together * self.sizes.rows * TILE_ROWS <= self.sizes.plan.warps * 32
-            ahead = self.ahead_of(index(self.thread), first) if near else None
+            # Loaded before the product, where each thread has one output at most.
+            one_each = together * self.sizes.rows * TILE_ROWS <= self.sizes.plan.warps * 32
+            prefetched = self.prefetched(index(self.thread), first) if one_each else None
             state = lanes.loop(
                 first, last, 1, state,
                 lambda j, state: self.one_tile(ring, number, columns, integer(j) - first, state),
             )  # fmt: skip
             lanes.block_barrier()
-            self.finish(first, last, ahead)
+            self.store_outputs(first, last, prefetched)
             lanes.block_barrier()
             return state
 
         return lanes.loop(0, self.share.count, together, state, one_round)
+
+    def run_alone(self, weight_gmem, layer, ring_smem):
+        """The only product of a launch: fields of each matrix, refs of stacks, and the index into them."""
+        ring = Ring(
+            [[Stream(self.share, weight_gmem, layer)]], ring_smem, self.part.depth,
+            self.part.item_bytes(self.sizes.matrices),
+        )  # fmt: skip
+        first_pass = self.load()  # on its way before the layer's number is known
+        self.run(first_pass, ring, ring.filled())
+        memory.wait_copies(0)
 
     def one_tile(self, ring: Ring, number: int, columns: Columns, place, state: list) -> list:
         """This warp's sums of a tile to shared memory, as number `place` of the round."""
@@ -177,21 +125,21 @@ class Block:
         def one_item(s, carry):
             state, y = carry[:-count], _folded(carry[-count:], shape)
             at_slot = ring.arrived(state)
-            at_q, at_stats = columns.of_step(integer(s))
+            at_q, at_stats = columns.at_step(integer(s))
             for m in range(self.sizes.matrices):
                 columns.multiply(ring.words(self.part, m, at_slot), at_q, at_stats, y[m])
             return [*ring.refilled(state, number), *_flat(y)]
 
-        carry = lanes.loop(0, self.share.mine, 1, [*state, *[real(0)] * count], one_item)
-        for m, of_matrix in enumerate(_folded(carry[-count:], shape)):
-            self.store_sums(columns, of_matrix, index(place) * self.sizes.matrices + m)
+        carry = lanes.loop(0, self.share.own_steps, 1, [*state, *[real(0)] * count], one_item)
+        for m, y in enumerate(_folded(carry[-count:], shape)):
+            self.store_sums(columns, y, index(place) * self.sizes.matrices + m)
         return carry[:-count]
 
     def store_sums(self, columns: Columns, y: list, place):
         """y[chunk][rows g, g + 8][results], whose slots are added up."""
         width = self.sizes.width
-        for chunk, of_chunk in enumerate(y):
-            for r, values in enumerate(of_chunk):
+        for chunk, rows in enumerate(y):
+            for r, values in enumerate(rows):
                 values = [total(values)] if width == 1 else values
                 distance = columns.neighbours
                 while distance < 4:
@@ -214,16 +162,16 @@ class Block:
         tile = index(self.share.first_tile + first + self.part.above) + j
         return j, row, inside, tile * TILE_ROWS + inside
 
-    def ahead_of(self, at, first) -> list:
-        """What of output number `at` is asked for ahead: the residual, and what `store` wants."""
+    def prefetched(self, at, first) -> list:
+        """For output number `at`: the residual, and what `store` needs."""
         _, row, _, n = self.output(at, first)
         n = minimum(n, self.sizes.n_tiles * TILE_ROWS - 1)
-        return [None if load is None else load(row, n) for load in (self.residual, self.ahead)]
+        return [None if load is None else load(row, n) for load in (self.residual, self.prefetch)]
 
-    def finish(self, first, last, ahead: list | None):
+    def store_outputs(self, first, last, prefetched: list | None):
         """Write the outputs of tiles `first` to `last` of this block: one thread an output.
 
-        ahead  of the thread's only output; None: it may have several
+        prefetched  for the thread's only output; None: it may have several
         """
         sizes, warps = self.sizes, self.sizes.plan.warps
 
@@ -243,12 +191,12 @@ class Block:
                 squares = over_warps(lambda w: memory.load(self.squares_smem, row * warps + w), warps)
                 norm = inverse_rms(squares, sizes.columns, sizes.eps)
             y = output(sums, norm, sizes.activation)
-            residual, of_store = self.ahead_of(at, first) if ahead is None else ahead
-            self.store(y if residual is None else y + residual, row, n, of_store)
+            residual, rest = self.prefetched(at, first) if prefetched is None else prefetched
+            self.store(y if residual is None else y + residual, row, n, rest)
             return carry
 
         outputs = index((last - first) * (sizes.rows * TILE_ROWS))
-        if ahead is None:
+        if prefetched is None:
             lanes.loop(self.thread, outputs, warps * 32, [], one)
         else:
             with lanes.when(index(self.thread) < outputs):

@@ -24,9 +24,9 @@ class Columns:
         self.sizes, self.format_lanes = block.sizes, block.format_lanes
         width, group = self.sizes.width, self.format_lanes.group
         slot, row = block.g // width, block.g % width
-        of_row, of_slot = row * self.sizes.row_bytes, slot * (width * group)
+        row_begin, slot_begin = row * self.sizes.row_bytes, slot * (width * group)
         first_step = minimum(block.first_step, self.sizes.steps - 1)  # of warps that have none too
-        self.q = q + first_step * TILE_COLUMNS + of_row + of_slot + block.t * (group // 4)
+        self.q = q + first_step * TILE_COLUMNS + row_begin + slot_begin + block.t * (group // 4)
         # Factors 1 and 0 that ptxas does not know: unpacking keeps the units of logic busy, not of products.
         self.in_slot = [
             lanes.anew(select(slot == s, 1, 0)) if self.sizes.slots > 1 else None
@@ -42,27 +42,27 @@ class Columns:
             result = block.t * 2
             self.neighbours, slot = width // 2, result // width
             at = slot * (width // shared_by * width) + result % width
-        of_warp = first_step * (self.groups * width * 4 * self.stat_words)
-        self.stats = stats + of_warp + at * (4 * self.stat_words)
+        warp_begin = first_step * (self.groups * width * 4 * self.stat_words)
+        self.stats = stats + warp_begin + at * (4 * self.stat_words)
         # The lane of this quad that has the scales of groups 2 n and 2 n + 1 of this lane's slot.
         quad = block.t // self.neighbours * self.neighbours
         self.quad = [(block.lane & 0xFFFFFFFC) + (quad + n) for n in range(self.neighbours)]
         self.lane = block.lane
         # One row of a warp's only step is the same for all its tiles; more would take too many registers.
-        self.kept: dict[tuple[str, int], list] = {}
+        self.reused: dict[tuple[str, int], list] = {}
         if self.sizes.per_warp == self.sizes.width == self.sizes.bits // 8 == 1:
             for u in range(TILE_COLUMNS // (8 * group)):
-                self.kept["operands", u] = self.operands(u, 0, 0, 0, self.q)
-                self.kept["stats", u] = self.stats_of(u, 0, 0, self.stats)
+                self.reused["operands", u] = self.operands(u, 0, 0, 0, self.q)
+                self.reused["stats", u] = self.stats_of(u, 0, 0, self.stats)
 
     @property
     def results(self) -> int:
         return 2
 
-    def of_step(self, s) -> tuple:
+    def at_step(self, s) -> tuple:
         """q and stats at a step of this warp."""
-        of_stats = self.groups * self.sizes.width * 4 * self.stat_words
-        return self.q + s * TILE_COLUMNS, self.stats + s * of_stats
+        stats_bytes = self.groups * self.sizes.width * 4 * self.stat_words
+        return self.q + s * TILE_COLUMNS, self.stats + s * stats_bytes
 
     def multiply(self, words: dict, at_q, at_stats, y: list):
         """y += products of a tile's 256 columns; y[chunk][rows g, g + 8][results]."""
@@ -73,7 +73,7 @@ class Columns:
         sizes, width, scales = self.sizes, self.sizes.width, unit.scales
         for j in range(width):
             if self.neighbours > 1 and j % 2 == 0:  # here, and not for all j before: fewer registers
-                scales = unit.of_lane(self.quad[j // 2], j // 2)
+                scales = unit.fetch(self.quad[j // 2], j // 2)
             for chunk in range(sizes.chunks):
                 sums = _joined(self.sums_of_groups(unit.a, u, j, chunk, at_q))
                 stats = self.stats_of(u, j, chunk, at_stats)
@@ -88,8 +88,8 @@ class Columns:
 
     def stats_of(self, u: int, j: int, chunk: int, at_stats) -> list:
         """stat_words of what is in set j of unit u and a chunk of rows, for each result."""
-        if ("stats", u) in self.kept:
-            return self.kept["stats", u]
+        if ("stats", u) in self.reused:
+            return self.reused["stats", u]
         group = (u * 8 + j) * self.format_lanes.group // self.format_lanes.activation_group
         each, count = self.stat_words, self.stat_words * self.results
         at = (chunk * self.sizes.steps * self.groups + group) * self.sizes.width * 4 * each
@@ -100,8 +100,8 @@ class Columns:
 
     def operands(self, u: int, j: int, chunk: int, digit: int, at_q) -> list:
         """B of set j of unit u, of a chunk of rows: of each slot, zero in the columns of others."""
-        if ("operands", u) in self.kept:
-            return self.kept["operands", u]
+        if ("operands", u) in self.reused:
+            return self.reused["operands", u]
         sizes, group = self.sizes, self.format_lanes.group
         at = (u * 8 + j) * group + (digit * sizes.padded + chunk * sizes.width) * sizes.row_bytes
         words = memory.load_shared(group // 16, at_q, at)
@@ -115,9 +115,9 @@ class Columns:
         for digit in range(self.sizes.bits // 8):  # the second is the high one
             b, c = self.operands(u, j, chunk, digit, at_q), [integer(0)] * 4
             for first in range(0, slots, together):
-                of_slots = range(first, first + together)
-                a_s = [word for s in of_slots for word in a[width * s + j]]
-                b_s = [word for s in of_slots for word in b[s]]
+                some = range(first, first + together)
+                a_s = [word for s in some for word in a[width * s + j]]
+                b_s = [word for s in some for word in b[s]]
                 c = tensor_cores.multiply_bytes(a_s, b_s, c, self.format_lanes.signed)
             sums.append(c)
         return sums
@@ -149,8 +149,8 @@ class WholeColumns(Columns):
                     for r in (0, 1):
                         for c in range(self.results):
                             step, *sums_of_x = stats[c]
-                            of_pair = [self.dot(digit[r][c], scale[0], r, unit.largest) for digit in sums]
-                            value = _real(of_pair) * rows[0][r]
+                            dots = [self.dot(digit[r][c], scale[0], r, unit.largest) for digit in sums]
+                            value = _real(dots) * rows[0][r]
                             if self.format_lanes.minimums:
                                 x = sums_of_x[: len(sums)]
                                 less = [lanes.dot_of_halves(word, scale[1], 2 * r) for word in x]
@@ -160,8 +160,8 @@ class WholeColumns(Columns):
     def sums_of_pair(self, a: list, u: int, pair: int, chunk: int, at_q) -> list:
         """Of each digit [rows g, g + 8][results]: sums of a pair's two groups."""
         if self.sizes.width == 1:
-            of = self.sums_of_groups(a, u, 0, chunk, at_q)
-            return [[[(c[2 * r], c[2 * r + 1])] for r in (0, 1)] for c in of]
+            digits = self.sums_of_groups(a, u, 0, chunk, at_q)
+            return [[[(c[2 * r], c[2 * r + 1])] for r in (0, 1)] for c in digits]
         even, odd = (self.sums_of_groups(a, u, 2 * pair + h, chunk, at_q) for h in (0, 1))
         return [
             [[(one[2 * r + c], two[2 * r + c]) for c in (0, 1)] for r in (0, 1)]

@@ -1,14 +1,17 @@
 """How the blocks of an integer product (decode.py) share its tiles, and what of it lies where in shared
 memory."""
 
+import dataclasses
 import math
 from typing import NamedTuple
 
 from pallas_kernels import device, formats
+from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
+BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
 
 
@@ -66,13 +69,13 @@ def share_out(parts, formats_of, blocks: int) -> tuple[Part, ...]:
     largest = -(-above // blocks) + 1  # tiles of a block, were all as small as the smallest
     for most in sorted({tiles * size for size in sizes for tiles in range(1, len(parts) * largest + 1)}):
         tiles = [min(most // size, draft.n_tiles) for size, draft in zip(sizes, drafts, strict=True)]
-        wanted = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
-        if min(tiles) and sum(wanted) <= blocks:
+        needed = [-(-draft.n_tiles // max(1, t)) for draft, t in zip(drafts, tiles, strict=True)]
+        if min(tiles) and sum(needed) <= blocks:
             break
     else:
         raise AssertionError("no share of the blocks fits")
     first, placed = 0, []
-    for draft, t, count in zip(drafts, tiles, wanted, strict=True):
+    for draft, t, count in zip(drafts, tiles, needed, strict=True):
         placed.append(draft._replace(first_block=first, blocks=count, tiles=t))
         first += count
     return tuple(placed)
@@ -109,7 +112,7 @@ def plan(
     placed = share_out(parts, formats_of, blocks or device.multiprocessors())
     sizes = [part.item_bytes(matrices) for part in placed]
     best = None
-    for w in (16, 12, 8, 4):
+    for w in BLOCK_WARPS:
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
         taken += (4 * rotated_columns.words(rows, steps * TILE_COLUMNS, w),) if rotated else ()
@@ -121,12 +124,68 @@ def plan(
         if min(depths) >= 2 and (best is None or cost < best[0]):
             # No more slots than a warp has items: before its first product it visits all of them.
             items = [part.tiles * -(-steps // w) for part in placed]
-            parts_of = tuple(
+            planned_parts = tuple(
                 part._replace(depth=max(2, min(slots, most)))
                 for part, slots, most in zip(placed, depths, items, strict=True)
             )
-            best = cost, Plan(w, together(placed, padded), parts_of)
+            best = cost, Plan(w, together(placed, padded), planned_parts)
     return best and best[1]
+
+
+@dataclasses.dataclass(frozen=True)
+class IntegerProduct:
+    """Static sizes: rows and columns of the activations, matrices of a part, and how blocks share them."""
+
+    plan: Plan
+    rows: int
+    columns: int
+    matrices: int
+    eps: float
+    bits: int
+    activation: Activation = SILU
+
+    @property
+    def n_tiles(self) -> int:
+        """Of 16 rows, of all parts."""
+        return sum(part.n_tiles for part in self.plan.parts)
+
+    @property
+    def steps(self) -> int:
+        """Of 256 columns."""
+        return -(-self.columns // TILE_COLUMNS)
+
+    @property
+    def width(self) -> int:
+        """Rows that a set of columns of the tensor core holds."""
+        return columns_of_rows(self.rows)[0]
+
+    @property
+    def padded(self) -> int:
+        """Rows, and what fills the last set."""
+        return columns_of_rows(self.rows)[1]
+
+    @property
+    def chunks(self) -> int:
+        return self.padded // self.width
+
+    @property
+    def slots(self) -> int:
+        """Groups that are side by side in the columns of the tensor core."""
+        return 8 // self.width
+
+    @property
+    def row_bytes(self) -> int:
+        return row_bytes(self.steps)
+
+    @property
+    def activation_group(self) -> int:
+        """Columns of activations that share a scale, of the first part."""
+        return formats.get(self.plan.parts[0].format).LANES.activation_group
+
+    @property
+    def per_warp(self) -> int:
+        """Steps of a warp, at most."""
+        return -(-self.steps // self.plan.warps)
 
 
 def stat_words(format_lanes: Lanes, activation_bits: int) -> int:

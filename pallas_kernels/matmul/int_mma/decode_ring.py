@@ -12,10 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jax._src.lib.mlir.dialects import arith
-
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import integer, minimum, of, select
+from pallas_kernels.gpu.values import integer, larger_signed, minimum, select, smaller_signed
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 
 
@@ -24,35 +22,35 @@ class Share(NamedTuple):
 
     part        of the plan
     steps       of 256 columns, of all warps
-    here        whether the block has tiles of this part
-    first_tile, count   of the block
-    first_step, mine    of the warp's steps
+    has_tiles   whether the block has tiles of this part
+    first_tile, count       of the block
+    first_step, own_steps   of the warp
     tiles       of which the warp has steps
     """
 
     part: int_decode_plan.Part
     steps: int
-    here: Any
+    has_tiles: Any
     first_tile: Any
     count: Any
     first_step: Any
-    mine: Any
+    own_steps: Any
     tiles: Any
 
     @classmethod
-    def of(cls, part: int_decode_plan.Part, steps: int, warps: int, block=None) -> "Share":
-        """Of a block of the product: this one, unless given."""
+    def for_block(cls, part: int_decode_plan.Part, steps: int, warps: int, block=None) -> "Share":
+        """block  of the product; None: this one"""
         from_part = (integer(lanes.block()) if block is None else block) - part.first_block
-        # Blocks of other parts are below 0, which is large here, or behind the last.
-        here = from_part < part.blocks
+        # Blocks of other parts are below 0, which is large without a sign, or behind the last.
+        has_tiles = from_part < part.blocks
         first_tile = from_part * part.tiles
         count = minimum(part.n_tiles - first_tile, part.tiles)
         per_warp = -(-steps // warps)
         first_step = integer(lanes.thread()) // 32 * per_warp
-        mine = arith.minsi(integer(per_warp), steps - first_step)  # signed: below 0 behind the last
-        mine = of(arith.maxsi(integer(0), mine))
-        tiles = select(here & (mine != 0), count, 0)
-        return cls(part, steps, here, first_tile, count, first_step, mine, tiles)
+        own_steps = smaller_signed(integer(per_warp), steps - first_step)  # below 0 behind the last
+        own_steps = larger_signed(integer(0), own_steps)
+        tiles = select(has_tiles & (own_steps != 0), count, 0)
+        return cls(part, steps, has_tiles, first_tile, count, first_step, own_steps, tiles)
 
 
 class Stream(NamedTuple):
@@ -95,8 +93,8 @@ class Ring:
 
     def filled(self) -> list:
         """Begin to copy what there is room for: the first state."""
-        phase, tiles, mine = self._from(0)
-        state = [phase, integer(0), integer(0), tiles, mine, integer(0)]
+        phase, tiles, steps = self._from(0)
+        state = [phase, integer(0), integer(0), tiles, steps, integer(0)]
         if len(self.phases) > 1:  # a loop, since the code for several products is long
             return lanes.loop(0, self.depth, 1, state, lambda _, state: self.refilled(state))
         for _ in range(self.depth):
@@ -106,25 +104,25 @@ class Ring:
     def refilled(self, state: list, number: int = 0) -> list:
         """Begin to copy the next item, of product `number` or later, into the slot that was multiplied: the
         state behind it."""
-        phase, tile, step, tiles, mine, slot = state
+        phase, tile, step, tiles, steps, slot = state
         several = len(self.phases) > 1
-        self._copy_of(number, (phase == number) if several else None, tile, step, slot)
+        self._copy(number, (phase == number) if several else None, tile, step, slot)
         if number + 1 < len(self.phases):
             with lanes.when(phase > number):
                 for later in range(number + 1, len(self.phases)):
-                    self._copy_of(later, phase == later, tile, step, slot)
+                    self._copy(later, phase == later, tile, step, slot)
         memory.commit_copies()  # a group of its own even if there was nothing
         step = step + 1
-        last_step = step >= mine
+        last_step = step >= steps
         tile, step = select(last_step, tile + 1, tile), select(last_step, 0, step)
         if number + 1 < len(self.phases):
             last = tile >= tiles
             tile = select(last, 0, tile)
-            phase, tiles, mine = lanes.choose(
-                last, lambda: self._from(number + 1, phase + 1), [phase, tiles, mine]
+            phase, tiles, steps = lanes.choose(
+                last, lambda: self._from(number + 1, phase + 1), [phase, tiles, steps]
             )
         slot = slot + 1
-        return [phase, tile, step, tiles, mine, select(slot == self.depth, 0, slot)]
+        return [phase, tile, step, tiles, steps, select(slot == self.depth, 0, slot)]
 
     def arrived(self, state: list):
         """Where the slot to multiply begins, when it is there."""
@@ -142,12 +140,12 @@ class Ring:
             words[name] = loaded if len(field.shape) == 3 else loaded[0]
         return words
 
-    def _copy_of(self, number: int, condition, tile, step, slot):
+    def _copy(self, number: int, condition, tile, step, slot):
         """Of product `number`, if the condition holds (None: it does) and there is such a tile."""
         for stream in self.phases[number]:
             share, part = stream.share, stream.share.part
-            wanted = tile < share.tiles
-            with lanes.when(wanted if condition is None else condition & wanted):
+            exists = tile < share.tiles
+            with lanes.when(exists if condition is None else condition & exists):
                 item = stream.item(tile, step)
                 target = self.address + slot * self.slot_bytes
                 for m, fields in enumerate(stream.weight_gmem):
@@ -155,8 +153,8 @@ class Ring:
                         whole = len(field.shape) == 3
                         piece = self.lane if whole else self.lane // (32 // field.shape[0])
                         start = memory.address(fields[name])
-                        of_item = 4 * math.prod(field.shape)
-                        source = memory.at_byte(start, item, of_item, piece * field.size)
+                        item_bytes = 4 * math.prod(field.shape)
+                        source = memory.at_byte(start, item, item_bytes, piece * field.size)
                         to = target + field.at + self.lane * field.size
                         for v in range(field.vectors):
                             memory.copy_async(to, source, field.size, at=512 * v)
@@ -164,15 +162,15 @@ class Ring:
     def _from(self, number: int, phase=None) -> list:
         """The first product from `phase` on, one of `number` and later, of which this warp has something: its
         number, tiles and steps."""
-        found = [integer(len(self.phases)), integer(0), integer(0)]
+        first = [integer(len(self.phases)), integer(0), integer(0)]
         for at in reversed(range(number, len(self.phases))):
-            tiles, mine = integer(0), integer(0)
+            tiles, steps = integer(0), integer(0)
             for share, *_ in self.phases[at]:
-                tiles, mine = tiles + share.tiles, share.mine
-            it = (tiles != 0) if phase is None else (tiles != 0) & (phase <= at)
-            of_it = (integer(at), tiles, mine)
-            found = [select(it, new, old) for new, old in zip(of_it, found, strict=True)]
-        return found
+                tiles, steps = tiles + share.tiles, share.own_steps
+            is_later = (tiles != 0) if phase is None else (tiles != 0) & (phase <= at)
+            new = (integer(at), tiles, steps)
+            first = [select(is_later, a, b) for a, b in zip(new, first, strict=True)]
+        return first
 
 
 def _fields(part: int_decode_plan.Part, m: int) -> dict[str, Field]:

@@ -12,14 +12,15 @@ of several formats, that a layer's weights are in: an XLA branch would wait for 
 import functools
 import operator
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import formats
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
@@ -33,13 +34,12 @@ WARPS = 4  # of a block, each with one item: 16 rows x 256 columns
 class Piece(NamedTuple):
     """Rows of the output that are of one format.
 
-    format, names   of the weight: its fields by name
-    rows, at        rows that it has, and the output's row that is its first
-    tile, tiles     its first tile of 16 rows, of the weight's, and how many it has
+    format       of the weight
+    rows, at     rows that it has, and the output's row that is its first
+    tile, tiles  its first tile of 16 rows, of the weight's, and how many it has
     """
 
     format: str
-    names: tuple[str, ...]
     rows: int
     at: int
     tile: int
@@ -91,67 +91,46 @@ def int_dequantize(
     columns  K
     """
     steps = weights[0][0][0]["words"].shape[2]
-    plans, operands, row, first_block = [], [], 0, 0
-    for choice_fields, choice_kinds in zip(weights, kinds, strict=True):
+    plans, row, first_block = [], 0, 0
+    for choice_kinds in kinds:
         choices, most = [], 0
-        for fields_of, kinds_of in zip(choice_fields, choice_kinds, strict=True):
+        for formats_and_rows in choice_kinds:
             pieces, at, tile = [], row, 0
-            for fields, (format, rows) in zip(fields_of, kinds_of, strict=True):
-                names = tuple(sorted(fields))
-                operands += [fields[name] for name in names]
+            for format, rows in formats_and_rows:
                 tiles = -(-rows // TILE_ROWS)
-                pieces.append(Piece(format, names, rows, at, tile, tiles))
+                pieces.append(Piece(format, rows, at, tile, tiles))
                 at, tile = at + rows, tile + tiles
             choices.append(tuple(pieces))
             most = max(most, tile)
-        blocks = -(-most * steps // WARPS)
         plans.append((tuple(choices), first_block, most * steps))
-        row, first_block = row + sum(rows for _, rows in choice_kinds[0]), first_block + blocks
-    kernel = plgpu.kernel(
-        functools.partial(
-            _body, plans=tuple(plans), steps=steps, columns=columns, indexed=places is not None
-        ),
-        out_type=jax.ShapeDtypeStruct((row, columns), jnp.float16),
-        grid=(first_block,),
-        grid_names=("items",),
-        num_threads=WARPS // 4,
-        thread_name="warpgroup",
-        kernel_name="int_dequantize",  # as profilers show it
-        scratch_types=[],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )  # fmt: skip
-    return kernel(*operands, *([] if places is None else [places]))
+        row, first_block = at, first_block + -(-most * steps // WARPS)
+    return launch(
+        functools.partial(_body, plans=tuple(plans), steps=steps, columns=columns),
+        {"weight_gmem": weights, "places_gmem": places},
+        {"out_gmem": jax.ShapeDtypeStruct((row, columns), jnp.float16)},
+        name="int_dequantize",
+        blocks=first_block,
+        threads=32 * WARPS,
+    )
 
 
-def _body(*refs, plans, steps, columns, indexed):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-    def kernel(ctx, *refs):
-        refs = list(refs)
-        weights = [
-            [[{name: refs.pop(0) for name in piece.names} for piece in pieces] for pieces in choices]
-            for choices, *_ in plans
-        ]
-        places_gmem = refs.pop(0) if indexed else None
-        (out_gmem,) = refs
-        lane = integer(lanes.thread()) % 32
-        warp = integer(lanes.thread()) // 32
-        for w, ((choices, first_block, items), fields_of) in enumerate(zip(plans, weights, strict=True)):
-            block = integer(lanes.block()) - first_block
-            item = block * WARPS + warp
-            # Items of the weights before are below 0, which is large here, those of others behind the last.
-            with lanes.when(item < items):
-                which = layer = integer(0)
-                if places_gmem is not None:
-                    which, layer = (memory.load(places_gmem, w, i) for i in range(2))
-                tile, step = item // steps, item % steps
-                for c, (pieces, refs_of) in enumerate(zip(choices, fields_of, strict=True)):
-                    for piece, piece_gmem in zip(pieces, refs_of, strict=True):
-                        own = tile - piece.tile
-                        wanted = own < piece.tiles
-                        with lanes.when(wanted & (which == c)):
-                            _decode(piece, piece_gmem, layer, own, step, lane, out_gmem, columns)
-
-    kernel(*refs)
+def _body(weight_gmem, places_gmem, out_gmem, *, plans, steps, columns):
+    lane = integer(lanes.thread()) % 32
+    warp = integer(lanes.thread()) // 32
+    for w, ((choices, first_block, items), choice_gmem) in enumerate(zip(plans, weight_gmem, strict=True)):
+        block = integer(lanes.block()) - first_block
+        item = block * WARPS + warp
+        # Items of the weights before are below 0, which is large here, those of others behind the last.
+        with lanes.when(item < items):
+            which = layer = integer(0)
+            if places_gmem is not None:
+                which, layer = (memory.load(places_gmem, w, i) for i in range(2))
+            tile, step = item // steps, item % steps
+            for c, (pieces, pieces_gmem) in enumerate(zip(choices, choice_gmem, strict=True)):
+                for piece, fields in zip(pieces, pieces_gmem, strict=True):
+                    own = tile - piece.tile
+                    with lanes.when((own < piece.tiles) & (which == c)):
+                        _dequantize(piece, fields, layer, own, step, lane, out_gmem, columns)
 
 
 def read(fields, layer, tile, step, lane) -> dict[str, list]:
@@ -170,7 +149,7 @@ def read(fields, layer, tile, step, lane) -> dict[str, list]:
     return words
 
 
-def _decode(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns: int):
+def _dequantize(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns: int):
     """One item: 16 rows x 256 columns of a piece."""
     format_lanes = formats.get(piece.format).LANES
     group = format_lanes.group
@@ -180,18 +159,15 @@ def _decode(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns: in
     column = step * TILE_COLUMNS + t * (group // 4)
     for u, unit in enumerate(int_bytes.units(format_lanes, words, lane)):
         for j in range(8):
-            behind = (8 * u + j) * group  # columns of the item before this group
-            scales = [int_float16.of_group(values, j, lane) for values in unit.scales]
+            before = (8 * u + j) * group  # columns of the item before this group
+            scales = [int_float16.group_values(values, j, lane) for values in unit.scales]
             halves = int_float16.pairs(unit.a[j], format_lanes.signed, *scales)
             for r, packed in enumerate(halves):
-                there = []  # what of the last tiles the matrix has
+                exists = []  # where the last tiles are not whole
                 if piece.rows % TILE_ROWS:
-                    there.append(rows[r] < piece.rows)
+                    exists.append(rows[r] < piece.rows)
                 if columns % TILE_COLUMNS:
-                    there.append(column + behind < columns)
-                where = [index(rows[r] + piece.at), index(column + behind)]
-                if there:
-                    with lanes.when(functools.reduce(operator.and_, there)):
-                        memory.store_halves(packed, out_gmem, where)
-                else:
-                    memory.store_halves(packed, out_gmem, where)
+                    exists.append(column + before < columns)
+                place = [index(rows[r] + piece.at), index(column + before)]
+                with lanes.when(functools.reduce(operator.and_, exists)) if exists else nullcontext():
+                    memory.store_halves(packed, out_gmem, place)

@@ -17,14 +17,11 @@ values are still the definition's; of others (Q4_K, Q5_K, Q6_K) they are within 
 """
 
 import jax.numpy as jnp
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import llvm
-from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, select
-from pallas_kernels.gpu.wgmma import STEP, fragment, lane
+from pallas_kernels.gpu.wgmma import STEP, half_fragment, lane
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
@@ -33,7 +30,7 @@ def pairs(words: list, signed: bool, scale: list, minimum: list | None = None) -
     """A lane's part of one group -> pairs of float16, [rows g, g + 8][pairs of neighbouring columns].
 
     words           int_bytes.Unit's `a` of the group
-    scale, minimum  float32 of rows g and g + 8 (`of_group`)
+    scale, minimum  float32 of rows g and g + 8 (`group_values`)
     """
     out = []
     for r in (0, 1):
@@ -46,7 +43,7 @@ def pairs(words: list, signed: bool, scale: list, minimum: list | None = None) -
     return out
 
 
-def of_group(values: list, j: int, lane) -> list:
+def group_values(values: list, j: int, lane) -> list:
     """Of a unit's values, [rows g, g + 8][groups 2 t, 2 t + 1], those of group j, from the lane of the quad
     that has them."""
     return [as_real(lanes.from_quad(as_word(row[j % 2]), lane, j // 2)) for row in values]
@@ -74,33 +71,35 @@ def put_scales(format_lanes: Lanes, shapes, matrices, target):
         warp = integer(warp)
         # With two matrices warps 2 i and 2 i + 1 dequantize tile i, of one matrix each.
         tile = index(warp // len(fields))
-        of_fields = [
-            {name: words_of(of[name], shapes[name], tile, number) for name in names} for of in fields
+        matrix_words = [
+            {name: words_of(refs[name], shapes[name], tile, number) for name in names} for refs in fields
         ]
-        words = of_fields[0]
+        words = matrix_words[0]
         if len(fields) == 2:
             second = warp % 2 == 1
-            words = {name: _either(second, *(of[name] for of in reversed(of_fields))) for name in names}
-        at, of_g, of_t = (
+            words = {
+                name: _either(second, *(matrix[name] for matrix in reversed(matrix_words))) for name in names
+            }
+        at, g_begin, t_begin = (
             memory.shared_address(target),
             integer(g) * (8 * kinds),
             integer(t) * (2 * 64 * kinds),
         )
-        at = at + of_g + of_t
+        at = at + g_begin + t_begin
         region = bytes_of_scales(format_lanes)
         if len(fields) == 1:
             at = at + warp * region
         else:
-            of_tile, of_matrix = warp // 2 * (2 * region), warp % 2 * (4 * kinds)
-            at = at + of_tile + of_matrix
+            tile_begin, matrix_begin = warp // 2 * (2 * region), warp % 2 * (4 * kinds)
+            at = at + tile_begin + matrix_begin
         for j, (low, high) in enumerate(_half_scales(format_lanes, words, number)):
             u, h = divmod(j, 2)
-            there = (8 * u + h) * 64 * kinds
+            offset = (8 * u + h) * 64 * kinds
             if len(fields) == 1:
-                memory.store_shared(low + high, at, there)
+                memory.store_shared(low + high, at, offset)
             else:
-                memory.store_shared(low, at, there)
-                memory.store_shared(high, at, there + region)
+                memory.store_shared(low, at, offset)
+                memory.store_shared(high, at, offset + region)
         if len(fields) == 1:
             lanes.warp_barrier()
 
@@ -129,14 +128,14 @@ def _half_scales(format_lanes: Lanes, fields, number) -> list:
     if format_lanes.half_scales is not None:
         return format_lanes.half_scales(fields)
     out = []
-    for of in int_bytes.scales(format_lanes, fields, integer(number)):
+    for eight in int_bytes.scales(format_lanes, fields, integer(number)):
         for h in (0, 1):
             rows = []
             for r in (0, 1):
-                scale = of.scale[r][h]
+                scale = eight.scale[r][h]
                 if format_lanes.units[h] > 1:
                     scale = scale * format_lanes.units[h]
-                row = [scale] + ([-of.minimum[r][h]] if of.minimum is not None else [])
+                row = [scale] + ([-eight.minimum[r][h]] if eight.minimum is not None else [])
                 assert len(row) == 1 + format_lanes.minimums
                 rows.append([lanes.half_pair(v, v) for v in row])
             out.append(rows)
@@ -171,9 +170,7 @@ def operand(format_lanes: Lanes, step: int, matrices, scales):
         warp, number, g, _ = lane(kept=True)
         vectors = vectors_of(matrices, warp, number)
         at = scales_of_warp(scales, warp, format_lanes, g)
-        halves = ir.VectorType.get((2,), ir.F16Type.get())
-        packed = [llvm.bitcast(halves, pair) for pair in step_pairs(format_lanes, step, vectors, at)]
-        return fragment(packed, (64, STEP), fragments.WGMMA_LAYOUT)
+        return half_fragment(step_pairs(format_lanes, step, vectors, at), (64, STEP))
 
     return dequantize(scales, *matrices)
 
@@ -195,7 +192,7 @@ def _own_rows(matrices: list, second) -> list:
     if len(matrices) == 1:
         return matrices[0]
     return [
-        [select(second, of[i + 1], of[i]) for i in (0, 2) for of in pair]
+        [select(second, words[i + 1], words[i]) for i in (0, 2) for words in pair]
         for pair in zip(*matrices, strict=True)
     ]
 

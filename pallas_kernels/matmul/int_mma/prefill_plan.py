@@ -74,16 +74,16 @@ def planned(
     listed              tiles of tokens that come from a list, whatever m is
     """
     few = m + -m % 16
-    of_tokens = ((2, 1, 256), (2, 2, 128), (2, 1, 128)) if m > 64 else ((3, 1, few), (2, 1, few))
-    of_splits = [s for s in range(1, items + 1) if items % s == 0]
+    tilings = ((2, 1, 256), (2, 2, 128), (2, 1, 128)) if m > 64 else ((3, 1, few), (2, 1, few))
+    splits_to_try = [s for s in range(1, items + 1) if items % s == 0]
     if matrices == 2 or listed is not None:
-        of_splits = [1]
+        splits_to_try = [1]
     shapes = ((64, 2 * STEPS), (64, STEPS), (32, STEPS), (32, 3), (16, 3), (16, 2))
     if listed is not None:
-        of_tokens = [(w, 1, listed.tokens) for w, most in MOST_TOKENS.items() if listed.tokens <= most]
+        tilings = [(w, 1, listed.tokens) for w, most in MOST_TOKENS.items() if listed.tokens <= most]
         shapes = tuple((listed.stored, slots) for slots in (2 * STEPS, STEPS, 3, 2))
     best = []
-    for (warpgroups, blocks, tokens), splits in itertools.product(of_tokens, of_splits):
+    for (warpgroups, blocks, tokens), splits in itertools.product(tilings, splits_to_try):
         outputs = PAIR * warpgroups * 64 * blocks // matrices
         rows = -(-m // tokens) if listed is None else listed.count
         count, pairs = rows * -(-tiles * TILE_ROWS // outputs) * splits, multiprocessors // PAIR

@@ -200,8 +200,8 @@ def _body(
         return matrix, list_gmem[row, 1], list_gmem[row, 2]  # pyrefly: ignore[unsupported-operation]
 
     def column_of(i):
-        of_columns = pair + i * pairs if tiles_of else lax.div(pair + i * pairs, rows)
-        return PAIR * lax.rem(of_columns, columns) + member
+        number = pair + i * pairs if tiles_of else lax.div(pair + i * pairs, rows)
+        return PAIR * lax.rem(number, columns) + member
 
     def split_of(i):
         return 0 if tiles_of else lax.div(pair + i * pairs, rows * columns)
@@ -219,8 +219,8 @@ def _body(
 
         def bring_residual(i, token, part):
             stage = warpgroup * STAGES + part % STAGES
-            there = residual_gmem.at[place(i, token, part)]  # pyrefly: ignore[missing-attribute]
-            plgpu.copy_gmem_to_smem(there, stage_smem.at[stage], stage_full.at[stage])
+            source = residual_gmem.at[place(i, token, part)]  # pyrefly: ignore[missing-attribute]
+            plgpu.copy_gmem_to_smem(source, stage_smem.at[stage], stage_full.at[stage])
 
         def words_of(slot, block, name):
             """Of each matrix its tiles of a block."""
@@ -243,8 +243,8 @@ def _body(
                     slot = lax.rem(at_weights, WEIGHT_SLOTS)
                     plgpu.barrier_wait(weights_full.at[slot])
                     for block in range(blocks):
-                        of_names = zip(*(words_of(slot, block, name) for name in names), strict=True)
-                        fields = [dict(zip(names, refs, strict=True)) for refs in of_names]
+                        refs_by_name = zip(*(words_of(slot, block, name) for name in names), strict=True)
+                        fields = [dict(zip(names, refs, strict=True)) for refs in refs_by_name]
                         int_float16.put_scales(format_lanes, shapes, fields, scales_of(at_weights, block))
                     if matrices == 2:
                         int_float16.seen()
@@ -337,9 +337,9 @@ def _body(
 
             for number, fields in enumerate(weights):
                 for name, field in fields.items():
-                    of_tile = pl.ds(column_of(i) * tiles, tiles)
+                    own_tiles = pl.ds(column_of(i) * tiles, tiles)
                     plgpu.copy_gmem_to_smem(
-                        field.at[matrix, of_tile, split_of(i) * items + item],
+                        field.at[matrix, own_tiles, split_of(i) * items + item],
                         weights_smem[name].at[slot, pl.ds(number * tiles, tiles)],
                         weights_full.at[slot],
                     )

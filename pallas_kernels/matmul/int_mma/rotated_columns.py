@@ -74,7 +74,9 @@ class RotatedColumns:
         if self.flips_gmem is not None:
             flips = [memory.load(self.flips_gmem, chunk * LANES + self.lane)]
         x = self.load_x([(row, source) for source, _ in places])
-        x = [v if here is None else select(here, v, 0.0) for v, (_, here) in zip(x, places, strict=True)]
+        x = [
+            v if in_row is None else select(in_row, v, 0.0) for v, (_, in_row) in zip(x, places, strict=True)
+        ]
         return [*gamma, *x, *flips]
 
     @property
@@ -108,9 +110,9 @@ class RotatedColumns:
 
     def _place(self, chunk, j: int) -> tuple[Any, Any]:
         """Where x has column 32 j + lane of a chunk, and whether the row has it (None: yes)."""
-        first, here = chunk * CHUNK + j * LANES, None
+        first, in_row = chunk * CHUNK + j * LANES, None
         if self.columns % CHUNK:
-            here = first < self.columns
+            in_row = first < self.columns
             first = minimum(first, self.columns - LANES)
         if self.heads is not None:
             # [repeats, k heads, width] as it lies; [k heads, repeats, width] as it is wanted
@@ -118,7 +120,7 @@ class RotatedColumns:
             width = self.columns // (repeats * k_heads)
             head, inside = first // width, first % width
             first = (head % repeats * k_heads + head // repeats) * width + inside
-        return first + self.lane, here
+        return first + self.lane, in_row
 
 
 def _butterflies(x: list, bits: range):
