@@ -48,8 +48,8 @@ def attend(
     impl       for one token a row: "decode" (decode.py), "cpu" (cpu.py) or "reference"
     prefill_impl  for more: "prefill_sm90", "prefill_sm80" or "reference"
     window, scale, softcap  as for `attention`
-    gated      behind each query head in qkv, which is H D wider, lies its gate, as wide: outputs are
-               multiplied by its sigmoid
+    gated      each query head in qkv, which is H D wider, is followed by its gate, as wide: outputs are
+               multiplied by the sigmoid of the gate
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
                to layer, each once, it spares each launch a memset that it would wait for; None: its own
     taps       {name: x -> x}, what is done to a value on its way: "q", "k", "v" [B, T, heads, D] as
@@ -70,11 +70,12 @@ def attend(
     scores = Scores(window, scale, softcap)
     *_, kv_heads, head_dim = check("attend", qkv, k_pages, v_pages, block_table, positions)
     B, T, width = qkv.shape
-    of_kv = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
-    if width <= 2 * kv_heads * head_dim or (width - 2 * kv_heads * head_dim) % of_kv:
+    per_kv_head = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
+    if width <= 2 * kv_heads * head_dim or (width - 2 * kv_heads * head_dim) % per_kv_head:
         raise ValueError(
             f"attend: qkv is {width} wide; with {kv_heads} KV heads of {head_dim} in the cache it must be "
-            f"{2 * kv_heads * head_dim} for them and a multiple of {of_kv} for queries{' and gates' * gated}"
+            f"{2 * kv_heads * head_dim} for them and a multiple of {per_kv_head} for "
+            f"queries{' and gates' * gated}"
         )
     heads = (width // head_dim - 2 * kv_heads) // (1 + gated)
     pairs, by_kernel, gate = rotation[0].shape[-1], impl == "decode" and T == 1, None
@@ -93,7 +94,7 @@ def attend(
         gammas = norms if norms[0] is not None else None
         if within_lanes:
             cos, sin = (x[:, 0] for x in rotation)
-        else:  # ahead of it
+        else:  # before the kernel
             q, k, v = split(qkv.reshape(B, T, -1, head_dim))
             if norms[0] is not None and norms[1] is not None:
                 q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
@@ -114,7 +115,7 @@ def attend(
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
-    q, k = map(cache_layouts.of(k_pages).rotate, (q, k))
+    q, k = map(cache_layouts.recognize(k_pages).rotate, (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
     if prefill_impl != "reference" and T > 1:
@@ -147,7 +148,7 @@ def _many_queries(impl: str, scores: Scores, q, k_pages, v_pages, block_table, p
     from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90  # only GPUs need them
 
     kernels = {"prefill_sm90": prefill_sm90.prefill_attention, "prefill_sm80": prefill_sm80.mma_attention}
-    if cache_layouts.name_of(k_pages) != cache_layouts.of(k_pages).PREFILL:
+    if cache_layouts.name_of(k_pages) != cache_layouts.recognize(k_pages).PREFILL:
         k_pages, v_pages, block_table, layer = prefill_pages.as_float16(
             k_pages, v_pages, block_table, positions, layer, scores.window
         )
@@ -156,9 +157,9 @@ def _many_queries(impl: str, scores: Scores, q, k_pages, v_pages, block_table, p
 
 def _ungated(qkv: jax.Array, heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Queries, keys and values without gates; and the gates, [B, T, H D]."""
-    of_heads, rest = jnp.split(qkv, (2 * heads * head_dim,), axis=-1)
-    of_heads = of_heads.reshape(*of_heads.shape[:-1], heads, 2, head_dim)
-    q, gate = (of_heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
+    query_heads, rest = jnp.split(qkv, (2 * heads * head_dim,), axis=-1)
+    query_heads = query_heads.reshape(*query_heads.shape[:-1], heads, 2, head_dim)
+    q, gate = (query_heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
     return jnp.concatenate([q, rest], axis=-1), gate
 
 

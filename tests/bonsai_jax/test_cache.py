@@ -29,7 +29,7 @@ def test_the_cache_holds_nothing_of_a_kernel():
 def test_a_model_takes_every_layout(name):
     model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(cache_dtype=name, context=64, page_size=8))
     held = cache.empty(model.config, model.run, rows=1, context=8)
-    assert cache_layouts.of(held.k) is cache_layouts.get(name)
+    assert cache_layouts.recognize(held.k) is cache_layouts.get(name)
     held_bytes = sum(a.nbytes for a in jax.tree.leaves((held.k, held.v)))
     assert cache.bytes_per_token(model.config, name) * 8 == held_bytes
     assert np.isfinite(bj.logits(model, [1, 2, 3])).all()
