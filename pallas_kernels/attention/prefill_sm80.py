@@ -19,16 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
-from pallas_kernels.attention.prefill_tiles import (
-    QUERIES,
-    Tiles,
-    capped,
-    ranges,
-    results,
-    softmax_step,
-    start_of_sums,
-    visible,
-)
+from pallas_kernels.attention import prefill_tiles
+from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
 from pallas_kernels.attention.scores import PLAIN, Scores
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, of
@@ -86,12 +78,12 @@ def _body(
     row = lax.axis_index("rows")
     tile = tiles.count - 1 - lax.axis_index("tiles")  # the longest first
     head = lax.axis_index("heads")
-    stretches = ranges([steps_gmem[row, tile, i] for i in range(steps_gmem.shape[-1])])
+    stretches = prefill_tiles.ranges([steps_gmem[row, tile, i] for i in range(steps_gmem.shape[-1])])
     start, stop = stretches[0][0], stretches[-1][1]
     queries = pl.ds(tile * QUERIES, QUERIES)
     my_q = plgpu.load(q_gmem.at[row, queries, head], layout=LHS, optimized=False)
     position = plgpu.load(positions_gmem.at[row, queries], layout=ACC.reduce(1), optimized=False)
-    carry = start_of_sums(k_smem.shape[-1], ACC)
+    carry = prefill_tiles.start_of_sums(k_smem.shape[-1], ACC)
 
     def bring(step):
         slot = lax.rem(step, SLOTS)
@@ -109,17 +101,17 @@ def _body(
         pl.when(step + 1 < stop)(lambda: bring(step + 1))
         k = plgpu.load(k_smem.at[slot].transpose((1, 0)), layout=RHS)
         s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, KEYS), jnp.float32), ACC), my_q, k)
-        s = capped(s, scores)
+        s = prefill_tiles.capped(s, scores)
         if masked:
-            s = visible(s, position, step * KEYS, ACC, scores)
-        out, maximum, total, p = softmax_step(s, out, maximum, total, layout, scores)
+            s = prefill_tiles.visible(s, position, step * KEYS, ACC, scores)
+        out, maximum, total, p = prefill_tiles.softmax_step(s, out, maximum, total, layout, scores)
         v = plgpu.load(v_smem.at[slot], layout=RHS)
         return plgpu.mma(out, _as_operand(p), v), maximum, total
 
     for first, end, masked in stretches:
         carry = lax.fori_loop(first, end, functools.partial(visit, masked=masked), carry)
     out, _, total = carry
-    out_gmem[row, queries, head] = results(out, total, position)
+    out_gmem[row, queries, head] = prefill_tiles.results(out, total, position)
 
 
 def _bring(numbers, source, table_gmem, target):

@@ -39,16 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.prefill_tiles import (
-    QUERIES,
-    Tiles,
-    capped,
-    ranges,
-    results,
-    softmax_step,
-    start_of_sums,
-    visible,
-)
+from pallas_kernels.attention import prefill_tiles
+from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
 from pallas_kernels.attention.scores import PLAIN, Scores
 
 TMA_KEYS = 64  # of a copy: a page, or a part of one
@@ -180,7 +172,7 @@ class Work:
         exists, row, tile, _ = self.item(i)
         stop = jnp.where(exists, self.steps_gmem[row, tile, 0], 0)
         rest = range(1, self.steps_gmem.shape[-1])
-        return ranges([stop, *(jnp.minimum(self.steps_gmem[row, tile, n], stop) for n in rest)])
+        return prefill_tiles.ranges([stop, *(jnp.minimum(self.steps_gmem[row, tile, n], stop) for n in rest)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,10 +240,10 @@ def _multiply(
 
         s = pl.run_scoped(multiply, plgpu.ACC((QUERIES, keys.step_keys), jnp.float32))
         plgpu.barrier_arrive(keys.free.at[slot])
-        s = capped(s, scores)
+        s = prefill_tiles.capped(s, scores)
         if masked:
-            s = visible(s, position, step * keys.step_keys, plgpu.Layout.WGMMA, scores)
-        carry = softmax_step(s, out, maximum, total, layout, scores)
+            s = prefill_tiles.visible(s, position, step * keys.step_keys, plgpu.Layout.WGMMA, scores)
+        carry = prefill_tiles.softmax_step(s, out, maximum, total, layout, scores)
         out, new, total, p = lax.optimization_barrier(carry)
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(values.full.at[slot])
@@ -274,7 +266,7 @@ def _multiply(
         start, stop = stretches[0][0], stretches[-1][1]
         place = queries.place(work, i)
         position = plgpu.load(queries.positions_gmem.at[place[:2]], layout=rows, optimized=False)
-        carry = start_of_sums(queries.gmem.shape[-1], plgpu.Layout.WGMMA)
+        carry = prefill_tiles.start_of_sums(queries.gmem.shape[-1], plgpu.Layout.WGMMA)
         plgpu.barrier_wait(queries.arrived)
         pl.when(stop > start)(lambda: plgpu.barrier_wait(keys.full.at[lax.rem(before, SLOTS)]))
         before -= start
@@ -286,7 +278,7 @@ def _multiply(
 
         @pl.when(exists)
         def _store():
-            queries.out_gmem[place] = results(out, total, position)
+            queries.out_gmem[place] = prefill_tiles.results(out, total, position)
 
         return before + stop
 
