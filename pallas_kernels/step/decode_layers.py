@@ -67,7 +67,7 @@ def decode_layers(
     x = pad(x, shapes.width(Vector.X))
     x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
-    layout, dtypes = cache_layouts.of(inputs.k_pages), (jnp.int32, jnp.float32)
+    layout, dtypes = cache_layouts.recognize(inputs.k_pages), (jnp.int32, jnp.float32)
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
