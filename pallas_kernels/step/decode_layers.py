@@ -106,7 +106,7 @@ class _Step:
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
-        self.cache = Cache.of(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
         mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
@@ -196,9 +196,9 @@ class _Step:
                 workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
-            most_ahead=MOST_EARLY_KEYS,
+            prefetch_below=MOST_EARLY_KEYS,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_keys=after_keys,
+            after_keys=after_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
         )  # fmt: skip

@@ -103,7 +103,7 @@ class Shapes:
         return Attention(
             rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
-            normed=normed, eps=self.eps, interleaved=interleaved, of_launch=True,
+            normed=normed, eps=self.eps, interleaved=interleaved, one_launch=True,
         )  # fmt: skip
 
     @property
