@@ -32,9 +32,9 @@ from pathlib import Path
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import card
+from bonsai_jax import card, machine
 from bonsai_jax.measure import bench
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Tensor, open_checkpoint, write_gguf
 from checkpoints.demo import demo_path
 
@@ -174,11 +174,11 @@ def most_bytes(path: str, cache: int, required: Required) -> float:
 
 def answered(path: str) -> dict[str, int]:
     """Bytes of this process at most, and of its cache."""
-    model = bj.load(path, bj.RunConfig(context=PROMPT + NEW, rows=1))
+    model = bj.load(path, bj.RunConfig(context=PROMPT + NEW, batch_size=1))
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, PROMPT).tolist()
     for _ in bj.stream(model, ids, max_new_tokens=NEW, ignore_eos=True):
         pass
-    return {"peak": card.peak_memory(), "cache": card.cache_bytes(model.config, model.run)}
+    return {"peak": machine.peak_memory(), "cache": card.cache_bytes(model.config, model.run)}
 
 
 def environment(folder: Path, programs: str) -> dict[str, str]:
@@ -203,7 +203,7 @@ def compare(path: str, sizes: dict[str, int], repetitions: int, required: Requir
     """Run, print, record; whether a ratio is below the required one. sizes: tokens of each kind of test."""
     threads = len(os.sched_getaffinity(0))
     theirs = LlamaCpp(path, threads)
-    model = bj.load(path, bj.RunConfig(context=sum(sizes.values()), rows=1))
+    model = bj.load(path, bj.RunConfig(context=sum(sizes.values()), batch_size=1))
     tests = {kind: bench.Test(model, kind, n) for kind, n in sizes.items()}
     measured = {
         "pp": lambda n: theirs.prefill(np.asarray(tests["pp"].ids)[0, :n].tolist()),
@@ -219,12 +219,12 @@ def compare(path: str, sizes: dict[str, int], repetitions: int, required: Requir
             speeds[f"{kind} llama.cpp"].append(measured[kind](test.tokens))
 
     print(
-        f"{bench.model_name(path)} on {card.device_name()}, {threads} threads, "
+        f"{Path(path).stem} on {machine.device_name()}, {threads} threads, "
         f"median of {repetitions} (smallest to largest)"
     )
     print(
         f"jax {version('jax')}, xllamacpp {version('xllamacpp')}; "
-        f"memory reads {card.bandwidth() / 1e9:.1f} GB/s\n"
+        f"memory reads {machine.bandwidth() / 1e9:.1f} GB/s\n"
     )
     print("| test | bonsai-jax tok/s | llama.cpp tok/s | ratio | required |")
     print("| --- | ---: | ---: | ---: | ---: |")
@@ -248,7 +248,7 @@ def record(rows: list[bench.Row], tests: dict[str, bench.Test], speeds: dict[str
     """Our rows, and llama.cpp's with impl "llama.cpp": of the bytes that it moves nothing is known here."""
     folder = Path(__file__).parent / "results"
     folder.mkdir(exist_ok=True)
-    path = folder / f"{card.device_name().lower().replace(' ', '-')}.jsonl"
+    path = folder / f"{machine.device_name().lower().replace(' ', '-')}.jsonl"
     with path.open("a") as file:
         for row, kind in zip(rows, tests, strict=True):
             other = speeds[f"{kind} llama.cpp"]

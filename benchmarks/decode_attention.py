@@ -32,37 +32,39 @@ def measure_one(
     arguments: argparse.Namespace, model: str, config: ModelConfig, rows: int, keys: int, dtype: str
 ) -> one_op.Row:
     page_size = arguments.page_size
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    heads = (config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim)
     impl = selection.choose(problems.Attention(device.platform(), "decode", *heads, page_size, dtype))
     if keys % page_size:
         raise SystemExit(f"--keys {keys} is no multiple of the page size of {page_size}")
-    of_head = cache_layouts.bytes_per_head(dtype, config.head_dim)
-    moved = 2 * rows * keys * config.num_kv_heads * of_head
+    of_head = cache_layouts.bytes_per_head(dtype, config.attention.head_dim)
+    moved = 2 * rows * keys * config.attention.num_kv_heads * of_head
     layers = one_op.layers_for(arguments, moved)
     pages = rows * keys // page_size
 
     draw = iter(jax.random.split(jax.random.key(0), 5))
-    shape = (layers, pages, page_size, config.num_kv_heads, config.head_dim)
+    shape = (layers, pages, page_size, config.attention.num_kv_heads, config.attention.head_dim)
     stored = jax.jit(lambda key: cache_layouts.get(dtype).quantize(jax.random.normal(key, shape)))
     k_pages, v_pages = (stored(next(draw)) for _ in range(2))
-    qkv = jax.random.normal(next(draw), (rows, 1, config.q_width + 2 * config.kv_width))
+    qkv = jax.random.normal(next(draw), (rows, 1, config.attention.q_width + 2 * config.attention.kv_width))
     table = jax.random.permutation(next(draw), pages).reshape(rows, -1).astype(jnp.int32)
     gammas = None, None
     if config.architecture == "qwen3":
         both = jax.random.split(next(draw))
-        gammas = tuple(1 + 0.1 * jax.random.normal(key, (layers, config.head_dim)) for key in both)
+        gammas = tuple(1 + 0.1 * jax.random.normal(key, (layers, config.attention.head_dim)) for key in both)
     positions = jnp.full((rows, 1), keys - 1, jnp.int32)
-    angle = positions[..., None] * config.rope.base ** (-jnp.arange(config.rope_pairs) / config.rope_pairs)
+    angle = positions[..., None] * config.attention.rope.base ** (
+        -jnp.arange(config.rope_pairs) / config.rope_pairs
+    )
     rest = {
         "rotation": (jnp.cos(angle), jnp.sin(angle)),
-        "interleaved": config.rope.interleaved,
+        "interleaved": config.attention.rope.interleaved,
         "norms": gammas,
         "eps": EPS,
         "num_keys": keys,
     }
 
     def attend_all(pages, impl):
-        out, workspace = None, empty_workspace(rows, config.num_heads, pages[0])
+        out, workspace = None, empty_workspace(rows, config.attention.num_heads, pages[0])
         for layer in range(layers):
             out, *pages, workspace = attend(
                 qkv, *pages, table, positions, layer, **rest, impl=impl, workspace=workspace

@@ -95,13 +95,13 @@ def measure_one(
 def measure(arguments: argparse.Namespace) -> Iterator[one_op.Row]:
     for model in arguments.models.split(","):
         config = architectures.config_of(open_checkpoint(f"synth:{model}:q1_0"))
-        if config.delta is None:
+        if config.delta_net is None:
             raise SystemExit(f"{model} has no layers with a gated delta net; bonsai-27b has")
         for rows in map(int, arguments.rows.split(",")):
             for tokens in map(int, arguments.tokens.split(",")):
-                problem = plan.delta_problems(config.delta)[tokens > 1]
+                problem = plan.delta_problems(config.delta_net)[tokens > 1]
                 for impl in dict.fromkeys((selection.choose(problem), "reference")):
-                    yield measure_one(arguments, model, config.delta, config.hidden, rows, tokens, impl)
+                    yield measure_one(arguments, model, config.delta_net, config.hidden, rows, tokens, impl)
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ def rows(series: Series, devices: int, repetitions: int) -> Iterator[bench.Row]:
     if devices > 1:
         mesh = bj.make_mesh(**{"data" if series.split == "data" else "model": devices})
     tokens = max((*series.prompts, *series.new_tokens, 2 * bench.BATCH_TOKENS if series.batches else 0))
-    model = bj.load(series.model, bj.RunConfig(context=tokens, rows=1), mesh=mesh)
+    model = bj.load(series.model, bj.RunConfig(context=tokens, batch_size=1), mesh=mesh)
     jax.block_until_ready(model.params)
     peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use", 0)
     print(

@@ -100,7 +100,7 @@ def run(loop: Loop, requests: list[tuple[list[int], int]]) -> Run:
     began = time.perf_counter()
     for i, (ids, new) in enumerate(requests):
         params = bj.SamplingParams(seed=i)
-        loop.add(loop.ask(ids, params, max_new_tokens=new, ignore_eos=True, told=teller(i)))
+        loop.add(loop.ask(ids, params, max_new_tokens=new, ignore_eos=True, on_piece=teller(i)))
     plans, host, user = loop.plans, time.thread_time(), resource.getrusage(resource.RUSAGE_SELF).ru_utime
     while loop.turn():
         pass
@@ -123,7 +123,7 @@ def engine(model: bj.Model, rows: int, pages: int, context: int, **more) -> Loop
 
 def compile_for(loop: Loop, sizes: Sequence[int | tuple[int, int]]) -> None:
     """Steps of so many rows, and these shapes of prefill."""
-    loop.runner.compile([loop.runner.nobodys(size, None) for size in sizes], lambda done, total: None)
+    loop.runner.compile([loop.runner.padding(size, None) for size in sizes], lambda done, total: None)
     loop.scheduler.compiled.update(sizes)
 
 
@@ -287,7 +287,7 @@ def main() -> None:
     options = parser.parse_args()
     options.trace_s = None
     context = PROMPT + options.new if {*options.what} <= {"rows", "same"} else CONTEXT
-    run_config = bj.RunConfig(context=context, rows=1)  # the memory is the engine's to give
+    run_config = bj.RunConfig(context=context, batch_size=1)  # the memory is the engine's to give
     model = bj.load(options.model, run_config)
     for what in options.what:
         measure = {"trace": of_trace, "groups": of_groups, "rows": of_rows, "same": of_same}[what]

@@ -115,7 +115,7 @@ def all_layers(x, y, weights: list[LayerStack], layers: int, added: bool):
 
 def kernel_of(w: QTensor, rows: jax.Array):
     """The module of what multiplies as many rows."""
-    return module(w.products.of(len(rows)))
+    return module(w.products.kernel(len(rows)))
 
 
 def all_gemms(given, y, weights: list[LayerStack], layers: int, added: bool):
@@ -163,11 +163,11 @@ class Weights:
     """
 
     def __init__(self, arguments: argparse.Namespace, config: ModelConfig, op: str, rows: list[int]):
-        hidden, ffn_width = config.hidden, config.ffn
+        hidden, ffn_width = config.hidden, config.mlp.ffn
         self.op = op
         self.shapes = {
-            "qkv": [(config.q_width + 2 * config.kv_width, hidden)],
-            "attention output": [(hidden, config.q_width)],
+            "qkv": [(config.attention.q_width + 2 * config.attention.kv_width, hidden)],
+            "attention output": [(hidden, config.attention.q_width)],
             "feed-forward": [(ffn_width, hidden), (ffn_width, hidden), (hidden, ffn_width)],
         }[op]
         self.joined = self.shapes if len(self.shapes) == 1 else [(2 * ffn_width, hidden), self.shapes[-1]]
@@ -200,7 +200,7 @@ class Product:
         self.layers, self.operations = weights.layers[rows], weights.operations(rows)
         self.shapes, self.joined, self.op = weights.shapes, weights.joined, weights.op
         parts = [stack.parts[0] for stack in weights.ours]
-        self.kernel = parts[0].products.of(rows)
+        self.kernel = parts[0].products.kernel(rows)
         rng = np.random.default_rng(0)
         self.added = self.op != "qkv"
         self.xs = [jnp.asarray(rng.standard_normal((rows, k)), jnp.float32) for _, k in self.joined]

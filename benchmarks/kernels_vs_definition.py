@@ -32,7 +32,7 @@ from bonsai_jax.decoding import steps as core
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.weights.params import Params
+from bonsai_jax.network.params import Params
 from tests.agreement import log_softmax
 
 ORACLE = Path(__file__).parent.parent / "tests" / "data" / "smollm2_oracle.json"
@@ -128,7 +128,7 @@ def main() -> None:
     first = np.array([len(prompt) - 1 for prompt in prompts], np.int32)
     texts = padded(kept, size)
 
-    settings = {"context": 1024, "rows": 1}
+    settings = {"context": 1024, "batch_size": 1}
     with part("load the model, three times"):
         exact = bj.load(arguments.model, bj.RunConfig(**settings, cache_dtype="float32", impl="reference"))
         settings |= {"cache_dtype": arguments.cache_dtype}
@@ -180,7 +180,7 @@ def main() -> None:
                 margins = [gap for gap in map(margin, scores, answers) if gap is not None]
             llama_cpp = sum(row["tokens"] == a.tolist() for row, a in zip(rows, answers, strict=True))
             print(
-                f"{card.device_name()}, {card.step_names(model.params)}, jax {jax.__version__}, {bits} bits: "
+                f"{machine.device_name()}, {card.step_names(model.params)}, jax {jax.__version__}, {bits} bits: "
                 f"{len(kl)} tokens, KL {kl.mean():.2e} (largest {kl.max():.1e}), "
                 f"same top token {(gaps == 0).mean():.2%} (else at most {gaps.max():.4f} nats apart), "
                 f"{model.run.cache_dtype} cache, same greedy text {len(rows) - len(margins)} of {len(rows)}, "

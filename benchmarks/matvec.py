@@ -133,7 +133,7 @@ class Products:
         self.rng = np.random.default_rng(0)
         self.counts = {"repetitions": arguments.repetitions, "calls": arguments.calls}
 
-    def layers_of(self, *shapes: tuple[int, int]) -> tuple[int, int]:
+    def layers_with(self, *shapes: tuple[int, int]) -> tuple[int, int]:
         """(layers of the chain, bytes of a launch)"""
         moved = weight_bytes(self.arguments.format, *shapes)
         return one_op.layers_for(self.arguments, moved), moved
@@ -155,7 +155,7 @@ class Products:
 
     def product(self, op: str, shape: tuple[int, int], *, normed: bool, added: bool = True) -> one_op.Row:
         arguments = self.arguments
-        layers, moved = self.layers_of(shape)
+        layers, moved = self.layers_with(shape)
         held, blocks = stack(arguments.format, shape, layers, 1, arguments.activation_bits)
         x = self.activations(shape[1])
         gamma = self.gamma(layers, shape[1]) if normed else None
@@ -187,14 +187,16 @@ class Products:
         del blocks
         times = bench.seconds_per_call(chain, start, **self.counts)
         light = one_op.light_seconds(jax.tree.leaves(held), **self.counts)
-        return self.row(op, times, light, moved, shape, layers, held.parts[0].products.of(self.rows), error)
+        return self.row(
+            op, times, light, moved, shape, layers, held.parts[0].products.kernel(self.rows), error
+        )
 
     def feed_forward(self, down: one_op.Row) -> one_op.Row:
         arguments, config = self.arguments, self.config
-        up_shape, down_shape = (config.ffn, config.hidden), (config.hidden, config.ffn)
+        up_shape, down_shape = (config.mlp.ffn, config.hidden), (config.hidden, config.mlp.ffn)
         bits = arguments.activation_bits
-        layers, _ = self.layers_of(up_shape, up_shape, down_shape)
-        _, moved = self.layers_of(up_shape, up_shape)
+        layers, _ = self.layers_with(up_shape, up_shape, down_shape)
+        _, moved = self.layers_with(up_shape, up_shape)
         (gate, gate_blocks), (up, up_blocks), (w_down, _) = (
             stack(arguments.format, shape, layers, seed, bits, matrices=2 if seed < 3 else 1)
             for seed, shape in enumerate((up_shape, up_shape, down_shape))
@@ -226,7 +228,7 @@ class Products:
             moved,
             up_shape,
             layers,
-            gate.parts[0].products.of(self.rows),
+            gate.parts[0].products.kernel(self.rows),
             error,
         )
 

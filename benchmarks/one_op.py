@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import card
+from bonsai_jax import machine
 from bonsai_jax.measure import bench
 from bonsai_jax.measure.bench import seconds_per_call
 
@@ -107,7 +107,7 @@ def row(
         us_min=min(us),
         us_max=max(us),
         gb_s=gb_s,
-        ceiling_share=1e9 * gb_s / card.bandwidth(),
+        ceiling_share=1e9 * gb_s / machine.bandwidth(),
         light_us=1e6 * light / launches,
         empty_us=empty_us(),
         **rest,

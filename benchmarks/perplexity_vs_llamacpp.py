@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax.cli import options
 from bonsai_jax.measure import evaluate
+from checkpoints.demo import demo_path
 from tests.bonsai_jax.llama_cpp import LlamaCpp
 
 TEXT = Path(__file__).parent.parent / "tests" / "data" / "moby_dick.txt"
@@ -23,12 +23,12 @@ CONTEXT = 512
 
 
 def main(most_chunks: int | None) -> None:
-    path = options.demo_model()
-    model = bj.load(path)
+    path = demo_path()
+    model = bj.load(str(path))
     ids = model.tokenizer.encode(TEXT.read_text())
     chunks = evaluate.chunks(ids, CONTEXT, model.tokenizer.bos_id if model.tokenizer.add_bos else None)
     chunks = chunks[:most_chunks]
-    oracle = LlamaCpp(Path(path))
+    oracle = LlamaCpp(path)
     ours, theirs, difference = evaluate.Mean(), evaluate.Mean(), evaluate.Mean()
     for i, chunk in enumerate(chunks):
         _, nll = evaluate.score_chunk(model, chunk)

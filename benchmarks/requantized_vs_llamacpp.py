@@ -29,10 +29,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import card
+from bonsai_jax import card, machine
 from bonsai_jax.decoding import jitted
 from bonsai_jax.network import cache as kv
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks, quantize
 from tests.agreement import agreement, log_softmax, top_kl
@@ -122,7 +122,7 @@ def make_oracle(path: Path, prompts: int, n: int, folder: Path) -> dict:
 def report(path: Path, oracle: dict, run: bj.RunConfig, *, steps: bool) -> float:
     """Print how far this device's distributions are from the oracle's. Returns the largest KL to F32."""
     model = bj.load(str(path), run)
-    where = f"{card.device_name()}, {card.step_names(model.params)}"
+    where = f"{machine.device_name()}, {card.step_names(model.params)}"
     print(f"{where}, cache {model.run.cache_dtype}, jax {jax.__version__}")
     tokens = sum(len(row["tokens"]) for row in oracle["float32"])
     print(
@@ -157,7 +157,10 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=5e-3, help="exit with an error at a larger KL to F32")
     arguments = parser.parse_args()
     run = bj.RunConfig(
-        context=256, rows=1, cache_dtype=arguments.cache_dtype, activation_bits=arguments.activation_bits
+        context=256,
+        batch_size=1,
+        cache_dtype=arguments.cache_dtype,
+        activation_bits=arguments.activation_bits,
     )
     if arguments.against:
         oracle, path = json.loads(arguments.against.read_text()), Path(arguments.model)

@@ -106,17 +106,17 @@ async def answered(
 
 def check(o: argparse.Namespace) -> Iterator[dict]:
     prompt, new = 256, 64
-    model = bj.load(o.model, bj.RunConfig(context=1024, rows=1))
+    model = bj.load(o.model, bj.RunConfig(context=1024, batch_size=1))
     clock, wait = (time.process_time, None) if o.cpu_time else (time.perf_counter, 0.1)
     rows = measured(model, o.rows, o.repetitions, clock)
     yield {"rows": rows}
     pages = o.rows * (prompt + new) // model.run.page_size + o.rows
-    limits = Limits.of_engine(
+    limits = Limits.for_engine(
         o.rows, pages, page_size=model.run.page_size, prefill_tokens=512, prefill_cost=1
     )
     sizes = np.random.default_rng(2).integers((16, 8), (prompt, new), (o.requests, 2)).tolist()
     arrivals = poisson([(p, n) for p, n in sizes], o.rate)
-    with bj.Engine(model, max_rows=o.rows, pages=pages, context=512, max_wait_s=wait or 1e9) as engine:
+    with bj.Engine(model, max_batch_size=o.rows, pages=pages, context=512, max_wait_s=wait or 1e9) as engine:
         assert engine._loop.scheduler.limits == limits
         engine.warmup()
         alone = [Arrival(0.0, 32, new)]
@@ -125,7 +125,7 @@ def check(o: argparse.Namespace) -> Iterator[dict]:
         times = StepTimes.measured(rows)
         ideal = simulate(alone, times, limits, max_wait_s=wait)
         times = StepTimes.measured(rows, max(0.0, (took - ideal.seconds) / ideal.plans))
-        yield {"dispatch_s": times.dispatch_s, "stored_s": times.stored_s, "behind_s": times.behind_s}
+        yield {"dispatch_s": times.dispatch_s, "stored_s": times.stored_s, "pair_s": times.pair_s}
         new_tokens = sum(a.new_tokens for a in arrivals)
         real = seen(*asyncio.run(answered(engine, arrivals, clock)), new_tokens)
     outcome = simulate(arrivals, times, limits, max_wait_s=wait)
@@ -141,7 +141,7 @@ def need(o: argparse.Namespace) -> Iterator[dict]:
     rows = [r for r in rows if r.get("model") == o.model and "test" in r and r.get("data_parallel", 1) == 1]
     also = [{"test": test, "tok_s": float(speed)} for test, speed in (x.split("=") for x in o.also)]
     times = StepTimes.measured([*rows, *also], o.dispatch_ms / 1e3)
-    limits, sizes = Limits.of_engine(o.rows, o.pages), trace(o.requests)
+    limits, sizes = Limits.for_engine(o.rows, o.pages), trace(o.requests)
 
     def at(rate: float) -> dict:
         outcome = simulate(poisson(sizes, rate), times, limits)

@@ -118,7 +118,7 @@ def main() -> None:
             first_difference, nats = difference(model, ids, plain.tokens, spec.tokens)
             row = Row(
                 **bench.origin(arguments.commit),
-                model=bench.model_name(model.source), prompt=prompt, sampling=sampling,
+                model=model.name, prompt=prompt, sampling=sampling,
                 proposer=arguments.proposer, width=spec.speculation.width,
                 tokens=tokens, steps=steps, tokens_per_step=tokens / steps, ms=ms, plain_ms=plain_ms,
                 first_difference=first_difference, nats=nats,

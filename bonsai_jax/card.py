@@ -27,7 +27,7 @@ def step_names(params: Params, rows: int = 1) -> str:
 
 
 def _kernel_name(w: QTensor, rows: int) -> str:
-    kernel, bits = w.products.of(rows), w.products.activation_bits
+    kernel, bits = w.products.kernel(rows), w.products.activation_bits
     return kernel if bits == 8 or kernel in ("reference", "cublas") else f"{kernel}:{bits}"
 
 

@@ -1,4 +1,4 @@
-"""Compiled programs in the user's cache folder, so that the next process need not compile them again."""
+"""Compiled programs are stored in the user's cache folder, so that the next process need not compile them."""
 
 import os
 from pathlib import Path
@@ -9,11 +9,12 @@ def folder() -> Path:
 
 
 def use() -> None:
-    """Let jax keep every program there, unless it was told otherwise: jax_compilation_cache_dir (or
-    JAX_COMPILATION_CACHE_DIR) names another folder, jax_enable_compilation_cache
-    (JAX_ENABLE_COMPILATION_CACHE=false) turns it off. Nothing happens where the folder cannot be written.
+    """Make jax store every program in `folder()`, unless the user has set another folder
+    (jax_compilation_cache_dir, JAX_COMPILATION_CACHE_DIR) or turned the cache off
+    (jax_enable_compilation_cache, JAX_ENABLE_COMPILATION_CACHE=false). Does nothing if the folder cannot be
+    written.
     """
-    import jax  # here: the command line's help does without
+    import jax  # not above: the command line's help does not need jax
 
     if jax.config.jax_compilation_cache_dir or not jax.config.jax_enable_compilation_cache:
         return
@@ -28,4 +29,4 @@ def use() -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    compilation_cache.reset_cache()  # jax decides at its first program whether there is one
+    compilation_cache.reset_cache()  # jax decides at its first program whether it has a cache

@@ -5,9 +5,11 @@ import functools
 import math
 import operator
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, get_args
 
 import jax
+
+from bonsai_jax import choices
 
 
 class Half(Protocol):
@@ -169,15 +171,16 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class RunConfig:
-    """How this process runs the model.
+    """How this process runs the model. Values of named settings: choices.py.
 
     impl         "auto": what pallas_kernels/selection.py finds best for each matrix; "reference": jnp on any
                  device; "pallas": Pallas kernels, and an error where a decode step has none
-    schedule     how the kernels of a decode step are launched: "one_launch" for all layers, or
-                 "layer_products", one for attention and one for all products between two layers' attention,
-                 where a step's rows have room in it, or "launches", some for each layer; "auto": the first
-                 that can run, and for many rows fewer than "launches" has. Naming one that cannot run is an
-                 error
+    schedule     how a decode step's kernels are launched. "one_launch": all layers in one kernel;
+                 "layer_products": two launches per layer, one for attention and one for all products up to
+                 the next attention; "layer_gemms": eight launches per layer, for batches; "launches": one
+                 launch per operation. "auto": the schedule with the fewest launches that supports the batch
+                 size. A named schedule that this model or device cannot run is an error; batch sizes that it
+                 is not for use "launches"
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
                  each matrix decoded, where free memory has room for it (card.explain_weights)
@@ -189,34 +192,35 @@ class RunConfig:
     cache_dtype  of keys and values; None: float32 on CPU, float16 elsewhere. "int8": a byte and a scale for
                  each token and head, half of float16's bytes, without derivatives
     page_size    tokens in a page of the cache
-    context      most tokens a row may hold, prompt and answer together; 0: the model's own, at most 4096
-    rows         most rows run at once; of more prompts each begins when another has ended
+    context      most tokens of a sequence, prompt and answer together; 0: the model's own, at most 4096
+    batch_size   most sequences generated at once, on each device that has rows of its own; further prompts
+                 wait until a sequence ends
     draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
                  left aside
     """
 
-    impl: Literal["auto", "reference", "pallas"] = "auto"
-    schedule: Literal["auto", "one_launch", "layer_products", "launches"] = "auto"
-    weights: Literal["auto", "packed", "decoded"] = "auto"
-    activation_bits: Literal[8, 16] = 8
-    all_reduce: Literal["auto", "psum", "mailbox"] = "auto"
-    cache_dtype: Literal["float32", "bfloat16", "float16", "int8"] | None = None
+    impl: choices.Impl = "auto"
+    schedule: choices.Schedule = "auto"
+    weights: choices.WeightStorage = "auto"
+    activation_bits: choices.ActivationBits = 8
+    all_reduce: choices.AllReduce = "auto"
+    cache_dtype: choices.CacheDtype | None = None
     page_size: int = 64
     context: int = 0
-    rows: int = 8
+    batch_size: int = 8
     draft: bool = False
 
     def __post_init__(self):
-        _one_of(self, "impl", ("auto", "reference", "pallas"))
-        _one_of(self, "schedule", ("auto", "one_launch", "layer_products", "launches"))
-        _one_of(self, "weights", ("auto", "packed", "decoded"))
-        _one_of(self, "activation_bits", (8, 16))
-        _one_of(self, "all_reduce", ("auto", "psum", "mailbox"))
-        _one_of(self, "cache_dtype", ("float32", "bfloat16", "float16", "int8", None))
+        _one_of(self, "impl", get_args(choices.Impl))
+        _one_of(self, "schedule", get_args(choices.Schedule))
+        _one_of(self, "weights", get_args(choices.WeightStorage))
+        _one_of(self, "activation_bits", get_args(choices.ActivationBits))
+        _one_of(self, "all_reduce", get_args(choices.AllReduce))
+        _one_of(self, "cache_dtype", (*get_args(choices.CacheDtype), None))
         _one_of(self, "draft", (True, False))
         _within(self, "page_size", 1, 2**20, whole=True)
         _within(self, "context", 0, 2**31 - 1, whole=True)
-        _within(self, "rows", 1, 2**31 - 1, whole=True)
+        _within(self, "batch_size", 1, 2**31 - 1, whole=True)
 
 
 @dataclasses.dataclass(frozen=True)

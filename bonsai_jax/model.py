@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -37,6 +38,11 @@ class Model:
     run: RunConfig
     tokenizer: Tokenizer
     source: str
+
+    @property
+    def name(self) -> str:
+        """The source; of a GGUF file its name without folder and suffix."""
+        return Path(self.source).stem if self.source.endswith(".gguf") else self.source
 
     @property
     def mesh(self) -> jax.sharding.Mesh | None:
@@ -102,22 +108,22 @@ def from_checkpoint(
     return Model(params, load_plan.config, load_plan.run, tokenizer, checkpoint.source)
 
 
-def new_cache(model: Model, rows: int, context: int, *, rewinds: bool = False) -> kv.KVCache:
-    """An empty cache whose rows can hold `context` tokens each: what `extend` reads into.
+def new_cache(model: Model, batch_size: int, context: int, *, rewinds: bool = False) -> kv.KVCache:
+    """An empty cache for batch_size sequences of up to `context` tokens each, for `extend`.
 
     rewinds   layers with a window keep all keys, so that `KVCache.rewind` can take tokens back; else they
               keep a ring of pages
-    Raises ValueError for fewer than one row or token.
+    Raises ValueError for a batch_size or context below 1.
     """
-    for name, value in {"rows": rows, "context": context}.items():
+    for name, value in {"batch_size": batch_size, "context": context}.items():
         if not isinstance(value, int | np.integer) or value < 1:
             raise ValueError(f"{name} is {value!r}; it must be a whole number, 1 or more")
-    return parallel.empty_cache(model.config, model.run, rows, context, model.mesh, rewinds=rewinds)
+    return parallel.empty_cache(model.config, model.run, batch_size, context, model.mesh, rewinds=rewinds)
 
 
 def new_state(
     model: Model,
-    rows: int,
+    batch_size: int,
     context: int,
     params: SamplingParams | Sequence[SamplingParams],
     max_new_tokens: int | Sequence[int],
@@ -125,13 +131,13 @@ def new_state(
     ignore_eos: bool = False,
     speculate: str | None = None,
 ) -> core.State:
-    """An empty generation state whose rows can hold `context` tokens each.
+    """A generation state for batch_size sequences of up to `context` tokens each, all empty.
 
     speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
                 can (speculation.py)
     """
     options = {"ignore_eos": ignore_eos, "speculate": speculate}
-    return start_state(model, new_cache(model, rows, context), params, max_new_tokens, **options)
+    return start_state(model, new_cache(model, batch_size, context), params, max_new_tokens, **options)
 
 
 def start_state(

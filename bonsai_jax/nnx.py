@@ -7,11 +7,11 @@
     graphdef, state = nnx.split(module)    # state["weights"]["layers"]["wo"]["parts"]["0"]["fields"]["qs"]
     logits, _ = nnx.jit(lambda module, tokens: module(tokens), graph_updates=False)(module, tokens)
 
-It is a view: its variables hold the arrays of `Model.params` themselves. They are of the type `Weight`, and
-not nnx.Param, because bits cannot be trained: nnx.grad and nnx.Optimizer with wrt=nnx.Param see what a module
-around this one adds, and nothing of it.
+It is a view: its variables are the arrays of `Model.params`, without a copy. Their type is `Weight` rather
+than nnx.Param, because bits cannot be trained: nnx.grad and nnx.Optimizer with wrt=nnx.Param see only the
+parameters that a module around this one adds.
 
-graph_updates=False (flax 0.12) is not needed for the result. But by default nnx.jit returns every variable of
+graph_updates=False (flax 0.12) does not change the result. But by default nnx.jit returns every variable of
 its arguments, changed or not, and so copies all weights on the device at each call.
 """
 
@@ -30,7 +30,7 @@ from bonsai_jax.network.taps import Taps
 
 
 class Weight(nnx.Variable):
-    """One array of a frozen model: codes or scales of a quantized matrix, or the weights of a norm."""
+    """One array of a frozen model: integers or scales of a quantized matrix, or the weights of a norm."""
 
 
 class LanguageModel(nnx.Module):
@@ -62,12 +62,13 @@ class LanguageModel(nnx.Module):
         *,
         taps: Taps | None = None,
     ) -> tuple[Float[Array, "B T V"], dict[str, Float[Array, "L B ..."]]]:
-        """Logits after every token, and what taps read: decoding.forward, without lengths of whole rows."""
+        """Logits after every token, and the activations that taps read: steps.forward. lengths: None: whole
+        rows."""
         lengths = jnp.full(tokens.shape[0], tokens.shape[1]) if lengths is None else lengths
         return core.forward(self.params, tokens, lengths, self.config, taps=taps)
 
     def _folder(self, path: tuple[str, ...]) -> Any:
-        """The nnx.Dict that holds the last name of a path, made where it is not there."""
+        """The nnx.Dict that holds the last name of a path, made if it does not exist."""
         folder = self.weights
         for name in path[:-1]:
             if name not in folder:

@@ -1,16 +1,16 @@
-"""Bars on a terminal, for what takes a while."""
+"""Progress bars on a terminal."""
 
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-Progress = bool | Callable[[int, int], None]  # True: a bar; a function: called with how many are done and all
+Progress = bool | Callable[[int, int], None]  # True: a bar; a function: called as progress(done, total)
 
 
 @contextlib.contextmanager
 def bar(what: str) -> Iterator[Callable[..., None]]:
-    """A bar on stderr, if that is a terminal, for as long as the block runs. Yields update(done, total), to
-    which a note, such as a speed, may be added."""
+    """A progress bar on stderr while the block runs, if stderr is a terminal. Yields update(done, total,
+    note); the note, such as a speed, may be left out."""
     if not sys.stderr.isatty():
         yield lambda done, total, note="": None
         return
@@ -25,7 +25,7 @@ def bar(what: str) -> Iterator[Callable[..., None]]:
 
 @contextlib.contextmanager
 def shown(progress: Progress, what: str) -> Iterator[Callable[..., None]]:
-    """Yields update(done, total), as `progress` wants it, with a note or without."""
+    """Yields update(done, total, note), which reports to `progress`; the note may be left out."""
     if progress is True:
         with bar(what) as update:
             yield update

@@ -1,4 +1,4 @@
-"""Text in, text out: `generate` and `stream`, which turn an engine's loop (engine/), and `logits`."""
+"""Text in, text out: `generate` and `stream`, which run an engine's loop (engine/), and `logits`."""
 
 import contextlib
 from collections import deque
@@ -31,11 +31,12 @@ from bonsai_jax.engine.runner import Options
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel
+from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.weights import placement
 
-STREAM_WAIT_S = 0.1  # between two pieces of `stream`, at most, where steps are shorter
+STREAM_WAIT_S = 0.1  # most seconds between two pieces of `stream`, if a step takes less
 
 
 def generate(
@@ -52,43 +53,43 @@ def generate(
     logits_processor: core.LogitsProcessor | None = None,
     progress: Progress = False,
 ) -> list[Output]:
-    """Answer prompts, up to `model.run.rows` at once (on each device that the mesh gives rows to): when one
-    ends, the next begins (engine/).
+    """Answer prompts, up to `model.run.batch_size` at once (on each device that the mesh gives rows to). When
+    an answer ends, the next prompt begins (engine/).
 
     prompts         texts, token ids, or float32 [T, hidden]: vectors as `embed` makes them (a trained soft
-                    prompt). A text or an array of vectors alone is one prompt
+                    prompt). A text, or an array of vectors, is one prompt
     max_new_tokens  most tokens of each answer
     sampling        one for all prompts, or one each
     stop            texts that end an answer
-    ignore_eos      go on behind the model's own end-of-generation tokens
+    ignore_eos      continue after the model's own end-of-generation tokens
     logprobs        n: each Output has the log-probabilities of its tokens and of the n likeliest in their
                     place (sampling.Logprobs)
     speculate       "ngram": the same tokens in fewer steps where the text repeats or edits its prompt, with
-                    proposals from the text itself (speculation.py); "mtp": by the file's draft layer, of a
-                    model loaded with RunConfig(draft=True)
-    taps            edits activations on their way (steering). To read them, call `forward` on the answer
+                    proposals from the text itself (speculation.py); "mtp": with proposals from the file's
+                    draft layer, for a model loaded with RunConfig(draft=True)
+    taps            edits activations (steering). To read them, call `forward` on the answer
     logits_processor  (logits, state) -> logits, traced, before every draw (see `step`). Like taps it is
-                    compiled in: define it once, not anew for each call. Each row must stand for itself;
-                    rows that look at each other need generate_tokens
+                    compiled in, so define it once for all calls. It must treat each row by itself; rows
+                    that look at each other need generate_tokens
     progress        True: a bar on stderr; or called with answers finished so far and in all
     Returns one Output per prompt, in order. The same seeds and prompts give the same text.
     Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context, and
-    NotImplementedError for a `speculate` that is no file of proposers/.
+    NotImplementedError for a `speculate` that has no file in proposers/.
     """
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     per_row = each_sampling(sampling, len(ids))
     options = step_options(model, taps, logits_processor, logprobs) | {"speculate": speculate}
     how = {"max_new_tokens": max_new_tokens, "stop": stop, "ignore_eos": ignore_eos, "logprobs": logprobs}
     pieces: list[list[Any]] = [[] for _ in ids]
-    requests = list(zip(ids, per_row, [told.append for told in pieces], strict=True))
+    requests = list(zip(ids, per_row, [parts.append for parts in pieces], strict=True))
     check_new(max_new_tokens)
     if not ids:
         return []
-    with _asked(model, requests, how, **options) as loop, shown(progress, "answering") as update:
+    with _loop(model, requests, how, **options) as loop, shown(progress, "answering") as update:
         while loop.turn():
             update(len(ids) - len(loop.answers), len(ids))
         update(len(ids), len(ids))
-    return [output(of, len(prompt)) for of, prompt in zip(pieces, ids, strict=True)]
+    return [output(parts, len(prompt)) for parts, prompt in zip(pieces, ids, strict=True)]
 
 
 def stream(
@@ -104,10 +105,10 @@ def stream(
     taps: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
 ) -> Iterator[Piece]:
-    """Answer one prompt, piece by piece, while the device works ahead. Arguments and errors as for
+    """Answer one prompt, piece by piece, while the device runs the next steps. Arguments and errors as for
     `generate`.
 
-    Text that could be the beginning of a stop string is held back until it is known not to be.
+    Text that could be the beginning of a stop string comes with a later piece, once it is known not to be.
     """
     ids = encode(model, prompt)
     options = step_options(model, taps, logits_processor, logprobs) | {"speculate": speculate}
@@ -115,7 +116,7 @@ def stream(
     pieces: deque[Any] = deque()
     request = ids, checked_sampling(sampling), pieces.append
     check_new(max_new_tokens)
-    with _asked(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
+    with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
             loop.turn()
             while pieces:
@@ -126,26 +127,26 @@ def stream(
 
 
 @contextlib.contextmanager
-def _asked(
+def _loop(
     model: Model,
     requests: Sequence[tuple[Ids, SamplingParams, Callable[[Any], None]]],
     how: dict[str, Any],
     **options: Any,
 ) -> Iterator[Loop]:
-    """A loop with room for these requests, of (prompt, sampling, who is told), and with all of them in it.
-    how: as for Loop.ask; options: as for Options."""
+    """A loop that has all these requests, (prompt, sampling, on_piece), and room for them. how: arguments of
+    Loop.ask; options: of Options."""
     ids = [prompt for prompt, _, _ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])
-    of_device = -(-len(ids) // placement.size(model.mesh, placement.DATA))
-    rows = next((n for n in row_sizes(model.run.rows) if n >= of_device), model.run.rows)
+    each = -(-len(ids) // placement.size(model.mesh, placement.DATA))  # prompts for each device
+    rows = next((n for n in row_sizes(model.run.batch_size) if n >= each), model.run.batch_size)
     context = min(core.bucket(max(map(len, ids)) + how["max_new_tokens"]), model.run.context)
     pages = rows * kv.page_count(context, model.run.page_size)
     biases = bias_width([params for _, params, _ in requests])
     loop = Loop(model, Options(rows, pages, context, biases=biases, **options))
     try:
-        for prompt, params, told in requests:
-            loop.add(loop.ask(prompt, params, told=told, **how))
+        for prompt, params, on_piece in requests:
+            loop.add(loop.ask(prompt, params, on_piece=on_piece, **how))
         yield loop
     finally:
         loop.close()
@@ -166,8 +167,8 @@ def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.nda
     rows = placement.padded_rows(1, model.mesh)
     context = min(core.bucket(len(ids)), model.run.context)  # few programs
     cache = parallel.empty_cache(model.config, model.run, rows, context, model.mesh)
-    for first in range(0, len(ids), core.PREFILL_CHUNK):
-        chunk = ids[first : first + core.PREFILL_CHUNK]
+    for first in range(0, len(ids), PREFILL_CHUNK):
+        chunk = ids[first : first + PREFILL_CHUNK]
         tokens, lengths = pad([chunk] * rows, model.mesh)
         scores, cache = jitted.extend(model.params, cache, tokens, lengths, model.config)
         yield parallel.fetch(scores)[0, : len(chunk)]

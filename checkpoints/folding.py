@@ -1,7 +1,7 @@
-"""Hadamard folding: weights that are stored rotated, and what must be done to their inputs (Bonsai 2).
+"""Hadamard folding (Bonsai 2): which weights are stored rotated, and how their inputs must be transformed.
 
     y = W_stored H(s * P(x))        for every weight in `weights`
-    h = s * H(z)                    for a row z of every table in `tables`, after it was looked up
+    h = s * H(z)                    for a row z of every table in `tables`, after the look-up
 
 H is the normalized Sylvester-Walsh-Hadamard transform of each `block` values,
 H[r, c] = (-1)^popcount(r & c) / sqrt(block); s are signs, by the width of the input; P is the identity, but
@@ -18,7 +18,7 @@ import numpy as np
 from .checkpoint import Checkpoint, CheckpointError
 
 PREFIX = "prism.hadamard."
-KEYS = (
+METADATA_KEYS = (
     *("version", "transform", "axis", "block_size", "sign_mode", "sign_widths", "sign_values"),
     *("weight_names", "inverse_weight_names", "gdn_v_grouped", "tied_output"),
 )
@@ -26,13 +26,13 @@ KEYS = (
 
 @dataclasses.dataclass(frozen=True)
 class Folding:
-    """What a file says of its folded weights.
+    """A file's folded weights.
 
     block      values that are transformed together, a power of two
-    signs      float32 +-1 by width of the input; without a width: none
-    weights    names of the tensors that products need H(s * P(x)) for
-    tables     names of the tensors whose rows are rotated back after look-up
-    v_grouped  whether P regroups v heads ahead of the output of a gated delta net
+    signs      {width of the input: float32 +-1}; no entry: no signs
+    weights    names of the tensors whose inputs become H(s * P(x))
+    tables     names of the tensors whose rows are rotated back after the look-up
+    v_grouped  whether P regroups v heads before the output matrix of a gated delta net
     """
 
     block: int
@@ -46,10 +46,10 @@ class Folding:
 
 
 def folding(checkpoint: Checkpoint) -> Folding | None:
-    """The contract in a file's metadata (prism.hadamard.*); None without one.
+    """The folding that a file's metadata describes (prism.hadamard.*); None without these keys.
 
-    Raises CheckpointError with key, value and what is supported for whatever is not known in every detail: a
-    model run otherwise than it was folded writes nonsense.
+    Raises CheckpointError, with key, value and the supported values, for any unknown detail: a model that is
+    run differently from how it was folded writes nonsense.
     """
     own = {key: value for key, value in checkpoint.metadata.items() if key.startswith(PREFIX)}
     if not own:
@@ -61,23 +61,23 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
         raise CheckpointError(f"{checkpoint.source}: {PREFIX}{key} is {text}; {expected}")
 
     def value(key: str, default: Any = None) -> Any:
-        found = own.get(PREFIX + key, default)
-        found = found.tolist() if isinstance(found, np.ndarray | np.generic) else found
-        if found is None:
+        entry = own.get(PREFIX + key, default)
+        entry = entry.tolist() if isinstance(entry, np.ndarray | np.generic) else entry
+        if entry is None:
             raise CheckpointError(f"{checkpoint.source}: {PREFIX}{key} is missing; folded weights need it")
-        return found
+        return entry
 
     for key in own:
-        if (name := key.removeprefix(PREFIX)) not in KEYS:
-            refuse(name, own[key], f"an unknown key of the contract; known: {', '.join(KEYS)}")
+        if (name := key.removeprefix(PREFIX)) not in METADATA_KEYS:
+            refuse(name, own[key], f"an unknown key of the contract; known: {', '.join(METADATA_KEYS)}")
     for key, able in {
         "version": (1, 2),
         "transform": ("normalized-sylvester-walsh-hadamard",),
         "axis": ("input-last-dimension",),
         "sign_mode": ("identity", "explicit"),
     }.items():
-        if (found := value(key)) not in able or isinstance(found, bool):
-            refuse(key, found, f"supported: {', '.join(map(str, able))}")
+        if (given := value(key)) not in able or isinstance(given, bool):
+            refuse(key, given, f"supported: {', '.join(map(str, able))}")
     tensors, block = checkpoint.tensors, value("block_size")
     if not isinstance(block, int) or block < 2 or block & (block - 1):
         refuse("block_size", block, "a power of two is expected")

@@ -1,20 +1,24 @@
-"""The tensor types of GGUF files: id, weights of a block, bytes of a block."""
+"""The tensor types of GGUF files: id, weights per block, bytes per block.
+
+A format with a file in pallas_kernels/formats has a line here too, because this package does not import that
+one; tests/pallas_kernels/test_formats.py compares them.
+"""
 
 from typing import NamedTuple
 
-SHARED_ID = 42  # three layouts carry this id; `_shared_layout` tells them apart
+SHARED_ID = 42  # three layouts have this id; gguf.py recognizes which one a file uses
 SHARED_LAYOUTS = ("q2_0_g64", "q2_0_g128", "tq2_0_g128")
 
 
 class Geometry(NamedTuple):
-    """How a format cuts a row: `weights` to a block of `bytes`."""
+    """A format's id in GGUF files, and the weights and bytes of its blocks."""
 
     id: int
     weights: int
     bytes: int
 
 
-# Every tensor type that files hold, decoded here or not: what is not can still be listed and measured.
+# All tensor types of GGUF files. Those that no kernel or reference supports can still be listed and measured.
 GEOMETRY = {
     "f32": Geometry(0, 1, 4),
     "f16": Geometry(1, 1, 2),
@@ -56,11 +60,11 @@ GEOMETRY = {
     "pq2_0": Geometry(142, 128, 34),
     "ptq1_0": Geometry(143, 128, 28),
 }
-NAME_OF_ID = {g.id: name for name, g in GEOMETRY.items() if g.id != SHARED_ID}
+FORMAT_BY_ID = {g.id: name for name, g in GEOMETRY.items() if g.id != SHARED_ID}
 
 
 def tensor_nbytes(format: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of this shape. The last dimension is a multiple of the format's block."""
+    """Bytes of a tensor of this shape, whose last dimension is a multiple of the format's block."""
     blocks = shape[-1] // GEOMETRY[format].weights
     for dim in shape[:-1]:
         blocks *= dim

@@ -6,9 +6,9 @@
     padding to `general.alignment`
     data: each tensor at its offset, a multiple of the alignment
 
-A file comes from a stranger: every number is checked against the bytes that are there before it is used, and
-the cost of reading is bounded by MAX_HEADER, whatever the file claims. Tensors are views of the memory map;
-nothing is copied.
+Files are not trusted: every number is checked against the bytes that the file has before it is used, and
+MAX_HEADER bounds the cost of reading, whatever the file claims. Tensors are views of the memory map; nothing
+is copied.
 """
 
 import mmap
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .checkpoint import Checkpoint, CheckpointError, Tensor
-from .geometry import GEOMETRY, NAME_OF_ID, SHARED_ID, SHARED_LAYOUTS, tensor_nbytes
+from .geometry import FORMAT_BY_ID, GEOMETRY, SHARED_ID, SHARED_LAYOUTS, tensor_nbytes
 
 MAX_HEADER = 64 << 20  # bytes of metadata and tensor list; the largest vocabularies come to about 20 MB
 MAX_KEYS = MAX_TENSORS = 1 << 16
@@ -57,16 +57,16 @@ _PART_NAME = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gg
 def open_gguf(path: str | Path) -> Checkpoint:
     """Open a GGUF file, version 2 or 3; opening any part of a split file opens all of it.
 
-    Metadata: integers, floats, bools and str as Python's own, arrays as read-only numpy views, arrays of
-    strings as list[str], arrays of arrays as lists. The keys `split.*` are checked and then left out: the
-    checkpoint is whole.
+    Metadata: integers, floats, bools and strings become Python's, arrays read-only numpy views, arrays of
+    strings list[str], arrays of arrays lists. The keys `split.*` are checked and then dropped, because the
+    checkpoint has all parts.
     Tensor shapes are row-major, the reverse of the file's order.
     Raises CheckpointError, naming file, field, value and limit.
     """
     path = Path(path)
     parts = _open_parts(path)
     shared = _shared_layout(parts)
-    names = NAME_OF_ID if shared is None else {**NAME_OF_ID, SHARED_ID: shared}
+    names = FORMAT_BY_ID if shared is None else {**FORMAT_BY_ID, SHARED_ID: shared}
     tensors: dict[str, Tensor] = {}
     for part in parts:
         for info in part.infos:
@@ -78,7 +78,7 @@ def open_gguf(path: str | Path) -> Checkpoint:
 
 
 def part_paths(path: str | Path) -> list[Path]:
-    """All parts of the split file that `path` is one of, going by its name; [path] if it is not split."""
+    """All parts of the split file to which `path` belongs, by its name; [path] if it is not split."""
     path = Path(path)
     match = _PART_NAME.fullmatch(path.name)
     if not match:
@@ -113,7 +113,8 @@ class _Part(NamedTuple):
 
 
 def _open_parts(path: Path) -> list[_Part]:
-    """All parts of the split file `path` belongs to, in order; names, counts and numbers agree."""
+    """All parts of the split file to which `path` belongs, in order. Their names, counts and numbers
+    agree."""
     paths = part_paths(path)
     for p in paths:
         if not p.is_file():
@@ -131,8 +132,8 @@ def _open_parts(path: Path) -> list[_Part]:
                 count,
                 f"by its name the file has {len(paths)} parts (NAME-00001-of-0000N.gguf)",
             )
-        if (found := _split_key(part, "split.no", 0)) != number:
-            raise _error(p, "split.no", found, f"by its name it is part {number}, counted from 0")
+        if (given := _split_key(part, "split.no", 0)) != number:
+            raise _error(p, "split.no", given, f"by its name it is part {number}, counted from 0")
     total = sum(len(part.infos) for part in parts)
     if (claimed := _split_key(parts[0], "split.tensors.count", total)) != total:
         raise _error(path, "split.tensors.count", claimed, f"the {len(parts)} parts hold {total} tensors")
@@ -204,7 +205,7 @@ def _open_part(path: Path) -> _Part:
 
 
 class _Header:
-    """Reads the header from the front. Every method checks that what it reads lies before `end`."""
+    """Reads the header from the front. Every method checks that it reads nothing after `end`."""
 
     def __init__(self, path: Path, buffer: mmap.mmap):
         self.path = path
@@ -334,7 +335,7 @@ class _Header:
         return strings
 
     def tensor_info(self, i: int, alignment: int) -> _Info:
-        """Tensor i of the header. Its `room` is not known yet."""
+        """Tensor i of the header; its `room` is filled in later."""
         name = self.name(f"name of tensor {i}")
         short = _short(name)
         dims = self.unpack(_U32, f"dims of {short}")
@@ -348,9 +349,10 @@ class _Header:
         if not 1 <= weights < 1 << 60:
             raise _error(self.path, f"shape of {short}", shape, "1 to 2**60 weights are expected")
         type_id = self.unpack(_U32, f"type of {short}")
-        if type_id not in NAME_OF_ID and type_id != SHARED_ID:
-            known = ", ".join(str(i) for i in sorted({*NAME_OF_ID, SHARED_ID}))
-            raise _error(self.path, f"type of {short}", type_id, f"known tensor types are {known}")
+        if type_id not in FORMAT_BY_ID and type_id != SHARED_ID:
+            known = ", ".join(map(str, sorted({*FORMAT_BY_ID, SHARED_ID})))
+            limit = f"known tensor types are {known} (checkpoints/geometry.py lists them)"
+            raise _error(self.path, f"type of {short}", type_id, limit)
         offset = self.unpack(_U64, f"offset of {short}")
         if offset % alignment:
             raise _error(
@@ -391,14 +393,14 @@ def _tensor(part: _Part, info: _Info, format: str) -> Tensor:
 
 
 def _shared_layout(parts: list[_Part]) -> str | None:
-    """Which of the three layouts that share id 42 these parts hold, one for all; None if they hold none.
+    """The one of three layouts with id 42 that all these parts use; None if no tensor has this id.
 
-    First by room. 128 weights take 36 bytes in groups of 64 and 34 in groups of 128; writers place tensors
-    back to back, padded to the alignment. So a layout that needs more than the room of any tensor is out, and
-    one that fills the room of all, up to the padding, beats one that leaves gaps. (A tensor too small for its
-    padding to tell fits both.) Then, among what is left, by the scales: where a layout has its float16 d,
-    real files have finite numbers of moderate size that are not negative; codes read as float16 are negative
-    or out of range in two blocks of three.
+    Room decides first. 128 weights take 36 bytes in groups of 64 and 34 in groups of 128, and writers place
+    tensors back to back, padded to the alignment. So a layout that needs more room than any tensor has is
+    out, and one that fills the room of all tensors, up to the padding, beats one that leaves gaps. (A tensor
+    smaller than its padding fits both.) Among the remaining layouts the scales decide: in the place of the
+    float16 d real files have finite, moderate numbers that are not negative, while codes read as float16 are
+    negative or out of range in two blocks of three.
     """
     tensors = [(part, info) for part in parts for info in part.infos if info.type == SHARED_ID]
     if not tensors:
@@ -433,18 +435,19 @@ def _shared_layout(parts: list[_Part]) -> str | None:
 
 
 def _plausible_scales(layout: str, tensors: list[tuple[_Part, _Info]]) -> float:
-    """The share of plausible scales in a sample: 64 blocks from the middle of each of 16 tensors, at most."""
+    """The share of plausible scales in a sample of at most 64 blocks from the middle of each of 16
+    tensors."""
     size = GEOMETRY[layout].bytes
     place = size - 2 if layout == "tq2_0_g128" else 0
-    found = []
+    plausible = []
     for part, info in tensors[:: max(1, len(tensors) // 16)][:16]:
         blocks = part.data[info.offset : info.offset + tensor_nbytes(layout, info.shape)].reshape(-1, size)
         middle = max(0, len(blocks) // 2 - 32)
         scales = blocks[middle : middle + 64, place : place + 2].copy().view("<f2").astype(np.float32)
-        found.append(
+        plausible.append(
             ((scales >= 2.0**-20) & (scales <= 64)) | (scales == 0)
         )  # false for NaN; 0: a block of zeros
-    return float(np.concatenate(found).mean())
+    return float(np.concatenate(plausible).mean())
 
 
 def _align(position: int, alignment: int) -> int:

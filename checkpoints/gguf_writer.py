@@ -1,4 +1,4 @@
-"""GGUF, the file format of llama.cpp: the writer. (The reader, and what the format looks like: gguf.py.)"""
+"""GGUF, the file format of llama.cpp: the writer. The reader, with a picture of the format, is gguf.py."""
 
 import os
 import shutil
@@ -34,8 +34,8 @@ def write_gguf(
     are left out and `general.alignment` is this call's, so that the metadata of an open checkpoint can be
     passed as it is.
 
-    `tensors` may be a generator: each tensor is written when it comes and not kept. The bytes go to temporary
-    files in the same folder and `path` appears, or is replaced, only when all is written.
+    `tensors` may be a generator: each tensor is written as it comes, then released. The bytes go to temporary
+    files in the same folder, and `path` appears, or is replaced, only once everything is written.
     Raises CheckpointError for a value, tensor or name that a GGUF file cannot hold.
     """
     path = Path(path)
@@ -46,7 +46,7 @@ def write_gguf(
     keys = _encode_metadata(path, metadata, alignment)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
-        # The header, which comes first, needs every tensor's shape: data waits in a second file meanwhile.
+        # The header comes first and needs every tensor's shape, so the data goes to a second file until then.
         with tempfile.TemporaryFile(dir=path.parent) as body, open(unfinished, "wb") as out:
             infos = _write_data(path, tensors, body, alignment)
             header = [b"GGUF", struct.pack("<IQQ", VERSION, len(infos), len(keys)), *keys, *infos]
@@ -96,11 +96,11 @@ def _write_data(path: Path, tensors: Iterable[Tensor], body: BinaryIO, alignment
 
 
 def _encode_metadata(path: Path, metadata: Mapping[str, Any], alignment: int) -> list[bytes]:
-    kept = {k: v for k, v in metadata.items() if k != "general.alignment" and not k.startswith("split.")}
+    pairs = {k: v for k, v in metadata.items() if k != "general.alignment" and not k.startswith("split.")}
     if alignment != 32:
-        kept["general.alignment"] = np.uint32(alignment)
+        pairs["general.alignment"] = np.uint32(alignment)
     encoded = []
-    for key, value in kept.items():
+    for key, value in pairs.items():
         if not 1 <= len(key.encode()) < 1 << 16:
             raise CheckpointError(
                 f"{path}: key {key[:80]!r} has {len(key.encode())} bytes; 1 to 65535 are allowed"

@@ -2,8 +2,9 @@
 
     u64 length | JSON of that length: {name: {"dtype", "shape", "data_offsets": [begin, end]}, ...} | data
 
-The header is read here, not by the safetensors package: numpy has no bfloat16, and raw bytes are what a
-Tensor holds. As in gguf.py, every number is checked before it is used, and data is a view of the memory map.
+This file reads the header itself, because the safetensors package returns numpy arrays, which have no
+bfloat16, and a Tensor needs raw bytes. As in gguf.py, every number is checked before it is used, and data is
+a view of the memory map.
 """
 
 import json
@@ -38,9 +39,9 @@ def open_folder(folder: str | Path) -> Checkpoint:
     else:
         files = sorted(folder.glob("*.safetensors"))
         if len(files) != 1:
-            found = ", ".join(f.name for f in files[:20]) or "no .safetensors file"
+            names = ", ".join(f.name for f in files[:20]) or "no .safetensors file"
             raise CheckpointError(
-                f"{folder}: {found}; model.safetensors, or {index.name} with its shards, is expected"
+                f"{folder}: {names}; model.safetensors, or {index.name} with its shards, is expected"
             )
         tensors = _read_file(files[0])
     return Checkpoint(
@@ -94,7 +95,12 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     length = int.from_bytes(buffer[:8], "little")
     if not 2 <= length <= min(size - 8, MAX_JSON):
         limit = f"2 to {min(size - 8, MAX_JSON)} are possible ({size} bytes in the file, {MAX_JSON} at most)"
-        raise CheckpointError(f"{path}: header length is {length}; {limit}")
+        hint = (
+            "; this is a Git LFS pointer, fetch the file itself (git lfs pull)"
+            if buffer[:4] == b"vers"
+            else ""
+        )
+        raise CheckpointError(f"{path}: header length is {length}; {limit}{hint}")
     header = _object(path, _parse_json(path, buffer[8 : 8 + length]))
     header.pop("__metadata__", None)
     data = np.frombuffer(buffer, np.uint8)[8 + length :]
@@ -119,7 +125,7 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _span(path: Path, name: str, entry: Any, size: int) -> tuple[int, int]:
-    """Where a tensor's data begins and ends, once its entry is found sound."""
+    """The begin and end of a tensor's data. Checks its entry in the header."""
     short = _short(name)
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(

@@ -1,8 +1,7 @@
-"""Models made of seeded random weights: "synth:<model>:<format>[:seed]".
+"""Models of seeded random weights: "synth:<model>:<format>[:seed]".
 
-They have a real model's shapes, metadata and tensor list, so that speed can be measured, and code be tested,
-where no file can be had. Nothing is drawn here: a tensor is a description, and its blocks are made on the
-device that runs them.
+They have the shapes, metadata and tensor list of real models, so that speed can be measured and code tested
+without a file. Tensors are only descriptions: their blocks are drawn on the device that runs them.
 """
 
 import dataclasses
@@ -19,19 +18,19 @@ from .geometry import GEOMETRY, tensor_nbytes
 
 @dataclasses.dataclass(frozen=True)
 class _Delta:
-    """Gated delta net, in all layers but every fourth."""
+    """A gated delta net, in all layers except every fourth."""
 
     k_heads: int
     v_heads: int
     head_dim: int
-    rotated: int  # values of a head of attention that rope turns
+    rotated: int  # values of an attention head that rope rotates
     conv: int = 4
     interval: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class _Experts:
-    """In all layers, in place of the feed-forward."""
+    """Experts, in all layers, in place of the feed-forward."""
 
     count: int
     used: int
@@ -57,7 +56,7 @@ class _Model:
     norm_eps: float = 1e-6
     delta: _Delta | None = None
     experts: _Experts | None = None
-    folded: int = 0  # values that a Hadamard transform of the inputs is of (folding.py); 0: not folded
+    folded: int = 0  # values per Hadamard transform of the inputs (folding.py); 0: not folded
 
     def is_delta(self, layer: int) -> bool:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
@@ -109,7 +108,6 @@ _MODELS = {
 }  # fmt: skip
 _MIXES = {"q4_k_m": "q4_k", "q5_k_m": "q5_k"}
 _NOT_WEIGHTS = ("i8", "i16", "i32", "i64", "f64", "q8_1", "q8_k")
-_FORMATS = [*_MIXES, *(name for name in GEOMETRY if name not in _NOT_WEIGHTS)]
 
 # The first merges of English; each part is a byte's symbol or the result of an earlier merge.
 _MERGES = """\
@@ -126,9 +124,8 @@ _CHAT_TEMPLATE = """{%- for message in messages -%}
 def open_synth(source: str) -> Checkpoint:
     """The checkpoint that "synth:<model>:<format>[:seed]" names. Without a seed it is 0.
 
-    A format is that of every matrix (norms and biases are f32), or one of llama.cpp's mixes q4_k_m and
-    q5_k_m.
-    Raises CheckpointError, with what there is, for an unknown model or format.
+    The format applies to every matrix (norms and biases are f32); q4_k_m and q5_k_m are llama.cpp's mixes.
+    Raises CheckpointError, with the known names, for an unknown model or format.
     """
     parts = source.lower().split(":")
     if not 3 <= len(parts) <= 4 or parts[0] != "synth":
@@ -138,8 +135,10 @@ def open_synth(source: str) -> Checkpoint:
     _, name, format, *seeds = parts
     if name not in _MODELS:
         raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(_MODELS)}")
-    if format not in _FORMATS:
-        raise CheckpointError(f"{source}: format is {format!r}; there are {', '.join(_FORMATS)}")
+    known = [*_MIXES, *(format for format in GEOMETRY if format not in _NOT_WEIGHTS)]
+    if format not in known:
+        known = f"{', '.join(known)} (checkpoints/geometry.py lists them)"
+        raise CheckpointError(f"{source}: format is {format!r}; there are {known}")
     seed = seeds[0] if seeds else "0"
     if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 1 << 32):
         raise CheckpointError(f"{source}: seed is {seed!r}; a number from 0 to {(1 << 32) - 1} is expected")
@@ -230,16 +229,16 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
 
 
 def _delta_net(model: _Model, block: str, linear, norm, base: str, residual: float) -> Iterator:
-    """Tensors of a gated delta net. States fade by a tenth a token or so; in files of 1 and 2 bits what makes
-    their gates stays in 16."""
+    """Tensors of a gated delta net. States decay by about a tenth per token. Files of 1 and 2 bits per weight
+    store the gates' matrices in bf16."""
     d = model.delta
     assert d is not None
     inner, channels = d.v_heads * d.head_dim, (2 * d.k_heads + d.v_heads) * d.head_dim
-    of_gates = "bf16" if 8 * GEOMETRY[base].bytes < 3 * GEOMETRY[base].weights else base
+    gate_format = "bf16" if 8 * GEOMETRY[base].bytes < 3 * GEOMETRY[base].weights else base
     yield linear(f"{block}.attn_qkv.weight", channels, model.hidden)
     yield linear(f"{block}.attn_gate.weight", inner, model.hidden)
-    yield linear(f"{block}.ssm_alpha.weight", d.v_heads, model.hidden, of_gates)
-    yield linear(f"{block}.ssm_beta.weight", d.v_heads, model.hidden, of_gates)
+    yield linear(f"{block}.ssm_alpha.weight", d.v_heads, model.hidden, gate_format)
+    yield linear(f"{block}.ssm_beta.weight", d.v_heads, model.hidden, gate_format)
     yield f"{block}.ssm_conv1d.weight", "f32", (channels, d.conv), 0.0, 1 / math.sqrt(d.conv)
     yield f"{block}.ssm_dt.bias", "f32", (d.v_heads,), 0.0, 0.5
     yield f"{block}.ssm_a", "f32", (d.v_heads,), -0.15, 0.03
@@ -253,7 +252,7 @@ def _more_bits(i: int, layers: int) -> bool:
 
 
 def _metadata(name: str, model: _Model) -> dict[str, Any]:
-    """What a GGUF file of this model says, under llama.cpp's keys."""
+    """The metadata of a GGUF file of this model, under llama.cpp's keys."""
     hyperparameters = {
         "block_count": model.layers,
         "context_length": model.context,
@@ -304,8 +303,8 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
 
 
 def _folding(model: _Model) -> dict[str, Any]:
-    """All linears are folded but those of a delta net's gates, and the embedding. Random weights are as
-    random rotated."""
+    """All linears are folded, except for a delta net's gates, and so is the embedding. Random weights stay
+    random when they are rotated."""
     names = [name for name, _, shape, _, _ in _tensors(model, "f32") if len(shape) == 2]
     plain = ("ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight", "token_embd.weight")
     d = model.delta
@@ -326,7 +325,7 @@ def _folding(model: _Model) -> dict[str, Any]:
 
 
 def _tokenizer(model: _Model) -> dict[str, Any]:
-    """A small but valid byte-level BPE: 256 bytes, 50 merges, ChatML's specials; the other ids are unused."""
+    """A small, valid byte-level BPE: 256 bytes, 50 merges, ChatML's special tokens; other ids are unused."""
     normal, control, unused = 1, 3, 5  # llama.cpp's token types
     merges = _MERGES.replace("\n", "").split("|")
     tokens = [*_byte_symbols(), *(merge.replace(" ", "") for merge in merges)]

@@ -104,7 +104,9 @@ if plt:
 # Which implementation was chosen for a product, and why not another:
 
 # %%
-product = problems.Matmul(device.platform(), layers.wo.parts[0].format, *layers.wo.shape)
+product = problems.Matmul(
+    device.platform(), layers.attention[0].o.parts[0].format, *layers.attention[0].o.shape
+)
 for verdict in selection.explain(product):
     print("->" if verdict.taken else "  ", verdict.kernel, "-", verdict.reason)
 
@@ -119,7 +121,7 @@ for verdict in selection.explain(product):
 # %%
 greedy = bj.SamplingParams(temperature=0.0)
 ids = model.tokenizer.encode(prompts[0])
-state = bj.new_state(model, rows=1, context=64, params=greedy, max_new_tokens=8, ignore_eos=True)
+state = bj.new_state(model, batch_size=1, context=64, params=greedy, max_new_tokens=8, ignore_eos=True)
 state, drawn, _ = bj.jitted.prefill(
     model.params, state, jnp.array([ids]), jnp.array([len(ids)]), model.config
 )

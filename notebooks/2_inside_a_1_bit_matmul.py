@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bonsai_jax import card
+from bonsai_jax import machine
 from pallas_kernels import LayerStack, QTensor, device, for_device, formats, matmul, quantize
 from pallas_kernels.qtensor import tile
 
@@ -206,8 +206,8 @@ for n in sizes:
     held = n * columns * 9 // 64  # bytes: 1.125 bits a weight
     layers = min(64, max(8, math.ceil(160e6 / held))) if ON_GPU else 4  # more than a GPU's cache can keep
     measured.append((held, microseconds(n, columns, layers)))
-peak = card.bandwidth()
-print(f"{card.device_name()}: {peak / 1e9:,.0f} GB/s")
+peak = machine.bandwidth()
+print(f"{machine.device_name()}: {peak / 1e9:,.0f} GB/s")
 for n, (held, us) in zip(sizes, measured, strict=True):
     floor = 1e6 * held / peak
     print(f"{n:6} x {columns}: {us:8.2f} us; its {held / 1e6:6.3f} MB need {floor:6.2f} us: {floor / us:.1%}")
@@ -239,7 +239,9 @@ if plt:
     left.loglog(held / 1e3, 1e6 * held / peak, linestyle="--", label="bytes over bandwidth")
     left.set_xticks(held / 1e3, [f"{kilobytes:,.0f}" for kilobytes in held / 1e3])
     left.minorticks_off()
-    left.set(xlabel="kB of the matrix", ylabel="us a product", title=f"{card.device_name()}, measured here")
+    left.set(
+        xlabel="kB of the matrix", ylabel="us a product", title=f"{machine.device_name()}, measured here"
+    )
     left.legend()
     labels = [f"{model}\n{by}" for model, by in sorted(best)]
     shares = [best[key]["ceiling_share"] for key in sorted(best)]

@@ -47,7 +47,7 @@ DEVICES = min(8, 1 << (len(jax.devices()).bit_length() - 1))  # the largest powe
 # %%
 model = bj.load(SOURCE, PACKED)
 # Matrices are split between heads: over as many devices, at most 4, as the KV heads divide into.
-PARTS = max(n for n in range(1, min(4, DEVICES) + 1) if model.config.num_kv_heads % n == 0)
+PARTS = max(n for n in range(1, min(4, DEVICES) + 1) if model.config.attention.num_kv_heads % n == 0)
 ROWS, NEW = 8, 12
 prompts = [model.tokenizer.encode(f"Row {row}: once upon a time") for row in range(ROWS)]
 sampling = [bj.SamplingParams(temperature=float(row % 2), seed=row) for row in range(ROWS)]
@@ -122,7 +122,7 @@ for name, tokens in answers.items():
 # A split matrix lies in shards. Of every layer's `w_up`, each of the tensor parallel devices has its rows:
 
 # %%
-w_up = models[f"tensor {PARTS}"].params.layers.w_up.parts[0].fields["qs"]
+w_up = models[f"tensor {PARTS}"].params.layers.mlp[0].up.parts[0].fields["qs"]
 print("w_up, [layers, outputs, blocks, codes]:", w_up.shape)
 for piece in w_up.addressable_shards:
     rows = piece.index[1]
@@ -148,7 +148,9 @@ weights, caches = {}, {}
 for name, sharded in models.items():
     state = bj.new_state(sharded, ROWS, 256, bj.SamplingParams(), NEW)
     weights[name] = max(bytes_by_device(sharded.params).values()) / 1e6
-    caches[name] = max(bytes_by_device((state.cache.k, state.cache.v)).values()) / 1e6
+    caches[name] = (
+        max(bytes_by_device((state.cache.attention[0].k, state.cache.attention[0].v)).values()) / 1e6
+    )
     print(f"{name:18} weights {weights[name]:7.2f} MB, cache {caches[name]:6.2f} MB on the fullest device")
 assert weights[f"tensor {PARTS}"] < 1.25 * weights["one device"] / PARTS
 assert caches[f"data {DEVICES}"] == caches["one device"] / DEVICES

@@ -1,4 +1,9 @@
-"""What the default device is, and what a kernel has of it. The only place that looks at it."""
+"""The device that JAX uses now, and what it offers kernels. The only file that asks JAX for it.
+
+It is the device of `jax.default_device`, else the first of the default backend. Nothing is cached, because
+the answer may differ from call to call and from thread to thread. JAX traces a jitted function again under
+another default device.
+"""
 
 import dataclasses
 
@@ -35,16 +40,21 @@ GPUS = {
 
 
 def default() -> Device:
-    """Where jax puts arrays by default. What is planned where there is no GPU is as for an H200.
+    """The device that JAX uses now. A device that is not a GPU gets the multiprocessors and shared memory of
+    an H200, so that plans can be made and shown.
 
     Tests that act as on another device replace this function.
     """
-    backend = jax.default_backend()
-    if backend != "gpu":
-        return dataclasses.replace(GPUS["sm_90"], platform=backend)
-    gpu = jax.devices()[0]
-    platform = "sm_" + gpu.compute_capability.replace(".", "")
-    return Device(platform, gpu.core_count, gpu.shared_memory_per_block_optin)
+    used = _used()
+    if used.platform != "gpu":
+        return dataclasses.replace(GPUS["sm_90"], platform=used.platform)
+    platform = "sm_" + used.compute_capability.replace(".", "")
+    return Device(platform, used.core_count, used.shared_memory_per_block_optin)
+
+
+def _used() -> jax.Device:
+    chosen = jax.config.jax_default_device  # None, a device, or a platform's name
+    return jax.local_devices(backend=chosen)[0] if chosen is None or isinstance(chosen, str) else chosen
 
 
 def platform() -> str:

@@ -16,46 +16,46 @@ from pallas_kernels.rotation import Rotation
 
 @dataclasses.dataclass(frozen=True)
 class Products:
-    """What multiplies a matrix: chosen at load (pallas_kernels/selection.py), static under jit.
+    """The kernels that multiply a matrix: chosen at load (pallas_kernels/selection.py), static under jit.
 
-    kernels          (most rows of activations, kernel), ascending; the last has None: all above
-    activation_bits  8 or 16, to which kernels may round activations: per group of 128 (1-bit weights) or of
-                     the columns that share a scale. 16 is nearly exact
+    kernels          (most rows of activations, kernel), ascending; None in the last: any number of rows
+    activation_bits  8 or 16: kernels may round activations to so many bits, in groups of 128 columns (1-bit
+                     weights) or of the columns that share a scale. 16 is nearly exact
     """
 
     kernels: tuple[tuple[int | None, str], ...] = ((None, "reference"),)
     activation_bits: int = 8
 
-    def of(self, rows: int) -> str:
-        """The kernel for so many rows."""
+    def kernel(self, rows: int) -> str:
+        """The kernel for this number of rows of activations."""
         return next(kernel for most, kernel in self.kernels if most is None or rows <= most)
 
     @property
     def tiled(self) -> bool:
-        """Whether they read the format's tiles; else blocks as they stand in a file."""
+        """Whether a kernel reads the format's tiles; if not, the fields are those of the file's blocks."""
         return any(kernel not in ("reference", "cublas", "cpu") for _, kernel in self.kernels)
 
     def __str__(self):
-        first, said = 1, []
+        first, parts = 1, []
         for most, kernel in self.kernels:
             last = "" if most == first else " and more" if most is None else f" to {most}"
-            said.append(f"{kernel} for {first}{last} rows")
+            parts.append(f"{kernel} for {first}{last} rows")
             first = (most or 0) + 1
-        return ", ".join(said) if len(said) > 1 else self.kernels[0][1]
+        return ", ".join(parts) if len(parts) > 1 else self.kernels[0][1]
 
 
 @serializable
 class QTensor(struct.PyTreeNode):
     """A matrix of N rows and K columns (rows are outputs: y = x @ W.T) in a quantization format.
 
-    fields   {name: array [*lead, N, K / WEIGHTS, *field shape]}, the struct of arrays that `formats.unpack`
-             makes. `lead` is empty for one matrix and (layers,) for a stack.
-    format   name of a file of pallas_kernels/formats
-    shape    (N, K), without `lead`
-    tiled    whether fields are those that the format's `tile` makes, which kernels read as they are; else
-             those of the file's blocks
-    products  what multiplies it
-    rotation  of the inputs that it is multiplied with, where it is stored rotated (folded); None: none
+    fields    {name: array [*lead, N, K / WEIGHTS, *field shape]}, the struct of arrays that `formats.unpack`
+              returns. `lead` is empty for one matrix and (layers,) for a stack
+    format    name of a file in pallas_kernels/formats
+    shape     (N, K), without `lead`
+    tiled     whether `fields` come from the format's `tile`, the layout that GPU kernels read; if not, they
+              are those of the file's blocks
+    products  the kernels that multiply it
+    rotation  of its inputs, if the matrix is stored rotated (folded); else None
     """
 
     fields: dict[str, jax.Array]
@@ -74,8 +74,8 @@ class QTensor(struct.PyTreeNode):
         return self.replace(fields={name: field[index] for name, field in self.fields.items()})
 
     def rows(self, ids: jax.Array) -> jax.Array:
-        """float32 [*ids.shape, K]: the decoded rows `ids` of a single matrix, for embedding look-ups; rotated
-        back where they are stored rotated."""
+        """float32 [*ids.shape, K]: the dequantized rows `ids` of a single matrix, for embedding look-ups.
+        Rows that are stored rotated are rotated back."""
         if self.rotation is not None:
             return self.rotation.back(self.replace(rotation=None).rows(ids))
         if self.tiled and (rows := getattr(formats.get(self.format), "rows", None)):
@@ -98,48 +98,50 @@ def from_blocks(raw: jax.Array, format: str) -> QTensor:
 
 
 def tiled_nbytes(format: str, shape: tuple[int, int]) -> int:
-    """Bytes of a matrix of this shape, (N, K), in the layout that kernels read."""
-    return -(-shape[0] // tiles.ROWS) * -(-shape[1] // tiles.COLUMNS) * _tile_nbytes(format)
+    """Bytes of a matrix of this shape, (N, K), in the layout that GPU kernels read."""
+    return -(-shape[0] // tiles.TILE_ROWS) * -(-shape[1] // tiles.TILE_COLUMNS) * _tile_nbytes(format)
 
 
 @functools.cache
 def _tile_nbytes(format: str) -> int:
-    of = formats.get(format)
-    row = tiles.COLUMNS // of.WEIGHTS * of.BLOCK.itemsize
-    raw = jax.ShapeDtypeStruct((tiles.ROWS, row), jnp.uint8)
+    module = formats.get(format)
+    row = tiles.TILE_COLUMNS // module.WEIGHTS * module.BLOCK.itemsize
+    raw = jax.ShapeDtypeStruct((tiles.TILE_ROWS, row), jnp.uint8)
     fields = jax.eval_shape(lambda raw: tile(from_blocks(raw, format)).fields, raw)
     return sum(math.prod(field.shape) * field.dtype.itemsize for field in fields.values())
 
 
 def tile(w: QTensor) -> QTensor:
-    """The same weights in the layout that kernels read. Raises AttributeError for a format without one
+    """The same weights in the layout that GPU kernels read. Raises AttributeError for a format without tiles
     (formats.family)."""
     return w.replace(fields=formats.get(w.format).tile(w.fields), tiled=True)
 
 
 def dequantize(w: QTensor) -> jax.Array:
-    """float32 [*lead, N, K]: what the format says the weights are, exactly."""
+    """float32 [*lead, N, K]: the weights, exactly as the format defines them."""
     module = formats.get(w.format)
     blocks = module.dequantize(module.untile(w.fields, w.shape) if w.tiled else w.fields)
     return blocks.reshape(*blocks.shape[:-2], w.shape[1])
 
 
 def quantize(x: jax.Array, format: str) -> QTensor:
-    """float32 [*lead, N, K] -> QTensor. Raises NotImplementedError where the format has no encoder, and
-    ValueError where K is no multiple of its block."""
+    """float32 [*lead, N, K] -> QTensor. Raises NotImplementedError if the format has no encoder, and
+    ValueError if K is not a multiple of its block."""
     module = formats.get(format)
     if not hasattr(module, "quantize"):
         able = [name for name in formats.names() if hasattr(formats.get(name), "quantize")]
         raise NotImplementedError(f"format {format} has no encoder; formats that have one: {', '.join(able)}")
     if x.shape[-1] % module.WEIGHTS:
-        raise ValueError(f"{format}: {x.shape[-1]} columns are no multiple of its block of {module.WEIGHTS}")
+        raise ValueError(
+            f"{format}: {x.shape[-1]} columns are not a multiple of its block of {module.WEIGHTS}"
+        )
     fields = module.quantize(x.reshape(*x.shape[:-1], -1, module.WEIGHTS))
     return QTensor(fields, format, (x.shape[-2], x.shape[-1]))
 
 
 @serializable
 class Rows(struct.PyTreeNode):
-    """Matrices of the same input, rows below rows, that stay apart because their formats differ.
+    """Matrices with the same input, stacked by rows, that stay separate because their formats differ.
 
     pieces   QTensors of N_i x K, each with the same leading axes
     """
@@ -159,9 +161,9 @@ class Rows(struct.PyTreeNode):
 class LayerStack(struct.PyTreeNode):
     """One weight of every layer, stacked by format, because files mix formats from layer to layer.
 
-    parts   one stack per format (or, of joined weights, combination of formats), each with a leading axis of
+    parts   one stack per format (for joined weights, per combination of formats), each with a leading axis of
             the layers that have it
-    where   per layer (part, index within the part)
+    where   (part, index within the part) for each layer
     """
 
     parts: tuple[QTensor | Rows, ...]
@@ -176,7 +178,8 @@ class LayerStack(struct.PyTreeNode):
         return sum(part.nbytes for part in self.parts)
 
     def at(self, layer, use: Callable[[QTensor | Rows, int | jax.Array], jax.Array]) -> jax.Array:
-        """use(part, index) of a layer. A traced layer makes formats the branches of one `lax.switch`."""
+        """use(part, index) for a layer. If the layer is traced, formats are the branches of one
+        `lax.switch`."""
         if isinstance(layer, int):
             part, index = self.where[layer]
             return use(self.parts[part], index)
@@ -188,5 +191,5 @@ class LayerStack(struct.PyTreeNode):
 
 
 def leaves(weights) -> list[QTensor]:
-    """The matrices that a tree of weights is made of."""
+    """The matrices in a tree of weights."""
     return jax.tree.leaves(weights, is_leaf=lambda leaf: isinstance(leaf, QTensor))

@@ -7,7 +7,7 @@ import importlib.util
 
 from pallas_kernels import cache_layouts, device, formats
 from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts, Problem, Sampling, Step
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 STEP_ROWS = 256  # of a decode step, at most
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
@@ -34,11 +34,9 @@ def bit_decode_ring(problem: Matmul) -> str | None:
 def bit_decode_s8(problem: Matmul) -> str | None:
     if reason := bit_decode_b1(problem):
         return reason
-    from pallas_kernels.matmul.bit_mma.decode_s8 import plan  # only GPUs need it
+    from pallas_kernels.matmul.bit_mma import decode_s8 as kernel  # only GPUs need it
 
-    n_tiles, steps = -(-problem.n // ROWS), -(-problem.k // COLUMNS)
-    room = plan(n_tiles, steps, problem.matrices, problem.bits, device.shared_bytes())
-    return None if room else f"integers of {problem.k} activations a row leave no room for weights"
+    return kernel.refuses(problem.n, problem.k, problem.matrices, problem.bits)
 
 
 def bit_decode_b1(problem: Matmul) -> str | None:
@@ -142,8 +140,8 @@ def _attention(problem: Attention) -> str | None:
 
 
 def _plain_scores(problem: Attention) -> str | None:
-    """Why a kernel of all layers does not have this attention, or None. Windows and softcaps differ from layer
-    to layer, and its code is the same for all."""
+    """Why a kernel of all layers does not have this attention, or None. Windows differ from layer to layer,
+    and its code is the same for all."""
     if problem.window is not None:
         return f"a query sees {problem.window} keys; the kernel knows no window"
     if problem.scale is not None:
@@ -272,8 +270,8 @@ def _in_tiles(problem: Step) -> str | None:
         return f"not all layers' weights have 2 to 8 bits: {others}"
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
-        if size % COLUMNS:
-            return f"{what} is {size} wide, no multiple of {COLUMNS}"
+        if size % TILE_COLUMNS:
+            return f"{what} is {size} wide, no multiple of {TILE_COLUMNS}"
     return None
 
 

@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
+from bonsai_jax.network import architectures
+from bonsai_jax.network import cache as kv
 from checkpoints import open_checkpoint
 from pallas_kernels import Products, dequantize, formats
 
@@ -144,7 +146,7 @@ def test_a_gemm_alone_is_the_op_but_for_the_rounding_of_its_activations(op, monk
     arguments = argparse.Namespace(
         format="q4_k", layers=2, most_layers=3, repetitions=1, calls=1, commit=None
     )
-    config = bj.architectures.config_of(open_checkpoint("synth:tiny-qwen3:q4_k"))
+    config = architectures.config_of(open_checkpoint("synth:tiny-qwen3:q4_k"))
     weights = benchmark.Weights(arguments, config, op, [20, 24])
     product = benchmark.Product(arguments, "tiny-qwen3", weights, 20)
     programs = {name: (lowered.compile(), given) for name, (lowered, given, _) in product.programs().items()}
@@ -262,7 +264,7 @@ def test_steps_write_what_generate_writes_and_the_definition_finds_where_another
     size, first = len(prompt) + new + 3, np.array([len(prompt) - 1], np.int32)
     padding = [0] * (size - len(prompt))
     length = np.int32(len(prompt) + new - 1)
-    cache = bj.cache.empty(model.config, model.run, 1, size)
+    cache = kv.empty(model.config, model.run, 1, size)
     step = lambda tokens, given, cache: benchmark.by_steps(  # noqa: E731
         model.params, cache, tokens, np.int32(given), length, model.config
     )

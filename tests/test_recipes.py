@@ -94,7 +94,7 @@ def shared_prefix(r):
     whole = [[*r["prefix"], *question] for question in r["questions"]]
     sampling = bj.SamplingParams(seed=0)  # the next row's is 1
     alone = bj.generate(r["model"], whole, sampling=sampling, max_new_tokens=r["new"], ignore_eos=True)
-    for drawn, output in zip(r["drawn"].tolist(), alone, strict=True):
+    for drawn, output in zip(r["drawn"].tokens.tolist(), alone, strict=True):
         got = [t for t in drawn if t >= 0]
         assert got[: len(output.tokens)] == output.tokens[: len(got)]
 

@@ -21,13 +21,78 @@ FORBIDDEN = {
 
 def imports(path: Path) -> set[str]:
     """Top-level packages that a file imports anywhere in it."""
-    found = set()
+    packages = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            packages |= {alias.name.split(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
-            found.add(node.module.split(".")[0])
-    return found
+            packages.add(node.module.split(".")[0])
+    return packages
+
+
+# The rooms of bonsai_jax, folders and files, the lowest first: a room imports only rooms of lines above its
+# own. "__init__" is what users import.
+ROOMS = (
+    ("choices", "compile_cache", "progress", "threads", "tokens"),
+    ("config",),
+    ("weights",),
+    ("network",),
+    ("decoding",),
+    ("card",),
+    ("model",),
+    ("engine", "nnx", "save"),
+    ("text",),
+    ("__init__",),
+    ("batch",),
+    ("measure",),
+    ("cli",),
+    ("__main__",),
+)
+ROOM_NAMES = {name for line in ROOMS for name in line}
+
+
+def room(path: Path) -> str:
+    """The room of bonsai_jax that a file is in."""
+    return path.relative_to(ROOT / "bonsai_jax").parts[0].removesuffix(".py")
+
+
+def rooms_imported(path: Path) -> set[str]:
+    """The rooms of bonsai_jax that a file imports anywhere in it, also inside of functions."""
+    rooms = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            modules = [f"{node.module}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for package, *below in (module.split(".") for module in modules):
+            if package == "bonsai_jax":
+                rooms.add(below[0] if below and below[0] in ROOM_NAMES else "__init__")
+    return rooms
+
+
+def test_every_room_is_in_the_list_and_no_other():
+    assert {room(path) for path in (ROOT / "bonsai_jax").rglob("*.py")} == ROOM_NAMES
+
+
+@pytest.mark.parametrize("name", sorted(ROOM_NAMES))
+def test_rooms_import_lower_rooms_alone(name):
+    line = next(i for i, names in enumerate(ROOMS) if name in names)
+    lower = {name, *(other for names in ROOMS[:line] for other in names)}
+    for path in (ROOT / "bonsai_jax").rglob("*.py"):
+        if room(path) == name:
+            assert rooms_imported(path) <= lower, path
+
+
+def test_tokens_know_no_model():
+    for path in (ROOT / "bonsai_jax" / "tokens").glob("*.py"):
+        assert rooms_imported(path) <= {"tokens"} and not imports(path) & {"jax", "pallas_kernels"}, path
+
+
+def test_only_the_command_line_measures():
+    for path in (ROOT / "bonsai_jax").rglob("*.py"):
+        assert room(path) in ("cli", "measure") or "measure" not in rooms_imported(path), path
 
 
 @pytest.mark.parametrize("package", FORBIDDEN)
@@ -50,7 +115,7 @@ def test_folders_of_kernels_import_no_later_ones():
                 assert f"pallas_kernels.{later}" not in source, path
 
 
-def imports_of(name: str, source: str, files) -> set[str]:
+def imported_files(name: str, source: str, files) -> set[str]:
     """Those of `files` that the file called `name` imports anywhere in it, also inside of functions; of
     import_module(f"{__name__}.{...}") every file that it may be."""
     taken = set()
@@ -86,7 +151,7 @@ def test_files_do_not_import_in_a_circle():
         for package in FORBIDDEN
         for path in (ROOT / package).rglob("*.py")
     }
-    graph = {name: imports_of(name, path.read_text(), files) for name, path in files.items()}
+    graph = {name: imported_files(name, path.read_text(), files) for name, path in files.items()}
     graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the files
 
 
@@ -96,7 +161,7 @@ def test_a_circle_by_name_is_seen():
         "pallas_kernels.formats.q4_k": "from pallas_kernels.matmul.int_mma.decode_block import Unit",
         "pallas_kernels.matmul.int_mma.decode_block": "from pallas_kernels import formats",
     }
-    graph = {name: imports_of(name, source, files) for name, source in files.items()}
+    graph = {name: imported_files(name, source, files) for name, source in files.items()}
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
 
@@ -108,16 +173,17 @@ def test_the_tests_page_names_every_module_and_every_test():
         names = re.findall(r"`([\w/]+(?:\.py|/))`", row[0])
         modules |= {f"{os.path.dirname(names[0])}/{name}" if "/" not in name else name for name in names}
         tests |= set(re.findall(r"`([\w/]+\.py)`", row[1]))
-    there = {str(path.relative_to(ROOT)) for package in FORBIDDEN for path in (ROOT / package).rglob("*.py")}
-    named = {file for file in there if any(file.startswith(name) for name in modules)}
-    assert {file for file in there - named if Path(file).name not in ("__init__.py", "__main__.py")} == set()
-    assert all(any(file.startswith(name) for file in there) for name in modules)
+    files = {str(path.relative_to(ROOT)) for package in FORBIDDEN for path in (ROOT / package).rglob("*.py")}
+    named = {file for file in files if any(file.startswith(name) for name in modules)}
+    assert {file for file in files - named if Path(file).name not in ("__init__.py", "__main__.py")} == set()
+    assert all(any(file.startswith(name) for file in files) for name in modules)
     assert tests == {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
 
 
 def test_only_one_file_looks_at_the_device():
     for path in (ROOT / "pallas_kernels").rglob("*.py"):
-        looks = any(word in path.read_text() for word in ("default_backend", "jax.devices", "device_kind"))
+        words = ("default_backend", "default_device", "jax.devices", "local_devices", "device_kind")
+        looks = any(word in path.read_text() for word in words)
         assert looks == (path.name == "device.py"), path
 
 

@@ -1,12 +1,12 @@
 """A file of requests to a file of answers, both in OpenAI's batch format (docs/batch.md).
 
-run.py        all of it: what is done already, then every other line, many at once
-lines.py      a line of the input: read, checked, and refused by name
-requests.py   a request's body, checked field by field
-answers.py    a line to its answer, by an Engine
-objects.py    Outputs as the objects that OpenAI answers with
-results.py    the output: what is in it, and one line more
-on_ray.py     a line to its answer, by actors that each have an Engine
+run.py        runs a batch: all lines that the output does not answer yet, many at once
+lines.py      reads and checks lines of the input
+requests.py   checks a request's body field by field
+answers.py    answers lines with an Engine
+objects.py    turns Outputs into OpenAI's response objects
+results.py    reads the output, and appends lines to it
+on_ray.py     answers lines with Ray actors that each have an Engine
 """
 
 from bonsai_jax.batch.answers import Job

@@ -1,4 +1,4 @@
-"""Lines to answers, by an Engine in this process."""
+"""Answers to lines, by an Engine in this process."""
 
 import dataclasses
 from typing import Any
@@ -10,24 +10,23 @@ from bonsai_jax.config import SamplingParams
 from bonsai_jax.engine import Engine, Handle
 from bonsai_jax.engine.answers import Output
 from bonsai_jax.engine.prompts import each_sampling, encode
-from bonsai_jax.measure.bench import model_name
 from bonsai_jax.model import Model
 
-WAIT_S = 0.5  # nobody reads along, so a dispatch may have many steps; who waits for a row shortens it
+WAIT_S = 0.5  # of the Engine: answers are not streamed, so a dispatch may have many steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What holds for all lines of a batch.
+    """Settings for all lines of a batch.
 
-    rows             most answers written at once, by each device along the mesh's axis "data"
-    pages            of each device's cache; None: as many as rows of the whole context need
-    sampling         where a line does not say; with a seed, line i has seed + i - 1
-    max_new_tokens   the same; None: until the context is full
+    batch_size       most sequences generated at once, by each device along the mesh's axis "data"
+    pages            in each device's cache; None: enough for batch_size sequences of the whole context
+    sampling         for lines that do not set it; with a seed, line i has seed + i - 1
+    max_new_tokens   for lines that do not set it; None: until the context is full
     template         variables of the chat template, such as enable_thinking
     """
 
-    rows: int = 32
+    batch_size: int = 32
     pages: int | None = None
     sampling: SamplingParams = SamplingParams()
     max_new_tokens: int | None = None
@@ -35,16 +34,16 @@ class Job:
 
 
 class Answers:
-    """An engine for lines that need so much. Called with one, it is a coroutine that gives a line of the
-    output. `close` cancels what is under way."""
+    """An engine that can answer lines with these needs. `await answers(line)` gives a line of the output.
+    `close` cancels requests in progress."""
 
     def __init__(self, model: Model, job: Job, needs: Needs):
         how = {"logprobs": needs.logprobs, "logit_biases": needs.logit_biases, "max_wait_s": WAIT_S}
-        self.job, self.engine = job, Engine(model, max_rows=job.rows, pages=job.pages, **how)
+        self.job, self.engine = job, Engine(model, max_batch_size=job.batch_size, pages=job.pages, **how)
         self.close = self.engine.close
 
     async def __call__(self, line: Line) -> dict[str, Any]:
-        """Raises RuntimeError where the engine runs nothing more."""
+        """Raises RuntimeError if the engine has failed or is closed."""
         model, request = self.engine.model, line.request
         if isinstance(request, FieldError):
             return objects.failed(line, request)
@@ -54,14 +53,12 @@ class Answers:
             return objects.failed(line, error)
         try:
             outputs = [output for handle in handles for output in await _outputs(handle)]
-        except RuntimeError as error:  # of this line's dispatch; the engine may go on
+        except RuntimeError as error:  # this line's dispatch failed; the engine may go on
             return objects.failed(line, error)
-        return objects.answered(
-            line, objects.completion(request, outputs, model_name(model.source), model.tokenizer)
-        )
+        return objects.answered(line, objects.completion(request, outputs, model.name, model.tokenizer))
 
     def _submitted(self, number: int, request: Request) -> list[Handle]:
-        """A handle for each prompt. Raises FieldError for what cannot be run."""
+        """A handle for each prompt. Raises FieldError for a request that cannot be run."""
         where = "messages" if request.chat else "prompt"
         try:
             prompts = [self._ids(request, prompt) for prompt in request.prompts]
@@ -78,7 +75,7 @@ class Answers:
                 self.engine.submit(ids, own, max_new_tokens=new, **how)
                 for ids, own, new in zip(prompts, each, lengths, strict=True)
             ]
-        except ValueError as error:  # the first of them: all else is checked
+        except ValueError as error:  # from the first `submit`; everything else is checked
             raise FieldError("logit_bias" if "logit_bias" in str(error) else where, str(error)) from None
 
     def _ids(self, request: Request, prompt: Any) -> list[int]:
@@ -93,8 +90,8 @@ class Answers:
         if length + new > most:
             raise FieldError(
                 where if length >= most else "max_tokens",
-                f"{length} tokens of prompt and {new} new ones exceed the {most} that a row of this job may "
-                "have; ask for fewer, or give the job a larger context",
+                f"{length} tokens of prompt and {new} new ones exceed this job's {most}; ask for fewer, or "
+                "give the job a larger context",
             )
         return new
 

@@ -1,7 +1,7 @@
 """Lines of a batch's input: {"custom_id": ..., "method": "POST", "url": ..., "body": {...}}.
 
-What is wrong with the file ends the job before it begins: JSON that is none, a custom_id that is missing or
-is another line's. What is wrong with a request is its answer.
+An error in the file ends the job before it begins: invalid JSON, a custom_id that is missing or not unique.
+An error in a request becomes the answer to its line.
 """
 
 import dataclasses
@@ -15,8 +15,11 @@ from bonsai_jax.batch.requests import FIELDS, FieldError, Request, request
 
 @dataclasses.dataclass(frozen=True)
 class Line:
-    """number   of the line in its file, from 1
-    request     what its body asks for, or why nobody can answer it"""
+    """One line of the input.
+
+    number      in its file, from 1
+    request     from its body, or the error in it
+    """
 
     number: int
     custom_id: str
@@ -25,7 +28,12 @@ class Line:
 
 @dataclasses.dataclass
 class Needs:
-    """What lines need: how many are not done, and of an engine for all. model: the one that they name."""
+    """What the unanswered lines need of an engine.
+
+    lines          how many there are
+    logprobs, logit_biases   the most that one asks for
+    model          the name in the lines
+    """
 
     lines: int = 0
     logprobs: int | None = None
@@ -34,8 +42,8 @@ class Needs:
 
 
 def read(path: Path) -> Iterator[Line]:
-    """Lines that are not empty. Raises ValueError with line and column for what is no JSON object, or has no
-    custom_id."""
+    """Lines that are not empty. Raises ValueError with line and column for a line that is not a JSON object
+    or has no custom_id."""
     for number, line in objects(path):
         custom_id = line.pop("custom_id", None)
         if not isinstance(custom_id, str) or not custom_id:
@@ -49,13 +57,13 @@ def read(path: Path) -> Iterator[Line]:
 
 
 def needs(path: Path, lines: Iterable[Line], done: set[str], *, one_model: bool) -> Needs:
-    """Of the lines that are not done.
+    """The needs of the lines that are not in `done`.
 
-    one_model   the lines say which model answers them
-    Raises ValueError, with the lines' numbers, where two have one custom_id or name two models, and for a
-    custom_id in `done` that no line has.
+    one_model   all lines must name the same model
+    Raises ValueError, with the lines' numbers, where two have the same custom_id or name two models, and for
+    a custom_id in `done` that no line has.
     """
-    found, numbers, of_model = Needs(), dict[str, int](), 0
+    total, numbers, model_line = Needs(), dict[str, int](), 0
     for line in lines:
         if line.custom_id in numbers:
             raise ValueError(
@@ -63,27 +71,27 @@ def needs(path: Path, lines: Iterable[Line], done: set[str], *, one_model: bool)
                 f"{line.custom_id!r}; give each its own"
             )
         numbers[line.custom_id] = line.number
-        found.lines += line.custom_id not in done
+        total.lines += line.custom_id not in done
         asked = line.request
         if isinstance(asked, FieldError):
             continue
         if one_model and asked.model is not None:
-            if found.model not in (None, asked.model):
+            if total.model not in (None, asked.model):
                 raise ValueError(
-                    f"{path}: lines {of_model} and {line.number} name two models, {found.model!r} and "
+                    f"{path}: lines {model_line} and {line.number} name two models, {total.model!r} and "
                     f"{asked.model!r}; say which one answers all"
                 )
-            found.model, of_model = asked.model, of_model or line.number
+            total.model, model_line = asked.model, model_line or line.number
         if asked.logprobs is not None:
-            found.logprobs = max(found.logprobs or 0, asked.logprobs)
-        found.logit_biases = max(found.logit_biases, len(asked.sampling.get("logit_bias", ())))
+            total.logprobs = max(total.logprobs or 0, asked.logprobs)
+        total.logit_biases = max(total.logit_biases, len(asked.sampling.get("logit_bias", ())))
     for custom_id in sorted(done - numbers.keys())[:1]:
         raise ValueError(f"{path} has no line {custom_id!r}, which the output answers; give another output")
-    return found
+    return total
 
 
 def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Numbers and JSON objects of the lines of a file, empty ones left out."""
+    """Numbers and JSON objects of the lines of a file, except empty ones."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if line.strip():
@@ -93,16 +101,16 @@ def objects(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def parse(line: bytes, where: str) -> dict[str, Any]:
     """A line's JSON object. Raises ValueError with the column."""
     try:
-        found = json.loads(line.decode().removeprefix("\ufeff").rstrip("\r\n"))
+        parsed = json.loads(line.decode().removeprefix("\ufeff").rstrip("\r\n"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}:{error.colno}: not JSON: {error.msg}") from None
     except UnicodeDecodeError as error:
         raise ValueError(f"{where}:{error.start + 1}: not UTF-8") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number of too many digits
         raise ValueError(f"{where}: not JSON that Python reads: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         raise ValueError(f'{where}:1: not a JSON object, such as {{"custom_id": "1", ...}}')
-    return found
+    return parsed
 
 
 def _request(line: dict[str, Any]) -> Request:

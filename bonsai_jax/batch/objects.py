@@ -1,5 +1,5 @@
-"""What an Engine answered, as OpenAI's objects: chat.completion, text_completion, and the line of a batch's
-output around them.
+"""Outputs of an Engine as OpenAI's objects: chat.completion, text_completion, and the line of a batch's
+output that contains them.
 
 Types: the package openai, types/chat/chat_completion.py and types/completion.py.
 """
@@ -16,13 +16,13 @@ from bonsai_jax.tokens.tokenizer import Tokenizer
 
 
 def answered(line: Line, body: dict[str, Any]) -> dict[str, Any]:
-    """A line of the output: this is its answer."""
+    """A line of the output with an answer."""
     return _line(line, 200, body, None)
 
 
 def failed(line: Line, error: Exception) -> dict[str, Any]:
-    """A line of the output without an answer, by the request's fault (400) or ours (500). The reason is in
-    the response's body, as a server says it, and in `error`, which is null where there is an answer."""
+    """A line of the output with an error, of the request (400) or ours (500). The message is in the
+    response's body, as from a server, and in `error`, which is null in a line with an answer."""
     param = error.param if isinstance(error, FieldError) else None
     status, code, kind = 500, "server_error", "server_error"
     if param is not None:
@@ -34,7 +34,7 @@ def failed(line: Line, error: Exception) -> dict[str, Any]:
 def completion(
     request: Request, outputs: Sequence[Output], model: str, tokenizer: Tokenizer
 ) -> dict[str, Any]:
-    """The body of an answer. outputs: request.n of each prompt, prompt by prompt."""
+    """The body of an answer. outputs: request.n for each prompt, prompt by prompt."""
     choice = _chat_choice if request.chat else _text_choice
     prompt = sum(output.prompt_tokens for output in outputs[:: request.n])
     new = sum(len(output.tokens) for output in outputs)
@@ -67,7 +67,7 @@ def _chat_choice(output: Output, request: Request, tokenizer: Tokenizer) -> dict
     content = [
         {
             **token(id, own),
-            "top_logprobs": [token(*of) for of in zip(ids[: request.logprobs], top, strict=False)],
+            "top_logprobs": list(map(token, ids[: request.logprobs], top)),
         }
         for id, own, ids, top in zip(
             output.tokens, *(x.tolist() for x in (scores.token, scores.ids, scores.top)), strict=True
@@ -83,14 +83,15 @@ def _text_choice(output: Output, request: Request, tokenizer: Tokenizer) -> dict
     def text(id: int) -> str:
         return tokenizer.token_bytes(id).decode(errors="replace")
 
-    # Where each token's text begins: a character whose bytes are spread over tokens begins with its first.
+    # Where each token's text begins. A character in several tokens begins with the first of them.
     offsets, detokenizer, at = [], tokenizer.detokenizer(at_start=False), 0
     for id in output.tokens:
         offsets.append(at)
         at += len(detokenizer.push(id))
     top = [
-        {text(id): score for id, score in reversed([*zip(ids, of, strict=True)])}  # of equal texts the first
-        for ids, of in zip(scores.ids.tolist(), scores.top.tolist(), strict=True)
+        # Of tokens with equal texts the likeliest.
+        {text(id): score for id, score in reversed([*zip(ids, likeliest, strict=True)])}
+        for ids, likeliest in zip(scores.ids.tolist(), scores.top.tolist(), strict=True)
     ]
     logprobs = {
         "tokens": [text(id) for id in output.tokens],

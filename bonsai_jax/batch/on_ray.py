@@ -1,11 +1,11 @@
 """A batch on Ray: actors with an Engine each, on the GPUs of a cluster or the CPUs of its nodes.
 
-    this process: lines in, answers out --a line--> the actor with the fewest under way: Engine
+    this process: lines in, answers out --a line--> the actor with the fewest lines: Engine
                                         <-its answer-
 
-Files are read and written here, so a line is written once, whoever dies. An actor that dies is started again
-by Ray; its lines go to the others meanwhile. Ray Data would write its own files, whole blocks at a time, so
-a line's answer would wait for its block's, and nothing could be appended to what is there.
+This process reads and writes the files, so each answer is written once even if actors die. Ray restarts an
+actor that dies; meanwhile its lines go to the others. Ray Data would write its own files in whole blocks, so
+an answer would wait for its block, and nothing could be appended to an existing output.
 """
 
 import asyncio
@@ -21,18 +21,18 @@ from bonsai_jax.batch import objects
 from bonsai_jax.batch.answers import Answers, Job
 from bonsai_jax.batch.lines import Line, Needs
 from bonsai_jax.batch.results import Results
-from bonsai_jax.batch.run import AHEAD, Report, each
+from bonsai_jax.batch.run import LINES_PER_ROW, Report, each
 from bonsai_jax.config import RunConfig
 from bonsai_jax.progress import Progress
 
-TRIES = 3  # actors that may die of a line
-RESTARTS = 8  # of an actor
-PAUSE_S = 0.5  # between two questions whether an actor is back
+TRIES = 3  # how many actors may die while they have a line, before it counts as failed
+RESTARTS = 8  # of one actor
+PAUSE_S = 0.5  # before asking again whether an actor is available
 
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """How an actor loads its model: `bj.load` with `run`, over `tensor` GPUs."""
+    """How an actor loads its model: `bj.load` with `run`, on `tensor` GPUs."""
 
     run: RunConfig
     tensor: int = 1
@@ -41,7 +41,7 @@ class Load:
 
 
 class Worker:
-    """The actor."""
+    """The class of the actors."""
 
     def __init__(self, name: str, load: Load, job: Job, needs: Needs):
         import jax
@@ -52,12 +52,12 @@ class Worker:
         self.answers = Answers(bj.load(name, load.run, mesh=mesh, offline=load.offline), job, needs)
 
     async def ready(self) -> str:
-        """Who and where it is."""
+        """Its process, node and device, once it has loaded the model."""
         import ray
 
-        from bonsai_jax import card
+        from bonsai_jax import machine
 
-        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}, {card.device_name()}"
+        return f"process {os.getpid()} on {ray.util.get_node_ip_address()}, {machine.device_name()}"
 
     async def answer(self, line: Line) -> dict[str, Any]:
         return await self.answers(line)
@@ -65,16 +65,16 @@ class Worker:
 
 @dataclasses.dataclass(eq=False)
 class Actor:
-    """What this process knows of a Worker. under_way: lines that it has."""
+    """This process's view of a Worker. lines: how many it is answering; up: its model is loaded."""
 
     number: int
     handle: Any
     up: bool = False
-    under_way: int = 0
+    lines: int = 0
 
 
 class Actors:
-    """Lines to answers, by actors."""
+    """Answers to lines, by actors."""
 
     def __init__(self, handles: list[Any], tell: Callable[[str], None]):
         self.actors = [Actor(number, handle) for number, handle in enumerate(handles)]
@@ -90,33 +90,33 @@ class Actors:
             return objects.failed(line, line.request)
         for _ in range(TRIES):
             actor = await self._free()
-            actor.under_way += 1
+            actor.lines += 1
             try:
                 return await actor.handle.answer.remote(line)
             except RayActorError as error:
                 self._down(actor, error)
             finally:
-                actor.under_way -= 1
+                actor.lines -= 1
         return objects.failed(line, RuntimeError(f"{TRIES} actors died while they had this line"))
 
     async def _free(self) -> Actor:
         while True:
             up = [actor for actor in self.actors if actor.up]
             if up:
-                return min(up, key=lambda actor: actor.under_way)
+                return min(up, key=lambda actor: actor.lines)
             if not self.actors:
                 raise RuntimeError(f"no actor is left: {self.lost}")
             self.changed.clear()
             await self.changed.wait()
 
     def _down(self, actor: Actor, error: Exception) -> None:
-        if actor.up:  # the first of its lines to find out
+        if actor.up:  # the first of its lines that sees the error
             actor.up = False
             self.tell(f"actor {actor.number} died; its lines go to others: {_first_line(error)}")
             self.watches.add(asyncio.create_task(self._watch(actor)))
 
     async def _watch(self, actor: Actor) -> None:
-        """Until it has loaded its model, the first time or again."""
+        """Wait until the actor has loaded its model, the first time or after a restart."""
         from ray import exceptions
 
         while not actor.up:
@@ -126,7 +126,7 @@ class Actors:
                 self.tell(f"actor {actor.number}: {where}")
             except exceptions.ActorUnavailableError:
                 await asyncio.sleep(PAUSE_S)
-            except exceptions.RayActorError as error:  # for good
+            except exceptions.RayActorError as error:  # it is not restarted any more
                 self.actors.remove(actor)
                 self.lost = error
                 self.tell(f"actor {actor.number} is lost: {_first_line(error)}")
@@ -146,14 +146,14 @@ def run(
     progress: Progress = False,
     tell: Callable[[str], None] = lambda text: None,
 ) -> Report:
-    """`batch.run`, by actors of Ray.
+    """`batch.run` with Ray actors.
 
-    load      how actors load the model: `named`, or the one that the lines name
-    address   of the cluster, as ray.init has it: "auto", "ray://host:10001", or "local", which starts one
-    workers   actors; None: as many as GPUs allow, or without any one on each node
-    tell      called with news of actors
-    Raises ImportError without ray, ValueError for more workers than there are GPUs for, RuntimeError when all
-    actors are lost, and what `batch.run` raises.
+    load      how actors load the model, which is `named` or the one that the lines name
+    address   of the cluster, as in ray.init: "auto", "ray://host:10001", or "local", which starts one
+    workers   how many actors; None: as many as GPUs allow, or one on each node without GPUs
+    tell      called with a text when an actor starts or dies
+    Raises ImportError without ray, ValueError for more workers than the GPUs allow, RuntimeError when all
+    actors are lost, and the errors of `batch.run`.
     """
     try:
         import ray
@@ -168,7 +168,7 @@ def run(
         ray.init(address=address, log_to_driver=False)
         try:
             resources = _resources(ray, load.tensor, workers)
-            window = AHEAD * job.rows * len(resources)
+            window = LINES_PER_ROW * job.batch_size * len(resources)
             options = {"max_restarts": RESTARTS, "max_concurrency": window}
             made = ray.remote(Worker)
             handles = [made.options(**options, **own).remote(name, load, job, needs) for own in resources]
@@ -185,9 +185,9 @@ def run(
 
 
 def _resources(ray: Any, tensor: int, workers: int | None) -> list[dict[str, float]]:
-    """What each actor asks of the cluster."""
-    there = ray.cluster_resources()
-    gpus, cpus = int(there.get("GPU", 0)), int(there.get("CPU", 1))
+    """The resources of the cluster that each actor requests."""
+    cluster = ray.cluster_resources()
+    gpus, cpus = int(cluster.get("GPU", 0)), int(cluster.get("CPU", 1))
     if not gpus:
         if tensor > 1:
             raise ValueError(f"{tensor} GPUs for each actor, and the cluster at this address has none")

@@ -1,8 +1,8 @@
-"""The bodies of OpenAI's requests, as an Engine takes them. A field that is not known is an error, since an
-answer that passes over it would be another one's.
+"""The bodies of OpenAI's requests, as an Engine takes them. An unknown field is an error, because an answer
+that ignores it would answer another request.
 
-Meanings: platform.openai.com/docs/api-reference, chat/create and completions/create. What they have not, and
-other servers do: top_k, min_p, repetition_penalty, by the names that SamplingParams has for them.
+Meanings: platform.openai.com/docs/api-reference, chat/create and completions/create. In addition, as in other
+servers: top_k, min_p, repetition_penalty, under the names of SamplingParams.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ MOST_NEW, MOST_ANSWERS, MOST_LOGPROBS, MOST_BIASES = 2**31 - 1, 128, 20, 1024
 
 
 class FieldError(ValueError):
-    """A request that cannot be met. `param` is the field that says why."""
+    """A request that cannot be met because of the field `param`."""
 
     def __init__(self, param: str, message: str):
         super().__init__(f"{param}: {message}")
@@ -25,11 +25,11 @@ class FieldError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What a body asks for. None: it does not say.
+    """A body's request. None: the body does not say.
 
-    prompts    of one request: the messages of a chat, or texts and lists of token ids
+    prompts    the messages of a chat, or texts and lists of token ids
     sampling   fields of SamplingParams
-    logprobs   alternatives of each token; None: no log-probabilities
+    logprobs   alternatives for each token; None: no log-probabilities
     """
 
     url: str
@@ -47,7 +47,7 @@ class Request:
 
 
 def request(url: str, body: Mapping[str, Any]) -> Request:
-    """The request that a body makes of this URL. null is as if the field were not there.
+    """The request in a body sent to this URL. A field that is null counts as missing.
 
     Raises FieldError, which names the field.
     """
@@ -55,7 +55,7 @@ def request(url: str, body: Mapping[str, Any]) -> Request:
     for name, value in body.items():
         if name not in known:
             names = ", ".join(sorted(known))
-            raise FieldError(name, f"not a field that {url} takes here; it takes {names}")
+            raise FieldError(name, f"not a field that {url} takes; it takes {names}")
         if value is not None:
             given[name] = known[name](name, value)
     needed = "messages" if url == CHAT else "prompt"
@@ -86,7 +86,7 @@ def request(url: str, body: Mapping[str, Any]) -> Request:
     )
 
 
-# What a value may be. Each returns it as a Request has it.
+# Checks of values. Each returns the value as a Request has it.
 
 
 def _text(name: str, value: Any) -> str:
@@ -170,24 +170,24 @@ def _messages(name: str, value: Any) -> list[dict[str, str]]:
         raise FieldError(name, f"{_shown(value)} is not a list of messages")
     messages = []
     for i, message in enumerate(value):
-        where, taken = f"{name}[{i}]", {}
+        where, fields = f"{name}[{i}]", {}
         for key, part in _object(where, message).items():
             if part is None:
                 continue
             if key not in ("role", "content", "name"):
                 raise FieldError(f"{where}.{key}", "not supported; messages have role, content and name")
-            taken[key] = (
+            fields[key] = (
                 _content(f"{where}.{key}", part) if key == "content" else _text(f"{where}.{key}", part)
             )
         for key in ("role", "content"):
-            if key not in taken:
+            if key not in fields:
                 raise FieldError(f"{where}.{key}", "missing")
-        messages.append(taken)
+        messages.append(fields)
     return messages
 
 
 def _content(name: str, value: Any) -> str:
-    """A text, or parts of which all are texts: a line each."""
+    """A text, or a list of text parts, which become lines."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -212,7 +212,7 @@ BOTH = {
     **SAMPLING,
     **{"model": _text, "max_tokens": _from(1, MOST_NEW), "stop": _stop, "n": _from(1, MOST_ANSWERS)},
     **{"stream": _only(False)},
-    **{"user": _text, "metadata": _object, "store": _truth},  # which change no answer
+    **{"user": _text, "metadata": _object, "store": _truth},  # they do not change answers
 }
 FIELDS = {
     CHAT: {

@@ -1,6 +1,6 @@
-"""A batch's output: a line for each that is answered, appended when it is and flushed, in no order.
+"""A batch's output: a line for each answered line of the input, appended and flushed as answers come.
 
-So a job that is killed loses what was under way and no more; the next one goes on behind what is there.
+So a job that is killed loses only the requests in progress, and the next job continues from the output.
 """
 
 import contextlib
@@ -13,21 +13,21 @@ from typing import Any, BinaryIO
 
 from bonsai_jax.batch import lines
 
-BEGINNING = b'{"id": "batch_req_'  # of every line: what has it not was not written here
+BEGINNING = b'{"id": "batch_req_'  # of every line that we write
 
 
 class Results:
-    """The output file, held against other writers.
+    """The output file, locked against other writers.
 
-    done   custom_ids of the lines that are answered
+    done   custom_ids of the answered lines
 
-    Opening it drops a last line that was written in part, and lines with an error, which are tried again.
-    Where a job fails before its first answer, no empty file stays.
+    Opening it drops a last line that was written in part, and lines with an error, which are tried again. An
+    empty file is removed if the job fails before its first answer.
     """
 
     def __init__(self, path: Path):
         self.path = path
-        self._file = _held(path)
+        self._file = _locked(path)
         with contextlib.ExitStack() as unless_read:
             unless_read.callback(lambda: self._file.close())  # `_rewrite` opens another
             self.done, dropped = self._read()
@@ -72,7 +72,7 @@ class Results:
         return set(answers), dropped
 
     def _rewrite(self, dropped: set[int]) -> None:
-        """In place of the file, at once: nothing that was answered may be lost between."""
+        """Replace the file atomically, so that no answer can be lost."""
         self._file.seek(0)
         other = self.path.with_name(f"{self.path.name}.{os.getpid()}")
         with other.open("wb") as file:
@@ -81,11 +81,11 @@ class Results:
             os.fsync(file.fileno())
         os.replace(other, self.path)
         self._file.close()
-        self._file = _held(self.path)
+        self._file = _locked(self.path)
 
 
-def _held(path: Path) -> BinaryIO:
-    """Open to be read, and appended to, by nobody else."""
+def _locked(path: Path) -> BinaryIO:
+    """Open a file to read and append, and lock it."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: not a file that a job could go on with; give the name of one")
     file = path.open("a+b")

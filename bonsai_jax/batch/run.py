@@ -1,9 +1,8 @@
-"""A batch: every line without an answer, many under way, each appended to the output when it is answered.
+"""A batch: every line without an answer, many at once, each appended to the output when it is answered.
 
     lines of the input -> `window` coroutines, each with a line -> answer(line) -> a line of the output
 
-`answer` is an Engine's in this process (answers.py) or that of actors elsewhere (on_ray.py): nothing else
-differs.
+`answer` uses an Engine in this process (answers.py) or actors in others (on_ray.py); nothing else differs.
 """
 
 import asyncio
@@ -22,20 +21,22 @@ from bonsai_jax.progress import Progress, shown
 from bonsai_jax.weights import placement
 
 Answer = Callable[[Line], Awaitable[dict[str, Any]]]
-# Times as many lines under way as rows, so that a free row finds one whose prompt is tokens already.
-AHEAD = 4
+# Lines in progress for each sequence of the batch, so that a row that becomes free finds a line whose prompt
+# is tokenized.
+LINES_PER_ROW = 4
 
 
 @dataclasses.dataclass
 class Report:
-    """What was done, and what it cost.
+    """What a run did, and what it cost.
 
-    lines, errors    answered now, and in vain
-    done_before      lines that were in the output already
-    prompt_tokens, new_tokens   of the lines that were answered now
-    seconds          of answering, without loading a model
-    devices          that were held meanwhile
-    cpu_seconds      of this process, all threads together; of actors elsewhere nothing is known
+    lines            answered by this run
+    errors           lines that this run could not answer
+    done_before      lines that the output had before
+    prompt_tokens, new_tokens   of the lines that this run answered
+    seconds          without the time to load a model
+    devices          in use during the run
+    cpu_seconds      of this process, all threads together; 0 where actors did the work
     """
 
     done_before: int = 0
@@ -80,13 +81,14 @@ def run(
     named: str | None = None,
     progress: Progress = False,
 ) -> Report:
-    """Answer each line of `source` that `output` has no answer to, and append the answers there.
+    """Answer each line of `source` that `output` does not answer yet, and append the answers to `output`.
 
-    model     or what loads it by its name, once the files are read and there is work to do
-    named     the name to load; None: the one that the lines have, and where they have none "demo"
-    progress  True: a bar on stderr; or called with lines answered so far and all that are to be
-    Raises ValueError for a file that is not what it should be, before anything is written, and RuntimeError
-    if the engine gives up; what was answered until then is in `output`.
+    model     a model, or a function that loads one by its name, called once the files are read and lines
+              remain
+    named     the name to load; None: the name in the lines, or "demo" where they have none
+    progress  True: a bar on stderr; or called with lines answered so far and in all
+    Raises ValueError for a malformed file, before anything is written, and RuntimeError if the engine gives
+    up; `output` then has the answers so far.
     """
     source = Path(source)
     with Results(Path(output)) as results:
@@ -97,7 +99,7 @@ def run(
         loaded = model((needs.model or "demo") if named is None else named) if callable(model) else model
         answer, cpu = Answers(loaded, job, needs), time.process_time()
         try:
-            window = AHEAD * job.rows * placement.size(loaded.mesh, placement.DATA)
+            window = LINES_PER_ROW * job.batch_size * placement.size(loaded.mesh, placement.DATA)
             report = asyncio.run(each(source, needs.lines, results, answer, window, progress))
         finally:
             answer.close()
@@ -109,12 +111,12 @@ def run(
 async def each(
     source: Path, total: int, results: Results, answer: Answer, window: int, progress: Progress
 ) -> Report:
-    """Answer lines that are not in `results`, at most `window` at once."""
+    """Answer the lines that are not in `results`, at most `window` at once."""
     report, began = Report(done_before=len(results.done)), time.perf_counter()
     todo = (line for line in reading.read(source) if line.custom_id not in results.done)
 
     async def some() -> None:
-        for line in todo:  # one generator for all
+        for line in todo:  # all coroutines take lines from the same generator
             answered = await answer(line)
             results.append(answered)
             report.count(answered)

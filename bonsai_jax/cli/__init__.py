@@ -1,4 +1,4 @@
-"""The command line, one module per command. Nothing heavy is imported before a command needs it."""
+"""The command line, one module per command. Heavy packages are imported when a command needs them."""
 
 import contextlib
 import gc
@@ -17,7 +17,7 @@ INTERRUPTED, UNREAD = 128 + 2, 128 + 13  # what shells report for SIGINT and SIG
 
 
 class Commands(TyperGroup):
-    """A group whose commands end in one clear line where the user, a file or the machine is at fault."""
+    """The commands. An error of the user, a file or the machine ends in one clear line on stderr."""
 
     def invoke(self, ctx):
         try:
@@ -27,7 +27,7 @@ class Commands(TyperGroup):
         except KeyboardInterrupt:
             print(file=sys.stderr)
             raise typer.Exit(INTERRUPTED) from None
-        except BrokenPipeError:  # the reader, such as `head`, has enough; leave nothing to flush at exit
+        except BrokenPipeError:  # the reader, such as `head`, has closed the pipe: flush nothing at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(UNREAD) from None
         except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
@@ -35,20 +35,20 @@ class Commands(TyperGroup):
                 raise
             print(f"error: {errors.one_line(error, self._parameters(ctx))}", file=sys.stderr)
             raise typer.Exit(1) from None
-        except (RuntimeError, AssertionError) as error:  # XLA's own; a typer.Exit is a RuntimeError too
+        except (RuntimeError, AssertionError) as error:  # XLA raises these; typer.Exit is a RuntimeError too
             if ctx.params["debug"] or isinstance(error, typer.Exit):
                 raise
             why = errors.no_devices()
             if why is None and "RESOURCE_EXHAUSTED" in str(error):
-                lower = MemoryError(f"out of device memory; lower context: {error}")
-                why = errors.one_line(lower, self._parameters(ctx))
+                exhausted = MemoryError(f"out of device memory; lower context: {error}")
+                why = errors.one_line(exhausted, self._parameters(ctx))
             if why is None:
                 raise
             print(f"error: {why}", file=sys.stderr)
             raise typer.Exit(1) from None
 
     def _parameters(self, ctx) -> list:
-        """Of the command that ran."""
+        """The parameters of the command that ran."""
         command = self.commands.get(ctx.invoked_subcommand)
         return command.params if command else []
 
@@ -65,8 +65,8 @@ COMMANDS = {
     "generate": (generate, "Answer one prompt."),
     "chat": (chat, "Talk with a model."),
     "batch": (batch, "Answer a file of requests, in OpenAI's batch format."),
-    "inspect": (inspect, "Show what is in a model file and what would run it."),
-    "bench": (bench, "Measure speeds, beside what memory allows."),
+    "inspect": (inspect, "Show what is in a model file and how it would run."),
+    "bench": (bench, "Measure speeds, beside the ceiling that memory sets."),
     "perplexity": (perplexity, "Measure how well a model predicts a text."),
     "pull": (pull, "Fetch a model from the Hugging Face Hub."),
     "list": (list_models, "List the models from the Hub that are in the cache."),
@@ -77,9 +77,9 @@ for name, (module, summary) in COMMANDS.items():
     app.command(name, short_help=summary)(module.command)
 
 
-def _version(asked: bool) -> None:
-    if asked:
-        print(f"bonsai-jax {env.version('bonsai-jax') or 'in a checkout, not installed'}")
+def _version(requested: bool) -> None:
+    if requested:
+        print(f"bonsai-jax {env.version('bonsai-jax') or '(a checkout that is not installed)'}")
         raise typer.Exit()
 
 
@@ -96,9 +96,9 @@ def _options(
 
 
 def main() -> None:
-    gc.set_threshold(50_000)  # at 700 Python searches all that jax has made for cycles again and again
+    gc.set_threshold(50_000)  # at the default of 700 Python searches jax's many objects for cycles too often
     for name in ("stdin", "stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed before we began
+        if getattr(sys, name) is None:  # closed by whoever started this process
             setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a character that the locale cannot write
@@ -107,9 +107,9 @@ def main() -> None:
     except SystemExit as end:
         if not end.code:
             raise
-        # Not by Python's own end: a step may be under way in XLA's threads, and one of them that then lets go
-        # of a Python object aborts the process.
-        with contextlib.suppress(OSError):  # a full disk, which was said
+        # Python's own shutdown would abort the process if one of XLA's threads, still running a step,
+        # released a Python object.
+        with contextlib.suppress(OSError):  # a full disk, which was reported
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(0 if end.code == UNREAD else int(end.code))

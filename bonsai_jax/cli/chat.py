@@ -1,4 +1,4 @@
-"""bonsai-jax chat: a conversation through an engine, whose prefix cache keeps what the model has read."""
+"""bonsai-jax chat: a conversation through an engine, whose prefix cache stores the turns so far."""
 
 import contextlib
 import dataclasses
@@ -8,7 +8,8 @@ from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 from bonsai_jax.cli import options, thoughts
-from bonsai_jax.cli.figures import CompileClock, Figures, line_of
+from bonsai_jax.cli.figures import CompileClock, Figures, summary
+from bonsai_jax.cli.spread import spread
 
 if TYPE_CHECKING:
     from bonsai_jax import Engine, Piece, SamplingParams
@@ -16,19 +17,20 @@ if TYPE_CHECKING:
 HELP = """\
 /reset         begin a new conversation
 /system TEXT   set the system message; without TEXT, remove it
-/stats         figures of the last answer
-/help          this list
-/quit, /exit   leave, as does Ctrl-D; Ctrl-C stops an answer"""
+/stats         show the figures of the last answer
+/help          show this list
+/quit, /exit   leave, as Ctrl-D does; Ctrl-C stops an answer"""
 
 
 @dataclasses.dataclass
 class Conversation:
-    """Messages so far, and the engine that answers.
+    """The messages so far, and the engine that answers.
 
     messages  [{"role": ..., "content": ...}, ...], without the system message
-    think     the template's enable_thinking; None: as it has it
-    figures   of the last answer; `reused` is how many of its prompt's tokens were in the cache, and `thinks`
-              whether it begins within a thought
+    think     the chat template's enable_thinking; None: the template's default
+    figures   those of the last answer
+    reused    tokens of the last prompt that were already in the cache
+    thinks    whether the last answer begins within a thought
     """
 
     engine: "Engine"
@@ -45,19 +47,20 @@ class Conversation:
     clock: CompileClock = dataclasses.field(default_factory=CompileClock)
 
     def reset(self) -> None:
-        """Forget the messages; what the engine's pages hold may still be of use."""
+        """Forget the messages. The engine's prefix cache stays as it is."""
         self.messages = []
 
     def ask(self, text: str) -> Generator["Piece"]:
-        """Stream the answer to a message. Close the generator to stop it: what was said stays.
+        """Stream the answer to a message. Closing the generator stops the answer; the text so far becomes
+        part of the conversation.
 
-        Raises ValueError, and forgets the message, when it does not fit the context.
+        Raises ValueError, and forgets the message, if it does not fit the context.
         """
         model = self.engine.model
         messages = [*self.messages, {"role": "user", "content": text}]
         first = [{"role": "system", "content": self.system}] if self.system else []
-        thinking = {} if self.think is None else {"enable_thinking": self.think}
-        ids = model.tokenizer.encode_chat([*first, *messages], **thinking)
+        variables = options.template_variables(self.think)
+        ids = model.tokenizer.encode_chat([*first, *messages], **variables)
         room = model.run.context - len(ids)
         if room < 1:
             raise ValueError(
@@ -81,7 +84,7 @@ class Conversation:
 
 @contextlib.contextmanager
 def stop_on_interrupt() -> Iterator[list[int]]:
-    """Ctrl-C fills the yielded list instead of raising; a second one raises."""
+    """The first Ctrl-C appends to the yielded list instead of raising; the second one raises."""
     pressed: list[int] = []
 
     def note(number, frame):
@@ -109,13 +112,13 @@ def answer(conversation: Conversation, text: str) -> None:
     except KeyboardInterrupt:
         pass
     print(shown.end() if shown else "", flush=True)
-    seen = conversation.figures
-    if seen and seen.finish_reason == "length" and conversation.max_new_tokens < 0:
+    figures = conversation.figures
+    if figures and figures.finish_reason == "length" and conversation.max_new_tokens < 0:
         say("the context is full: /reset begins a new conversation")
 
 
 def obey(conversation: Conversation, line: str) -> bool:
-    """Carry out a /command. Returns whether the program goes on."""
+    """Carry out a /command. Returns whether the chat goes on."""
     name, _, argument = line.partition(" ")
     if name in ("/quit", "/exit"):
         return False
@@ -131,32 +134,32 @@ def obey(conversation: Conversation, line: str) -> bool:
 
 
 def stats(conversation: Conversation) -> str:
-    seen = conversation.figures
-    if seen is None:
+    figures = conversation.figures
+    if figures is None:
         return "no answer yet"
-    depth = conversation.reused + seen.prompt_tokens
+    depth = conversation.reused + figures.prompt_tokens
     return (
-        f"{line_of(conversation.engine.model, seen, depth)}; "
+        f"{summary(conversation.engine.model, figures, depth)}; "
         f"{conversation.reused} tokens of the prompt were in the cache; "
-        f"context {depth + len(seen.tokens)} of {conversation.engine.model.run.context}"
+        f"context {depth + len(figures.tokens)} of {conversation.engine.model.run.context}"
     )
 
 
 def say(text: str) -> None:
-    """What the program itself says: stdout is the model's."""
+    """Print a message of the program to stderr; stdout is for the model's text."""
     print(text, file=sys.stderr, flush=True)
 
 
 def lines() -> Iterator[str]:
-    """What the user types, or the lines of piped input, without any decoration then."""
+    """Lines that the user types after a prompt, or piped lines, without a prompt."""
     if not sys.stdin.isatty():
         try:
             yield from (line.rstrip("\n") for line in sys.stdin)
         except UnicodeDecodeError:
-            raise ValueError("standard input: what follows is not UTF-8 text") from None
+            raise ValueError("standard input: the next line is not UTF-8 text") from None
         return
     with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - input() then edits lines and remembers them
+        import readline  # noqa: F401 - lets input() edit lines and recall earlier ones
     while True:
         try:
             yield input("> ")
@@ -167,81 +170,45 @@ def lines() -> Iterator[str]:
             return
 
 
+@spread
 def command(
-    model: options.ModelName = None,
+    *,
+    model: options.LoadOptions,
     max_new_tokens: options.NewTokens = -1,
-    system: options.System = None,
-    think: options.Think = None,
-    stop: options.Stop = None,
-    ignore_eos: options.IgnoreEos = False,
-    temperature: options.Temperature = 0.8,
-    top_k: options.TopK = 40,
-    top_p: options.TopP = 0.95,
-    min_p: options.MinP = 0.05,
-    temperature_first: options.TemperatureFirst = False,
-    repetition_penalty: options.RepeatPenalty = 1.0,
-    presence_penalty: options.PresencePenalty = 0.0,
-    frequency_penalty: options.FrequencyPenalty = 0.0,
-    seed: options.Seed = -1,
-    speculate: options.Speculate = None,
     context: options.Context = 0,
-    impl: options.Impl = "auto",
-    schedule: options.Schedule = "auto",
-    weights: options.Weights = "auto",
-    cache_dtype: options.CacheType = None,
-    activation_bits: options.ActivationBits = "8",
-    tensor_parallel: options.TensorParallel = 1,
-    all_reduce: options.AllReduce = "auto",
-    offline: options.Offline = False,
-    no_compile_cache: options.NoCompileCache = False,
+    speculate: options.Speculate = None,
+    answers: options.AnswerOptions,
+    sampling: options.SamplingOptions,
+    run: options.RunOptions,
+    devices: options.DeviceOptions,
 ) -> None:
-    """Talk with a model, one message a line, typed or piped.
+    """Talk with a model, one message per line, typed or piped.
 
     /help lists the commands, /quit or Ctrl-D leaves, Ctrl-C stops an answer.
     """
-    params = options.sampling(
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        temperature_first=temperature_first,
-        repetition_penalty=repetition_penalty,
-        presence_penalty=presence_penalty,
-        frequency_penalty=frequency_penalty,
-        seed=seed,
-    )
-    run = options.run_config(
-        impl=impl,
-        schedule=schedule,
-        context=context,
-        weights=weights,
-        cache_dtype=cache_dtype,
-        activation_bits=activation_bits,
-        all_reduce=all_reduce,
-        speculate=speculate,
-    )
-    mesh = options.mesh(tensor=tensor_parallel)
-    loaded = options.load(model, run, on=mesh, offline=offline, no_compile_cache=no_compile_cache)
+    params = sampling.params()
+    config = run.config(context=context, all_reduce=devices.all_reduce, speculate=speculate)
+    loaded = model.load(config, devices.mesh())
     if loaded.tokenizer.chat_template is None:
         raise ValueError(f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text")
     from bonsai_jax import Engine
 
-    with Engine(loaded, max_rows=1, speculate=speculate) as engine:
+    with Engine(loaded, max_batch_size=1, speculate=speculate) as engine:
         talk(
             Conversation(
                 engine,
                 params,
                 max_new_tokens,
-                system=system,
-                think=think,
-                stop=tuple(stop or ()),
-                ignore_eos=ignore_eos,
+                system=answers.system,
+                think=answers.think,
+                stop=tuple(answers.stop or ()),
+                ignore_eos=answers.ignore_eos,
             )
         )
 
 
 def talk(conversation: Conversation) -> None:
-    """Answer what is typed or piped in, until its end."""
+    """Answer each message that is typed or piped, until the input ends."""
     model = conversation.engine.model
     if sys.stdin.isatty():
         say(f"{model.source}, context {model.run.context}; /help lists the commands; /quit or Ctrl-D leaves")

@@ -1,22 +1,14 @@
-"""bonsai-jax env: what a bug report needs."""
+"""bonsai-jax env: versions, devices and folders, for a bug report."""
 
 import importlib.metadata
 import platform
 from typing import Any
 
 from bonsai_jax import compile_cache
-from bonsai_jax.cli import errors, options
+from bonsai_jax.cli import errors, options, text
 
-NEEDED = (
-    "bonsai-jax",
-    "jax",
-    "jaxlib",
-    "flax",
-    "numpy",
-    "jaxtyping",
-    "safetensors",
-    "tokenizers",
-    "jinja2",
+REQUIRED = (
+    *("bonsai-jax", "jax", "jaxlib", "flax", "numpy", "jaxtyping", "safetensors", "tokenizers", "jinja2"),
     "huggingface_hub",
 )
 OPTIONAL = (
@@ -26,36 +18,36 @@ OPTIONAL = (
 
 
 def command(as_json: options.Json = False) -> None:
-    """Print versions, devices, memory and folders. Without a device, the reason stands in its place."""
+    """Print versions, devices, memory and folders; if there is no device, the reason."""
     import jax
 
-    from bonsai_jax import card
+    from bonsai_jax import machine
     from bonsai_jax.measure import bench
     from checkpoints.hub import cache
 
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "commit": bench.commit(),
-        **{name: version(name) for name in NEEDED},
-        **{name: here for name in OPTIONAL if (here := version(name))},
-        "driver": card.driver(),
+        **{name: version(name) for name in REQUIRED},
+        **{name: installed for name in OPTIONAL if (installed := version(name))},
+        "driver": machine.driver(),
     }
     if why := errors.no_devices():
-        found |= {"devices": [], "no device": why}
+        report |= {"devices": [], "no device": why}
     else:
-        found |= {
+        report |= {
             "devices": [f"{device.platform}:{device.id} {device.device_kind}" for device in jax.devices()],
-            "device": card.device_name(),
+            "device": machine.device_name(),
             "CUDA": jax.devices()[0].client.platform_version.replace("\n", " ").strip(),
-            "memory bytes": card.device_memory(),
-            "memory bytes/s": card.bandwidth(),
+            "memory bytes": machine.device_memory(),
+            "memory bytes/s": machine.bandwidth(),
         }
-    found |= {"compile cache": compile_cache.folder(), "models": cache.folder()}
+    report |= {"compile cache": compile_cache.folder(), "models": cache.folder()}
     if as_json:
-        print(options.to_json(found))
+        print(text.json_line(report))
     else:
-        print(options.table([_readable(name, value) for name, value in found.items()]))
+        print(text.table([_readable(name, value) for name, value in report.items()]))
 
 
 def _readable(name: str, value: Any) -> tuple[str, str]:
@@ -63,12 +55,12 @@ def _readable(name: str, value: Any) -> tuple[str, str]:
         return "memory", f"{value / 1e9:.1f} GB"
     if name == "memory bytes/s":
         return "bandwidth", f"{value / 1e9:.1f} GB/s"
-    text = ", ".join(value) if isinstance(value, list) else str(value or "")
-    return name, text or ("missing" if name in NEEDED else "-")
+    shown = ", ".join(value) if isinstance(value, list) else str(value or "")
+    return name, shown or ("missing" if name in REQUIRED else "-")
 
 
 def version(name: str) -> str | None:
-    """An installed package's version, None if there is none."""
+    """The version of an installed package; None if it is not installed."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Errors as a user of the command line reads them: one line, in the names of flags."""
+"""Errors for users of the command line: one line, with flags in place of the library's argument names."""
 
 import dataclasses
 import os
@@ -11,8 +11,10 @@ from typer.core import TyperOption
 
 
 def one_line(error: BaseException, parameters: Iterable[Any]) -> str:
-    """What went wrong, with flags where the message names arguments of the library. `parameters` are those of
-    the command that ran, and have the library's names."""
+    """The message, with flags in place of the library's argument names.
+
+    parameters  those of the command that ran; they have the library's names
+    """
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
     text = " ".join(str(error).split()) or type(error).__name__
@@ -20,7 +22,7 @@ def one_line(error: BaseException, parameters: Iterable[Any]) -> str:
         text = re.sub(rf"\b{name}=(['\"]?)([\w.]+)\1", rf"{flag} \2", text)  # schedule='launches'
         text = re.sub(rf"^(?:RunConfig: |SamplingParams: )?{name}(?= is |: )", flag, text)
         text = re.sub(rf"\b(lower|larger|smaller) {name}\b", rf"\1 {flag}", text)
-        if "_" in name:  # no word of English
+        if "_" in name:  # not an English word
             text = re.sub(rf"(?<![\w/.-]){name}(?![\w/-])", flag, text)
     return text
 
@@ -35,16 +37,16 @@ def _flags(parameters: Iterable[Any]) -> dict[str, str]:
 
 
 def no_devices() -> str | None:
-    """Why jax has no device here; None where it has one, or was not needed."""
+    """Why jax has no device; None if it has one or was not imported."""
     if "jax" not in sys.modules:
         return None
     import jax
 
-    asked = os.environ.get("JAX_PLATFORMS", "")
+    platforms = os.environ.get("JAX_PLATFORMS", "")
     try:
         jax.devices()
-    except AssertionError:  # jax passes over CUDA in silence where there is no NVIDIA GPU
-        return f"JAX_PLATFORMS is {asked!r}, and there is no such device; unset it, or set it to cpu"
+    except AssertionError:  # jax does not say why it skips CUDA on a machine without an NVIDIA GPU
+        return f"JAX_PLATFORMS is {platforms!r}, and there is no such device; unset it, or set it to cpu"
     except RuntimeError as error:
         return " ".join(str(error).split())
     return None

@@ -1,4 +1,4 @@
-"""The figures of one answer: speeds with the ceiling beside them, without the time spent compiling."""
+"""The figures of one answer: speeds beside their ceiling, not counting the time spent compiling."""
 
 import dataclasses
 import time
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class CompileClock:
-    """Notes when jax traces and compiles, so that the first answer's speeds do not count it."""
+    """Records when jax traces and compiles, so that speeds of the first answer do not include it."""
 
     def __init__(self):
         import jax
@@ -24,7 +24,7 @@ class CompileClock:
             self.spans.append((ended - duration_secs, ended))
 
     def seconds(self, began: float, ended: float) -> float:
-        """Seconds of this interval spent compiling. Spans nest: one jitted function is traced in another."""
+        """Seconds of this interval spent compiling. Spans nest: jitted functions trace one another."""
         total, reached = 0.0, began
         for first, last in sorted(self.spans):
             first, last = max(first, reached), min(last, ended)
@@ -36,12 +36,13 @@ class CompileClock:
 
 @dataclasses.dataclass
 class Figures:
-    """Of one answer, filled in while its pieces pass through `watch`.
+    """The figures of one answer, updated while its pieces pass through `watch`.
 
-    ttft_s              wall seconds from the prompt to the first token, compiling included
-    prefill_s, decode_s  seconds to the first token, and from there to the last, without compiling
-    steps               decode steps so far
-    speculates          whether a step may draw several tokens
+    ttft_s      wall seconds from the prompt to the first token, including compiling
+    prefill_s   seconds to the first token, without compiling
+    decode_s    seconds from the first token to the last, without compiling
+    steps       decode steps so far
+    speculates  whether a step may draw several tokens
     """
 
     prompt_tokens: int
@@ -76,7 +77,7 @@ class Figures:
 
     @property
     def decoded(self) -> int:
-        """Tokens behind the first, with the one that ended the answer."""
+        """Tokens after the first, including the one that ended the answer."""
         return len(self.tokens) - 1 + (self.finish_reason == "stop")
 
     @property
@@ -88,25 +89,25 @@ class Figures:
         return self.decoded / self.steps if self.speculates and self.steps else None
 
 
-def line_of(model: "Model", figures: Figures, depth: int | None = None) -> str:
+def summary(model: "Model", figures: Figures, depth: int | None = None) -> str:
     """One line: prefill and decode tok/s, share of the memory ceiling, peak memory.
 
-    depth  tokens before the answer: the prompt's, unless some of them were in the cache already
+    depth  tokens before the answer, if some of them were in the cache; None: those of the prompt
     """
-    from bonsai_jax import card
+    from bonsai_jax import card, machine
     from bonsai_jax.network import params as weights
 
-    peak = card.peak_memory()  # before anything below allocates
+    peak = machine.peak_memory()  # before anything below allocates
     depth = figures.prompt_tokens if depth is None else depth
     parts = [f"prefill {_speed(figures.prefill_tok_s)} ({figures.prompt_tokens} tokens)"]
     if figures.decode_tok_s is not None:
         middle = depth + len(figures.tokens) // 2
-        held = weights.decode_bytes(model.params, model.config)
-        step = card.decode_bytes(held, model.config, model.run, [middle])
-        each = figures.tokens_per_step
-        ceiling = card.bandwidth() / step * (each or 1)
+        weight_bytes = weights.decode_bytes(model.params, model.config)
+        step_bytes = card.decode_bytes(weight_bytes, model.config, model.run, [middle])
+        per_step = figures.tokens_per_step
+        ceiling = machine.bandwidth() / step_bytes * (per_step or 1)
         share = f"{figures.decode_tok_s / ceiling:.0%} of the {ceiling:.1f} that memory allows"
-        tokens = f"{len(figures.tokens)} tokens" + (f", {each:.2f} a step" if each else "")
+        tokens = f"{len(figures.tokens)} tokens" + (f", {per_step:.2f} a step" if per_step else "")
         parts.append(f"decode {_speed(figures.decode_tok_s)} ({tokens}, {share})")
     if figures.ttft_s is not None:
         parts.append(f"first token after {figures.ttft_s:.2f} s")

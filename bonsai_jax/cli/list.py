@@ -1,40 +1,40 @@
-"""bonsai-jax list: the models in the cache of the Hub."""
+"""bonsai-jax list: the models in the cache of the Hugging Face Hub."""
 
 import dataclasses
 import sys
 from typing import TYPE_CHECKING
 
-from bonsai_jax.cli import options
+from bonsai_jax.cli import options, text
 
 if TYPE_CHECKING:
-    from checkpoints.hub.cache import Held
+    from checkpoints.hub.cache import CachedModel
 
 
 def command(as_json: options.Json = False) -> None:
     """List the models from the Hugging Face Hub that are in the cache: name for -m, files, size.
 
-    With --json: {"folder": the cache, "models": [{"name", "files", "nbytes"}, ...]}. A download that stopped
-    has no files.
+    With --json: {"folder": the cache, "models": [{"name", "files", "nbytes"}, ...]}. A download that was
+    interrupted has no files.
     """
     from checkpoints.hub import cache
 
-    found = cache.held()
+    models = cache.models()
     if as_json:
-        models = [dataclasses.asdict(model) for model in found]
-        print(options.to_json({"folder": cache.folder(), "models": models}))
-    elif found:
-        print(table(found))
+        described = [dataclasses.asdict(model) for model in models]
+        print(text.json_line({"folder": cache.folder(), "models": described}))
+    elif models:
+        print(table(models))
     else:
-        print(f"no models in {cache.folder()}; bonsai-jax pull user/repo:quant gets one", file=sys.stderr)
+        print(f"no models in {cache.folder()}; bonsai-jax pull user/repo:quant fetches one", file=sys.stderr)
 
 
-def table(models: "list[Held]") -> str:
+def table(models: "list[CachedModel]") -> str:
     from checkpoints.hub.names import readable
 
-    return options.table([(model.name, _files(model), readable(model.nbytes)) for model in models])
+    return text.table([(model.name, _files(model), readable(model.nbytes)) for model in models])
 
 
-def _files(model: "Held") -> str:
+def _files(model: "CachedModel") -> str:
     if not model.files:
         return "unfinished download"
     return model.files[0] if len(model.files) == 1 else f"{len(model.files)} files"

@@ -1,23 +1,21 @@
-"""bonsai-jax pull: a model from the Hub into the cache."""
+"""bonsai-jax pull: fetch a model from the Hugging Face Hub into the cache."""
 
 from typing import Annotated
 
 import typer
 
-from bonsai_jax.cli import options
+from bonsai_jax.cli import options, text
 
 HubName = Annotated[
     str,
-    typer.Argument(
-        metavar="USER/REPO:QUANT", help="As -m of other commands takes it; QUANT may be left out."
-    ),
+    typer.Argument(metavar="USER/REPO:QUANT", help="The model, named as for -m; QUANT may be left out."),
 ]
 
 
 def command(name: HubName, as_json: options.Json = False) -> None:
-    """Fetch a model from the Hugging Face Hub and print its path. What was interrupted goes on where it
-    stopped; what is in the cache already is read, and fetched again if it is damaged."""
+    """Fetch a model from the Hugging Face Hub and print its path. An interrupted download resumes where it
+    stopped; files that are in the cache are checked, and fetched again if they are damaged."""
     from checkpoints.hub import fetch
 
     path = fetch(name, check=True)
-    print(options.to_json({"name": name, "path": path}) if as_json else path)
+    print(text.json_line({"name": name, "path": path}) if as_json else path)

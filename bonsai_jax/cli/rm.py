@@ -1,4 +1,4 @@
-"""bonsai-jax rm: delete models from the cache of the Hub."""
+"""bonsai-jax rm: delete models from the cache of the Hugging Face Hub."""
 
 from typing import Annotated
 
@@ -10,9 +10,9 @@ from bonsai_jax.cli.pull import HubName
 
 def command(
     name: HubName,
-    yes: Annotated[bool, typer.Option("-y", "--yes", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("-y", "--yes", help="Delete without asking.")] = False,
 ) -> None:
-    """Delete a model from the cache, or without a quant all that it has of a repository."""
+    """Delete a model from the cache; without QUANT, all models of a repository."""
     from checkpoints.hub import cache
 
     print(list_models.table(cache.find(name)))

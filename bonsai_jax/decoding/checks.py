@@ -1,4 +1,4 @@
-"""What functions of arrays ask of their arguments: shapes and types always, values inside `checked`."""
+"""Checks of the arguments of functions of arrays: shapes and types always, values inside `checked`."""
 
 import contextlib
 import contextvars
@@ -13,26 +13,26 @@ from jax.experimental import checkify
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.cache import KVCache
 
-STATIC = ("config", "size", "taps", "logits_processor", "logprobs")  # arguments that are no arrays
+STATIC = ("config", "size", "taps", "logits_processor", "logprobs")  # arguments that are not arrays
 
 _checking = contextvars.ContextVar("checking", default=False)
 
 
 def check(holds: jax.Array, message: str, **values: jax.Array) -> None:
-    """While `checked` traces: raise ValueError(message.format(**values)) where `holds` turns out False. Else
-    nothing, since a check in a program keeps jax from its fast path."""
+    """While `checked` traces, raise ValueError(message.format(**values)) if `holds` turns out False.
+    Otherwise do nothing, because jax dispatches programs with checks more slowly."""
     if _checking.get():
         checkify.check(holds, message, **values)  # pyrefly: ignore[bad-argument-type]
 
 
 def checked(function: Callable) -> Callable:
     """`function` (bj.prefill, bj.step, bj.decode, bj.extend, bj.forward, bj.generate_tokens), jitted, with
-    the values of its arguments checked too: lengths, token ids, room in the cache. For a search after a
-    mistake: it waits for the device at each call, and donates nothing.
+    the values of its arguments checked too: lengths, token ids, room in the cache. For debugging: it waits
+    for the device at each call, and donates nothing.
 
-    Raises ValueError, where the function itself would give numbers that mean nothing.
+    Raises ValueError where the function itself would return meaningless numbers.
     """
-    if isinstance(function, jax.stages.Wrapped):  # of bj.jitted, which has been traced without checks
+    if isinstance(function, jax.stages.Wrapped):  # one of bj.jitted, which is traced without checks
         function = inspect.unwrap(function, stop=lambda f: not isinstance(f, jax.stages.Wrapped))
     signature = inspect.signature(function)
 

@@ -1,4 +1,4 @@
-"""From logits to tokens, on the device: each row by its own parameters and key."""
+"""From logits to tokens, on the device, each row with its own parameters and key."""
 
 import dataclasses
 import secrets
@@ -15,13 +15,13 @@ from bonsai_jax.config import SamplingParams
 from pallas_kernels import device, problems, selection, serializable
 from pallas_kernels.sampling import Rules, draw
 
-NO_TOKEN = -1  # in place of a token: there is none
+NO_TOKEN = -1  # stands where there is no token
 
 
 @serializable
 class Sampler(struct.PyTreeNode):
-    """SamplingParams of B rows as arrays, with what penalties must remember. Meanings and ranges:
-    SamplingParams.
+    """SamplingParams of B rows as arrays, and the tables that penalties need. SamplingParams has meanings and
+    ranges.
 
     keys        one random key per row; the token at position p is drawn with fold_in(key, p), so a row's
                 draws depend on its seed and its position only
@@ -29,7 +29,7 @@ class Sampler(struct.PyTreeNode):
     bias        float32 [B, M]
     seen        bool [B, V]: the token is in the prompt or the answer
     counts      int32 [B, V]: times it is in the answer
-    impl        of the draw (pallas_kernels.sampling), chosen for the default device
+    impl        the kernel that draws (pallas_kernels.sampling), chosen for the default device
     """
 
     temperature: Float[Array, "B"]
@@ -55,7 +55,7 @@ class Logprobs(struct.PyTreeNode):
 
     token   float32 [...], of each drawn token
     ids     int32 [..., n], the n likeliest tokens in its place, the likeliest first
-    top     float32 [..., n], theirs
+    top     float32 [..., n], of these
     """
 
     token: Float[Array, "*shape"]
@@ -82,11 +82,11 @@ def no_logprobs(shape: tuple[int, ...], n: int | None) -> Logprobs | None:
 def sampler(
     params: SamplingParams | Sequence[SamplingParams], rows: int, vocab_size: int, impl: str = "auto"
 ) -> Sampler:
-    """Arrays for `rows` rows from one SamplingParams (whose seed then counts up from row to row) or one per
-    row.
+    """Arrays for `rows` rows from one SamplingParams, whose seed then counts up from row to row, or from one
+    per row.
 
-    impl  of the draw, as for RunConfig
-    Raises ValueError when their number is not `rows` or a logit bias names a token beyond the vocabulary.
+    impl  of the kernel that draws, as in RunConfig
+    Raises ValueError if their number is not `rows` or a logit bias names a token beyond the vocabulary.
     """
     if isinstance(params, SamplingParams):
         seed = any_seed() if params.seed is None else params.seed
@@ -97,20 +97,20 @@ def sampler(
             raise ValueError(
                 f"{len(per_row)} SamplingParams for {rows} prompts: give one for all, or one for each"
             )
-    made = columns(per_row, vocab_size)
-    made |= {"seen": np.zeros((rows, vocab_size), bool), "counts": np.zeros((rows, vocab_size), np.int32)}
-    seeds = made.pop("seeds")
-    # By device_put, which compiles nothing; with copies, because states are donated.
-    return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **jax.device_put(made, may_alias=False))
+    fields = columns(per_row, vocab_size)
+    fields |= {"seen": np.zeros((rows, vocab_size), bool), "counts": np.zeros((rows, vocab_size), np.int32)}
+    seeds = fields.pop("seeds")
+    # device_put compiles nothing; it must copy, because states are donated.
+    return Sampler(keys=keys(seeds), impl=kernel(vocab_size, impl), **jax.device_put(fields, may_alias=False))
 
 
 def columns(
     per_row: Sequence[SamplingParams], vocab_size: int, biases: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Fields of a Sampler as numpy arrays, a SamplingParams for each row, and `seeds`, uint32, of which
-    `keys` makes the keys.
+    """Fields of a Sampler as numpy arrays from one SamplingParams for each row, and `seeds`, uint32, from
+    which `keys` makes the keys.
 
-    biases   tokens with a bias that a row has room for; None: as many as a power of two needs
+    biases   room for biased tokens in each row; None: the next power of two
     """
     for p in per_row:
         check_bias(p, vocab_size)
@@ -124,10 +124,10 @@ def columns(
     types = dict.fromkeys(("temperature", "top_p", "min_p"), np.float32) | {"top_k": np.int32}
     types |= dict.fromkeys(("repetition_penalty", "presence_penalty", "frequency_penalty"), np.float32)
     types |= {"temperature_first": np.bool_}
-    of_rules = {name: np.array([getattr(p, name) for p in per_row], dtype) for name, dtype in types.items()}
+    rules = {name: np.array([getattr(p, name) for p in per_row], dtype) for name, dtype in types.items()}
     seeds = [any_seed() if p.seed is None else p.seed for p in per_row]
     return {
-        **of_rules,
+        **rules,
         "bias_ids": bias_ids,
         "bias": bias,
         "seeds": np.array([seed % 2**32 for seed in seeds], np.uint32),
@@ -135,7 +135,7 @@ def columns(
 
 
 def check_bias(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ValueError where a logit bias names a token beyond the vocabulary."""
+    """Raises ValueError if a logit bias names a token beyond the vocabulary."""
     for token in params.logit_bias:
         if not 0 <= token < vocab_size:
             raise ValueError(
@@ -144,8 +144,8 @@ def check_bias(params: SamplingParams, vocab_size: int) -> None:
 
 
 def bias_width(per_row: Sequence[SamplingParams]) -> int:
-    """Room for the biases of each row: a power of two, so that few shapes are compiled. Never 0: under
-    shard_map, jax 0.11.2 crashes on an empty array in a loop."""
+    """Room for the biases of each row: a power of two, so that few shapes are compiled. At least 1, because
+    under shard_map jax 0.11.2 crashes on an empty array in a loop."""
     return 1 << max(0, max(len(p.logit_bias) for p in per_row) - 1).bit_length()
 
 
@@ -155,25 +155,25 @@ def keys(seeds: UInt32[Array | np.ndarray, "B"]) -> Key[Array, "B"]:
 
 
 def kernel(vocab_size: int, impl: str = "auto") -> str:
-    """What draws tokens on the default device."""
+    """The kernel that draws tokens on the default device."""
     return selection.choose(problems.Sampling(device.platform(), vocab_size), impl=impl)
 
 
 def any_seed() -> int:
-    """A seed that nobody chose, the same in all processes."""
+    """A random seed, the same in all processes."""
     seed = secrets.randbits(31)
     return seed if jax.process_count() == 1 else int(multihost_utils.broadcast_one_to_all(np.uint32(seed)))
 
 
 def read_prompt(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Sampler:
-    """Note a prompt's tokens for the repetition penalty."""
+    """Enter a prompt's tokens, those that are valid, for the repetition penalty."""
     row = jnp.arange(tokens.shape[0])[:, None]
     beyond = s.seen.shape[1]  # dropped
     return s.replace(seen=s.seen.at[row, jnp.where(valid, tokens, beyond)].set(True, mode="drop"))
 
 
 def remember(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -> Sampler:
-    """Count tokens of the answer, those that are valid."""
+    """Count the answer's tokens, those that are valid, for all penalties."""
     row = jnp.arange(tokens.shape[0])[:, None]
     tokens = jnp.where(valid, tokens, s.seen.shape[1])  # beyond the vocabulary: dropped
     seen = s.seen.at[row, tokens].set(True, mode="drop")
@@ -181,8 +181,8 @@ def remember(s: Sampler, tokens: Int[Array, "B T"], valid: Bool[Array, "B T"]) -
 
 
 def foresee(s: Sampler, tokens: Int[Array, "B T-1"]) -> Sampler:
-    """A sampler whose arrays are [B, T, ...]: before the next token of each row, and for every T after it if
-    these come before; a negative token is none."""
+    """A sampler with arrays [B, T, ...] for each row's next T tokens: element t as if tokens[:, :t] had been
+    drawn. Negative tokens do not count."""
     rows, T = tokens.shape[0], tokens.shape[1] + 1
     each = jax.tree.map(lambda x: jnp.repeat(x, T, axis=0), s)  # [B T, ...]
     earlier = (tokens[:, None] >= 0) & (jnp.arange(T - 1) < jnp.arange(T)[:, None])  # [B, T, T - 1]
@@ -192,7 +192,7 @@ def foresee(s: Sampler, tokens: Int[Array, "B T-1"]) -> Sampler:
 
 
 def sample_each(s: Sampler, logits: Float[Array, "B T V"], positions: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """`sample` for a sampler of T positions of each row (`foresee`), all at once. Remembers nothing."""
+    """`sample` at T positions of each row, with a sampler from `foresee`. Does not update the sampler."""
     flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (s, logits, positions))
     return sample(*flat)[0].reshape(positions.shape)
 
@@ -203,14 +203,14 @@ def sample(
     positions: Int[Array, "B"],
     allowed: UInt32[Array, "B words"] | None = None,
 ) -> tuple[Int[Array, "B"], Sampler]:
-    """Draw the token at `positions` of each row, and remember it.
+    """Draw each row's token at its position, and count it.
 
     token = argmax(logits', or logits' / temperature + Gumbel noise over the tokens that truncation keeps)
 
     with logits' after penalties and bias: pallas_kernels.sampling.draw.
 
-    allowed   a bit for each token that may be drawn, bit i % 32 of word i // 32 for token i; None: any. Rows
-              need one at least
+    allowed   bit i % 32 of word i // 32 says whether token i may be drawn; None: all may. Each row needs at
+              least one
     """
     rules = Rules(**{name: getattr(s, name) for name in Rules._fields if name != "allowed"}, allowed=allowed)
     keys = jax.random.key_data(s.keys)[:, :2]

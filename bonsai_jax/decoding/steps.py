@@ -99,7 +99,7 @@ def step(
     taps              edits activations (steering); activations that it reads are dropped, `forward` returns
                       them
     logits_processor  (logits, state) -> logits, traced: called with float32 [B, V] and the state before the
-                      draw, ahead of penalties and truncation. -inf bans a token
+                      draw, before penalties and truncation. -inf bans a token
     logprobs          n: log-probabilities of the drawn tokens and of the n likeliest; None: none
     Returns the state, the tokens int32 [B], NO_TOKEN for rows that had ended, and Logprobs [B] or None.
     """
@@ -265,8 +265,8 @@ def read(
         chunk, chunk_positions = (jax.lax.dynamic_slice_in_dim(a, at, size, 1) for a in (tokens, positions))
         hidden, cache = _forward(params, cache, chunk, chunk_positions, config, taps)
         index = jnp.clip(lengths - 1 - at, 0, size - 1)
-        ends_here = (lengths - 1) // size == i
-        return jnp.where(ends_here[:, None], hidden[jnp.arange(B), index], last), cache
+        ends = (lengths - 1) // size == i
+        return jnp.where(ends[:, None], hidden[jnp.arange(B), index], last), cache
 
     padding = -T % size
     tokens = jnp.pad(tokens, ((0, 0), (0, padding), *[(0, 0)] * (tokens.ndim - 2)))

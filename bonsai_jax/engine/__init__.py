@@ -2,18 +2,20 @@
 
     engine.py     Engine: takes requests from any thread; its own thread turns the loop
     handle.py     Handle: a request's answers, as they come
-    loop.py       requests to plans, what they drew to text
+    answers.py    tokens to text: Reader, Piece, Output
+    prompts.py    prompts as token ids or vectors, and checks of everything else in a request
+    loop.py       requests to plans, tokens to text
     runner.py     plans to dispatches: the state of all rows, and the thread that dispatches
     scheduler.py  who runs next: rows, chunks of prompts, steps       } plain Python,
-    plans.py      requests, plans and limits, as it speaks of them    } without tensors
-    pages.py      whose pages are whose                               }
+    plans.py      the scheduler's requests, plans and limits          } without tensors
+    pages.py      which pages are in use                              }
     prefix.py     which pages hold which tokens                       }
     rows.py       prefill and decode of some rows: functions of arrays
-    simulate.py   the scheduler without a device: measured times in place of work
 
-A request on its way: tokens of its prompt -> a row and pages, those that are known already shared ->
-chunks of the prompt through prefill, the last of which draws -> steps of decode with all other rows, many
-a dispatch -> ids on the host, text to the Handle, while the device is at the next dispatch.
+A row is one sequence being generated. The life of a request: tokens of its prompt -> a row and pages, shared
+where another prompt began alike -> prefill in chunks, the last of which draws the first token -> decode steps
+with all other rows, many in a dispatch -> ids on the host and text to the Handle, while the device runs the
+next dispatch.
 """
 
 from bonsai_jax.engine.engine import Engine

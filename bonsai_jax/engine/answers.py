@@ -1,4 +1,4 @@
-"""Answers: what is drawn becomes text, piece by piece, and pieces become an Output."""
+"""Answers: tokens become text, piece by piece, and pieces become an Output."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Output:
 
     logprobs  of `tokens`, as numpy arrays [tokens]; None unless asked for
     steps     decode steps that drew all tokens but the first, which prefill draws
-    cached_tokens  of the prompt that were not read again: their keys and values were there
+    cached_tokens  tokens of the prompt whose keys and values were in the cache and were not read again
     """
 
     text: str
@@ -33,15 +33,15 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A bit of a streamed answer.
+    """A part of a streamed answer.
 
-    text           what became readable: never half a character, empty while one is incomplete
-    tokens         the new tokens behind it
+    text           whole characters only; empty while a character is incomplete
+    tokens         the new tokens of this part
     finish_reason  None until the last piece
     logprobs       of `tokens`, as numpy arrays [tokens]; None unless asked for
-    steps          decode steps that drew them; 0 for the first token, which prefill draws
-    index          which of a request's answers it belongs to
-    cached_tokens  of the first piece: tokens of the prompt that were not read again
+    steps          decode steps that drew `tokens`; 0 for the first token, which prefill draws
+    index          the number of the answer, of a request for several
+    cached_tokens  in the first piece: as in Output
     """
 
     text: str
@@ -54,7 +54,7 @@ class Piece:
 
 
 def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
-    """All pieces of an answer, as one."""
+    """An answer from all its pieces."""
     scores = [piece.logprobs for piece in pieces if piece.logprobs is not None]
     return Output(
         "".join(piece.text for piece in pieces),
@@ -68,8 +68,8 @@ def output(pieces: Sequence[Piece], prompt_tokens: int) -> Output:
 
 
 class Reader:
-    """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, names the
-    end."""
+    """New tokens of one row in, pieces of text out: decodes characters, looks for stop strings, and finds the
+    finish reason. Text that could be the beginning of a stop string waits in `pending`."""
 
     def __init__(
         self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str], index: int = 0
@@ -79,10 +79,9 @@ class Reader:
             raise TypeError(f"stop is {stop!r}; give a text, or a list of texts")
         if any(not s for s in stop):
             raise ValueError("stop: an empty text would end every answer before it begins")
-        self.detokenizer: Detokenizer = tokenizer.detokenizer(
-            at_start=False
-        )  # an answer continues its prompt
-        self.end_tokens, self.stop, self.held, self.index = end_tokens, tuple(stop), "", index
+        # An answer continues its prompt.
+        self.detokenizer: Detokenizer = tokenizer.detokenizer(at_start=False)
+        self.end_tokens, self.stop, self.pending, self.index = end_tokens, tuple(stop), "", index
 
     def read(
         self,
@@ -106,14 +105,14 @@ class Reader:
             if token == NO_TOKEN:
                 break
             if token in self.end_tokens:
-                return self.held + self.detokenizer.flush(), tokens, "stop"
+                return self.pending + self.detokenizer.flush(), tokens, "stop"
             tokens.append(token)
-            self.held += self.detokenizer.push(token)
-            if self.stop and (found := [at for at in map(self.held.find, self.stop) if at >= 0]):
-                return self.held[: min(found)], tokens, "stop"
+            self.pending += self.detokenizer.push(token)
+            if self.stop and (places := [at for at in map(self.pending.find, self.stop) if at >= 0]):
+                return self.pending[: min(places)], tokens, "stop"
         if ended:
-            return self.held + self.detokenizer.flush(), tokens, "length"
-        text, self.held = _split_before_stop(self.held, self.stop) if self.stop else (self.held, "")
+            return self.pending + self.detokenizer.flush(), tokens, "length"
+        text, self.pending = _split_before_stop(self.pending, self.stop) if self.stop else (self.pending, "")
         return text, tokens, None
 
 

@@ -23,42 +23,43 @@ from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.weights.memory import bytes_per_row
 
-TRIES = 2  # failures in a row, with nothing drawn between, after which an engine gives up
+TRIES = 2  # failed dispatches in a row after which an engine gives up
 
 
 class Engine:
-    """Answers requests as they come, many at once.
+    """Answers many requests at once, as they come.
 
-        with bj.Engine(model, max_rows=32) as engine:
+        with bj.Engine(model, max_batch_size=32) as engine:
             handle = engine.submit("Once upon a time", bj.SamplingParams(), max_new_tokens=64)
             for piece in handle:
                 print(piece.text, end="")
 
-    max_rows     most answers written at once, by each device along the mesh's axis "data"; None: run.rows
-    pages        of each device's cache, run.page_size tokens each; None: as many as max_rows of `context`
-                 tokens need. Fewer are enough where most answers are shorter: when they run out, the request
-                 that came last waits, and later goes on where it was
+    max_batch_size   most sequences generated at once, on each device along the mesh's axis "data"; None:
+                 run.batch_size
+    pages        in each device's cache, run.page_size tokens each; None: enough for max_batch_size sequences
+                 of `context` tokens. Fewer will do where most answers are shorter: when they run out, the
+                 request that came last waits, and later continues where it was
     context      most tokens of a prompt and its answer; None: run.context
     logprobs     most alternatives that a request may ask for; None: no request gets log-probabilities
     logit_biases most tokens that a request's SamplingParams.logit_bias may name
-    speculate, taps, logits_processor   as for `generate`; the same for all requests, and compiled in
-    checkpoints  recurrent states that the prefix cache keeps, each device, for models that have them (a state
-                 is as large as what a row keeps: card.py); None: max_rows, 0: such prompts are read whole
-    max_wait_s   seconds that a new request, or the next token of a stream, waits for others at most, as far
-                 as single steps and chunks of prefill are shorter
-    prefill_tokens   tokens of prompts that are read at once, between two steps; None: 2,048, on a CPU 512
-    reproducible the same bits alone and in a crowd: rows and chunks of one size, no prefix cache, and pages
-                 for a whole answer taken beforehand
+    speculate, taps, logits_processor   as for `generate`; compiled in, the same for all requests
+    checkpoints  recurrent states in each device's prefix cache, for models that have them; each takes the
+                 memory of a row's state (card.py). None: max_batch_size; 0: such prompts are read whole
+    max_wait_s   most seconds that a new request, or the next token of a stream, waits for other work, if a
+                 single step and a chunk of prefill take less
+    prefill_tokens   most tokens of prompts that are read between two steps; None: 2,048, on a CPU 512
+    reproducible the same bits for a request alone and in a crowd: decode and prefill of one size, no prefix
+                 cache, and pages for the whole answer from the start
 
-    Safe to call from several threads, and from asyncio. What is compiled: decode for 1, 2, 4, ... max_rows
-    rows, and prefill of a few sizes; `warmup` does it beforehand, else what is needed when it is.
+    Safe to call from several threads, and from asyncio. It compiles decode for 1, 2, 4, ... max_batch_size
+    rows and prefill of a few sizes, each when it is first needed; `warmup` compiles them all beforehand.
     """
 
     def __init__(
         self,
         model: Model,
         *,
-        max_rows: int | None = None,
+        max_batch_size: int | None = None,
         pages: int | None = None,
         context: int | None = None,
         logprobs: int | None = None,
@@ -71,14 +72,18 @@ class Engine:
         prefill_tokens: int | None = None,
         reproducible: bool = False,
     ):
-        max_rows = model.run.rows if max_rows is None else max_rows
+        max_batch_size = model.run.batch_size if max_batch_size is None else max_batch_size
         context = model.run.context if context is None else context
         if not isinstance(context, int | np.integer) or not 1 <= context <= model.run.context:
             raise ValueError(
                 f"Engine: context is {context!r}; the model was loaded for 1 to {model.run.context}"
             )
-        pages = max_rows * kv.page_count(context, model.run.page_size) if pages is None else pages
-        counts = {"max_rows": (max_rows, 1), "pages": (pages, 1), "logit_biases": (logit_biases, 1)}
+        pages = max_batch_size * kv.page_count(context, model.run.page_size) if pages is None else pages
+        counts = {
+            "max_batch_size": (max_batch_size, 1),
+            "pages": (pages, 1),
+            "logit_biases": (logit_biases, 1),
+        }
         counts |= {"checkpoints": (checkpoints or 0, 0), "prefill_tokens": (prefill_tokens or 1, 1)}
         for name, (value, least) in counts.items():
             if not isinstance(value, int | np.integer) or value < least:
@@ -87,7 +92,7 @@ class Engine:
             raise ValueError(f"Engine: max_wait_s is {max_wait_s!r}; it must be a number, 0 or more")
         self.model = model
         self.options = Options(
-            max_rows,
+            max_batch_size,
             pages,
             context,
             speculate=speculate,
@@ -95,7 +100,7 @@ class Engine:
             max_wait_s=max_wait_s,
             prefill_tokens=prefill_tokens or 0,
             reproducible=reproducible,
-            checkpoints=_checkpoints(model, checkpoints, max_rows),
+            checkpoints=_checkpoints(model, checkpoints, max_batch_size),
             **step_options(model, taps, logits_processor, logprobs),
         )
         self._loop = Loop(model, self.options, threaded=True)
@@ -105,7 +110,7 @@ class Engine:
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="bonsai-jax engine", daemon=True)
         self._thread.start()
-        atexit.register(self.close)  # before Python ends, which a thread must not outlive
+        atexit.register(self.close)  # the thread must end before Python does
 
     def __enter__(self) -> "Engine":
         return self
@@ -114,7 +119,7 @@ class Engine:
         self.close()
 
     def warmup(self, progress: Progress = False) -> None:
-        """Compile all that will be needed (prompts of vectors excepted). Waits until it is done.
+        """Compile every program except those for prompts of vectors. Waits until it is done.
 
         progress   True: a bar on stderr; or called with executables compiled so far and in all
         """
@@ -147,10 +152,10 @@ class Engine:
     ) -> Handle:
         """Ask for n answers to a prompt. Returns at once; the answers come through the Handle.
 
-        priority   requests of a higher one get a row first, and keep it when pages run out
-        logprobs   alternatives of each token, at most the engine's
+        priority   requests of higher priority get a row first, and keep it when pages run out
+        logprobs   alternatives for each token, at most the engine's
         n          answers, with seeds seed, seed + 1, ...
-        The rest as for `generate`.
+        The other arguments are those of `generate`.
         Raises ValueError for a request that this engine could never run, and RuntimeError where the engine is
         closed or has failed.
         """
@@ -173,7 +178,7 @@ class Engine:
                 priority=priority,
                 logprobs=logprobs,
                 index=index,
-                told=handle.tell,
+                on_piece=handle.add,
             )
             for index in range(n)
         ]
@@ -191,7 +196,7 @@ class Engine:
         return handle
 
     def close(self) -> None:
-        """Cancel every request that is on its way, and free the device's memory."""
+        """Cancel every request that is running or waiting, and free the device's memory."""
         atexit.unregister(self.close)
         with self._changed:
             self._closed = True
@@ -226,7 +231,7 @@ class Engine:
             raise ValueError(f"n is {n}; ask for 1 answer or more")
 
     def _send(self, work: Callable[[], None], late: bool = False) -> None:
-        """Have the engine's thread do it. late: nothing is lost if there is no thread any more."""
+        """Have the engine's thread run this work. late: if the thread has ended, drop it silently."""
         with self._changed:
             if self._broken is not None and not late:
                 raise RuntimeError(f"the engine has failed, and runs nothing more: {self._broken}")
@@ -238,14 +243,16 @@ class Engine:
     def _run(self) -> None:
         try:
             self._turns()
-        except Exception as error:  # of no dispatch; nobody may wait for a thread that is gone
+        except Exception as error:  # outside of a dispatch: all requests end with it
             with self._changed:
                 self._broken = error
             while self._inbox:
-                with contextlib.suppress(Exception):  # of what has failed already, which each is told below
+                with contextlib.suppress(
+                    Exception
+                ):  # a consequence of the error, which each answer gets below
                     self._inbox.popleft()()
         for answer in list(self._loop.answers.values()):
-            answer.told(self._broken or Piece("", [], "cancelled", index=answer.reader.index))
+            answer.on_piece(self._broken or Piece("", [], "cancelled", index=answer.reader.index))
         self._loop.close()
 
     def _turns(self) -> None:
@@ -258,7 +265,7 @@ class Engine:
                 self._failed(error)
 
     def _next(self, *, wait: bool) -> bool:
-        """Do what was asked for. False: nothing more will be."""
+        """Run the work in the inbox. False: no more will come."""
         with self._changed:
             while wait and not self._inbox and not self._closed:
                 self._changed.wait()
@@ -269,13 +276,13 @@ class Engine:
         return not over
 
     def _failed(self, error: Exception) -> None:
-        """Go on with those who wait, or give up."""
+        """Go on with the waiting requests, or give up."""
         reason = RuntimeError(f"the engine failed while this request was running: {error}")
         reason.__cause__ = error
         try:
             self._loop.fail(reason)
-        except Exception as again:
-            error, self._loop.failures = again, TRIES
+        except Exception as second:
+            error, self._loop.failures = second, TRIES
         if self._loop.failures >= TRIES:
             with self._changed:
                 self._broken = error

@@ -10,16 +10,16 @@ from bonsai_jax.engine.answers import Output, Piece, output
 
 
 class Handle:
-    """A request on its way.
+    """A request that is running or waiting.
 
-        for piece in handle: ...          pieces as they come, of all n answers (Piece.index)
+        for piece in handle: ...          pieces of all n answers (Piece.index), as they come
         async for piece in handle: ...
-        handle.result()                   the whole answer, waited for;  await handle
-        handle.results()                  n of them
-        handle.cancel()                   what was drawn until then is the answer
+        handle.result()                   waits for the whole answer; await handle does too
+        handle.results()                  waits for all n answers
+        handle.cancel()                   ends them with the text so far
 
-    Each raises RuntimeError with the reason where the engine failed. Any number of threads and tasks may
-    read; each sees every piece.
+    Each raises RuntimeError with the reason if the engine fails. Any number of threads and tasks may read;
+    each sees every piece.
     """
 
     def __init__(self, n: int, prompt_tokens: int):
@@ -45,17 +45,17 @@ class Handle:
                 return
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        loop, come, at = asyncio.get_running_loop(), asyncio.Event(), 0
+        loop, news, at = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def wake() -> None:
-            with contextlib.suppress(RuntimeError):  # that loop is closed: nobody reads any more
-                loop.call_soon_threadsafe(come.set)
+            with contextlib.suppress(RuntimeError):  # that event loop is closed: its reader is gone
+                loop.call_soon_threadsafe(news.set)
 
         with self._changed:
             self._wakers.append(wake)
         try:
             while True:
-                come.clear()
+                news.clear()
                 with self._changed:
                     new, over = self._pieces[at:], self.done
                 for piece in new:
@@ -64,7 +64,7 @@ class Handle:
                 if over:
                     self._raise()
                     return
-                await come.wait()
+                await news.wait()
         finally:
             with self._changed:
                 self._wakers.remove(wake)
@@ -94,22 +94,22 @@ class Handle:
         ]
 
     def cancel(self) -> None:
-        """Stop here. Of a request that is done nothing changes."""
+        """End all answers with the text so far. Requests that have already finished are unaffected."""
         self.cancel_answers()
         with self._changed:
             unfinished = sorted(self._unfinished)
         for index in unfinished:
-            self.tell(Piece("", [], "cancelled", index=index))
+            self.add(Piece("", [], "cancelled", index=index))
 
-    def tell(self, news: Piece | Exception) -> None:
-        """Of the engine's thread: a piece of an answer, or that there will be none."""
+    def add(self, piece: Piece | Exception) -> None:
+        """Called by the engine's thread with a piece of an answer, or with the reason why none will come."""
         with self._changed:
-            if isinstance(news, Exception):
-                self._error = self._error if self.done else news
-            elif news.index in self._unfinished:  # nothing behind a cancel
-                self._pieces.append(news)
-                if news.finish_reason is not None:
-                    self._unfinished.remove(news.index)
+            if isinstance(piece, Exception):
+                self._error = self._error if self.done else piece
+            elif piece.index in self._unfinished:  # pieces after a cancel are dropped
+                self._pieces.append(piece)
+                if piece.finish_reason is not None:
+                    self._unfinished.remove(piece.index)
             self._changed.notify_all()
             for wake in self._wakers:
                 wake()

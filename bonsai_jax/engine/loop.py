@@ -1,12 +1,13 @@
-"""The loop of an engine: plans become dispatches, and what they drew becomes text.
+"""The loop of an engine: plans become dispatches, and their tokens become text.
 
-    plan t + 1, have it dispatched    while the device works on t
-    read t                            tokens to text; who has ended gives back row and pages
+    plan t + 1 and dispatch it    while the device works on t
+    read t                        tokens to text; requests that end release their row and pages
 
-One thread turns it (engine.py), or whoever waits for the answers (text.py).
+It runs in a thread of its own (engine.py), or in the thread that waits for the answers (text.py).
 """
 
 import dataclasses
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -25,19 +26,20 @@ from bonsai_jax.engine.scheduler import Scheduler
 from bonsai_jax.model import Model
 from bonsai_jax.network import parallel
 
-STEADY_STEPS = 8  # of a plan, where clocks cannot say how many: those of several processes differ
+STEADY_STEPS = 8  # decode steps of a plan over several processes, whose clocks differ
 
 
 @dataclasses.dataclass(eq=False)
 class Answer:
-    """One answer to a request, and who is told of it.
+    """One answer to a request.
 
-    request   what the scheduler knows of it
+    request   the scheduler's view of it
+    reader    turns its tokens into text
     rules     how it draws (Runner.rules)
-    remembers whether draws go by the tokens before, beside their keys and values
-    logprobs  alternatives that are asked for
-    cached    tokens of the prompt that it found in the cache
-    told      called with each Piece, or with the exception that ends it
+    remembers whether its draws depend on earlier tokens through penalties
+    logprobs  the number of alternatives asked for; None: no log-probabilities
+    on_piece  called with each Piece, or with the exception that ends it
+    cached    tokens of the prompt that were in the cache
     """
 
     request: Request
@@ -45,16 +47,16 @@ class Answer:
     rules: np.ndarray
     remembers: bool
     logprobs: int | None
-    told: Callable[[Piece | Exception], None]
+    on_piece: Callable[[Piece | Exception], None]
     cached: int = 0
 
 
 @dataclasses.dataclass
 class Flight:
-    """A dispatch of a plan that is not yet read.
+    """A dispatch of a plan whose results are not read yet.
 
-    rows    those that draw, and whose they are
-    steps   of decode; 0: it is prefill
+    rows    the places in its results of the requests that draw
+    steps   of decode; 0: it is a prefill
     """
 
     plan: Plan
@@ -64,14 +66,14 @@ class Flight:
 
 
 class Loop:
-    """Requests of one engine on their way. Not for several threads at once."""
+    """Runs the requests of one engine. Not for several threads at once."""
 
     def __init__(self, model: Model, options: Options, *, threaded: bool = False):
         self.model, self.options = model, options
         self.runner = Runner(model, options, threaded=threaded)
         self.answers: dict[Request, Answer] = {}
         self.scheduler = self._empty_scheduler()
-        self.failures = 0  # since anything was drawn
+        self.failures = 0  # dispatches in a row that failed
         self.plans = 0  # made so far
         self._flying: deque[Flight] = deque()
         self._read_at: float | None = None
@@ -87,9 +89,9 @@ class Loop:
         priority: int = 0,
         logprobs: int | None = None,
         index: int = 0,
-        told: Callable[[Piece | Exception], None],
+        on_piece: Callable[[Piece | Exception], None],
     ) -> Answer:
-        """A request of one answer, as it waits to be added."""
+        """A request for one answer, to be passed to `add`."""
         vectors = isinstance(ids, np.ndarray)
         eos = [] if ignore_eos else sorted(self.model.tokenizer.eos_ids)
         reusable = 0 if vectors or not self.runner.shares else None
@@ -97,40 +99,40 @@ class Loop:
         reader = Reader(self.model.tokenizer, frozenset(eos), stop, index)
         rules = self.runner.rules(params, eos)
         remembers = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        return Answer(request, reader, rules, bool(remembers), logprobs, told)
+        return Answer(request, reader, rules, bool(remembers), logprobs, on_piece)
 
     def add(self, answer: Answer) -> None:
         self.answers[answer.request] = answer
         self.scheduler.add(answer.request)
 
     def cancel(self, answer: Answer) -> None:
-        """Its row and pages are free for the next plan."""
+        """End a request. Its row and pages are free for the next plan."""
         self.scheduler.end(answer.request)
         self.answers.pop(answer.request, None)
 
     def turn(self) -> bool:
-        """Plan and dispatch ahead of what is read, then read what was dispatched first. False: nothing is
-        left to do."""
+        """Make and dispatch a plan, then read the oldest dispatch that is not read. False: there is no work
+        left."""
         plan = None
-        if self._ahead() < 2:
+        if self._unread_plans() < 2:
             plan = self.scheduler.plan()
             if plan is None:
                 self._read_at = None
             else:
                 self.plans += 1
                 self._dispatch(plan)
-        if self._flying and (plan is None or self._ahead() > 1):
+        if self._flying and (plan is None or self._unread_plans() > 1):
             flight = self._flying.popleft()
             first_token = bool(flight.rows) and not flight.steps and self.options.max_wait_s is not None
-            if not first_token:  # nothing is compiled before that is read, or the device gets ahead
+            if not first_token:  # a first token is read before more programs are compiled
                 self.runner.catch_up()
             self._read(flight)
             self.failures = 0
         return plan is not None or bool(self._flying) or bool(self.scheduler.waiting)
 
     def fail(self, error: Exception) -> None:
-        """Something that was dispatched failed: whoever runs ends with the error, whoever waits goes on.
-        Raises what making a new pool raises."""
+        """A dispatch failed: running requests end with the error, waiting ones run on a new pool. Raises what
+        making the pool raises."""
         self.failures += 1
         self._flying.clear()
         waiting = self.scheduler.waiting
@@ -139,7 +141,7 @@ class Loop:
         ]
         self.answers = {r: a for r, a in self.answers.items() if a not in lost}
         for answer in lost:
-            answer.told(error)
+            answer.on_piece(error)
         compiled = self.scheduler.compiled
         self.scheduler = self._empty_scheduler()
         self.scheduler.compiled = compiled
@@ -153,31 +155,31 @@ class Loop:
         self.runner.close()
 
     def warmup(self, progress: Callable[[int, int], None]) -> None:
-        """Compile every executable, by running it without a row."""
+        """Compile every program, by running it without a request."""
         limits = self.runner.limits
         variants = [None] if self.options.logprobs is None else [None, self.options.logprobs]
         sizes = [*limits.row_sizes, *limits.shapes]
-        calls = [self.runner.nobodys(size, n) for size in sizes for n in variants]
-        calls += [self.runner.nobodys(None, None)] if self.runner.shares else []
+        calls = [self.runner.padding(size, n) for size in sizes for n in variants]
+        calls += [self.runner.padding(None, None)] if self.runner.shares else []
         self.runner.compile(calls, progress)
         self.scheduler.compiled.update(sizes)
 
     def _empty_scheduler(self) -> Scheduler:
         scheduler = Scheduler(self.runner.limits, self.runner.data)
-        if self.options.max_wait_s is not None:  # to begin with: `_time`
-            scheduler.unhurried = 1 if jax.process_count() == 1 else STEADY_STEPS
+        if self.options.max_wait_s is not None:  # until `_time` has measured steps
+            scheduler.idle_steps = 1 if jax.process_count() == 1 else STEADY_STEPS
         return scheduler
 
     # To the device.
 
-    def _ahead(self) -> int:
-        """Plans of which something is not read."""
+    def _unread_plans(self) -> int:
+        """Dispatched plans whose results are not all read."""
         return len({id(flight.plan) for flight in self._flying})
 
     def _dispatch(self, plan: Plan) -> None:
-        reads = [read for of in plan.reads for read in of]
-        for device, of in enumerate(plan.reads):
-            for read in of:
+        reads = list(itertools.chain(*plan.reads))
+        for device, chunks in enumerate(plan.reads):
+            for read in chunks:
                 if not read.starts or not read.first:
                     continue
                 if not read.request.said:
@@ -193,7 +195,7 @@ class Loop:
             draws = [(i, read.request) for i, read in numbered(plan.reads, plan.shape[0]) if read.draws]
             self._flying.append(Flight(plan, draws, drawn))
         if any(plan.writes):
-            asked = self._asked(request for of in plan.writes for request in of)
+            asked = self._asked(itertools.chain(*plan.writes))
             drawn = self.runner.dispatch(self.runner.decode(plan.writes, plan.rows, plan.steps, asked))
             self._flying.append(Flight(plan, list(numbered(plan.writes, plan.rows)), drawn, steps=plan.steps))
 
@@ -218,16 +220,18 @@ class Loop:
             return
         drawn, scores = jax.tree.map(parallel.fetch, on_device)
         if self._flying:
-            self.runner.make_way(self._flying[0].dispatch)
+            self.runner.wait_until_started(self._flying[0].dispatch)
         steps, tokens = drawn[:, 0], drawn[:, 1:]
         counts = (tokens != decoding.NO_TOKEN).sum(axis=1)
-        # Lists at once: numbers one by one would take longer than all the rest.
+        # Whole arrays to lists: converting number by number would take longer than everything else.
         counts, steps, tokens = counts.tolist(), steps.tolist(), tokens[:, : counts.max()].tolist()
         for i, request in flight.rows:
-            self._tell(request, tokens[i][: counts[i]], steps[i], scores, i)
+            self._extend(request, tokens[i][: counts[i]], steps[i], scores, i)
         self._time(flight)
 
-    def _tell(self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int) -> None:
+    def _extend(
+        self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int
+    ) -> None:
         request.flights.popleft()
         answer = self.answers.get(request)
         if request.ended or answer is None:
@@ -242,17 +246,17 @@ class Loop:
         if piece.finish_reason is not None:
             self.cancel(answer)
         if new or piece.finish_reason is not None:
-            answer.told(piece)
+            answer.on_piece(piece)
 
     def _time(self, flight: Flight) -> None:
         if not flight.steps:
             return
         before, self._read_at = self._read_at, time.perf_counter()
         if self.options.max_wait_s is None or jax.process_count() > 1:
-            return  # nobody waits, or clocks of several processes would differ
+            return  # no request waits, or the clocks of several processes would differ
         if any(flight.plan.reads) or before is None:
             return
-        self.scheduler.took(flight.steps, self._read_at - before, self.options.max_wait_s)
+        self.scheduler.measured(flight.steps, self._read_at - before, self.options.max_wait_s)
 
 
 def _row_logprobs(scores: Logprobs, row: int, n: int) -> Logprobs:

@@ -1,20 +1,20 @@
-"""Which pages of the cache are whose: counts of holders, no tensors."""
+"""Which pages of the cache are in use: reference counts, no tensors."""
 
 from collections import OrderedDict
 from collections.abc import Callable
 
 
 class Pages:
-    """Pages 0 to count - 1, each with any number of holders.
+    """Pages 0 to count - 1, each with a number of holders.
 
-    A page without a holder is free, or idle: its keys and values may serve again (prefix.py). Idle pages are
-    taken when no free one is left, the one that has been idle longest first.
+    A page without a holder is free, or idle: a later prompt may use its keys and values again (prefix.py).
+    When no page is free, idle ones are taken, the one that has been idle longest first.
 
-    taken_over   called with an idle page that is about to be written over
+    on_overwrite   called with an idle page that is taken
     """
 
-    def __init__(self, count: int, taken_over: Callable[[int], None] = lambda page: None):
-        self.count, self.taken_over = count, taken_over
+    def __init__(self, count: int, on_overwrite: Callable[[int], None] = lambda page: None):
+        self.count, self.on_overwrite = count, on_overwrite
         self.holders = [0] * count
         self._free = list(reversed(range(count)))
         self._idle: OrderedDict[int, None] = OrderedDict()
@@ -28,26 +28,26 @@ class Pages:
         return len(self._idle)
 
     def take(self, n: int) -> list[int]:
-        """n pages, each with one holder. Ask `available` first."""
+        """n pages, each with one holder. n must not exceed `available`."""
         taken = []
         for _ in range(n):
             if self._free:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                self.taken_over(page)
+                self.on_overwrite(page)
             self.holders[page] = 1
             taken.append(page)
         return taken
 
     def hold(self, page: int) -> None:
-        """One more holder of a page that is held or idle."""
+        """Add a holder to a page that has one or is idle."""
         if not self.holders[page]:
             del self._idle[page]
         self.holders[page] += 1
 
     def release(self, page: int, *, keep: bool) -> None:
-        """One holder less; behind the last one the page is idle if it is to be kept, else free."""
+        """Remove a holder. Without any the page is idle if `keep`, else free."""
         self.holders[page] -= 1
         if self.holders[page]:
             return

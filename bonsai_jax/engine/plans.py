@@ -1,4 +1,4 @@
-"""What the scheduler takes and what it says: requests, plans, and the limits of an engine. No tensors."""
+"""The scheduler's inputs and outputs: requests, plans, and the limits of an engine. No tensors."""
 
 import dataclasses
 from collections import deque
@@ -8,22 +8,25 @@ from typing import Any
 
 @dataclasses.dataclass(eq=False)
 class Request:
-    """One answer on its way.
+    """One answer being generated.
 
-    prompt         token ids, or vectors: whatever has a length
-    reusable       most tokens that need not be read where their pages are known; None: all but the last
+    prompt         token ids, or vectors
+    reusable       most tokens that it may share with other requests instead of reading them; None: all but
+                   the last
     vectors        the prompt is vectors
-    priority       higher ones first; of equal ones the first that came
-    said           tokens drawn and known
-    device, row    where it runs; None: it waits
+    priority       a higher one runs first; equal ones run in order of arrival
+    said           tokens that have been drawn and are known to the host
+    number         in order of arrival
+    device, row    where it runs; None: it waits. A row is also None when its last draws are dispatched
     table          its pages
-    read           tokens of prompt and `said` whose reading is dispatched or was spared
-    to_read        those to be read before it writes on
-    started        something is read since it got its row
-    copy           (source, destination) of a page to copy before anything is read
-    checkpoint     where the state lies that it begins with, behind tokens that it shares; None: it has none
-    cuts           where a chunk ends, so that a state can be kept there
+    read           tokens of prompt and `said` that it shares, or whose chunks are dispatched
+    to_read        tokens to be read before it decodes
+    started        a chunk has been dispatched since it got its row
+    copy           (source, destination) of a page to copy before its first chunk
+    checkpoint     the recurrent state that it begins with, after the tokens that it shares; None: it has none
+    cuts           positions where a chunk ends, so that a recurrent state can be saved there
     flights        (least, most) tokens of each dispatched draw that is not known yet
+    ended          it is complete or cancelled
     """
 
     prompt: Any
@@ -51,7 +54,7 @@ class Request:
 
     @property
     def stored(self) -> int:
-        """Most tokens that its pages hold when all that is dispatched is done, once all is read."""
+        """Most tokens that its pages hold after all dispatched work, once its prompt is read."""
         tokens = len(self.prompt) + len(self.said) - 1
         for _, most in self.flights:  # `sum` of a generator takes three times as long; see `_writes`
             tokens += most
@@ -59,7 +62,7 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Most tokens that it may still draw then."""
+        """Most tokens that it may still draw after all dispatched work."""
         left = self.max_new_tokens - len(self.said)
         for least, _ in self.flights:
             left -= least
@@ -68,9 +71,15 @@ class Request:
 
 @dataclasses.dataclass
 class Read:
-    """Tokens [first, first + count) of a request, and with the last ones a draw. Row and pages are those that
-    it has now; behind the plan they may be another's. A recurrent state is taken from the checkpoint `begins`
-    and kept in `saves`, where these are not None."""
+    """One chunk of a request: tokens [first, first + count).
+
+    row, table     of the request now; after this plan they may be another's
+    draws          the prompt ends with this chunk, and its last token draws the next
+    starts         the first chunk since the request got its row
+    copy           (source, destination) of a page to copy before
+    begins         the checkpoint with the recurrent state to begin with; None: the row's own state
+    saves          the checkpoint to save the state in after the chunk; None: none
+    """
 
     request: Request
     row: int
@@ -86,8 +95,14 @@ class Read:
 
 @dataclasses.dataclass
 class Plan:
-    """Work for the devices: prefill of `reads`, each device's own, in an array of (rows, tokens) a device;
-    then decode of the rows of `writes`, `rows` a device, for `steps` steps."""
+    """Work for the devices: a prefill, then decode steps.
+
+    reads    for each device the chunks of the prefill
+    shape    (rows, tokens) of the prefill's array on each device
+    writes   for each device the requests that decode
+    rows     of the decode program on each device
+    steps    of decode
+    """
 
     reads: list[list[Read]]
     shape: tuple[int, int]
@@ -97,26 +112,27 @@ class Plan:
 
 
 def row_sizes(most: int) -> list[int]:
-    """Rows that decode is compiled for: powers of two, so that they are few, 24, and `most`. To 24 rows a
-    step of Q1_0 is one launch: 1.76 ms of the 8B where 32 rows take 2.13 (Q4_K_M: 3.31 and 3.40)."""
+    """Rows that decode is compiled for: powers of two, so that there are few, 24, and `most`. Up to 24 rows a
+    step of Q1_0 is one launch: with the 8B 24 rows take 1.76 ms and 32 rows 2.13 (Q4_K_M: 3.31 and 3.40)."""
     return [n for n in sorted({*(2**i for i in range(31)), 24}) if n < most] + [most]
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What the executables can do, of each device.
+    """What the programs of each device can do. A row is one sequence being generated.
 
-    max_rows, pages, page_size   of the cache
+    max_batch_size   rows of the cache
+    pages, page_size   of the cache
     row_sizes    rows that decode is compiled for
     shapes       (rows, tokens) that prefill is compiled for
-    prefill_cost what a prefill takes besides its tokens, as so many tokens more
+    prefill_cost the fixed cost of a prefill, in tokens
     steps        most decode steps of a plan
     width        most tokens that a row draws in a step (speculation)
-    checkpoints  of recurrent states; None: the model keeps nothing but pages
-    reserve      pages for the whole answer are taken beforehand, so that nothing is pre-empted
+    checkpoints  for recurrent states; None: the model has only pages
+    reserve      a request takes the pages for its whole answer when it starts, so that none is pre-empted
     """
 
-    max_rows: int
+    max_batch_size: int
     pages: int
     page_size: int
     row_sizes: Sequence[int]
@@ -128,8 +144,8 @@ class Limits:
     reserve: bool = False
 
     @staticmethod
-    def of_engine(
-        max_rows: int,
+    def for_engine(
+        max_batch_size: int,
         pages: int,
         *,
         page_size: int = 64,
@@ -140,19 +156,22 @@ class Limits:
         checkpoints: int | None = None,
         reproducible: bool = False,
     ) -> "Limits":
-        """Those of an Engine, by default on a GPU (runner.py has a CPU's). reproducible: one size of each,
-        for prefill a quarter of the longest, as most prompts are short."""
+        """The limits of an Engine, by default on a GPU (runner.py has those of a CPU).
+
+        reproducible   one decode size and one prefill shape, whose length is a quarter of the longest because
+                       most prompts are short
+        """
         # One long chunk of one row, or short chunks of several: more shapes gain little (LOG.md, "Engine").
         short = max(32, prefill_tokens // 16)
         long = [n for n in (short, 4 * short, 16 * short) if n < prefill_tokens]
-        several = sorted({min(n, max_rows) for n in (4, 16)} - {1})
+        several = sorted({min(n, max_batch_size) for n in (4, 16)} - {1})
         shapes = [(1, n) for n in (*long, prefill_tokens)]
         shapes += [(n, short) for n in several if n * short <= prefill_tokens]
         return Limits(
-            max_rows=max_rows,
+            max_batch_size=max_batch_size,
             pages=pages,
             page_size=page_size,
-            row_sizes=[max_rows] if reproducible else row_sizes(max_rows),
+            row_sizes=[max_batch_size] if reproducible else row_sizes(max_batch_size),
             shapes=[(1, min(4 * short, prefill_tokens))] if reproducible else shapes,
             prefill_cost=prefill_cost,
             steps=steps,

@@ -1,15 +1,16 @@
-"""Which pages hold which tokens: a tree of pages, so that a prompt's beginning is computed once.
+"""Which pages hold which tokens: a tree of pages, so that a common beginning of prompts is computed once.
 
     root -- "You are a helpful" -- "assistant. What is" -- "a bonsai?"       each node: the tokens of a page
                                `-- "assistant. Name a"
 
-A node is found by its parent and its tokens, which a dict hashes and then compares: the chain of hashes that
-other engines keep, without their collisions. A full page is shared as it is. Of a page that agrees in part a
-copy is made, which its new owner writes behind the part (copy-on-write): what is shared is never written.
+A node is found by its parent and its tokens, the key of a dict, which hashes and then compares them. So two
+different prompts cannot collide, as they can in the chain of hashes of other engines. A full page is shared.
+A page that agrees only at its beginning is copied, and the new owner writes after that beginning
+(copy-on-write): a shared page is never written.
 
-A model that keeps more than pages for a row (a recurrent state) can go on only from where that was saved too,
-in a checkpoint behind a full page. `match` then ends at a node that has one. There are few, as a state may be
-as large as many pages; the one that has served longest ago gives way.
+A model with a recurrent state can continue only from positions where the state was saved too, in a checkpoint
+after a full page; `match` then ends at a node that has one. A state may be as large as many pages, so there
+are few checkpoints, and the least recently used one is overwritten.
 """
 
 import dataclasses
@@ -18,14 +19,17 @@ from collections.abc import Iterable, Iterator
 
 from bonsai_jax.engine.pages import Pages
 
-SIBLINGS = 64  # pages that are looked through for one to copy, the newest first
+SIBLINGS = 64  # pages that are compared with a chunk to find one to copy, the newest first
 
 
 @dataclasses.dataclass(eq=False)
 class Node:
-    """tokens   of the page, at most page_size; only full pages have children
-    ready       its keys and values are computed, or will be by work that is dispatched already
-    checkpoint  where the state behind its last token is; None: nowhere"""
+    """A page and its tokens.
+
+    tokens      at most page_size; only full pages have children
+    ready       its keys and values are computed, or dispatched work will compute them
+    checkpoint  the recurrent state after its last token; None: it is not saved
+    """
 
     tokens: tuple[int, ...]
     page: int
@@ -37,13 +41,13 @@ class Node:
 
 @dataclasses.dataclass
 class Match:
-    """The beginning of a prompt that is there.
+    """The beginning of a prompt that the cache has.
 
-    pages   full ones, to be shared
-    tokens  how many tokens are there in all
-    source  a page to copy, which agrees in part; None: there is none
-    checkpoint  of the state behind them, for models that have one
-    known   tokens of all full pages that are there, whether there is a checkpoint behind them or not
+    pages   full pages, to be shared
+    tokens  in these pages and the part of `source` that agrees
+    source  a page to copy because it agrees at its beginning; None: none does
+    checkpoint  the recurrent state after these tokens, for models that have one
+    known   tokens of all full pages in the cache, also of those after the last checkpoint
     """
 
     pages: list[int]
@@ -54,9 +58,9 @@ class Match:
 
 
 class PrefixCache:
-    """Of one device's `Pages`, whose idle pages it can name.
+    """One device's `Pages`, and the tokens of those in use and idle.
 
-    checkpoints   room for so many; None: the model keeps nothing but pages
+    checkpoints   how many recurrent states can be saved; None: the model has only pages
     """
 
     def __init__(self, count: int, page_size: int, checkpoints: int | None = None):
@@ -68,26 +72,26 @@ class PrefixCache:
         self._nodes: dict[int, Node] = {}
 
     def match(self, tokens: list[int], most: int) -> Match | None:
-        """The longest known beginning of `tokens`, at most `most` of them. None while a row computes more of
-        it: wait, and the page need not be computed twice. Nothing is held by it."""
+        """The longest beginning of `tokens`, at most `most` of them, that the cache has. None while a row is
+        computing more of it: the caller waits, so that no page is computed twice. Adds no holder."""
         if self.checkpoints is not None:
             return self._match_saved(tokens, most)
-        node, found = self._root, Match([], 0)
+        node, match = self._root, Match([], 0)
         for chunk in self._chunks(tokens[:most]):
             child = node.children.get(chunk) if len(chunk) == self.page_size else None
             if child is None:
                 newest = itertools.islice(reversed(node.children.values()), SIBLINGS)
                 best = max(newest, key=lambda c: _common(c.tokens, chunk), default=None)
                 if best is not None and best.ready and (part := _common(best.tokens, chunk)):
-                    found = Match(found.pages, found.tokens + part, best.page)
-                return found
+                    match = Match(match.pages, match.tokens + part, best.page)
+                return match
             if not child.ready:
                 return None
-            node, found = child, Match([*found.pages, child.page], found.tokens + len(chunk))
-        return found
+            node, match = child, Match([*match.pages, child.page], match.tokens + len(chunk))
+        return match
 
     def _match_saved(self, tokens: list[int], most: int) -> Match | None:
-        node, pages, found = self._root, [], Match([], 0)
+        node, pages, match = self._root, [], Match([], 0)
         for chunk in self._chunks(tokens[: most // self.page_size * self.page_size]):
             node = node.children.get(chunk)
             if node is None:
@@ -95,14 +99,14 @@ class PrefixCache:
             if not node.ready:
                 return None
             pages.append(node.page)
-            found.known += len(chunk)
+            match.known += len(chunk)
             if node.checkpoint is not None:
-                found = Match(list(pages), found.known, None, node.checkpoint, found.known)
-        return found
+                match = Match(list(pages), match.known, None, node.checkpoint, match.known)
+        return match
 
     def save(self, tokens: list[int]) -> int | None:
-        """Where to keep the state behind these tokens, of full pages that are known; None: it is kept, or
-        there is no room. What is there now may be written over by work that is dispatched later."""
+        """The checkpoint for the state after these tokens, which fill known pages; None: it is saved already,
+        or every checkpoint has a holder. Only work that is dispatched later may write to it."""
         node: Node | None = self._root
         for chunk in self._chunks(tokens):
             node = node.children.get(chunk) if node is not None else None
@@ -119,29 +123,32 @@ class PrefixCache:
         self._saved.pop(checkpoint).checkpoint = None
 
     def insert(self, tokens: list[int], table: list[int], *, ready: bool) -> None:
-        """Pages of a row, table[i] with tokens [i * page_size, (i + 1) * page_size), will be found from now
-        on. A page whose tokens another one has already stays unknown."""
+        """Add the pages of a row, table[i] with tokens [i * page_size, (i + 1) * page_size). A page is left
+        out if another page has the same tokens already.
+
+        ready   dispatched work computes them; else `match` waits for them
+        """
         node = self._root
         for chunk, page in zip(self._chunks(tokens), table, strict=False):
             child = node.children.get(chunk)
             if child is None:
                 if len(chunk) < self.page_size and not ready:
-                    return  # its owner has not even read it
-                self._forget(page)  # it was known by fewer tokens
+                    return  # only full pages can be waited for
+                self._forget(page)  # the tree has it with fewer tokens
                 child = self._nodes[page] = node.children[chunk] = Node(chunk, page, node, ready)
             elif child.page == page:
                 child.ready |= ready
             node = child
 
     def abandon(self, table: Iterable[int]) -> None:
-        """The owner of these pages gives up: forget those that it has not computed."""
+        """The row of these pages will not compute the rest: remove the pages that are not ready."""
         for page in table:
             if page in self._nodes and not self._nodes[page].ready:
                 self._forget(page)
 
     def release(self, table: Iterable[int]) -> None:
-        """One holder less for each page of a row. The last pages are idle the longest: a page goes before
-        those that it stands behind."""
+        """Remove a holder from each page of a row, the last page first: idle pages are overwritten in this
+        order, so a page goes before its parent."""
         for page in reversed(list(table)):
             self.pages.release(page, keep=page in self._nodes)
 
@@ -150,25 +157,25 @@ class PrefixCache:
             yield tuple(tokens[first : first + self.page_size])
 
     def _forget(self, page: int) -> None:
-        """A page, and all behind it, which nobody could find any more."""
+        """Remove a page, and all pages below it in the tree, which could not be found any more."""
         node = self._nodes.pop(page, None)
         if node is None:
             return
         if node.parent is not None:
             del node.parent.children[node.tokens]
         if self.checkpoints is not None and node.checkpoint is not None:
-            self.checkpoints.hold(node.checkpoint)  # if somebody holds it, it is free behind them
+            self.checkpoints.hold(node.checkpoint)  # free at once, or after its last holder
             del self._saved[node.checkpoint]
-            self.let_go(node.checkpoint)
+            self.release_checkpoint(node.checkpoint)
         for child in list(node.children.values()):
             self._forget(child.page)
 
-    def let_go(self, checkpoint: int) -> None:
-        """One holder of a checkpoint less."""
+    def release_checkpoint(self, checkpoint: int) -> None:
+        """Remove a holder of a checkpoint."""
         if self.checkpoints is not None:
             self.checkpoints.release(checkpoint, keep=checkpoint in self._saved)
 
 
 def _common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
-    """Tokens in which two beginnings agree."""
+    """How many tokens two sequences have in common at their beginnings."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""What a request may be: prompts as token ids or vectors, and the checks of everything else about it."""
+"""Prompts as token ids or vectors, and checks of everything else in a request."""
 
 import dataclasses
 import operator
@@ -21,7 +21,7 @@ Ids = list[int] | Float[np.ndarray, "T H"]
 
 
 def step_options(model: Model, taps: Taps | None, logits_processor, logprobs: int | None) -> dict[str, Any]:
-    """As decoding.step takes them. Raises ValueError or TypeError for what a generation cannot do."""
+    """Options of steps.step. Raises ValueError or TypeError for those that a generation does not support."""
     if taps is not None and not isinstance(taps, Taps):
         raise TypeError(f"taps is a {type(taps).__name__}; give bj.Taps(edit=...)")
     if taps is not None and taps.read:
@@ -47,7 +47,7 @@ def checked_sampling(params: Any) -> SamplingParams:
 
 
 def each_sampling(params: SamplingParams | Sequence[SamplingParams], rows: int) -> list[SamplingParams]:
-    """One SamplingParams per prompt; seeds of a shared one count up over all groups."""
+    """One SamplingParams for each prompt; the seeds of a shared one count up from prompt to prompt."""
     if isinstance(params, list | tuple):
         if len(params) != rows:
             raise ValueError(
@@ -66,7 +66,7 @@ def is_vectors(prompt: Any) -> bool:
 
 
 def each_prompt(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """The prompts of one call: a text or an array of vectors alone is one."""
+    """The prompts of one call. A text, or an array of vectors, is one prompt."""
     if isinstance(prompts, str) or is_vectors(prompts):
         return [cast(Prompt, prompts)]
     if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):

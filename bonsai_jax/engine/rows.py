@@ -2,12 +2,11 @@
 
     pool: State of all rows --take rows--> State of a few --prefill or decode--> State --put back--> pool
 
-Pages lie in the pool and are not taken along: the block tables come from the host with each call. So a row
-is wherever its numbers are, and few rows run in a small executable. Over a mesh each device has a pool, with
-rows and pages of its own.
+Pages stay in the pool; the host sends the block tables with each call. So a few rows run in a small program,
+whichever rows they are. Over a mesh each device has a pool, with rows and pages of its own.
 
-What penalties remember is as long as the vocabulary, and nearly all that is taken and put back. So that stays
-where it is, unless one of these rows has a penalty.
+The tables of penalties are as long as the vocabulary and nearly all of a row's state. They stay in the pool
+unless one of these rows has a penalty.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,7 +30,11 @@ from bonsai_jax.network.taps import Taps
 from pallas_kernels.cache_layouts import Pages
 
 DECODE_SIZE = 64  # most tokens of a row in one dispatch
-PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}  # none
+PENALTIES = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}  # and neutral values
 
 
 class Result(NamedTuple):
@@ -53,23 +56,23 @@ RESULT = Result._make(["pool", "rows", "rows"])  # how results lie over a mesh
 
 
 def layout(pool: State, tokens: int) -> np.dtype:
-    """What the host says of a row that reads, as numpy's structured type of 4-byte fields: an array of R such
-    rows goes to the device as one int32 [R, columns] (`packed`), where `unpacked` finds the fields again.
+    """The chunk of one row as a numpy structured type of 4-byte fields. An array of R such rows goes to the
+    device as one int32 [R, columns] (`packed`), where `unpacked` restores the fields.
 
-    row         of the pool; beyond all rows and checkpoints where there is none
-    first       tokens that the pages hold before
+    row         its number in the pool; beyond all rows and checkpoints for padding
+    first       tokens that its pages hold before the chunk
     count       tokens to read
-    starts      1: nothing that the row in the pool remembers is of this request
-    draws       1: with these tokens all is read, and one is drawn
+    starts      1: the first chunk of its request, so penalties and proposals in the pool are another's
+    draws       1: the prompt ends with this chunk, and a token is drawn
     remaining   tokens that may be drawn
-    answer      the position from which on tokens are the answer's, for penalties
-    begins      the recurrent state that it begins with: its own, or a checkpoint's, behind those of all rows
-    saves       the checkpoint that keeps its state behind these tokens; beyond all where there is none
-    copy_from, copy_to   a page that becomes a copy of another before anything is read; copy_to is as many as
-                there are pages where there is none
-    rules       of the draws: sampling.columns, and the stop ids as State has them
+    answer      the position of the answer's first token, for penalties
+    begins      the recurrent state to begin with: its own row, or a checkpoint, numbered after all rows
+    saves       the checkpoint to save the state in after the chunk; beyond all for none
+    copy_from, copy_to   page copy_to becomes a copy of page copy_from first; copy_to is the number of pages
+                for none
+    rules       how it draws: sampling.columns, and the stop ids as State has them
     table       pages of the row
-    tokens      the first `count` are to be read
+    tokens      of the chunk; those after `count` are padding
     """
     names = ("row", "first", "count", "starts", "draws", "remaining", "answer")
     names += ("begins", "saves", "copy_from", "copy_to")
@@ -86,7 +89,7 @@ def layout(pool: State, tokens: int) -> np.dtype:
 
 
 def rules_layout(pool: State) -> np.dtype:
-    """How a request draws: what stays the same from its first chunk to its last."""
+    """How a request draws, the same in all of its chunks."""
     biases, stops = pool.sampler.bias_ids.shape[1], pool.stop_ids.shape[1]
     return np.dtype(
         [
@@ -102,15 +105,15 @@ def rules_layout(pool: State) -> np.dtype:
 
 
 def packed(rows: np.ndarray) -> Int[np.ndarray, "R columns"]:
-    """Rows of a structured type of 4-byte fields, as one array."""
+    """Rows of a structured type of 4-byte fields as one array."""
     return rows.view(np.int32).reshape(len(rows), -1)
 
 
 def unpacked(columns: Int[Array, "R columns"], layout: np.dtype) -> dict[str, Any]:
-    """The fields of each row by name, [R, ...]; of a structured field a dict.
+    """The fields by name, [R, ...]; a structured field becomes a dict.
 
-    Of one row a field is a slice as it lies. XLA would give a kernel the address within `columns`, and Mosaic
-    refuses what does not begin at a multiple of 256 bytes; behind a barrier it is an array of its own.
+    With one row a field is a contiguous slice. XLA would pass a kernel its address within `columns`, but
+    Mosaic requires arrays aligned to 256 bytes; the barrier makes the field an array of its own.
     """
     out: dict[str, Any] = {}
     for name, (dtype, offset, *_) in (layout.fields or {}).items():
@@ -214,16 +217,16 @@ def decode(
 
 
 def _chunk(pool: State, columns: Int[Array, "R columns"]) -> dict[str, Any]:
-    """The fields of rows that read."""
+    """The fields of packed rows."""
     return unpacked(columns, layout(pool, columns.shape[1] - layout(pool, 0).itemsize // 4))
 
 
 def _remembers(
     rules: Mapping[str, Array], logits_processor: LogitsProcessor | None
 ) -> bool | Bool[Array, ""]:
-    """Whether it matters what was said before."""
-    bent = [jnp.any(rules[name] != none) for name, none in PENALTIES.items()]
-    return logits_processor is not None or jnp.any(jnp.stack(bent))
+    """Whether draws depend on earlier tokens."""
+    penalized = [jnp.any(rules[name] != neutral) for name, neutral in PENALTIES.items()]
+    return logits_processor is not None or jnp.any(jnp.stack(penalized))
 
 
 def _take(
@@ -233,8 +236,8 @@ def _take(
     remembers: bool | Bool[Array, ""],
     begins: Int[Array, "R"] | None = None,
 ) -> State:
-    """The State of these rows, with the pages of all, and with the recurrent states of `begins`. What it
-    remembers is nothing unless `remembers`."""
+    """The State of these rows, with the pages of all rows and the recurrent states of `begins`. Tables of
+    penalties are zeros unless `remembers`."""
     cache, (by_row, by_layer, memory) = pool.cache, _parts(pool)
     begins = rows if begins is None else begins
 
@@ -257,7 +260,7 @@ def _put(
     remembers: bool | Bool[Array, ""],
     saves: Int[Array, "R"] | None = None,
 ) -> State:
-    """The pool, with this State of these rows, and their recurrent states in `saves` too."""
+    """The pool with this State in these rows, and with their recurrent states in `saves` too."""
 
     def with_rows(both):
         return jax.tree.map(lambda x, y: x.at[rows].set(y, mode="drop", wrap_negative_indices=False), *both)
@@ -328,8 +331,8 @@ def _with_pages(cache: KVCache, pages: KVCache) -> KVCache:
 
 
 def _parts(state: State) -> tuple[State, Any, tuple[Array, Array]]:
-    """Arrays with rows first, those with layers first, and what remembers tokens, with rows first; without
-    pages, which are of no row."""
+    """Arrays with rows first, arrays with layers first, and the tables of penalties, with rows first. Without
+    pages, which belong to no row."""
     cache, sampler = state.cache, state.sampler
     draft = cache.draft and cache.draft.replace(k=(), v=())
     attention = tuple(one.replace(k=(), v=()) for one in cache.attention)
@@ -342,12 +345,12 @@ def _with_memory(state: State, memory: Any) -> State:
     return state.replace(sampler=state.sampler.replace(seen=seen, counts=counts))
 
 
-def _either(which: bool | Bool[Array, ""], yes: Callable, no: Callable, of: Any) -> Any:
-    return yes(of) if which is True else jax.lax.cond(which, yes, no, of)
+def _either(which: bool | Bool[Array, ""], yes: Callable, no: Callable, operand: Any) -> Any:
+    return yes(operand) if which is True else jax.lax.cond(which, yes, no, operand)
 
 
 def _started(state: State, chunk: dict[str, Any]) -> State:
-    """What the host says of each row, and nothing remembered where a request starts."""
+    """The state of each row as its chunk says, with empty tables of penalties where a request starts."""
     rules = dict(chunk["rules"])
     stop_ids, seeds = rules.pop("stop_ids"), rules.pop("seeds")
     rules["temperature_first"] = rules["temperature_first"] > 0
@@ -370,7 +373,7 @@ def _started(state: State, chunk: dict[str, Any]) -> State:
 
 
 def _noted(state: State, chunk: dict[str, Any]) -> State:
-    """With the tokens of this chunk remembered."""
+    """Count the tokens of this chunk for penalties, and store them for proposals."""
     tokens, offset = chunk["tokens"], jnp.arange(chunk["tokens"].shape[1])
     valid = offset < chunk["count"][:, None]
     answer = chunk["first"][:, None] + offset >= chunk["answer"][:, None]
@@ -384,9 +387,9 @@ def _noted(state: State, chunk: dict[str, Any]) -> State:
 note_rows = jitted.donating(note, "pool")
 prefill_rows = jitted.donating(prefill, "pool")
 
-# XLA's own choice and WHILE: the loop of steps is inside the CUDA graph, and a dispatch waits for nothing.
-# Else the host launches each step, after it has asked the device whether to go on, and the device waits for
-# the host at each dispatch: 2 to 5 ms where a step is hundreds of launches.
+# XLA's default and WHILE: the loop of steps is inside the CUDA graph, and a dispatch returns at once. Without
+# WHILE the host fetches from the device before each step whether to go on, and the device waits for the host
+# in each dispatch: 2 to 5 ms where a step is hundreds of launches.
 LOOP_IN_GRAPH = {
     "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,"
     "DYNAMIC_SLICE_FUSION,WHILE"

@@ -1,16 +1,17 @@
-"""What an engine runs: the state of all rows on the device, and plans as dispatches that change it.
+"""The state of all rows on the device (the pool), and the dispatches that change it.
 
     plan --columns of numbers, one int32 array--> Call: prefill or decode of some rows --> Dispatch
 
 On one GPU a dispatch returns at once: its loop of steps is inside a CUDA graph (rows.decode_rows). Over a
-mesh it returns when its steps are nearly over, as the host is asked after each of them whether to go on. So
-`Engine` has a thread that dispatches, one plan behind the other, and another that plans and reads meanwhile.
-`generate` and `stream` dispatch in the thread of their caller.
+mesh it returns when its steps are nearly over, because the host decides after each step whether to go on. So
+`Engine` has one thread that dispatches plan after plan, while another plans and reads results. `generate` and
+`stream` dispatch in the thread of their caller.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import os
 import threading
 from collections import deque
@@ -32,8 +33,9 @@ from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_BATCH, PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.weights import placement
+from pallas_kernels.device import platform
 
-PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 in 15.4 ms and 2,048 in 53.8
+PREFILL_COST = 100  # tokens, on a GPU: 8B Q4_K_M reads 512 tokens in 15.4 ms and 2,048 in 53.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,18 +54,18 @@ class Dispatch:
     """A call on its way to the device.
 
     drawn    Result.drawn and Result.logprobs, on the device
-    begun    set when the thread that dispatches begins it
+    started  set when the thread that dispatches begins it
     """
 
     drawn: concurrent.futures.Future[list[Any]]
-    begun: threading.Event
+    started: threading.Event
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What is decided when an engine is made: see Engine."""
+    """Fixed when an engine is made: see Engine. biases: room for a request's logit biases."""
 
-    max_rows: int
+    max_batch_size: int
     pages: int
     context: int
     logprobs: int | None = None
@@ -78,8 +80,8 @@ class Options:
 
 
 class Caller:
-    """An executor in the thread of its caller: it works when a result is needed, or on `catch_up`. So a first
-    token can be read before the steps behind it are compiled."""
+    """An executor that works in the thread of its caller, when a result is needed or on `catch_up`. So a
+    first token can be read before the decode steps that follow it are compiled."""
 
     class Result(concurrent.futures.Future):
         def __init__(self, caller: "Caller"):
@@ -111,44 +113,45 @@ class Caller:
 
 
 class Runner:
-    """Dispatches for one engine, and the pool that they work on.
+    """Dispatches for one engine, and the pool that they change.
 
-    threaded   dispatch in a thread of its own; else contexts of the caller (jax.default_device) hold
+    threaded   dispatch in another thread; else in the caller's, where its contexts (jax.default_device) hold
     """
 
     def __init__(self, model: Model, options: Options, *, threaded: bool):
         self.model, self.options = model, options
         self.data = placement.size(model.mesh, placement.DATA)
         self.limits = limits(model, options)
-        threaded = threaded and jax.process_count() == 1  # several processes must dispatch in the same order
+        threaded = threaded and jax.process_count() == 1  # all processes must dispatch in the same order
         self._thread = (
             concurrent.futures.ThreadPoolExecutor(1, "bonsai-jax dispatch") if threaded else Caller()
         )
-        self._nowhere = options.max_rows + options.checkpoints  # a row that there is not
+        self._no_row = options.max_batch_size + options.checkpoints  # the row number of padding
         self._pool = self._empty_pool()
         pages = self._pool.cache.block_table.shape[1]
-        self._tables = np.zeros((self.data, options.max_rows, pages), np.int32)
-        self._noted: dict[tuple[int, int | None], tuple[list[int], int]] = {}  # the list, and how much of it
+        self._tables = np.zeros((self.data, options.max_batch_size, pages), np.int32)
+        # By device and row: the table that self._tables has a copy of, and how many of its pages.
+        self._copied: dict[tuple[int, int | None], tuple[list[int], int]] = {}
         self._layout = functools.cache(functools.partial(on_device.layout, self._pool))
-        self._nobody = self.rules(SamplingParams(0.0, seed=0), [])
+        self._padding = self.rules(SamplingParams(0.0, seed=0), [])  # the rules of rows without a request
 
     def rules(self, params: SamplingParams, stop_ids: Sequence[int]) -> np.ndarray:
-        """How a request draws, as the rows of its chunks have it (rows.rules_layout)."""
-        made = np.zeros((), self._layout(0)["rules"])
+        """How a request draws, in the layout of its chunks (rows.rules_layout)."""
+        rules = np.zeros((), self._layout(0)["rules"])
         columns = sampling.columns([params], self.model.config.vocab_size, self.options.biases)
         for name, column in columns.items():
-            made[name] = column[0]
-        made["stop_ids"] = decoding.NO_TOKEN
-        made["stop_ids"][: len(stop_ids)] = stop_ids
-        return made
+            rules[name] = column[0]
+        rules["stop_ids"] = decoding.NO_TOKEN
+        rules["stop_ids"][: len(stop_ids)] = stop_ids
+        return rules
 
     @property
     def shares(self) -> bool:
-        """Whether requests can share what they have read: pages, and checkpoints of what is not in them."""
+        """Whether requests can share the beginnings of their prompts."""
         return not self.options.reproducible and (self._pool.cache.rewinds or self.options.checkpoints > 0)
 
     def note(self, reads: Sequence[Sequence[Read]], rules: Callable[[Request], np.ndarray]) -> Call:
-        """Have the rows of these know the tokens that they will not read. One of each device."""
+        """rows.note: give rows the tokens that they will not read. At most one read on each device."""
         rows = self._columns(reads, 1, self._layout(self._pool.cache.capacity), rules)
         for i, read in numbered(reads, 1):
             request = read.request
@@ -164,53 +167,54 @@ class Runner:
         rules: Callable[[Request], np.ndarray],
         logprobs: int | None,
     ) -> Call:
-        """rows.prefill, with as many rows a device as shape has, of so many tokens."""
+        """rows.prefill of these reads. shape: rows on each device, tokens a row."""
         rows, width = shape
-        of_vectors = any(_of_vectors(read) for of in reads for read in of)
-        columns = self._columns(reads, rows, self._layout(0 if of_vectors else width), rules)
-        vectors = np.zeros((len(columns), width, self.model.config.hidden), "f4") if of_vectors else None
+        has_vectors = any(_reads_vectors(read) for read in itertools.chain(*reads))
+        columns = self._columns(reads, rows, self._layout(0 if has_vectors else width), rules)
+        vectors = np.zeros((len(columns), width, self.model.config.hidden), "f4") if has_vectors else None
         for i, read in numbered(reads, rows):
-            (columns["tokens"] if vectors is None else vectors)[i, : read.count] = _slice(read)
+            (columns["tokens"] if vectors is None else vectors)[i, : read.count] = _chunk(read)
         arrays = [on_device.packed(columns), vectors]
         return Call(on_device.prefill_rows, arrays, (self.model.config,), self._options(logprobs))
 
     def decode(
         self, writes: Sequence[Sequence[Request]], rows: int, steps: int, logprobs: int | None
     ) -> Call:
-        """rows.decode of these and as many more as make `rows` of each device."""
+        """rows.decode of these requests, padded to `rows` rows on each device."""
         columns = np.zeros((rows * self.data, 2 + self._tables.shape[2]), np.int32)
-        columns[:, :2] = self._nowhere, steps
-        for device, of in enumerate(writes):
-            there = columns[device * rows : device * rows + len(of)]
-            at: list[Any] = [request.row for request in of]
-            self._note_tables(device, of)
-            there[:, 0], there[:, 2:] = at, self._tables[device, at]
+        columns[:, :2] = self._no_row, steps
+        for device, requests in enumerate(writes):
+            part = columns[device * rows : device * rows + len(requests)]
+            at: list[Any] = [request.row for request in requests]
+            self._copy_tables(device, requests)
+            part[:, 0], part[:, 2:] = at, self._tables[device, at]
         options = self._options(logprobs) | {"size": on_device.DECODE_SIZE}
         alone = self.model.mesh is None
         function = on_device.decode_rows if alone else on_device.decode_rows_over_mesh
         return Call(function, [columns], (self.model.config,), options)
 
-    def nobodys(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
-        """A program's, without a row: decode of so many, a shape of prefill, or None: `note`."""
-        nobody: list[list[Any]] = [[] for _ in range(self.data)]
-        no_rules = lambda request: self._nobody  # noqa: E731
+    def padding(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
+        """A call of a program without any request: decode of so many rows, prefill of a shape, or None:
+        `note`."""
+        none: list[list[Any]] = [[] for _ in range(self.data)]
+        rules = lambda request: self._padding  # noqa: E731
         if size is None:
-            return self.note(nobody, no_rules)
+            return self.note(none, rules)
         if isinstance(size, int):
-            return self.decode(nobody, size, 0, logprobs)
-        return self.prefill(nobody, size, no_rules, logprobs)
+            return self.decode(none, size, 0, logprobs)
+        return self.prefill(none, size, rules, logprobs)
 
     def compile(self, calls: Sequence[Call], progress: Callable[[int, int], None]) -> None:
-        """Compile the programs of these, side by side: XLA works outside of Python's lock. Each runs once."""
+        """Compile the programs of these calls in threads, as XLA releases the GIL, and run each once."""
 
-        def compiled(call: Call) -> None:  # jit finds it when it is called like this
+        def compile_one(call: Call) -> None:  # jit finds the program when it is called with these arguments
             arguments = self.model.params, self._pool, *self._placed(call), *call.static
             call.function.lower(*arguments, **call.options).compile()
 
-        threads = os.cpu_count() if jax.process_count() == 1 else 1  # several processes: in the same order
+        threads = os.cpu_count() if jax.process_count() == 1 else 1  # all processes in the same order
         progress(0, len(calls))
         with concurrent.futures.ThreadPoolExecutor(threads, "bonsai-jax compile") as pool:
-            each = [pool.submit(compiled, call) for call in calls]
+            each = [pool.submit(compile_one, call) for call in calls]
             for done, one in enumerate(concurrent.futures.as_completed(each), 1):
                 one.result()
                 progress(done, len(calls))
@@ -219,11 +223,11 @@ class Runner:
         jax.block_until_ready(self._pool)
 
     def dispatch(self, call: Call) -> Dispatch:
-        """Call it, behind all others."""
-        begun = threading.Event()
+        """Run the call, after all calls before."""
+        started = threading.Event()
 
         def run():
-            begun.set()
+            started.set()
             arguments = self.model.params, self._pool, *self._placed(call), *call.static
             self._pool, *drawn = call.function(*arguments, **call.options)
             if jax.process_count() == 1:
@@ -231,45 +235,45 @@ class Runner:
                     array.copy_to_host_async()
             return drawn
 
-        return Dispatch(self._thread.submit(run), begun)
+        return Dispatch(self._thread.submit(run), started)
 
     def catch_up(self) -> None:
-        """Dispatch all that was asked for. A thread of its own does so by itself."""
+        """Finish all dispatches, where there is no thread that does."""
         if isinstance(self._thread, Caller):
             self._thread.catch_up()
 
-    def make_way(self, dispatch: Dispatch) -> None:
-        """Let the thread that dispatches go first, where there is one: it shares Python's lock with this one,
-        and the device waits for it."""
+    def wait_until_started(self, dispatch: Dispatch) -> None:
+        """Let the thread that dispatches go first, where there is one: both threads compete for the GIL, and
+        a late dispatch leaves the device idle."""
         if not isinstance(self._thread, Caller):
-            dispatch.begun.wait()
+            dispatch.started.wait()
 
     def reset(self) -> None:
-        """An empty pool, behind all that was asked for. Raises what making one raises."""
+        """Make an empty pool, after all dispatches. Raises what making one raises."""
         self._thread.submit(lambda: None).result()
         self._free()
         self._pool = self._empty_pool()
 
     def close(self) -> None:
-        """Free the pool's memory, and end the thread."""
+        """Free the pool's memory and end the thread."""
         self._thread.shutdown()
         self._free()
 
     def _columns(self, reads, rows: int, layout: np.dtype, rules) -> np.ndarray:
-        """Rows of layout without their tokens, so many of each device."""
+        """Rows of this layout without their tokens, `rows` on each device."""
         columns = np.zeros(rows * self.data, layout)
-        columns["row"] = columns["begins"] = columns["saves"] = self._nowhere
+        columns["row"] = columns["begins"] = columns["saves"] = self._no_row
         columns["copy_to"] = self.options.pages
-        columns["rules"] = self._nobody
+        columns["rules"] = self._padding
         for i, read in numbered(reads, rows):
             row, request = columns[i], read.request
             row["row"], row["first"], row["count"] = read.row, read.first, read.count
             row["starts"], row["draws"] = read.starts, read.draws
             row["remaining"] = request.max_new_tokens - len(request.said)
             row["answer"] = len(request.prompt)
-            row["begins"] = read.row if read.begins is None else self.options.max_rows + read.begins
+            row["begins"] = read.row if read.begins is None else self.options.max_batch_size + read.begins
             if read.saves is not None:
-                row["saves"] = self.options.max_rows + read.saves
+                row["saves"] = self.options.max_batch_size + read.saves
             if read.copy:
                 row["copy_from"], row["copy_to"] = read.copy
             row["rules"] = rules(request)
@@ -286,26 +290,23 @@ class Runner:
             return call.arrays
         return [a if a is None else parallel.place_rows(a, mesh) for a in call.arrays]
 
-    def _note_tables(self, device: int, of: Sequence[Request]) -> None:
-        """Tables of these rows as numpy has them: of most, nothing is new."""
-        for request in of:
+    def _copy_tables(self, device: int, requests: Sequence[Request]) -> None:
+        """Bring self._tables up to date for these rows; most have no new page."""
+        for request in requests:
             place = device, request.row
-            table, known = self._noted.get(place, (None, 0))
-            if table is not request.table:  # the row is another's; the rest of it is of nobody
+            table, known = self._copied.get(place, (None, 0))
+            if table is not request.table:  # the row was another request's
                 self._tables[place], known = 0, 0
             if known < len(request.table):
                 self._tables[device, request.row, known : len(request.table)] = request.table[known:]
-                self._noted[place] = request.table, len(request.table)
+                self._copied[place] = request.table, len(request.table)
 
     def _empty_pool(self) -> State:
         model, o = self.model, self.options
-        rows, pages = o.max_rows * self.data, o.pages * self.data
+        rows, pages = o.max_batch_size * self.data, o.pages * self.data
         cache = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
         if o.checkpoints:
-            rows, pages = (
-                self._nowhere * self.data,
-                self.data,
-            )  # of each device its rows, then its checkpoints
+            rows, pages = self._no_row * self.data, self.data  # on each device its rows, then its checkpoints
             more = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
             rings = (
                 own if own.ring is None else larger
@@ -317,15 +318,15 @@ class Runner:
 
     def _free(self) -> None:
         for array in jax.tree.leaves(self._pool):
-            if not array.is_deleted():  # what failed may have taken it already
+            if not array.is_deleted():  # a call that failed may have been given it
                 array.delete()
 
 
 def limits(model: Model, o: Options) -> Limits:
-    """What is compiled, or may be."""
-    on_cpu = jax.default_backend() == "cpu"
-    return Limits.of_engine(
-        o.max_rows,
+    """What the engine's programs can do."""
+    on_cpu = platform() == "cpu"
+    return Limits.for_engine(
+        o.max_batch_size,
         o.pages,
         page_size=model.run.page_size,
         prefill_tokens=o.prefill_tokens or (PREFILL_CHUNK if on_cpu else PREFILL_BATCH),
@@ -337,19 +338,19 @@ def limits(model: Model, o: Options) -> Limits:
     )
 
 
-def numbered[T](of_devices: Sequence[Sequence[T]], rows: int) -> Iterator[tuple[int, T]]:
-    """Of each device the first few of `rows` places."""
-    for device, of in enumerate(of_devices):
-        for i, one in enumerate(of):
-            yield device * rows + i, one
+def numbered[T](devices: Sequence[Sequence[T]], rows: int) -> Iterator[tuple[int, T]]:
+    """Each device's items with their place in an array of `rows` rows a device."""
+    for device, items in enumerate(devices):
+        for i, item in enumerate(items):
+            yield device * rows + i, item
 
 
-def _of_vectors(read: Read) -> bool:
+def _reads_vectors(read: Read) -> bool:
     return read.request.vectors and read.first < len(read.request.prompt)
 
 
-def _slice(read: Read) -> Any:
-    """What it reads."""
+def _chunk(read: Read) -> Any:
+    """The tokens or vectors that it reads."""
     request, at, end = read.request, read.first, read.first + read.count
     if end <= len(request.prompt):
         return request.prompt[at:end]

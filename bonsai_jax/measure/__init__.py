@@ -1,1 +1,1 @@
-"""Speed, accuracy and simulation; used by the command line alone."""
+"""Speed, accuracy and simulation. Of the package only the command line imports it."""

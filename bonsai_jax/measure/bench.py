@@ -1,15 +1,17 @@
-"""Speed as llama-bench measures it, prompt processing (pp) and token generation (tg) without tokenizing or
-sampling; and beside it what a user runs (gen).
+"""Speed as llama-bench measures it: prompt processing (pp) and token generation (tg), without tokenizing or
+sampling; and generation as users run it (gen).
 
-ppN      N prompt tokens at once, and the logits of the last
-tgN      N tokens one after another, each through embedding, layers and head; ids from a fixed random table
-genN     N tokens as `generate` and `stream` make them: `jitted.decode` with the default SamplingParams, each
-         token drawn from the logits of the one before; gen128+ngram: with proposals from the text itself
-...@dD   the same behind D tokens that are in the cache already
-batchB, gen-batchB  tg and gen for B rows of 128 tokens that produce 128 more; tokens of all rows a second
+ppN         N prompt tokens at once, and the logits of the last one
+tgN         N tokens one after another, each through embedding, layers and head; ids come from a fixed random
+            table
+genN        N tokens as `generate` and `stream` make them: `jitted.decode` with the default SamplingParams,
+            each token drawn from the logits of the one before; gen128+ngram: with proposals by ngram
+...@dD      the same after D tokens that are already in the cache
+batchB      tg for B sequences of 128 tokens that produce 128 more; speed counts the tokens of all sequences
+gen-batchB  gen for such a batch
 
-Over a mesh with data parallelism every device does the whole test: B rows each, tokens of all devices a
-second.
+Over a mesh with data parallelism every device runs the whole test, B sequences each, and speed counts the
+tokens of all devices.
 """
 
 import csv
@@ -30,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax import card
+from bonsai_jax import card, machine
 from bonsai_jax.config import ModelConfig, SamplingParams
 from bonsai_jax.decoding import jitted, speculation
 from bonsai_jax.decoding import steps as core
@@ -42,14 +44,14 @@ from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.weights import placement
 
-BATCH_TOKENS = 128  # of each row of a batch: so many are in the cache, and as many are produced
-WARMUP_STEPS = 8  # a decode loop of any length is the same program: a short one warms it up
-WARMUP_CALLS = 4  # on a GPU the first makes no graph, the second makes it
+BATCH_TOKENS = 128  # tokens of each sequence of a batch before the test, and as many are produced
+WARMUP_STEPS = 8  # decode loops of any length are one program, so a short one warms it up
+WARMUP_CALLS = 4  # on a GPU the second call creates the CUDA graph
 
 
 @dataclasses.dataclass(frozen=True)
 class Origin:
-    """Where a row for the record comes from: what all of them begin with."""
+    """Where and when a row was measured: the first fields of every row."""
 
     date: str
     commit: str | None
@@ -60,14 +62,14 @@ class Origin:
 
 @dataclasses.dataclass(frozen=True)
 class Row(Origin):
-    """One test's result, as it is kept for the record.
+    """The result of one test.
 
     tok_s, tok_s_std  mean and standard deviation over the repetitions
-    gb_s              10^9 bytes a second, of all devices: for tg the weights and the cache (at its mean
-                      depth) at each step, for pp the weights once
-    ceiling_share     gb_s over the bandwidth of all devices' memory; None for pp, which memory does not bound
+    gb_s              10^9 bytes per second, of all devices: for tg the weights and the cache (at its mean
+                      depth) in each step, for pp the weights once
+    ceiling_share     gb_s over the memory bandwidth of all devices; None for pp, which memory does not bound
     data_parallel, tensor_parallel  devices along the axes of the mesh
-    tokens_per_step  of a row, where steps speculate
+    tokens_per_step   tokens per step of a sequence, if steps speculate
     """
 
     impl: str
@@ -87,7 +89,7 @@ class Row(Origin):
 def last_logits(
     params: Params, cache: KVCache, tokens: Int[Array, "B T"], config: ModelConfig
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Prompts through the model, behind what the cache holds: their last tokens' logits, and the cache."""
+    """Read prompts after what is in the cache. Returns the logits of their last tokens, and the cache."""
     lengths = jnp.full(tokens.shape[0], tokens.shape[1], jnp.int32)
     hidden, cache = core.read(params, cache, tokens, lengths, config)
     return decoder.logits(params, hidden, config), cache
@@ -102,9 +104,10 @@ def read_one_by_one(
     steps: int | Int[Array, ""],
     config: ModelConfig,
 ) -> tuple[Float[Array, "B"], KVCache]:
-    """The first `steps` tokens of every row, one decode step each, in a loop on the device.
+    """Read the first `steps` tokens of every sequence, one decode step each, in a loop on the device.
 
-    Returns each row's sum of every step's largest logit: it needs all logits, so none can be optimized away.
+    Returns for each sequence the sum of every step's largest logit, which needs all logits, so that XLA can
+    leave out none.
     """
 
     def step(i, carry):
@@ -117,10 +120,10 @@ def read_one_by_one(
 
 @dataclasses.dataclass
 class Test:
-    """One test of one model, made ready once, then run as often as wanted: run() is one timed repetition.
+    """One test of one model, prepared and compiled once; run() is one timed repetition.
 
-    rows       of each device that the mesh gives rows to
-    speculate  of gen: what proposes tokens
+    rows       sequences on each device along the mesh's axis "data"
+    speculate  the proposer of a gen test; None: steps do not speculate
     """
 
     model: Model
@@ -151,11 +154,11 @@ class Test:
                 noted = speculation.note(s, known, first, valid)
                 self.state = self.state.replace(speculation=noted)
         on_gpu = jax.default_backend() != "cpu"
-        for _ in range(3 if on_gpu else 1):  # on a GPU the first run makes no graph and the second makes it
+        for _ in range(3 if on_gpu else 1):  # on a GPU the second run creates the CUDA graph
             self.run(warm=True)
 
     def _call(self, function, *arrays) -> jax.Array:
-        """Run it on the cache, and return what else it returns."""
+        """Run a function that updates the cache; returns its other result."""
         out, self.cache = function(self.model.params, self.cache, *arrays, self.model.config)
         return out
 
@@ -185,7 +188,7 @@ class Test:
         return rows * self.tokens / (time.perf_counter() - began)
 
     def _rewind(self) -> None:
-        """Back to `depth` tokens in every row."""
+        """Reset every sequence to `depth` tokens."""
         rows = self.rows * self.data
         lengths, remaining = (
             parallel.place_rows(np.full(rows, n, np.int32), self.model.mesh)
@@ -193,47 +196,49 @@ class Test:
         )
         if self.kind == "gen":
             if (s := self.state.speculation) is not None:
-                again = s.replace(steps=jnp.zeros_like(s.steps))
-                self.state = self.state.replace(speculation=again)
+                reset = s.replace(steps=jnp.zeros_like(s.steps))
+                self.state = self.state.replace(speculation=reset)
             cache = self.state.cache.replace(lengths=lengths)
             self.state = jax.block_until_ready(self.state.replace(cache=cache, remaining=remaining))
         else:
             self.cache = jax.block_until_ready(self.cache.replace(lengths=lengths))
 
     def bytes_moved(self) -> int:
-        """By all devices, per run for pp, per step for tg: see Row."""
+        """Bytes that all devices read, per run for pp, per step for tg and gen: see Row."""
         tokens = self.rows * (self.tokens if self.kind == "pp" else 1)
-        held = weights.decode_bytes(self.model.params, self.model.config, tokens) * self.data
+        weight_bytes = weights.decode_bytes(self.model.params, self.model.config, tokens) * self.data
         if self.kind == "pp":
-            return held
+            return weight_bytes
         lengths = [self.depth + self.tokens // 2] * self.rows * self.data
-        return card.decode_bytes(held, self.model.config, self.model.run, lengths)
+        return card.decode_bytes(weight_bytes, self.model.config, self.model.run, lengths)
 
     def tokens_per_step(self) -> float | None:
-        """Of a row, in the last run; None where steps do not speculate."""
+        """Tokens per step of a sequence in the last run; None if steps do not speculate."""
         if self.kind != "gen" or (s := self.state.speculation) is None:
             return None
         return self.tokens / float(parallel.fetch(s.steps).mean())
 
     def row(self, speeds: Sequence[float]) -> Row:
         params, mean = self.model.params, statistics.fmean(speeds)
-        of_row = self.tokens_per_step()
-        tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else of_row or 1)
+        per_step = self.tokens_per_step()
+        tokens = self.rows * self.data * (self.tokens if self.kind == "pp" else per_step or 1)
         moved = self.bytes_moved() * mean / tokens
         return Row(
             **origin(),
             impl=card.kernel_names(params, self.rows * self.tokens)
             if self.kind == "pp"
             else card.step_names(params, self.rows),
-            model=model_name(self.model.source),
+            model=self.model.name,
             test=self.name,
             tok_s=mean,
             tok_s_std=statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
             gb_s=moved / 1e9,
-            ceiling_share=None if self.kind == "pp" else moved / card.bandwidth() / (self.data * self.parts),
+            ceiling_share=None
+            if self.kind == "pp"
+            else moved / machine.bandwidth() / (self.data * self.parts),
             data_parallel=self.data,
             tensor_parallel=self.parts,
-            tokens_per_step=of_row,
+            tokens_per_step=per_step,
         )
 
 
@@ -249,14 +254,15 @@ def measure(
     speculate: str | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Iterator[Row]:
-    """A row for every depth and test size, in llama-bench's order, then those of every batch; sizes of 0 are
-    left out, as there.
+    """A row for every depth and test size, in llama-bench's order, then the rows of every batch. Sizes of 0
+    are skipped, as llama-bench does.
 
-    prompts, new_tokens, sampled   sizes of the tests pp, tg and gen; batches are sampled too where any is
-    speculate   what proposes tokens to gen
+    prompts, new_tokens, sampled  sizes of the pp, tg and gen tests; if there are gen tests, batches are
+                                  measured with sampling too
+    speculate                     the proposer of gen tests
     """
     sizes = {"pp": prompts, "tg": new_tokens, "gen": sampled}
-    plan = [(kind, n, depth, 1) for depth in depths for kind, of in sizes.items() for n in of if n]
+    plan = [(kind, n, depth, 1) for depth in depths for kind, counts in sizes.items() for n in counts if n]
     kinds = ("tg", "gen") if any(sampled) else ("tg",)
     plan += [(kind, BATCH_TOKENS, BATCH_TOKENS, rows) for rows in batches if rows for kind in kinds]
     for i, sizes in enumerate(plan):
@@ -268,8 +274,8 @@ def measure(
 
 
 def seconds_per_call(step: Callable[[Any], Any], state: Any, *, repetitions: int, calls: int) -> list[float]:
-    """Each repetition's seconds per call of step: state -> state, `calls` of them dispatched at once; after
-    calls that do not count."""
+    """Seconds per call of step: state -> state, for each repetition of `calls` calls, which are dispatched
+    without waiting. Warm-up calls before them do not count."""
     for _ in range(WARMUP_CALLS):
         state = step(state)
     times = []
@@ -283,18 +289,16 @@ def seconds_per_call(step: Callable[[Any], Any], state: Any, *, repetitions: int
     return times
 
 
-def model_name(source: str) -> str:
-    """What a row calls the model: a file by its name, anything else as it was asked for."""
-    return Path(source).stem if source.endswith(".gguf") else source
-
-
 def origin(named: str | None = None) -> dict[str, Any]:
-    """Fields of an Origin, now and here. `named` is the commit of a checkout without history."""
+    """The fields of an Origin for this moment and machine.
+
+    named  the commit, for a checkout without history
+    """
     return {
         "date": now(),
         "commit": named or commit(),
-        "device": card.device_name(),
-        "driver": card.driver(),
+        "device": machine.device_name(),
+        "driver": machine.driver(),
         "jax": jax.__version__,
     }
 
@@ -305,8 +309,8 @@ def now() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """The checkout's commit, with "-dirty" when tracked files differ from it; None outside a checkout."""
-    root = Path(__file__).parent.parent
+    """The checkout's commit, with "-dirty" if tracked files differ from it; None outside a checkout."""
+    root = Path(__file__).parents[2]
     if not (root / "pyproject.toml").exists():
         return None
 
@@ -341,7 +345,7 @@ def markdown(row: Row, size_bytes: int, parameters: int) -> str:
 
 
 def json_line(row: Any) -> str:
-    """Any dataclass, as a line of JSON."""
+    """A dataclass as one line of JSON."""
     return json.dumps(dataclasses.asdict(row))
 
 

@@ -1,8 +1,8 @@
-"""How well a model predicts a text: perplexity, and divergence from another run's predictions.
+"""How well a model predicts a text: perplexity, and divergence from the predictions of another run.
 
-As in llama.cpp's perplexity tool: the text is cut into chunks of `context` tokens, each chunk starts with BOS
-if the model wants one, and only tokens behind its first half are scored, so that each has half a chunk before
-it.
+As in llama.cpp's perplexity tool, the text is cut into chunks of `context` tokens. Each chunk starts with BOS
+if the model uses one. Only tokens after the first half of a chunk are scored, so that each has at least half
+a chunk of text before it.
 
     chunk   BOS t1 t2 ... t[c/2]  | t[c/2 + 1] ... t[c - 1]
                     context       |        scored            c - 1 - c/2 tokens
@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from bonsai_jax.model import Model
 from bonsai_jax.text import iter_logits
 
-ROWS = 32  # logits rows in work at once: bounds the float64 copies
+LOGIT_ROWS = 32  # rows of logits computed at once, which bounds the memory of float64 copies
 
 
 @dataclasses.dataclass
@@ -61,10 +61,10 @@ def perplexity(nll: Mean) -> tuple[float, float]:
 
 @dataclasses.dataclass
 class Divergence:
-    """Of this run from a base run, over the same scored tokens.
+    """The divergence of this run from a base run, over the same scored tokens.
 
     kl        KL(base || this run) of each predicted distribution, in nats
-    same_top  1 where both find the same token most likely, else 0
+    same_top  1 where both runs give the same token the highest probability, else 0
     """
 
     kl: Mean = dataclasses.field(default_factory=Mean)
@@ -81,10 +81,10 @@ def log_softmax(logits: Float[np.ndarray, "T V"]) -> Float[np.ndarray, "T V"]:
     log p = x - max(x) - log sum exp(x - max(x))
     """
     out = np.empty(logits.shape, np.float32)
-    for first in range(0, len(logits), ROWS):
-        x = logits[first : first + ROWS].astype(np.float32)
+    for first in range(0, len(logits), LOGIT_ROWS):
+        x = logits[first : first + LOGIT_ROWS].astype(np.float32)
         x -= x.max(-1, keepdims=True)
-        out[first : first + ROWS] = x - np.log(np.exp(x).sum(-1, dtype=np.float64, keepdims=True))
+        out[first : first + LOGIT_ROWS] = x - np.log(np.exp(x).sum(-1, dtype=np.float64, keepdims=True))
     return out
 
 
@@ -96,17 +96,18 @@ def kl_divergence(
     KL(p || q) = sum_v p_v (log p_v - log q_v)
     """
     out = np.empty(len(base), np.float64)
-    for first in range(0, len(base), ROWS):
-        rows = slice(first, first + ROWS)
+    for first in range(0, len(base), LOGIT_ROWS):
+        rows = slice(first, first + LOGIT_ROWS)
         p = base[rows].astype(np.float64)
         out[rows] = (np.exp(p) * (p - log_probs[rows])).sum(-1)
     return out
 
 
 def chunks(ids: Sequence[int], context: int, bos_id: int | None) -> Int[np.ndarray, "chunks context"]:
-    """Token ids cut into whole chunks, the rest dropped; `bos_id` replaces each chunk's first, unless None.
+    """Token ids cut into whole chunks; the rest is dropped. Unless `bos_id` is None, it replaces the first
+    token of each chunk.
 
-    Raises ValueError for fewer than two chunks' worth of tokens, as llama.cpp does, or a context below 4.
+    Raises ValueError if the tokens fill fewer than two chunks, as llama.cpp does, or if context is below 4.
     """
     if context < 4:
         raise ValueError(f"chunks of {context} tokens: at least 4 are needed")
@@ -122,14 +123,15 @@ def chunks(ids: Sequence[int], context: int, bos_id: int | None) -> Int[np.ndarr
 
 
 def scored(context: int) -> int:
-    """Tokens of a chunk that are scored."""
+    """How many tokens of a chunk are scored."""
     return context - 1 - context // 2
 
 
 def score_chunk(
     model: Model, chunk: Int[np.ndarray, "context"]
 ) -> tuple[Float[np.ndarray, "T V"], Float[np.ndarray, "T"]]:
-    """Log-probabilities before each scored token of a chunk, and those tokens' negative log-likelihoods."""
+    """The predicted log-probabilities at each scored token of a chunk, and the tokens' negative
+    log-likelihoods."""
     first = len(chunk) // 2
     parts, position = [], 0
     for logits in iter_logits(model, chunk.tolist()):
@@ -142,13 +144,13 @@ def score_chunk(
 
 
 class BaseWriter:
-    """Writes a run's log-probabilities, chunk by chunk, into an .npz file that np.load reads, too:
+    """Writes the log-probabilities of a run, chunk by chunk, into an .npz file, which np.load can read:
 
     tokens     int32 [chunks, context]
-    log_probs  float32 [chunks, scored tokens a chunk, vocabulary]
+    log_probs  float32 [chunks, scored tokens per chunk, vocabulary]
 
-    The file takes 4 bytes x vocabulary for every scored token: 50 MB a chunk of 512 for a vocabulary of
-    49,152. It gets its name when it is complete.
+    The file takes 4 bytes x vocabulary for every scored token: 50 MB per chunk of 512 for a vocabulary of
+    49,152. It is renamed to `path` when it is complete.
     """
 
     def __init__(self, path: Path, tokens: Int[np.ndarray, "chunks context"], vocab_size: int):
@@ -177,25 +179,25 @@ class BaseWriter:
 
 
 class BaseReader:
-    """Reads, chunk by chunk, what BaseWriter wrote. Raises ValueError when it is of another text, chunk size
-    or vocabulary, or no such file at all."""
+    """Reads the file of a BaseWriter, chunk by chunk. Raises ValueError if the file was made from another
+    text, chunk size or vocabulary, or is not such a file."""
 
     def __init__(self, path: Path, tokens: Int[np.ndarray, "chunks context"], vocab_size: int):
         try:
             self.file = zipfile.ZipFile(path)
             with self.file.open("tokens.npy") as entry:
-                held = np.lib.format.read_array(entry, allow_pickle=False)
+                stored = np.lib.format.read_array(entry, allow_pickle=False)
             self.entry = self.file.open("log_probs.npy")
             np.lib.format.read_magic(self.entry)
             shape, _, dtype = np.lib.format.read_array_header_1_0(self.entry)
         except (zipfile.BadZipFile, KeyError, ValueError) as error:
             raise ValueError(
-                f"{path}: no file of log-probabilities, as --kl-base writes it: {error}"
+                f"{path}: not a file of log-probabilities, as --kl-base writes it: {error}"
             ) from None
-        if not np.array_equal(held, tokens):
+        if not np.array_equal(stored, tokens):
             raise ValueError(
-                f"{path}: made from another text, tokenizer or chunk size ({held.shape[0]} chunks of "
-                f"{held.shape[-1]} tokens; here {tokens.shape[0]} of {tokens.shape[1]})"
+                f"{path}: made from another text, tokenizer or chunk size ({stored.shape[0]} chunks of "
+                f"{stored.shape[-1]} tokens; this text has {tokens.shape[0]} of {tokens.shape[1]})"
             )
         if shape != (len(tokens), scored(tokens.shape[1]), vocab_size) or dtype != np.float32:
             raise ValueError(
@@ -225,8 +227,8 @@ def _read_fully(file: IO[bytes], size: int) -> bytes:
 
 @dataclasses.dataclass
 class Result:
-    """Figures over the tokens scored so far: their negative log-likelihoods, in nats, and the divergence from
-    a base run, which stays empty without one."""
+    """Figures over the tokens scored so far: their negative log-likelihoods in nats, and the divergence from
+    a base run, if there is one."""
 
     nll: Mean = dataclasses.field(default_factory=Mean)
     divergence: Divergence = dataclasses.field(default_factory=Divergence)
@@ -240,7 +242,7 @@ def evaluate(
     compare: BaseReader | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Result:
-    """Score chunk after chunk, written to or compared with a base file on the way."""
+    """Score every chunk, and write the log-probabilities to a base file or compare them with one."""
     result = Result()
     for done, chunk in enumerate(cut, 1):
         log_probs, losses = score_chunk(model, chunk)

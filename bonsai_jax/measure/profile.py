@@ -16,16 +16,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bonsai_jax import card
-from bonsai_jax.config import Channels, Mixer
+from bonsai_jax import card, machine
+from bonsai_jax.config import Group
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.measure import bench
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import decoder
-from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network import decoder, kinds, rope
+from bonsai_jax.network.kinds.attention import ropes
+from bonsai_jax.network.kinds.place import Place, joined_product
 from bonsai_jax.network.params import Params
-from pallas_kernels import QTensor, Rows, attend, delta_net, experts_gated, experts_matmul, gated, matmul
+from pallas_kernels import LayerStack, QTensor, Rows, experts_gated, experts_matmul, gated, matmul
 from pallas_kernels.attention import empty_workspace
 
 
@@ -40,8 +41,8 @@ class Phase(bench.Origin):
     operations  two for each weight and token, or for each element of a query and a key or value that it sees
     tflops      10^12 operations a second
     ceiling_share  the time that the ceiling allows over the time taken
-    bound       the ceiling that it meets first: "memory" (bytes over card.bandwidth) or "compute" (operations
-                over card.arithmetic: of the tensor cores, by what they multiply)
+    bound       the ceiling that it meets first: "memory" (bytes over machine.bandwidth) or "compute"
+                (operations over machine.arithmetic: of the tensor cores, by what they multiply)
     """
 
     impl: str
@@ -60,7 +61,7 @@ class Phase(bench.Origin):
 def measure(
     model: Model, depth: int = 0, repetitions: int = 5, *, rows: int = 1, tokens: int = 1
 ) -> Iterator[Phase]:
-    """A row for each phase of a step behind `depth` tokens, one for their sum, one for the whole step.
+    """A row for each phase of a step after `depth` tokens, one for their sum, one for the whole step.
 
     rows    of a decode step, as one of the test batchB
     tokens  of each row: 1 is a decode step, more a prefill, of which one chunk at most (decoding.chunk_size)
@@ -68,84 +69,32 @@ def measure(
     if tokens > 1 and rows > 1:
         raise NotImplementedError("profile: a prefill of more than one row is not measured; take rows=1")
     config, run, params = model.config, model.run, model.params
-    w, d = params.layers, config.delta
-    H, ffn_width, q_width = config.hidden, config.ffn, config.q_width
-    qkv_width = q_width + 2 * config.kv_width
     cache = kv.empty(config, run, rows, depth + tokens)
     tokens = min(tokens, core.chunk_size(cache, rows))
-    vectors = lambda width: jnp.full((rows, tokens, width), 0.5, jnp.float32)  # noqa: E731
-    last = jnp.full((rows, 1, H), 0.5, jnp.float32)  # the tokens of which logits are wanted
-    head = params.embed if params.head is None else params.head
-    cache_bytes = rows * (depth + tokens) * kv.bytes_per_token(config, run.cache_dtype)
-    seen = rows * sum(range(depth + 1, depth + tokens + 1))  # keys, by all queries
-    weight_bytes = lambda *stacks: sum(stack.nbytes for stack in stacks)  # noqa: E731
-    L = len(config.layers_of("attention"))
-    each = 2 * L * rows * tokens  # operations for a weight that every layer with attention has
-    of_mlp = 2 * len(config.layers_of("mlp")) * rows * tokens
-    plan = {  # phase: one layer of it, what it begins with, bytes, operations
-        "qkv": (_qkv, vectors(H), weight_bytes(*w.wqkv), each * (config.q_rows + 2 * config.kv_width) * H),
-        "attention": (_attention, (vectors(qkv_width), cache), cache_bytes, 4 * L * q_width * seen),
-        "attention output": (_output, (vectors(q_width), vectors(H)), weight_bytes(w.wo), each * H * q_width),
-    }
-    if w.w_gate is not None and w.w_up is not None and w.w_down is not None:
-        work = of_mlp * H * ffn_width
-        plan |= {
-            "gate and up": (_gate_up, vectors(H), weight_bytes(w.w_gate, w.w_up), 2 * work),
-            "down": (_down, (vectors(ffn_width), vectors(H)), weight_bytes(w.w_down), work),
-        }
-    if (e := config.experts) is not None and w.router is not None:
-        each_expert = 2 * len(config.layers_of("experts")) * rows * tokens
-        read = e.share_read(rows * tokens)
-        of_experts = round(read * weight_bytes(w.expert_gate, w.expert_up, w.expert_down))
-        plan |= {
-            "router": (_router, vectors(H), w.router.nbytes, each_expert * H * e.count),
-            "experts": (_experts, vectors(H), of_experts, each_expert * 3 * H * e.ffn * e.used),
-        }
-    plan["head"] = _head, last, head.nbytes, 2 * rows * config.vocab_size * H
-    if d is not None and w.delta_out is not None:
-        each = 2 * len(config.layers_of("delta")) * rows * tokens
-        made, states = vectors(d.qkv_width + d.v_width), 2 * rows * kv.bytes_per_row(config)
-        own = kv.empty(config, run, rows, 1)  # each phase's cache is donated
-        plan = {
-            "delta inputs": (_delta_in, vectors(H), weight_bytes(*w.delta_in, *w.delta_gates),
-                             each * (d.qkv_width + d.v_width + 2 * d.v_heads) * H),
-            "delta net": (_delta_net, (made, own), states, 4 * each * d.v_width * d.k_dim),
-            "delta output": (_delta_out, (vectors(d.v_width), vectors(H)), w.delta_out.nbytes,
-                             each * d.v_width * H),
-        } | plan  # fmt: skip
     name = f"pp{tokens}" if tokens > 1 else "tg" if rows == 1 else f"batch{rows}"
-    of_what = {"model": bench.model_name(model.source), "test": f"{name}@d{depth}"}
+    test = {"model": model.name, "test": f"{name}@d{depth}"}
 
     def row(phase: str, seconds: float, moved: int, operations: int, least: tuple, impl: str) -> Phase:
         return Phase(
-            **bench.origin(), **of_what, phase=phase, us=1e6 * seconds, bytes=moved,
+            **bench.origin(), **test, phase=phase, us=1e6 * seconds, bytes=moved,
             gb_s=moved / seconds / 1e9, operations=operations, tflops=operations / seconds / 1e12, impl=impl,
             ceiling_share=max(least) / seconds, bound="memory" if least[0] >= least[1] else "compute",
         )  # fmt: skip
 
-    many = tokens > 1
-    attends = cache.prefill_impl if many else cache.impl
-    of_products = card.kernel_names(params.layers, rows * tokens)
     total, total_least = (0.0, 0, 0), (0.0, 0.0)
-    for phase, (one, start, moved, operations) in plan.items():
-        call = _once(one, model) if phase == "head" else _all_layers(one, model, depth, tokens)
+    for work in _phases(model, depth, rows, tokens):
+        call = _once(work) if work.kind is None else _all_layers(work, model, depth, tokens)
+        start = work.start()  # each phase's state is donated
         seconds = _seconds(lambda state, call=call: call(params, state), start, repetitions, tokens)
-        if phase in ("attention", "delta net"):
-            of_delta = cache.delta and (cache.delta.prefill_impl if many else cache.delta.impl)
-            impl, rate = attends if phase == "attention" else str(of_delta), card.arithmetic()
-        elif phase == "head":
-            impl, rate = card.kernel_names(head, rows), _rate(head, rows)
-        else:
-            impl, rate = of_products, _rate((w.wo if w.w_down is None else w.w_down).parts[0], rows * tokens)
-        least = (moved / card.bandwidth(), operations / rate)
-        total = (total[0] + seconds, total[1] + moved, total[2] + operations)
+        least = (work.bytes / machine.bandwidth(), work.operations / work.rate)
+        total = (total[0] + seconds, total[1] + work.bytes, total[2] + work.operations)
         total_least = (total_least[0] + least[0], total_least[1] + least[1])
-        yield row(phase, seconds, moved, operations, least, impl)
-    yield row("sum of these", *total, total_least, of_products)
-    length = tokens if many else 8 if jax.default_backend() == "cpu" else 64
-    step = bench.Test(model, "pp" if many else "tg", length, depth, rows)
+        yield row(work.name, seconds, work.bytes, work.operations, least, work.impl)
+    yield row("sum of these", *total, total_least, card.kernel_names(params.layers, rows * tokens))
+    length = tokens if tokens > 1 else 8 if jax.default_backend() == "cpu" else 64
+    step = bench.Test(model, "pp" if tokens > 1 else "tg", length, depth, rows)
     seconds = statistics.median(rows * tokens / step.run() for _ in range(repetitions))
-    whole = card.kernel_names(params, tokens) if many else card.step_names(params, rows)
+    whole = card.kernel_names(params, tokens) if tokens > 1 else card.step_names(params, rows)
     yield row("whole step", seconds, total[1], total[2], total_least, whole)
 
 
@@ -153,155 +102,243 @@ def _rate(weight: QTensor | Rows, rows: int) -> float:
     """Operations per second that the device allows for products of so many rows with this weight, by what
     multiplies them."""
     piece = weight.pieces[0] if isinstance(weight, Rows) else weight
-    kernel = piece.products.of(rows)
+    kernel = piece.products.kernel(rows)
     if kernel in ("reference", "cublas", "int_prefill_sm90"):
-        return card.arithmetic("half")
+        return machine.arithmetic("half")
     by_planes = kernel == "bit_decode_b1" or (kernel == "bit_decode_ring" and rows <= 4)
     kind = "planes" if by_planes else "int8"
-    return card.arithmetic(kind) * 8 / piece.products.activation_bits
+    return machine.arithmetic(kind) * 8 / piece.products.activation_bits
 
 
-def _all_layers(one: Callable, model: Model, depth: int, tokens: int) -> Callable[[Params, Any], Any]:
-    """One phase over all layers: unrolled on kernels, else scanned."""
-    L, unrolled = len(model.config.layers_of(OF_KIND.get(one, "attention"))), model.params.step.unrolled
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A phase of a step, over all layers of a group.
 
-    def step(layer, params: Params, state):
-        if one not in (_attention, _delta_net):
-            return handed_on(one(params, state, layer, model.config), state)
-        positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), state[0].shape[:2])
-        return one(params, state, layer, model.config, positions)
+    name        of the phase
+    kind, group   whose layers have it; None: the model's own
+    run         (params, place, state) -> what it computes of a layer, or the next state (`chained`)
+    start       makes the state that it begins with
+    bytes, operations   as Phase has them
+    impl, rate  the kernels, and the operations per second that the device allows them
+    chained     whether run returns the next state
+    """
+
+    name: str
+    kind: str | None
+    group: int
+    run: Callable[[Params, Any, Any], Any]
+    start: Callable[[], Any]
+    bytes: int
+    operations: int
+    impl: str
+    rate: float
+    chained: bool = False
+
+
+def _phases(model: Model, depth: int, rows: int, tokens: int) -> Iterator[Work]:
+    """The phases of a step, in the order in which a layer has them."""
+    config, params = model.config, model.params
+    for kind in config.kinds:
+        for number, group in enumerate(config.groups(kind)):
+            several = len(config.groups(kind)) > 1
+            for work in PHASES[kind](model, group, number, depth, rows, tokens):
+                yield dataclasses.replace(work, name=f"{work.name} {number + 1}" if several else work.name)
+    head, last = params.embed if params.head is None else params.head, (rows, 1, config.hidden)
+    yield Work(
+        "head", None, 0, lambda params, _, x: decoder.logits(params, x, config), lambda: _vectors(*last),
+        head.nbytes, 2 * rows * config.vocab_size * config.hidden, card.kernel_names(head, rows),
+        _rate(head, rows),
+    )  # fmt: skip
+
+
+def _product(
+    model: Model, group: Group, number: int, rows: int, tokens: int, name: str, run: Callable,
+    stacks: tuple[LayerStack, ...], *, read: float = 1.0, each: float = 1.0, residual: int | None = None,
+) -> Work:  # fmt: skip
+    """A phase that multiplies with these stacks.
+
+    read      the share of their bytes that a step reads
+    each      products of a token with such a matrix
+    residual  width of its input, where the product is added to x; None: it is not
+    """
+    hidden, count = model.config.hidden, rows * tokens
+    work = sum(stack.shape[0] * stack.shape[1] for stack in stacks)
+    start = lambda: _vectors(rows, tokens, hidden)  # noqa: E731
+    if residual is not None:
+        start = lambda: (_vectors(rows, tokens, residual), _vectors(rows, tokens, hidden))  # noqa: E731
+    return Work(
+        name, group.settings.kind, number, run, start, round(read * sum(s.nbytes for s in stacks)),
+        round(2 * len(group.layers) * count * work * each), card.kernel_names(stacks, count),
+        _rate(stacks[0].parts[0], count),
+    )  # fmt: skip
+
+
+def _attention(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
+    w, settings, config = model.params.layers.attention[number], group.settings, model.config
+    shape = model, group, number, rows, tokens
+    yield _product(
+        *shape,
+        "qkv",
+        lambda _, place, x: joined_product(x, place.weights.qkv, place, place.weights.norm),
+        w.qkv,
+    )
+
+    def attend(params: Params, place: Place, state):
+        qkv, cache, workspace = state
+        out, cache, workspace = kinds.get("attention").mix(qkv, qkv, place, cache, workspace)
+        return qkv.at[..., : out.shape[-1]].set(out), cache, workspace
+
+    def start():
+        cache = kv.empty(config, model.run, rows, depth + tokens)
+        workspace = None
+        if model.params.step.unrolled:
+            workspace = empty_workspace(rows, settings.num_heads, cache.attention[number].k)
+        return _vectors(rows, tokens, settings.q_rows + 2 * settings.kv_width), cache, workspace
+
+    first, state = depth + 1, kv.empty(config, model.run, 1, 1).attention[number]
+    seen = rows * sum(min(n, settings.window or n) for n in range(first, first + tokens))
+    layers = len(group.layers)
+    moved = rows * layers * settings.bytes_read(model.run, depth + tokens)
+    yield Work(
+        "attention", "attention", number, attend, start, moved, 4 * layers * settings.q_width * seen,
+        state.prefill_impl if tokens > 1 else state.impl, machine.arithmetic(), chained=True,
+    )  # fmt: skip
+    yield _product(
+        *shape,
+        "attention output",
+        lambda _, place, s: matmul(s[0], place.weights.o, place.index, residual=s[1]),
+        (w.o,),
+        residual=settings.q_width,
+    )
+
+
+def _delta_net(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
+    w, settings, config = model.params.layers.delta_net[number], group.settings, model.config
+    shape, module = (model, group, number, rows, tokens), kinds.get("delta_net")
+
+    def inputs(params: Params, place: Place, x):
+        return joined_product(x, (*place.weights.inputs, *place.weights.gates), place, place.weights.norm)
+
+    yield _product(*shape, "delta inputs", inputs, (*w.inputs, *w.gates))
+
+    def mix(params: Params, place: Place, state):
+        made, cache = state
+        gates = made[..., : 2 * settings.v_heads]
+        y, one = module.updated(made, gates, place, cache.delta_net[number])
+        return made.at[..., : settings.v_width].set(y), module.with_state(cache, number, one)
+
+    def start():
+        width = settings.qkv_width + settings.v_width
+        return _vectors(rows, tokens, width), kv.empty(config, model.run, rows, 1)
+
+    state, layers = kv.empty(config, model.run, 1, 1).delta_net[number], len(group.layers)
+    yield Work(
+        "delta net", "delta_net", number, mix, start, rows * layers * settings.bytes_read(model.run, depth),
+        8 * layers * rows * tokens * settings.v_width * settings.k_dim,
+        state.prefill_impl if tokens > 1 else state.impl, machine.arithmetic(), chained=True,
+    )  # fmt: skip
+    yield _product(
+        *shape, "delta output",
+        lambda _, place, s: matmul(s[0], place.weights.out, place.index, residual=s[1]),
+        (w.out,), residual=settings.v_width,
+    )  # fmt: skip
+
+
+def _mlp(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
+    w, settings = model.params.layers.mlp[number], group.settings
+    shape = model, group, number, rows, tokens
+
+    def gate_up(params: Params, place: Place, x):
+        own = place.weights
+        norm = place.gamma(own.norm)
+        return gated(x, own.gate, own.up, place.index, activation=settings.activation, **norm)
+
+    yield _product(*shape, "gate and up", gate_up, (w.gate, w.up))
+    yield _product(
+        *shape,
+        "down",
+        lambda _, place, s: matmul(s[0], place.weights.down, place.index, residual=s[1]),
+        (w.down,),
+        residual=settings.ffn,
+    )
+
+
+def _experts(model: Model, group: Group, number: int, depth: int, rows: int, tokens: int):
+    w, e = model.params.layers.experts[number], group.settings
+    shape = model, group, number, rows, tokens
+    yield _product(
+        *shape, "router", lambda _, place, x: matmul(x, place.weights.router, place.index), (w.router,)
+    )
+
+    def experts(params: Params, place: Place, x):
+        """Each token's experts are others than its neighbours', and than the layer's before."""
+        own = place.weights
+        token = jnp.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
+        stride = max(1, e.count // e.used)
+        chosen = (place.index + token + stride * jnp.arange(e.used)) % e.count
+        weights = jnp.full(chosen.shape, 1 / e.used)
+        hidden = experts_gated(x, own.gate, own.up, chosen, place.index, activation=e.activation)
+        return experts_matmul(hidden, own.down, chosen, weights, place.index)
+
+    read = e.share_read(rows * tokens)
+    yield _product(*shape, "experts", experts, (w.gate, w.up, w.down), read=read, each=e.used)
+
+
+PHASES = {"attention": _attention, "delta_net": _delta_net, "mlp": _mlp, "experts": _experts}
+
+
+def _vectors(*shape: int) -> jax.Array:
+    return jnp.full(shape, 0.5, jnp.float32)
+
+
+def _all_layers(work: Work, model: Model, depth: int, tokens: int) -> Callable[[Params, Any], Any]:
+    """One phase over all layers of its group: unrolled on kernels, else scanned."""
+    config, kind = model.config, str(work.kind)
+    group = config.groups(kind)[work.group]
+
+    def step(index, params: Params, state):
+        x = jax.tree.leaves(state)[0]
+        positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), x.shape[:2])
+        rotations = {
+            one: rope.rotation(one, frequencies, positions)
+            for one, frequencies in zip(ropes(config), params.rope_frequencies, strict=True)
+        }
+        place = Place(
+            settings=group.settings,
+            weights=getattr(params.layers, kind)[work.group],
+            group=work.group,
+            index=index,
+            eps=config.rms_norm_eps,
+            positions=positions,
+            rotations=rotations,
+            num_keys=depth + tokens,
+        )
+        y = work.run(params, place, state)
+        return y if work.chained else chained(y, state)
 
     def call(params: Params, state):
-        if one is _attention:
-            rows, heads = state[0].shape[0], model.config.num_heads
-            state = *state, empty_workspace(rows, heads, state[1].k) if unrolled else None
-        if unrolled:
-            for layer in range(L):
-                state = step(layer, params, state)
-        else:
-            state = jax.lax.fori_loop(0, L, lambda layer, state: step(layer, params, state), state)
-        return state[:2] if one is _attention else state
+        layers = len(group.layers)
+        if params.step.unrolled:
+            for index in range(layers):
+                state = step(index, params, state)
+            return state
+        return jax.lax.fori_loop(0, layers, lambda index, state: step(index, params, state), state)
 
     return jax.jit(call, donate_argnums=1)
 
 
-def _once(one: Callable, model: Model) -> Callable[[Params, jax.Array], jax.Array]:
-    """A phase that no layer has."""
-    call = lambda params, x: handed_on(one(params, x, None, model.config), x)  # noqa: E731
-    return jax.jit(call, donate_argnums=1)
+def _once(work: Work) -> Callable[[Params, jax.Array], jax.Array]:
+    """A phase that belongs to no layer."""
+    return jax.jit(lambda params, x: chained(work.run(params, None, x), x), donate_argnums=1)
 
 
-def handed_on(y: jax.Array, state: Any) -> Any:
+def chained(y: jax.Array, state: Any) -> Any:
     """What the next product of a chain begins with, so that it waits for this one's y: y as wide as x, or,
     where there is a residual, x as it was and y in its place."""
     if isinstance(state, tuple):
         return state[0], y
     width = state.shape[-1]
     return jnp.pad(y[..., :width], ((0, 0), (0, 0), (0, max(0, width - y.shape[-1]))))
-
-
-def _attention(params: Params, state: tuple[jax.Array, KVCache, jax.Array | None], layer, config, positions):
-    qkv, cache, workspace = state
-    w = params.layers
-    angle = positions[..., None].astype(jnp.float32) * params.rope_frequencies
-    out, k_pages, v_pages, workspace = attend(
-        qkv, cache.k, cache.v, cache.block_table, positions, layer,
-        rotation=(jnp.cos(angle), jnp.sin(angle)), interleaved=config.rope.interleaved,
-        norms=(w.q_norm, w.k_norm), eps=config.rms_norm_eps, num_keys=positions.max() + 1, impl=cache.impl,
-        prefill_impl=cache.prefill_impl, workspace=workspace,
-    )  # fmt: skip
-    return qkv.at[..., : out.shape[-1]].set(out), cache.replace(k=k_pages, v=v_pages), workspace
-
-
-def _delta_net(params: Params, state: tuple[jax.Array, KVCache], layer, config, positions):
-    made, cache = state
-    w, held, d = params.layers, cache.delta, config.delta
-    assert held is not None and w.delta_conv is not None and w.delta_a is not None
-    assert w.delta_dt is not None and w.delta_head_norm is not None
-    y, s, tail = delta_net(
-        made, made[..., : 2 * d.v_heads], held.s, held.tail, positions, layer,
-        conv=w.delta_conv, decay=w.delta_a, dt=w.delta_dt, norm=w.delta_head_norm,
-        eps=config.rms_norm_eps, grouped=d.grouped, impl=held.impl, prefill_impl=held.prefill_impl,
-    )  # fmt: skip
-    return made.at[..., : d.v_width].set(y), cache.replace(delta=held.replace(s=s, tail=tail))
-
-
-def _delta_in(params: Params, x, layer, config):
-    w = params.layers
-    y = [
-        matmul(x, weight, layer, gamma=w.delta_norm, eps=config.rms_norm_eps)
-        for weight in (*w.delta_in, *w.delta_gates)
-    ]
-    return jnp.concatenate(y, axis=-1)
-
-
-def _delta_out(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
-    mixed, y = state
-    assert params.layers.delta_out is not None
-    return matmul(mixed, params.layers.delta_out, layer, residual=y)
-
-
-def _qkv(params: Params, x, layer, config):
-    w = params.layers
-    y = [matmul(x, weight, layer, gamma=w.attn_norm, eps=config.rms_norm_eps) for weight in w.wqkv]
-    return y[0] if len(y) == 1 else jnp.concatenate(y, axis=-1)
-
-
-def _output(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
-    attended, y = state
-    return matmul(attended, params.layers.wo, layer, residual=y)
-
-
-def _gate_up(params: Params, x, layer, config):
-    w = params.layers
-    assert w.w_gate is not None and w.w_up is not None
-    return gated(x, w.w_gate, w.w_up, layer, gamma=w.ffn_norm, eps=config.rms_norm_eps)
-
-
-def _down(params: Params, state: tuple[jax.Array, jax.Array], layer, config):
-    hidden, y = state
-    assert params.layers.w_down is not None
-    return matmul(hidden, params.layers.w_down, layer, residual=y)
-
-
-def _router(params: Params, x, layer, config):
-    assert params.layers.router is not None
-    return matmul(x, params.layers.router, layer)
-
-
-def _experts(params: Params, x, layer, config):
-    """Each token's experts are others than its neighbours', and than the layer's before."""
-    w, e = params.layers, config.experts
-    assert w.expert_gate is not None and w.expert_up is not None and w.expert_down is not None
-    token = jnp.arange(x.shape[0] * x.shape[1]).reshape(*x.shape[:2], 1)
-    stride = max(1, e.count // e.used)
-    chosen = (layer + token + stride * jnp.arange(e.used)) % e.count
-    weights = jnp.full(chosen.shape, 1 / e.used)
-    hidden = experts_gated(x, w.expert_gate, w.expert_up, chosen, layer)
-    return experts_matmul(hidden, w.expert_down, chosen, weights, layer)
-
-
-def _head(params: Params, x, layer, config):
-    return decoder.logits(params, x, config)
-
-
-# Phases of layers that are not attention's, by what has them.
-OF_KIND: dict[Callable, Mixer | Channels] = {  # pyrefly: ignore[bad-assignment]
-    **dict.fromkeys((_delta_in, _delta_net, _delta_out), "delta"),
-    **dict.fromkeys((_gate_up, _down), "mlp"),
-    **dict.fromkeys((_router, _experts), "experts"),
-}
-
-# Products by phase: (params, state, layer, config) -> y, in the order in which a step has them.
-PRODUCTS = {
-    "qkv": _qkv,
-    "attention output": _output,
-    "gate and up": _gate_up,
-    "down": _down,
-    "delta inputs": _delta_in,
-    "delta output": _delta_out,
-    "head": _head,
-}
 
 
 def _seconds(step: Callable[[Any], Any], state: Any, repetitions: int, tokens: int) -> float:

@@ -1,11 +1,11 @@
-"""What an engine will do, without a device: the Scheduler that an engine has, a clock that is a number, and
-measured times where there would be work.
+"""Predicts how an engine will behave, without a device: the engine's own Scheduler, a simulated clock, and
+measured times in place of the work.
 
-    arrivals -> Scheduler.plan() -> StepTimes.of(plan): seconds -> what it drew is known, a plan later -> ...
+    arrivals -> Scheduler.plan() -> StepTimes.seconds(plan) -> its tokens are known, one plan later -> ...
 
-What prefill draws is known when it is done, what steps draw when the last of their plan is, as in loop.py;
-what an engine does beside its device (text, a thread's turn) is in `StepTimes.dispatch_s`. No prompt begins
-like another.
+As in loop.py, the token that a prefill draws is known when the prefill is done, and the tokens of decode
+steps when the last step of their plan is done. Work of the engine beside its device (detokenizing, waiting
+for the GIL) is in `StepTimes.dispatch_s`. Prompts share no prefixes.
 """
 
 import bisect
@@ -17,13 +17,13 @@ from typing import Any
 
 from bonsai_jax.engine.scheduler import Limits, Plan, Request, Scheduler
 
-BATCH_DEPTH = 192  # tokens that a row of bench's batch tests holds on average: 128, and half of 128 more
+BATCH_DEPTH = 192  # mean tokens in the cache per sequence of bench's batch tests: 128, and half of 128 more
 TEST = re.compile(r"(?:gen-)?(pp|tg|gen|batch)(\d+)(?:@d(\d+))?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """A request: when it comes, and how many tokens its prompt and its answer have."""
+    """A request: when it arrives, and how many tokens its prompt and its answer have."""
 
     at_s: float
     prompt_tokens: int
@@ -32,33 +32,33 @@ class Arrival:
 
 @dataclasses.dataclass(frozen=True)
 class StepTimes:
-    """Seconds that a device works, linear between measured points and beyond the last two.
+    """How long a device works: linear between measured points, and beyond the last two.
 
-    decode       (rows, seconds of a step that finds nothing stored), in order
-    stored_s     what a step takes longer for each token that its rows hold
-    prefill      (tokens, seconds of a prefill at the beginning), in order
-    behind_s     what a prefill takes longer for each pair of a token and one that is before it in the cache
-    dispatch_s   that a device stands still between two plans
+    decode      (batch size, seconds of a step on an empty cache), in order
+    stored_s    additional seconds of a step for each token in the cache
+    prefill     (tokens, seconds of a prefill into an empty cache), in order
+    pair_s      additional seconds of a prefill for each pair of a new token and a token in the cache
+    dispatch_s  seconds that the device idles between two plans
     """
 
     decode: Sequence[tuple[int, float]]
     prefill: Sequence[tuple[int, float]]
     stored_s: float = 0.0
-    behind_s: float = 0.0
+    pair_s: float = 0.0
     dispatch_s: float = 0.0
 
     @staticmethod
     def measured(rows: Iterable[Mapping[str, Any]], dispatch_s: float = 0.0) -> "StepTimes":
-        """From rows of `bench` (bench.Row) of one model on one device: ppN, tgN, batchB, and the same at a
-        depth; of several of one test the last, and of steps those with sampling (genN, gen-batchB) before
+        """From rows of `bench` (bench.Row) for one model on one device: ppN, tgN, batchB, and the same at a
+        depth. Of several rows of one test the last one counts; rows with sampling (genN, gen-batchB) replace
         those without.
 
-        Raises ValueError where there is no row of prefill, or none of decode.
+        Raises ValueError if there is no row of prefill, or none of decode.
         """
         tests: dict[tuple[str, int, int], float] = {}
         for row in sorted(rows, key=lambda row: "gen" in row["test"]):
-            if found := TEST.fullmatch(row["test"]):
-                kind, size, depth = found[1].replace("gen", "tg"), int(found[2]), int(found[3] or 0)
+            if match := TEST.fullmatch(row["test"]):
+                kind, size, depth = match[1].replace("gen", "tg"), int(match[2]), int(match[3] or 0)
                 tests[kind, size, depth] = row["tok_s"]
         prefill = {
             n: n / speed for (kind, n, depth), speed in sorted(tests.items()) if (kind, depth) == ("pp", 0)
@@ -72,24 +72,23 @@ class StepTimes:
         if one:
             shallow = min(one)
             empty[1] = one[shallow] - stored_s * shallow
-        behind = [
+        pairs = [
             (n / speed - prefill[n]) / (n * depth)
             for (kind, n, depth), speed in tests.items()
             if kind == "pp" and depth and n in prefill
         ]
         return StepTimes(
-            sorted(empty.items()), sorted(prefill.items()), stored_s, max([0.0, *behind]), dispatch_s
+            sorted(empty.items()), sorted(prefill.items()), stored_s, max([0.0, *pairs]), dispatch_s
         )
 
-    def of(self, plan: Plan) -> tuple[float, float]:
-        """Seconds that the busiest device takes for a plan's prefill, with what comes before it, and for its
-        steps."""
+    def seconds(self, plan: Plan) -> tuple[float, float]:
+        """Seconds of the busiest device for a plan: its dispatch and prefill, and its decode steps."""
         seconds, steps = self.dispatch_s, 0.0
         if any(plan.reads):
             rows, tokens = plan.shape
             before = max(sum(read.count * read.first for read in reads) for reads in plan.reads)
-            least = _at(self.decode, 1)  # the weights are read as for a step
-            seconds += max(least, _at(self.prefill, rows * tokens)) + self.behind_s * before
+            least = _at(self.decode, 1)  # a prefill reads all weights too
+            seconds += max(least, _at(self.prefill, rows * tokens)) + self.pair_s * before
         if plan.steps:
             stored = max(sum(request.stored for request in writes) for writes in plan.writes)
             steps = plan.steps * (_at(self.decode, plan.rows) + self.stored_s * stored)
@@ -98,7 +97,7 @@ class StepTimes:
 
 @dataclasses.dataclass
 class Answer:
-    """When a request came, had its first token and its last one, in seconds of the simulation."""
+    """When a request arrived, and when its first and its last token were known, in simulated seconds."""
 
     arrival: Arrival
     first_s: float = 0.0
@@ -111,15 +110,18 @@ class Answer:
 
     @property
     def per_token_s(self) -> float:
-        """Seconds of each token behind the first."""
+        """Seconds per token after the first."""
         return (self.last_s - self.first_s) / max(1, self.arrival.new_tokens - 1)
 
 
 @dataclasses.dataclass
 class Outcome:
-    """answers    in order of arrivals
-    preempted  times that a request's pages went to another
-    busy_s     seconds in which the device had something to do, or stood still for a dispatch
+    """What the simulated engine did.
+
+    answers    in the order of arrivals
+    plans      dispatches
+    preempted  how often a request lost its pages to another
+    busy_s     seconds in which the device worked or waited for a dispatch
     """
 
     answers: list[Answer]
@@ -146,25 +148,26 @@ def simulate(
     max_wait_s: float | None = 0.1,
     warm: bool = True,
 ) -> Outcome:
-    """Let requests go through a Scheduler.
+    """Simulate an engine that serves these requests.
 
-    limits       of an engine: Limits.of_engine
-    devices      that share a queue
-    max_wait_s   as for Engine
-    warm         every program is compiled; else those that a Scheduler finds worth it, in no time
-    Raises ValueError for a request that no device has pages for.
+    limits      those of the engine: Limits.for_engine
+    devices     how many share the queue
+    max_wait_s  as for Engine
+    warm        whether every program is compiled at the start; else the Scheduler decides which are, and
+                compiling takes no time
+    Raises ValueError for a request that needs more pages than a device has.
     """
     for arrival in arrivals:
         if arrival.prompt_tokens + arrival.new_tokens > limits.pages * limits.page_size:
             raise ValueError(f"{arrival} needs more than {limits.pages} pages of {limits.page_size} tokens")
     scheduler = Scheduler(limits, devices)
-    scheduler.unhurried = limits.steps if max_wait_s is None else 1  # as Loop begins
+    scheduler.idle_steps = limits.steps if max_wait_s is None else 1  # as Loop does at its start
     if warm:
         scheduler.compiled |= {*limits.row_sizes, *limits.shapes}
     coming = deque(sorted((Answer(arrival) for arrival in arrivals), key=lambda a: a.arrival.at_s))
     outcome, known = Outcome(list(coming)), dict[Request, Answer]()
-    drawn: dict[Request, int] = {}  # as the device counts: what is on its way too
-    flying: deque[tuple[Plan, int, list[tuple[Request, int]], float]] = deque()  # as Loop's flights
+    drawn: dict[Request, int] = {}  # tokens that the device has drawn, known to the scheduler or not
+    flying: deque[tuple[Plan, int, list[tuple[Request, int]], float]] = deque()  # like Loop's flights
     now = free = 0.0
     read_at: float | None = None
     while True:
@@ -179,10 +182,10 @@ def simulate(
             if plan is None:
                 read_at = None
             else:
-                seconds, of_steps = times.of(plan)
-                done = max(now, free) + seconds
-                free = done + of_steps
-                outcome.plans, outcome.busy_s = outcome.plans + 1, outcome.busy_s + seconds + of_steps
+                prefill_s, steps_s = times.seconds(plan)
+                done = max(now, free) + prefill_s
+                free = done + steps_s
+                outcome.plans, outcome.busy_s = outcome.plans + 1, outcome.busy_s + prefill_s + steps_s
                 if any(plan.reads):
                     flying.append((plan, 0, _reads(plan, drawn), done))
                 if plan.steps:
@@ -191,11 +194,11 @@ def simulate(
             read, steps, draws, ready = flying.popleft()
             now = max(now, ready)
             for request, tokens in draws:
-                _tell(scheduler, request, known[request], tokens, now)
+                _record(scheduler, request, known[request], tokens, now)
             if steps:
                 before, read_at = read_at, now
                 if max_wait_s is not None and before is not None and not any(read.reads):
-                    scheduler.took(steps, now - before, max_wait_s)
+                    scheduler.measured(steps, now - before, max_wait_s)
         elif plan is None:
             if not coming:
                 outcome.preempted = scheduler.preempted
@@ -204,13 +207,13 @@ def simulate(
 
 
 def quantile(values: Iterable[float], share: float) -> float:
-    """The smallest value that so large a share of them does not exceed."""
+    """The smallest of the values that at least this share of them does not exceed."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 def _reads(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
-    """Tokens that each request draws in a plan's prefill."""
+    """How many tokens each request draws in a plan's prefill."""
     draws = [(read.request, 1) for reads in plan.reads for read in reads if read.draws]
     for request, _ in draws:
         drawn[request] += 1
@@ -218,7 +221,7 @@ def _reads(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
 
 
 def _writes(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
-    """And in its steps."""
+    """How many tokens each request draws in a plan's decode steps."""
     draws = []
     for request in (request for writes in plan.writes for request in writes):
         tokens = min(plan.steps, request.max_new_tokens - drawn[request])
@@ -227,7 +230,8 @@ def _writes(plan: Plan, drawn: dict[Request, int]) -> list[tuple[Request, int]]:
     return draws
 
 
-def _tell(scheduler: Scheduler, request: Request, answer: Answer, tokens: int, now: float) -> None:
+def _record(scheduler: Scheduler, request: Request, answer: Answer, tokens: int, now: float) -> None:
+    """Note that the tokens of a flight are known, as Loop does."""
     request.flights.popleft()
     if request.ended or not tokens:
         return
@@ -240,7 +244,7 @@ def _tell(scheduler: Scheduler, request: Request, answer: Answer, tokens: int, n
 
 
 def _at(points: Sequence[tuple[int, float]], x: float) -> float:
-    """On the line through the two points next to x; that of a single point begins at 0."""
+    """The value at x of the line through the two points nearest to it; with one point, through (0, 0)."""
     if len(points) == 1:
         points = [(0, 0.0), *points]
     i = min(max(1, bisect.bisect_left(points, (x, 0.0))), len(points) - 1)
@@ -249,6 +253,6 @@ def _at(points: Sequence[tuple[int, float]], x: float) -> float:
 
 
 def _slope(points: Mapping[float, float]) -> float:
-    """Of the line through the first and the last point, upwards."""
+    """The slope of the line through the first and the last point, at least 0."""
     (x0, y0), (x1, y1) = min(points.items()), max(points.items())
     return max(0.0, (y1 - y0) / (x1 - x0))

@@ -164,7 +164,7 @@ def empty(
     """
     groups, chunk = config.groups("attention"), None
     if not rewinds:
-        chunk = max(read_size(group.settings.kernels(run)[1]) for group in groups)
+        chunk = max(read_size(group.settings.prefill_kernel(run)) for group in groups)
     states = tuple(
         attention.empty(group.settings, len(group.layers), run, rows, context, pages, chunk)
         for group in groups

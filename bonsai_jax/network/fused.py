@@ -56,13 +56,8 @@ def one_launch(
     heads = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
     bits = stacks[0].products.activation_bits
     shapes = Shapes(
-<<<<<<< HEAD
         x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits,
         eps=eps, activation=config.mlp.activation,
-=======
-        x.shape[0], config.hidden, config.mlp.ffn, *heads, blocks=device.multiprocessors(), bits=bits, eps=eps,
-        activation=config.mlp.activation,
->>>>>>> main
     )  # fmt: skip
     kernel = functools.partial(decode_layers, shapes=shapes, interleaved=interleaved)
     fields = tuple((part.fields["words"], part.fields["scales"]) for part in stacks)
@@ -87,7 +82,8 @@ def layer_products(
         """A mixer's norm, what makes its inputs, and its output."""
         kind = kinds.get(place.settings.kind)
         (stack,), output = (getattr(place.weights, name) for name in kind.PRODUCTS)  # joined: problems.Step
-        return tuple(OfLayer(part, place.index) for part in (place.weights.norm, stack, output))
+        index = place_index(place)
+        return OfLayer(place.weights.norm, index), OfLayer(stack, index), OfLayer(output, index)
 
     places = [place_of(number, layer.mixer) for number, layer in enumerate(config.layers)]
     groups = {(place.settings.kind, place.group): place for place in places}
@@ -99,13 +95,18 @@ def layer_products(
     made = joined_product(x, (first.stack,), places[0], norm.stack)
     for number, place in enumerate(places):
         y, cache, workspace = kinds.get(place.settings.kind).mix(made, x, place, cache, workspace)
-        index = place_of(number, config.mlp).index
+        index = place_index(place_of(number, config.mlp))
         following = parts(places[number + 1])[:2] if number + 1 < len(places) else None
         x, made, words = kernels.run(
             y[:, 0],
             x[:, 0],
             parts(place)[2],
-            tuple(OfLayer(part, index) for part in (channels.norm, *feed_forward)),
+            (
+                OfLayer(channels.norm, index),
+                OfLayer(channels.gate, index),
+                OfLayer(channels.up, index),
+                OfLayer(channels.down, index),
+            ),
             following,
             number,
             words,
@@ -160,6 +161,12 @@ def _step_inputs(cache: KVCache, place_of: PlaceOf, config: ModelConfig) -> Step
         block_table=cache.block_table,
         positions=mixer.positions[:, 0],
     )
+
+
+def place_index(place: Place) -> int:
+    """The layer's index, which is known where layers are straight code."""
+    assert isinstance(place.index, int)
+    return place.index
 
 
 def _with_pages(cache: KVCache, k_pages: Any, v_pages: Any) -> KVCache:

@@ -42,7 +42,9 @@ def step_plan(plan: LoadPlan) -> StepPlan:
     cannot run."""
     problem, run = step_problem(plan), plan.run
     tiled = any(matrix.products.tiled for stack in plan.stacks for part in stack.parts for matrix in part)
-    selection.choose(problem, impl=run.schedule)  # raises where what was asked for cannot run
+    fewest, _ = ROWS_OF_STEP.get(run.schedule, (1, 1))
+    # Raises if the schedule that was asked for cannot run.
+    selection.choose(dataclasses.replace(problem, rows=fewest), impl=run.schedule)
     schedules, rows = [], 0
     for schedule, (first, most) in ROWS_OF_STEP.items():
 

@@ -1,1 +1,1 @@
-"""Text to token ids and back, and chat templates. Knows no model."""
+"""Text to token ids and back, and chat templates. Imports nothing of the models."""

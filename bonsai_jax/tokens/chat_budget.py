@@ -1,7 +1,9 @@
-"""What rendering a chat template may use up, and the filters, methods and operators that make much of little.
+"""The budget of rendering a chat template, and the filters, methods and operators that can produce large
+results from small inputs.
 
-All that a template makes is paid for as it is made (`charged`). What may be too large to be made is estimated
-first (`Budget.afford`). The rest is jinja2's own: nothing here changes what a template renders to.
+Every value that a template produces is charged to the budget (`charged`). Operations whose result may be too
+large to produce at all are estimated first (`Budget.afford`). Everything else is jinja2's: nothing in this
+file changes the text of a template.
 """
 
 import contextvars
@@ -16,50 +18,52 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinMethodType
 from typing import Any
 
-MAX_STEPS = 500_000  # loop passes, calls, and values in lists, besides 4 for every character of the variables
-MAX_CHARACTERS = 32 * 1024 * 1024  # made on the way, besides as many as the variables hold 16 times over
+MAX_STEPS = 500_000  # loop passes, calls and values in lists; 4 more for every character of the variables
+MAX_CHARACTERS = 32 * 1024 * 1024  # produced on the way; 16 more for every character of the variables
 MAX_SECONDS = 10.0
 MAX_INTEGER_BITS = 1024
-ESCAPED = 6  # most characters that HTML's escape makes of one
+ESCAPED = 6  # HTML's escape turns one character into at most 6
 
 
 class ChatTemplateError(ValueError):
-    """There is no chat template, or it is broken, refuses the messages, or asks for too much."""
+    """There is no chat template, or it is broken, refuses the messages, or exceeds its budget."""
 
 
 @dataclasses.dataclass
 class Budget:
-    """What is left to one rendering. Asking for more than is left raises."""
+    """The steps, characters and seconds that one rendering has left. Exceeding them raises
+    ChatTemplateError."""
 
     steps: int = MAX_STEPS
     characters: int = MAX_CHARACTERS
     deadline_s: float = dataclasses.field(default_factory=lambda: time.monotonic() + MAX_SECONDS)
 
     def afford(self, *, steps: int = 0, characters: int = 0) -> None:
-        """Raises if so much is not left."""
+        """Raise unless this much is left."""
         if steps > self.steps:
             raise ChatTemplateError(
                 f"chat template: more than {MAX_STEPS} loop passes, calls and list entries"
             )
         if characters > self.characters:
-            raise ChatTemplateError(f"chat template: more than {MAX_CHARACTERS} characters made")
+            raise ChatTemplateError(f"chat template: more than {MAX_CHARACTERS} characters")
         if time.monotonic() > self.deadline_s:
             raise ChatTemplateError(f"chat template: more than {MAX_SECONDS} seconds")
 
     def pay(self, *, steps: int = 0, characters: int = 0) -> None:
+        """Subtract this much, or raise."""
         self.afford(steps=steps, characters=characters)
         self.steps -= steps
         self.characters -= characters
 
     def start(self, variables: Mapping[str, Any]) -> None:
-        """Makes room for what may be done with the variables, unless they are too large themselves."""
+        """Enlarge the budget in proportion to the variables; raise if they are too large themselves."""
         self.pay_for(variables)
-        held = MAX_CHARACTERS - self.characters
-        self.steps += 4 * held
-        self.characters = MAX_CHARACTERS + 16 * held
+        size = MAX_CHARACTERS - self.characters
+        self.steps += 4 * size
+        self.characters = MAX_CHARACTERS + 16 * size
 
     def pay_for(self, value: Any) -> None:
-        """Pays for all that a value holds, written out: a list that holds a list twice costs it twice."""
+        """Pay for everything in a value as if written out: a list that contains a list twice pays twice."""
         todo = [value]
         while todo:
             value = todo.pop()
@@ -77,27 +81,28 @@ BUDGET: contextvars.ContextVar[Budget] = contextvars.ContextVar("budget")
 
 
 def _plain(value: Any) -> Any:
-    """The value, unless it is one of jinja2's own objects: what they hold is not counted."""
+    """The value; raises if it is one of jinja2's own objects, whose content cannot be counted."""
     if type(value).__module__.startswith("jinja2.") and not isinstance(value, tuple):  # groupby's
         from jinja2 import Undefined
 
         if not isinstance(value, Undefined):
             name = type(value).__name__
-            raise ChatTemplateError(f"chat template: a {name} can neither be written nor stand in a list")
+            raise ChatTemplateError(f"chat template: a {name} can neither be written nor be in a list")
     return value
 
 
 def charged(value: Any) -> Any:
+    """The value, once it is paid for."""
     if isinstance(value, int) and value.bit_length() > MAX_INTEGER_BITS:
         raise ChatTemplateError(
-            f"chat template: an integer of {value.bit_length()} bits, the limit is {MAX_INTEGER_BITS}"
+            f"chat template: an integer of {value.bit_length()} bits; the limit is {MAX_INTEGER_BITS}"
         )
     BUDGET.get().pay_for(value)
     return value
 
 
 def sliced(value: Any) -> Any:
-    """Pays for a slice: of a list it copies words, not what is in it."""
+    """The value of a slice, once it is paid for; slicing a list copies references, not its items."""
     if isinstance(value, str):
         BUDGET.get().pay(characters=len(value))
     elif isinstance(value, list | tuple):
@@ -106,7 +111,7 @@ def sliced(value: Any) -> Any:
 
 
 def text(value: Any) -> str:
-    """str(value), once what it holds is paid for."""
+    """str(value), once it is paid for."""
     from jinja2 import Undefined
 
     if not isinstance(value, str | int | float | list | tuple | dict | range | Undefined | None):
@@ -120,7 +125,7 @@ def concatenated(values: list[Any]) -> str:
 
 
 def passes(values: Any) -> Iterator[Any]:
-    """Iterates over `values`, paying for each pass."""
+    """Iterate over values and pay for each pass."""
     return _Passes(iter(values))
 
 
@@ -133,10 +138,10 @@ class _Passes(Iterator[Any]):
         return self._charged(next(self._values))
 
 
-# ---- Methods and operators: what they would make is estimated ----
+# ---- Methods and operators: the size of their results is estimated ----
 
-# The methods that templates may call. Others can make much, or take long over little (bytes and integers of
-# any size, translate, Markup.striptags), and no template is known that needs them.
+# The methods that templates may call. Others can produce large results or take long over small inputs (bytes
+# and integers of any size, translate, Markup.striptags), and no known template needs them.
 _METHODS = {
     str: "capitalize|casefold|center|count|endswith|expandtabs|find|index|is[a-z]+|join|ljust|lower|lstrip|"
     "partition|removeprefix|removesuffix|replace|rfind|rindex|rjust|rpartition|rsplit|rstrip|split|splitlines|"
@@ -158,8 +163,8 @@ def _afford_tabs(value: str, tabsize: int = 8) -> None:
 
 def _afford_replace(value: Any, old: Any, new: Any, count: int | None = None) -> None:
     value, old, new = text(value), text(old), text(new)
-    found = value.count(old) if count is None or count < 0 else min(count, value.count(old))
-    BUDGET.get().afford(characters=len(value) + found * len(new) * ESCAPED)
+    times = value.count(old) if count is None or count < 0 else min(count, value.count(old))
+    BUDGET.get().afford(characters=len(value) + times * len(new) * ESCAPED)
 
 
 def _afford_join(separator: str, values: list[Any]) -> None:
@@ -168,7 +173,7 @@ def _afford_join(separator: str, values: list[Any]) -> None:
 
 
 def _afford_percent(template: str, *values: Any, **named: Any) -> None:
-    """Of `template % values`: every field may write all values, as wide as any number that is there."""
+    """Estimate `template % values`: every field may write all values, as wide as the largest number says."""
     budget = BUDGET.get()
     steps, characters = budget.steps, budget.characters
     budget.pay_for([values, named])
@@ -193,8 +198,8 @@ _METHOD_ESTIMATES: dict[str, Callable[..., None]] = {
 
 
 def method_arguments(called: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The arguments to call a method with, once it is known to be allowed, and affordable. What is no method
-    of Python's own types passes."""
+    """The arguments for calling a method, once it is allowed and its result affordable. Calls of other
+    functions than methods of Python's own types pass unchanged."""
     owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
     kind = next((kind for kind in _METHODS if isinstance(owner, kind)), None)
     if kind is None and not isinstance(called, BuiltinMethodType):
@@ -206,22 +211,23 @@ def method_arguments(called: Any, arguments: tuple[Any, ...], named: Mapping[str
     if kind is str and name == "join":
         arguments = tuple(list(passes(values)) for values in arguments)
     if kind is str and name in _METHOD_ESTIMATES:
-        # jinja2 passes variables of loops and blocks along
+        # jinja2 adds variables of loops and blocks, with names that begin with "_".
         given = {key: value for key, value in named.items() if not key.startswith("_")}
         _METHOD_ESTIMATES[name](owner, *arguments, **given)
     return arguments
 
 
-def makes_nothing(called: Any) -> bool:
+def only_looks_up(called: Any) -> bool:
+    """Whether a call produces nothing new: dict.get."""
     return isinstance(getattr(called, "__self__", None), dict) and called.__name__ == "get"
 
 
 def afford_operator(operator: str, left: Any, right: Any) -> None:
-    """Raises where the result of `left operator right` may be too large to be made."""
+    """Raise if the result of `left operator right` may be too large to produce."""
     budget = BUDGET.get()
     integers = isinstance(left, int) and isinstance(right, int)
     if operator == "**" and integers and left.bit_length() * abs(right) > MAX_INTEGER_BITS:
-        raise ChatTemplateError(f"chat template: {left} ** {right}, the limit is {MAX_INTEGER_BITS} bits")
+        raise ChatTemplateError(f"chat template: {left} ** {right}; the limit is {MAX_INTEGER_BITS} bits")
     if operator == "%" and isinstance(left, str):
         _afford_percent(left, *(right if isinstance(right, tuple) else (right,)))
     if operator == "*" and not integers:
@@ -232,8 +238,9 @@ def afford_operator(operator: str, left: Any, right: Any) -> None:
             budget.afford(steps=len(value) * times)
 
 
-class PaidFields(string.Formatter):
-    """Goes before one of jinja2's sandboxed formatters, which look attributes up as the sandbox allows."""
+class ChargedFields(string.Formatter):
+    """Charges fields; the base class of a formatter, before one of jinja2's sandboxed formatters, which look
+    up attributes as the sandbox allows."""
 
     def convert_field(self, value: Any, conversion: Any) -> Any:
         text(value)
@@ -261,7 +268,7 @@ def _join(environment: Any, values: Any, d: str = "", attribute: str | int | Non
 
 
 def _sum(environment: Any, values: Any, attribute: str | int | None = None, start: Any = 0) -> Any:
-    """Adds as the operator does: lists of lists are paid for at every step."""
+    """Add with the template's operator, so that lists of lists are charged at every step."""
     from jinja2.filters import make_attrgetter
 
     values = values if attribute is None else map(make_attrgetter(environment, attribute), values)
@@ -277,7 +284,7 @@ def _to_json(
 ) -> str:
     charged(value)
     if (len(indent) if isinstance(indent, str) else indent or 0) > 16:
-        raise ChatTemplateError(f"chat template: tojson(indent={indent}), the limit is 16")
+        raise ChatTemplateError(f"chat template: tojson(indent={indent}); the limit is 16")
     return charged(
         json.dumps(
             value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
@@ -297,7 +304,7 @@ def _afford_escape(value: Any) -> None:
 def _afford_groups(
     value: Any, attribute: str | int, default: Any = None, case_sensitive: bool = False
 ) -> None:
-    if default is not None:  # it would be made lower case for each value that lacks the attribute
+    if default is not None:  # jinja2 would lower its case for each value without the attribute
         raise ChatTemplateError("chat template: groupby with a default is not supported")
 
 
@@ -305,7 +312,7 @@ def _afford_precision(value: Any, precision: int = 0, method: str = "common") ->
     BUDGET.get().afford(steps=abs(precision))
 
 
-# jinja2's own filters, with what they would make where that is more than they are given.
+# jinja2's own filters, with an estimate where the result can be larger than the input.
 _FILTERS: dict[str, Callable[..., Any] | None] = {
     **dict.fromkeys(("abs", "attr", "capitalize", "count", "d", "default", "dictsort", "first", "float")),
     **dict.fromkeys(("int", "items", "last", "length", "list", "lower", "map", "max", "min")),
@@ -321,15 +328,18 @@ _FILTERS: dict[str, Callable[..., Any] | None] = {
     "round": _afford_precision,
     "safe": text,
 }
-_OF_ANYTHING = frozenset(("attr", "d", "default"))  # jinja2's own objects too
-_OF_EACH = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))
+_TAKE_ANY_OBJECT = frozenset(("attr", "d", "default"))  # jinja2's own objects too
+_ITERATE = frozenset(("map", "reject", "rejectattr", "select", "selectattr"))
 
 
-def filters(of_jinja2: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """What templates may use, and what the compiler puts into them (chat_template._environment)."""
+def filters(defaults: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The filters that templates may use, and those that the compiler inserts (chat_template._environment).
+
+    defaults  jinja2's own filters
+    """
     from jinja2 import pass_context, pass_environment
 
-    return {name: _paid(name, of_jinja2[name]) for name in _FILTERS} | {
+    return {name: _paid(name, defaults[name]) for name in _FILTERS} | {
         "join": pass_environment(_join),
         "string": text,
         "sum": pass_environment(_sum),
@@ -338,27 +348,27 @@ def filters(of_jinja2: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[.
         "concatenated": concatenated,
         "passes": passes,
         "sliced": sliced,
-        # A filter that takes the context is never computed by the compiler, where there is no budget.
+        # The compiler has no budget; it does not compute filters that take the context.
         "written": pass_context(lambda context, value: text(value)),
     }
 
 
 def _paid(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    given = int(getattr(function, "jinja_pass_arg", None) is not None)  # arguments before the template's own
+    passed = int(getattr(function, "jinja_pass_arg", None) is not None)  # arguments that jinja2 puts first
 
-    @functools.wraps(function)  # keeps jinja2's mark of what it passes
+    @functools.wraps(function)  # copies jinja_pass_arg
     def paid(*arguments: Any, **named: Any) -> Any:
         BUDGET.get().pay(steps=1)
-        before, own = arguments[:given], arguments[given:]
-        if name not in _OF_ANYTHING:
+        before, own = arguments[:passed], arguments[passed:]
+        if name not in _TAKE_ANY_OBJECT:
             for value in (*own, *named.values()):
                 _plain(value)
-        if name in _OF_EACH and own[0]:
+        if name in _ITERATE and own[0]:
             own = (passes(own[0]), *own[1:])
         if estimate := _FILTERS[name]:
             estimate(*own, **named)
-        made = function(*before, *own, **named)
-        return _Passes(made, charged) if isinstance(made, Iterator) else charged(made)
+        result = function(*before, *own, **named)
+        return _Passes(result, charged) if isinstance(result, Iterator) else charged(result)
 
     return paid
 

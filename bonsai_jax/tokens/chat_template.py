@@ -1,10 +1,10 @@
 """Chat templates: jinja2 source that comes with a model, rendered so that it can do no harm.
 
-Templates come from strangers. jinja2's immutable sandbox keeps them from Python's internals and from the
-caller's messages; on top of it every loop pass, every call and every character made is paid from a budget, so
-that a template can neither hang nor fill the memory (chat_budget.py). At worst one takes ten seconds and some
-hundred MB. What is outside the budget: a single operation that reads without making anything (`x in y`) is
-not interrupted.
+Templates come from strangers. jinja2's immutable sandbox keeps them away from Python's internals and from
+changing the caller's messages. In addition every loop pass, every call and every character that a template
+produces is charged to a budget (chat_budget.py), so that a template can neither hang nor fill the memory: at
+worst it takes ten seconds and a few hundred MB. A single operation that reads without producing anything
+(`x in y`) is not charged and cannot be interrupted.
 """
 
 import functools
@@ -16,14 +16,14 @@ from bonsai_jax.tokens.chat_budget import BUDGET, Budget, ChatTemplateError, cha
 
 __all__ = ["ChatTemplateError", "render"]
 
-MAX_TEMPLATE = 128 * 1024  # characters of source; real ones have up to 40 thousand
+MAX_TEMPLATE = 128 * 1024  # characters of source; real templates have up to 40,000
 
 
 def render(source: str, variables: Mapping[str, Any]) -> str:
-    """The text that a chat template makes of its variables (messages, add_generation_prompt, bos_token ...).
+    """The text of a chat template for its variables (messages, add_generation_prompt, bos_token ...).
 
     Whitespace rules, `raise_exception`, `strftime_now`, `tojson`, `break` and `continue`, `{% generation %}`
-    are those of Hugging Face's transformers. ChatTemplateError with the reason for all that goes wrong.
+    are those of Hugging Face's transformers. Every failure is a ChatTemplateError with the reason.
     """
     from jinja2 import TemplateError, TemplateSyntaxError
 
@@ -61,7 +61,7 @@ def _compiled(source: str) -> Any:
 
 @functools.cache
 def _environment() -> Any:
-    """The sandbox. Its parser puts what must be paid for through one of our filters:
+    """The sandbox. Its parser sends everything that must be charged through one of our filters:
 
     {% for x in VALUES %} -> VALUES|passes     {{ A }} -> A|written     A ~ B -> [A, B]|concatenated
     [A, B], {A: B} -> ...|charged              A[i:j] -> ...|sliced
@@ -80,7 +80,7 @@ def _environment() -> Any:
     def through(filter_name: str, node: Any) -> Any:
         return nodes.Filter(node, filter_name, [], [], None, None, lineno=node.lineno)
 
-    class Toll(NodeTransformer):
+    class Charging(NodeTransformer):
         def visit_For(self, node: Any) -> Any:
             self.generic_visit(node)
             node.iter = through("passes", node.iter)
@@ -116,30 +116,30 @@ def _environment() -> Any:
         visit_Dict = visit_List
 
     class Generation(Extension):
-        """{% generation %} marks the assistant's words for training; here it only holds them. As in
-        transformers it is a scope of its own."""
+        """{% generation %} marks the assistant's words for training; rendering leaves them as they are. As in
+        transformers the block has a scope of its own."""
 
         tags = {"generation"}  # noqa: RUF012
 
         def parse(self, parser: Any) -> Any:
             line = next(parser.stream).lineno
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-            return nodes.CallBlock(self.call_method("held"), [], [], body).set_lineno(line)
+            return nodes.CallBlock(self.call_method("content"), [], [], body).set_lineno(line)
 
-        def held(self, caller: Any) -> Any:
+        def content(self, caller: Any) -> Any:
             return caller()
 
-    class Format(chat_budget.PaidFields, SandboxedFormatter):
+    class Format(chat_budget.ChargedFields, SandboxedFormatter):
         pass
 
-    class EscapeFormat(chat_budget.PaidFields, SandboxedEscapeFormatter):
+    class EscapeFormat(chat_budget.ChargedFields, SandboxedEscapeFormatter):
         pass
 
     class Sandbox(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset(("+", "*", "**", "%"))
 
         def _parse(self, source: str, name: str | None, filename: str | None) -> Any:
-            return Toll().visit(super()._parse(source, name, filename))
+            return Charging().visit(super()._parse(source, name, filename))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             BUDGET.get().pay(steps=1)
@@ -150,10 +150,10 @@ def _environment() -> Any:
             BUDGET.get().pay(steps=1)
             args = chat_budget.method_arguments(called, args, kwargs)
             result = super().call(context, called, *args, **kwargs)
-            return result if chat_budget.makes_nothing(called) else charged(result)
+            return result if chat_budget.only_looks_up(called) else charged(result)
 
         def wrap_str_format(self, value: Any) -> Any:
-            """str.format and str.format_map, as jinja2 wraps them, but with fields that are paid for."""
+            """str.format and str.format_map as jinja2 wraps them, with charged fields."""
             owner, name = getattr(value, "__self__", None), getattr(value, "__name__", "")
             if not isinstance(owner, str) or name not in ("format", "format_map"):
                 return None
@@ -166,7 +166,7 @@ def _environment() -> Any:
         def unsafe_undefined(self, obj: Any, attribute: str) -> Any:
             raise SecurityError(f"access to {attribute!r} of a {type(obj).__name__} is not allowed")
 
-    # Without the optimizer, nothing is computed before there is a budget to pay it from.
+    # jinja2's optimizer would compute constants at compile time, where there is no budget to charge.
     environment = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,

@@ -1,15 +1,15 @@
 """How byte-level BPE cuts text into words before it merges: tokenizer.ggml.pre, as llama.cpp reads it.
 
-A pre-tokenizer is a list of regular expressions (Oniguruma's): each cuts its matches out of what the one
-before it left, and what lies between matches is a piece too.
+A pre-tokenizer is a list of regular expressions in Oniguruma's syntax. Each cuts its matches out of the
+pieces that the one before it left; the text between matches is a piece too.
 
-Where llama.cpp cuts otherwise than the tokenizer.json that a name comes from, we follow llama.cpp: its ids
-are what users of a GGUF file get. So upper and lower case, in models that look at it, are ASCII's alone (any
-other letter is both), and a range of characters does not match the spaces in it.
+If llama.cpp and the original tokenizer.json cut a text differently, we follow llama.cpp, whose ids users of a
+GGUF file expect. So in patterns with upper and lower case only ASCII letters have a case (any other letter
+counts as both), and a range of characters does not match the spaces in it.
 
-tests/bonsai_jax/test_pre_tokenizers.py holds every name to llama.cpp. Missing are names whose words llama.cpp
-finds by code of their own (kimi-k2, afmoe) and those that are not byte-level (gemma4, mmbert, sarvam-moe,
-whitespace).
+tests/bonsai_jax/test_pre_tokenizers.py compares every name with llama.cpp. Not supported are names whose
+words llama.cpp finds with special code (kimi-k2, afmoe), and those that are not byte-level (gemma4, mmbert,
+sarvam-moe, whitespace).
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class PreTokenizer:
-    """What the name of a pre-tokenizer stands for.
+    """How text is cut into words.
 
-    patterns       each cuts what the one before it left
-    ignore_merges  a word that is a token is that token, whatever the merges make of it
-    add_bos        whether BOS goes before a text where the file does not say
+    patterns       applied in order, each to the pieces that the one before it left
+    ignore_merges  a word that is a token becomes that token, even if merges would give other tokens
+    add_bos        whether BOS is put before a text if the file does not say
     """
 
     patterns: tuple[str, ...]
@@ -29,7 +29,7 @@ class PreTokenizer:
     add_bos: bool = False
 
 
-# What most patterns are made of: an English ending, a word, signs, space.
+# The parts of most patterns: an English ending, a word, signs, white space.
 _ENDING = r"'[sStTmMdD]|'[rR][eE]|'[vV][eE]|'[lL][lL]"
 _WORD = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -44,7 +44,7 @@ _LLAMA3 = f"{_ENDING}|{_WORD}|{_THREE_DIGITS}|{_SIGNS}|{_SPACE}"
 
 
 def _cased(upper: str, lower: str, ending: str, digits: str) -> str:
-    """GPT-4o's kind: a word ends where a capital follows a small letter, and has its ending in it."""
+    """Patterns like GPT-4o's: a word ends where a capital follows a small letter, and includes its ending."""
     start = r"[^\r\n\p{L}\p{N}]?"
     words = f"{start}{upper}*{lower}+{ending}|{start}{upper}+{lower}*{ending}"
     return f"{words}|{digits}|{_PATHS}|{_SPACE}"
@@ -63,7 +63,7 @@ _DEEPSEEK3 = (
     _KANA_AND_HAN,
     r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|" + _SPACE,
 )
-# DeepSeek LLM lists the letters that have case, and knows not all: without Georgian's, and much else.
+# DeepSeek LLM lists the letters that have a case, but not all of them: Georgian and others are missing.
 _OLD_CASED = (
     r"[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10C7-\u10FF\u1C80-\u1C8F\u2D00-\u2D2F\uA78F-\uA7FF\uAB30-\uAB6F"
     r"\x{10570}-\x{105BF}\x{10D40}-\x{10D8F}\x{16E40}-\x{1DFFF}]]"

@@ -1,7 +1,8 @@
 """Text to token ids and back: tokenizers from GGUF metadata or tokenizer.json, incremental detokenizing.
 
-Ids are those of llama.cpp for the same GGUF file; what differs on purpose is said at `Tokenizer.from_gguf`.
-Text comes back byte-exact: a token stands for bytes, and only a whole sequence of them is read as UTF-8.
+Ids are those of llama.cpp for the same GGUF file; `Tokenizer.from_gguf` lists the intended differences.
+Decoding restores the exact bytes: a token stands for bytes, and UTF-8 is decoded over whole sequences of
+tokens.
 """
 
 import codecs
@@ -25,12 +26,13 @@ from bonsai_jax.tokens.vocabulary import (
 
 
 class Tokenizer(Vocabulary):
-    """A model's tokenizer: a Vocabulary, and what is done with one. Make it with `from_checkpoint`,
+    """A model's tokenizer: a Vocabulary with methods to encode and decode. Create it with `from_checkpoint`,
     `from_gguf` or `from_folder`."""
 
     @staticmethod
     def from_checkpoint(checkpoint: Any) -> "Tokenizer":
-        """The tokenizer that lies in a `checkpoints.Checkpoint`, or beside it. Errors as in the two below."""
+        """The tokenizer in a `checkpoints.Checkpoint`, or in files beside it. Errors are those of `from_gguf`
+        and `from_folder`."""
         if checkpoint.naming == "gguf":
             return Tokenizer.from_gguf(checkpoint.metadata)
         if checkpoint.folder is None:
@@ -41,44 +43,45 @@ class Tokenizer(Vocabulary):
     def from_gguf(metadata: Mapping[str, Any]) -> "Tokenizer":
         """From GGUF's `tokenizer.*` keys; arrays are lists of str and numpy arrays (or lists) of numbers.
 
-        `tokenizer.ggml.model` may be "gpt2" (byte-level BPE, cut into words as `tokenizer.ggml.pre` says:
-        pre_tokenizers.py) or "llama" (SentencePiece-style: the merge with the best score first). ValueError
-        names a key whose value is missing or contradicts the others; NotImplementedError a kind that is not
-        supported.
+        `tokenizer.ggml.model` may be "gpt2" (byte-level BPE; `tokenizer.ggml.pre` says how text is cut into
+        words, see pre_tokenizers.py) or "llama" (SentencePiece-style: the merge with the best score first).
+        ValueError names a key whose value is missing or contradicts the others, NotImplementedError a kind of
+        tokenizer that is not supported.
 
-        As in llama.cpp there is no Unicode normalization, even where the model's tokenizer.json asks for NFC.
-        Unlike llama.cpp, no text can spell a control token when parse_special is False (there, "</s>" can be
-        merged from its characters), a normal token named like an end-of-generation token is just text, and
-        equal scores in a "llama" vocabulary may merge in another order.
+        As in llama.cpp there is no Unicode normalization, even if the model's tokenizer.json asks for NFC.
+        Unlike in llama.cpp, text cannot spell a control token when parse_special is False (llama.cpp can
+        merge "</s>" from its characters), a normal token named like an end-of-generation token is just text,
+        and equal scores in a "llama" vocabulary may merge in another order.
 
-        A "llama" vocabulary writes a space as U+2581, in llama.cpp as in SentencePiece: U+2581 in a text has
-        the ids of a space, and decode gives a space for it.
+        A "llama" vocabulary writes a space as U+2581, as in llama.cpp and SentencePiece: U+2581 in a text
+        gets the ids of a space, and decode returns a space for it.
         """
         return Tokenizer(**vars(tokenizer_gguf.build(metadata)))
 
     @staticmethod
     def from_folder(folder: str | Path) -> "Tokenizer":
-        """From a Hugging Face folder: tokenizer.json, and what tokenizer_config.json, generation_config.json,
-        config.json and chat_template.jinja add to it. ValueError names the file that is missing or broken."""
+        """From a Hugging Face folder: tokenizer.json, completed by tokenizer_config.json,
+        generation_config.json, config.json and chat_template.jinja. ValueError names a file that is missing
+        or broken."""
         return Tokenizer(**vars(tokenizer_huggingface.build(Path(folder))))
 
     @property
     def vocab_size(self) -> int:
-        """Tokens that the tokenizer knows; a model's embedding may have more rows."""
+        """The number of tokens; a model's embedding may have more rows."""
         return len(self.texts)
 
     def encode(self, text: str, *, add_special: bool = True, parse_special: bool = True) -> list[int]:
         """Token ids of a text.
 
-        add_special    add BOS and EOS where the file asks for them; False for what apply_chat_template made
-        parse_special  "<|im_start|>" in the text is the control token of that name; with False it is plain
-                       text, so text from strangers cannot forge a turn
+        add_special    add BOS and EOS if the file asks for them; False for the result of apply_chat_template
+        parse_special  "<|im_start|>" in the text is the control token of that name; if False it is plain
+                       text, so that text from strangers cannot forge a turn
         """
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(
-                f"text holds half a character (a surrogate) at {error.start}: it was not UTF-8, or was cut"
+                f"text has half a character (a surrogate) at {error.start}: it was not UTF-8, or was cut"
             ) from None
         ids = self.encoder(text, parse_special)
         before = [self.bos_id] if add_special and self.add_bos and self.bos_id is not None else []
@@ -86,12 +89,12 @@ class Tokenizer(Vocabulary):
         return [*before, *ids, *after]
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True, at_start: bool = True) -> str:
-        """Text of token ids; bytes that are no UTF-8 become U+FFFD.
+        """The text of token ids; bytes that are not UTF-8 become U+FFFD.
 
-        skip_special  leave control and unknown tokens out (the default: text for people)
-        at_start      the ids begin a text, so the space that encoding put before it is taken away; with False
-                      they continue one (generated text after a prompt) and " Paris" keeps its space
-        Ids beyond the vocabulary give nothing; ValueError for a negative one.
+        skip_special  leave out control and unknown tokens, for text that people read
+        at_start      the ids begin a text, so the space that encoding put before it is removed; if False they
+                      continue a text (generated text after a prompt), and " Paris" keeps its space
+        Ids beyond the vocabulary have no text. Raises ValueError for a negative id.
         """
         data = b"".join([self._shown(id, skip_special) for id in ids])
         if at_start and self.space_prefix:
@@ -99,10 +102,8 @@ class Tokenizer(Vocabulary):
         return data.decode("utf-8", errors="replace")
 
     def token_bytes(self, id: int) -> bytes:
-        """The bytes a token stands for, control tokens by their name; b"" if unused or beyond the vocabulary.
-
-        ValueError for a negative id.
-        """
+        """The bytes that a token stands for: for a control token its name, b"" for an unused id or one beyond
+        the vocabulary. Raises ValueError for a negative id."""
         if id < 0:
             raise ValueError(f"token id {id} is negative")
         if id >= len(self.texts):
@@ -123,12 +124,15 @@ class Tokenizer(Vocabulary):
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True, **extra: Any
     ) -> str:
-        """The prompt text for a conversation, `messages` being [{"role": ..., "content": ...}, ...].
+        """The prompt text for a conversation.
 
-        `extra` are further variables of the template (tools, enable_thinking ...). Encode the result with
-        add_special=False: templates write BOS themselves. Control tokens spelled in a message become real
-        ones when that text is encoded; `encode_chat` prevents it. Raises `chat_template.ChatTemplateError` if
-        there is no template, or it is broken, refuses the messages, or exceeds its bounds.
+        messages  [{"role": ..., "content": ...}, ...]
+        extra     further variables of the template (tools, enable_thinking ...)
+
+        Encode the result with add_special=False, because templates write BOS themselves. A message that
+        spells a control token would become that token when the text is encoded; `encode_chat` prevents it.
+        Raises `chat_template.ChatTemplateError` if there is no template, or it is broken, refuses the
+        messages, or exceeds its budget.
         """
         if self.chat_template is None:
             raise chat_template.ChatTemplateError(
@@ -140,10 +144,10 @@ class Tokenizer(Vocabulary):
         return chat_template.render(self.chat_template, variables)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> list[int]:
-        """Token ids of `apply_chat_template`, in which no message can forge a control token.
+        """Token ids of `apply_chat_template`; messages cannot forge control tokens.
 
-        Where a string in the messages spells one, the spelling is fenced with noncharacters before the
-        template sees it, and encoded as plain text afterwards.
+        If a string in the messages spells a control token, the name is fenced with noncharacters before the
+        template is rendered, and encoded as plain text afterwards.
         """
         text = self.apply_chat_template(_fenced(messages, self._control_names), **template_arguments)
         ids = []
@@ -153,7 +157,7 @@ class Tokenizer(Vocabulary):
 
     @functools.cached_property
     def _control_names(self) -> re.Pattern[str]:
-        """Matches the name of any token that is not shown, the longest first."""
+        """Matches the name of any control or unknown token, the longest first."""
         names = [
             text for text, kind in zip(self.texts, self.kinds, strict=True) if kind in (CONTROL, UNKNOWN)
         ]
@@ -161,7 +165,7 @@ class Tokenizer(Vocabulary):
 
     @functools.cached_property
     def _whole(self) -> dict[bool, dict[int, str]]:
-        """By skip_special, texts of tokens that are whole characters, as detokenizers came across them."""
+        """Caches, by skip_special, the texts of tokens that detokenizers saw to be whole characters."""
         return {False: {}, True: {}}
 
     def _text(self, id: int | None) -> str:
@@ -178,12 +182,12 @@ class Tokenizer(Vocabulary):
         )
 
 
-# Noncharacters: valid in a str, never in a text that was meant.
+# Noncharacters: a str may have them, but no text does.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 
 
 def _fenced(value: Any, spelled: re.Pattern[str]) -> Any:
-    """A copy of nested messages, in whose strings every match of `spelled` lies between _OPEN and _CLOSE."""
+    """A copy of nested messages; in its strings every match of `spelled` is between _OPEN and _CLOSE."""
     if isinstance(value, str):
         return spelled.sub(f"{_OPEN}\\g<0>{_CLOSE}", _unfenced(value))
     if isinstance(value, Mapping):
@@ -196,10 +200,11 @@ def _unfenced(text: str) -> str:
 
 
 class Detokenizer:
-    """Turns a stream of ids into text as it becomes certain: the pushes and the flush join to `decode(ids)`.
+    """Turns a stream of ids into text as soon as it is certain. The texts of all pushes and of the flush,
+    joined, equal `decode(ids)`.
 
-    A character whose bytes are spread over tokens appears when its last byte does; bytes that can no longer
-    become a character appear as U+FFFD.
+    A character whose bytes are spread over several tokens appears with its last byte; bytes that can no
+    longer become a character appear as U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special: bool, at_start: bool):
@@ -210,7 +215,7 @@ class Detokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, id: int) -> str:
-        """The text that this id completes, often its own, sometimes "" or more."""
+        """The text that this id completes: usually that of its token, sometimes "" or more."""
         alone = not (self._strip or self._decoder.buffer)
         if alone and (text := self._whole.get(id)) is not None:
             return text
@@ -223,5 +228,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for half a character, else ""."""
+        """The rest of the text: U+FFFD if it ends in half a character, else ""."""
         return self._decoder.decode(b"", final=True)

@@ -21,7 +21,7 @@ from bonsai_jax.tokens.vocabulary import (
     Vocabulary,
 )
 
-_LONGEST_PIECE = 1024  # characters; the longest in real vocabularies have a few hundred
+_LONGEST_PIECE = 1024  # characters; tokens of real vocabularies have at most a few hundred
 
 # A user-defined token of one of these names, or of END_TEXTS, is a control token, as in llama.cpp.
 _FILL_TEXTS = (  # noqa: SIM905
@@ -60,12 +60,12 @@ def _value(metadata: Mapping[str, Any], key: str, kind: type, default: Any = ...
 def _strings(metadata: Mapping[str, Any], key: str) -> list[str]:
     values = _value(metadata, key, list)
     if bad := set(map(type, values)) - {str}:
-        raise ValueError(f"{key} holds {bad.pop().__name__}, expected strings")
+        raise ValueError(f"{key} has entries of type {bad.pop().__name__}, expected strings")
     return values
 
 
 def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float | None) -> np.ndarray:
-    """metadata[key] as an array of `count` numbers, all `default` where the key is absent."""
+    """metadata[key] as an array of `count` numbers, all `default` if the key is missing."""
     if default is not None and key not in metadata:
         return np.full(count, default)
     try:
@@ -73,7 +73,7 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float |
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from None
     if values.ndim != 1 or values.dtype.kind not in "iuf":
-        raise ValueError(f"{key}: expected a list of numbers, found shape {values.shape} of {values.dtype}")
+        raise ValueError(f"{key}: expected a list of numbers, not {values.dtype} of shape {values.shape}")
     if len(values) != count:
         raise ValueError(f"{key} has {len(values)} entries, but tokenizer.ggml.tokens has {count}")
     return values
@@ -81,9 +81,12 @@ def _numbers(metadata: Mapping[str, Any], key: str, count: int, default: float |
 
 @dataclasses.dataclass(frozen=True)
 class _Tokens:
-    """What both kinds of GGUF tokenizer share.
+    """The tokens of a GGUF file, for both kinds of tokenizer.
 
-    ids is {text: id}; bpe_ids leaves control tokens out, so that BPE cannot make one from plain text.
+    texts    by id
+    kinds    by id, as in Vocabulary
+    ids      {text: id}
+    bpe_ids  the same without control tokens, so that BPE cannot make one from plain text
     """
 
     texts: list[str]
@@ -135,7 +138,8 @@ class _Tokens:
         add_bos: bool,
         **fields: Any,
     ) -> Vocabulary:
-        """All of it, given how it encodes text without special tokens: (text, follows special) -> ids."""
+        """The Vocabulary. encode_plain encodes text without special tokens: (text, follows_special) ->
+        ids."""
         add_bos = _value(metadata, "tokenizer.ggml.add_bos_token", bool, add_bos)
         add_eos = _value(metadata, "tokenizer.ggml.add_eos_token", bool, False)
         for name, add, id in (("bos", add_bos, bos_id), ("eos", add_eos, eos_id)):
@@ -163,7 +167,8 @@ class _Tokens:
         )
 
     def _encoder(self, encode_plain: Callable[[str, bool], list[int]]) -> Callable[[str, bool], list[int]]:
-        """Finds special tokens in a text, longest first as llama.cpp does, and encodes what lies between."""
+        """Finds special tokens in a text, longest first as llama.cpp does, and encodes the text between
+        them."""
         special = [id for id, kind in enumerate(self.kinds) if kind in (CONTROL, UNKNOWN, USER_DEFINED)]
         special.sort(key=lambda id: -len(self.texts[id].encode()))
         user_defined = [id for id in special if self.kinds[id] == USER_DEFINED]
@@ -183,7 +188,8 @@ class _Tokens:
 
 
 def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
-    """A text cut at every `mark`, with `id` in its place and no empty pieces; an id as it is."""
+    """A text cut at every `mark`, with `id` in its place and without empty pieces; an id is returned as it
+    is."""
     if isinstance(part, int):
         return [part]
     pieces: list[str | int] = []
@@ -193,7 +199,7 @@ def _cut(part: str | int, mark: str, id: int) -> list[str | int]:
 
 
 def _bpe(key: str, vocabulary: dict[str, int], merges: Any, **options: Any) -> Any:
-    """A tokenizers.Tokenizer of a BPE model; ValueError names `key` where a merge is of unknown tokens."""
+    """A tokenizers.Tokenizer of a BPE model. ValueError names `key` if a merge has unknown tokens."""
     from tokenizers import Tokenizer as Backend
     from tokenizers import models
 
@@ -214,11 +220,11 @@ def _byte_level_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabulary:
             f"tokenizer.ggml.pre = {name[:80]!r} is not supported; supported: {supported}"
         )
 
-    # A merge is "left right"; the first of two equal ones counts.
+    # A merge is "left right"; of equal merges the first counts.
     merges = [m.partition(" ")[::2] for m in dict.fromkeys(_strings(metadata, "tokenizer.ggml.merges"))]
     if bad := next((left for left, right in merges if not left or not right or " " in right), None):
         raise ValueError(f"tokenizer.ggml.merges: {bad[:80]!r} is not two tokens with a space between")
-    # Bytes without a token are dropped, but only after merging: until then they keep their neighbours apart.
+    # Bytes without a token are dropped after merging; before, they keep their neighbours from merging.
     count = len(tokens.texts)
     missing = [character for character in BYTE_ALPHABET if character not in tokens.bpe_ids]
     ids = tokens.bpe_ids | {character: count + i for i, character in enumerate(missing)}
@@ -258,7 +264,7 @@ def _sentencepiece_bpe(metadata: Mapping[str, Any], tokens: _Tokens) -> Vocabula
                 f"tokenizer.ggml.tokens[{id}] has {len(texts[id])} characters, the limit is {_LONGEST_PIECE}"
             )
 
-    # Every way to put a token together from two others is a merge, and the better token goes first.
+    # Every way to form a token from two others is a merge; tokens with better scores come first.
     mergeable = {
         text for text, kind in zip(texts, kinds, strict=True) if kind in (NORMAL, USER_DEFINED, UNUSED)
     }

@@ -27,7 +27,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+        raise ValueError(f"{path} is a {type(content).__name__}, expected an object")
     return content
 
 
@@ -37,9 +37,7 @@ def build(folder: Path) -> Vocabulary:
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ValueError(
-            f"{path} is missing (of a Hugging Face folder's tokenizer files only tokenizer.json is read)"
-        )
+        raise ValueError(f"{path} is missing; no other tokenizer file of a Hugging Face folder is read")
     try:
         backend = Backend.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exceptions
@@ -58,7 +56,7 @@ def build(folder: Path) -> Vocabulary:
         listed = listed if isinstance(listed, list) else [listed]
         ends |= {id for id in listed if type(id) is int and 0 <= id < 2**31}
 
-    added = backend.encode("").ids  # what the post-processor puts around a text
+    added = backend.encode("").ids  # tokens that the post-processor puts around a text
     add_bos = added[:1] == [ids["bos"]]
     add_eos = added[add_bos:] == [ids["eos"]]
     if len(added) != add_bos + add_eos:
@@ -93,7 +91,7 @@ def build(folder: Path) -> Vocabulary:
 
 
 def _decoder_kind(path: Path, backend: Any) -> tuple[bool, bool]:
-    """(byte_level, space_prefix) of a tokenizer.json, from its decoder."""
+    """(byte_level, space_prefix), as the decoder of tokenizer.json implies them."""
     state: dict[str, Any] = (
         json.loads(backend.decoder.__getstate__()) if backend.decoder is not None else {"type": None}
     )
@@ -128,7 +126,7 @@ def _huggingface_vocabulary(path: Path, backend: Any, byte_level: bool) -> tuple
 
 
 def _token_id(folder: Path, backend: Any, config: dict[str, Any], name: str) -> int | None:
-    """Id of tokenizer_config.json's bos_token, eos_token or pad_token."""
+    """The id of bos_token, eos_token or pad_token in tokenizer_config.json."""
     token = config.get(f"{name}_token")
     token = token.get("content") if isinstance(token, dict) else token
     if token is None:
@@ -140,7 +138,8 @@ def _token_id(folder: Path, backend: Any, config: dict[str, Any], name: str) -> 
 
 
 def _huggingface_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """chat_template.jinja if there is one, else tokenizer_config.json's template, of several the default."""
+    """chat_template.jinja if it exists, else the template in tokenizer_config.json; of several, the
+    default."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text(encoding="utf-8")
     template = config.get("chat_template")

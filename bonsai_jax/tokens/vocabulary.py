@@ -1,10 +1,10 @@
-"""What readers of tokenizer files make: tokens, which of them are special, and how text becomes ids."""
+"""A vocabulary, as read from tokenizer files: tokens, which of them are special, and how text becomes ids."""
 
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
 
-# What a token is, numbered as GGUF's tokenizer.ggml.token_type. Control and unknown tokens are not shown.
+# Kinds of tokens, numbered as in GGUF's tokenizer.ggml.token_type. Control and unknown tokens are not shown.
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
 SPACE = "\u2581"  # how SentencePiece writes a space
@@ -12,7 +12,7 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's way to write bytes as printable characters: {character: byte}."""
+    """The printable characters that stand for bytes in GPT-2's vocabularies: {character: byte}."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -30,16 +30,18 @@ END_TEXTS = (  # noqa: SIM905 - a list would fill a page
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Vocabulary:
-    """A file's tokens, and how it cuts text into them.
+    """The tokens of a file, and how it cuts text into them.
 
-    texts          the file's own text of each token, by id
-    kinds          what each token is, by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
+    texts          the text of each token as the file writes it, by id
+    kinds          the kind of each token, by id: NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED or BYTE
     byte_level     whether normal tokens are written in GPT-2's byte alphabet; else a space is written U+2581
-    space_prefix   whether encoding puts a space before a text, which decoding takes away again
+    space_prefix   whether encoding puts a space before a text, and decoding removes it
     bos_id         beginning of sequence, or None
+    eos_id         end of sequence, or None
     eos_ids        every id that ends a generation: end of sequence, of turn, of message, of file
     pad_id         padding, or None
-    add_bos        whether encode(add_special=True) starts with bos_id; add_eos: whether it ends with eos_id
+    add_bos        whether encode(add_special=True) starts with bos_id
+    add_eos        whether it ends with eos_id
     chat_template  jinja2 source, or None
     encoder        (text, parse_special) -> ids, without BOS and EOS
     """

@@ -53,13 +53,13 @@ def bytes_per_row(config: ModelConfig, run: RunConfig) -> int:
 def cache_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes of a cache with every sequence full. `run` must be resolved."""
     tokens = -(-run.context // run.page_size) * run.page_size
-    return run.rows * (tokens * bytes_per_token(config, run) + bytes_per_row(config, run))
+    return run.batch_size * (tokens * bytes_per_token(config, run) + bytes_per_row(config, run))
 
 
 def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes beside the cache in which prefill puts one layer's keys and values, for a kernel that does not
     read them as they are stored; with every sequence full. `run` must be resolved."""
-    return run.rows * max((layer.mixer.scratch_bytes(run) for layer in config.layers), default=0)
+    return run.batch_size * max((layer.mixer.scratch_bytes(run) for layer in config.layers), default=0)
 
 
 def explain_weights(description: Description, run: RunConfig, parts: int = 1) -> list[Verdict]:
@@ -134,7 +134,7 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     remedies = {
         "keep the weights packed (weights='packed')": ("weights", "packed"),
         "keep keys and values in 8 bits (cache_dtype='int8')": ("cache_dtype", "int8"),
-        "lower rows": ("rows", 1),
+        "lower batch_size": ("batch_size", 1),
         "lower context": ("context", 1),
     }
     works = [
@@ -149,7 +149,7 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     beside = f", and {scratch / 1e9:.2f} GB in which prefill reads it as float16," * (scratch > 0)
     raise MemoryError(
         f"{description.source}: weights of {weights / 1e9:.2f} GB and a cache of {cache / 1e9:.2f} GB "
-        f"({run.rows} rows of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
+        f"({run.batch_size} sequences of {run.context} tokens){beside} exceed the {limit / 1e9:.2f} GB of "
         f"{machine.device_name()}; {remedy}"
     )
 

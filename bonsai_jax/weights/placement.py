@@ -29,7 +29,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.weights.specs import Spec
 from checkpoints import Gathered, Tensor
 from pallas_kernels import QTensor, device, formats
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 DATA, MODEL = "data", "model"
 # Logical axis -> mesh axis; any other name is an axis that devices along "model" split.
@@ -143,10 +143,10 @@ class Placement:
         if share is None or m.spec.axes[0] in ("vocab", "experts"):
             return None
         if share.axis == 0:
-            rows = ROWS if m.tiled else 1
+            rows = TILE_ROWS if m.tiled else 1
             whole = share.count % rows == 0
             return None if whole else f"{field}: {share.count} rows are no whole tiles of {rows}"
-        columns = math.lcm(formats.get(m.format).WEIGHTS, COLUMNS if m.tiled else 1)
+        columns = math.lcm(formats.get(m.format).WEIGHTS, TILE_COLUMNS if m.tiled else 1)
         if all(count % columns == 0 for count in share.counts):
             return None
         return f"{field}: {m.shape[1]} columns of {m.format} do not split at {columns}"
@@ -167,7 +167,7 @@ class Placement:
             if name is None:
                 continue
             if name == "vocab":
-                unit = ROWS if tiled else 1
+                unit = TILE_ROWS if tiled else 1
                 return Share(
                     axis, *even_runs(-(-shape[0] // (unit * self.parts)) * unit * self.parts, self.parts)
                 )

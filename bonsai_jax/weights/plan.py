@@ -23,7 +23,7 @@ from bonsai_jax.weights.specs import Description, Source, Sources, Spec
 from checkpoints import Folding, RandomTensor
 from pallas_kernels import device, problems, selection
 from pallas_kernels.qtensor import Products
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 DEFAULT_CONTEXT = 4096
 
@@ -148,7 +148,7 @@ class LoadPlan:
     def kernel(self, matrix: Matrix, rows: int) -> str:
         """What multiplies so many rows with a matrix, or so many tokens with those of their experts."""
         chosen = selection.choose(self.experts_problem(matrix), rows) if matrix.experts else "tiles"
-        return matrix.products.of(rows) if chosen == "tiles" else chosen
+        return matrix.products.kernel(rows) if chosen == "tiles" else chosen
 
     def experts_problem(self, matrix: Matrix) -> problems.Experts:
         """The problem of a matrix that each expert has."""
@@ -157,10 +157,10 @@ class LoadPlan:
             for stack in self.stacks
             if stack.members[0][0].experts
         }
-        kernels = {matrix.products.of(1) for matrix, _ in self.each() if matrix.experts}
+        kernels = {matrix.products.kernel(1) for matrix, _ in self.each() if matrix.experts}
         return problems.Experts(
             device.platform(),
-            matrix.products.of(1),
+            matrix.products.kernel(1),
             whole=stored["gate"] == stored["up"] and len(kernels) == 1,
             folded=any(folded for formats in stored.values() for _, folded in formats),
         )
@@ -188,8 +188,8 @@ def plan(description: Description, run: RunConfig, placement: Placement | None =
     draft = None
     if description.draft is not None:
         own = placement and dataclasses.replace(placement, config=description.draft.config)
-        draft = _planned(description.draft, dataclasses.replace(run, schedule="launches"), own)
-    return dataclasses.replace(_planned(description, run, placement), draft=draft)
+        draft = planned(description.draft, dataclasses.replace(run, schedule="launches"), own)
+    return dataclasses.replace(planned(description, run, placement), draft=draft)
 
 
 def resolve(description: Description, run: RunConfig, parts: int = 1) -> RunConfig:
@@ -206,7 +206,8 @@ def resolve(description: Description, run: RunConfig, parts: int = 1) -> RunConf
     return dataclasses.replace(run, weights=next(verdict.kernel for verdict in verdicts if verdict.taken))
 
 
-def _planned(description: Description, run: RunConfig, placement: Placement | None) -> LoadPlan:
+def planned(description: Description, run: RunConfig, placement: Placement | None = None) -> LoadPlan:
+    """The plan for a resolved RunConfig, without its draft layer and whatever it takes of memory."""
     config, stacks = description.config, []
     if placement:
         placement.check(list(_split_matrices(description, run)))
@@ -303,7 +304,7 @@ def _may_join(members: Sequence[Sequence[Member]], run: RunConfig) -> bool:
     another input."""
     if any(len({m.folded for m in layer}) > 1 for layer in zip(*members, strict=True)):
         return False
-    return not any(m.own_shape[0] % ROWS and _is_tiled(m, run) for field in members for m in field)
+    return not any(m.own_shape[0] % TILE_ROWS and _is_tiled(m, run) for field in members for m in field)
 
 
 def _parts(

@@ -96,7 +96,7 @@ def _vector(plan: LoadPlan, spec: Spec) -> jax.Array | None:
 
 def _vectors(plan: LoadPlan, specs: Sequence[Spec], settings: Any, numbers: Sequence[int]) -> jax.Array:
     """Norms, biases and the like: float32 [layers, *shape], those of several specs side by side."""
-    stacked = []
+    stacked: list[Any] = []
     for spec in specs:
         tensors = plan.description.tensors[spec]
         values = [_values(tensors[number], spec, plan.description.naming) for number in numbers]

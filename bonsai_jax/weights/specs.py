@@ -8,7 +8,8 @@ from bonsai_jax.config import Layer, ModelConfig
 from checkpoints import Checkpoint, CheckpointError, Folding, Gathered, RandomTensor, Tensor, folding
 from pallas_kernels import formats
 
-MULTIMODAL = "model.language_model."  # what "model." is in Hugging Face files of models that also see images
+# What "model." is in Hugging Face files of models that also see images.
+MULTIMODAL = ("model.language_model.", "language_model.model.")
 Source = Tensor | Gathered | RandomTensor
 # Tensors of one spec: by layer; of a spec that belongs to no layer under None. Empty: the file lacks it.
 Sources = Mapping[int | None, Source]
@@ -89,9 +90,7 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
     Raises CheckpointError for a tensor that is missing, has another shape, or has no place."""
     skipped = (*config.skipped, *([config.draft] if config.draft else []))
     unused: dict[str, Source] = {
-        name.replace(MULTIMODAL, "model.", 1) if name.startswith(MULTIMODAL) else name: t
-        for name, t in checkpoint.tensors.items()
-        if not name.startswith(skipped)
+        _without_prefix(name): t for name, t in checkpoint.tensors.items() if not name.startswith(skipped)
     }
     matched: dict[Spec, Sources] = {}
     for spec in specs:
@@ -123,6 +122,11 @@ def match(checkpoint: Checkpoint, specs: Sequence[Spec], config: ModelConfig) ->
             "running without it would give wrong text"
         )
     return matched
+
+
+def _without_prefix(name: str) -> str:
+    start = next((start for start in MULTIMODAL if name.startswith(start)), None)
+    return name if start is None else name.replace(start, "model.", 1)
 
 
 def _gather(checkpoint: Checkpoint, tensors: dict[str, Source], pattern: str, layer: Any, count: int) -> None:

@@ -19,12 +19,11 @@ def fetch(source: str, *, offline: bool = False, check: bool = False) -> Path:
 
     `quant` picks among a repository's GGUF files by a word of their names ("q4_k_m" finds "x-Q4_K_M.gguf");
     all parts of a split file are fetched. A repository without GGUF files is fetched as a Hugging Face
-    folder. A download that was interrupted goes on where it stopped; what comes is kept only if its size and
-    hash are those that the Hub lists, and `check` also reads what is in the cache already. `offline`, or
-    HF_HUB_OFFLINE=1, looks into the cache alone. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT are read at
-    each call.
-    Raises CheckpointError if there is no such repository or file, if several match, if what came is not what
-    the Hub lists, or if the Hub cannot be reached.
+    folder. An interrupted download continues where it stopped. A file with another size or hash than the Hub
+    lists is deleted; `check` also reads the files that are in the cache already. `offline`, or
+    HF_HUB_OFFLINE=1, uses the cache only. HF_TOKEN, HF_HOME, HF_HUB_CACHE and HF_ENDPOINT are read at each
+    call. Raises CheckpointError if there is no such repository or file, if several match, if a file is not
+    the one that the Hub lists, or if the Hub cannot be reached.
     """
     repo, quant = names.parse(source)
     if offline or _is_true("HF_HUB_OFFLINE") or _is_true("TRANSFORMERS_OFFLINE"):
@@ -44,7 +43,7 @@ def fetch(source: str, *, offline: bool = False, check: bool = False) -> Path:
 
 
 def _cached(source: str, repo: str, quant: str | None) -> Path:
-    """What the cache has of "user/repo[:quant]", of each file the newest version."""
+    """The path of "user/repo[:quant]" in the cache, with the newest version of each file."""
     remedy = f"fetch it once with a connection: bonsai-jax pull {source}"
     snapshots = cache.snapshots(repo)
     if not snapshots:
@@ -74,7 +73,7 @@ def _is_true(variable: str) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without huggingface_hub's warnings (no token, retries, locks): what matters becomes our error."""
+    """Silences huggingface_hub's warnings (no token, retries, locks): failures become errors of ours."""
     logger = logging.getLogger("huggingface_hub")
     level = logger.level
     if level in (logging.NOTSET, logging.WARNING):
@@ -87,7 +86,7 @@ def _quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_line(source: str, repo: str, quant: str | None) -> Iterator[None]:
-    """Errors of the network and of huggingface_hub as CheckpointError with a remedy."""
+    """Turns errors of the network and of huggingface_hub into CheckpointErrors with a remedy."""
     try:
         from huggingface_hub import errors, get_token
     except ModuleNotFoundError as e:
@@ -106,7 +105,7 @@ def _one_line(source: str, repo: str, quant: str | None) -> Iterator[None]:
     except errors.HfHubHTTPError as e:
         status = e.response.status_code
         if status == 401:
-            why = f"the Hub refuses the token; {login} anew" if get_token() else absent
+            why = f"the Hub refuses the token; {login} again" if get_token() else absent
         elif status == 403:
             why = f"the token may not read {repo} (403); give it that right, or another one: {login}"
         elif status == 429:

@@ -17,12 +17,12 @@ from . import names
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class CachedModel:
     """A model in the cache.
 
-    name    what opens it: "user/repo:Q8_0", or "user/repo" for a folder of safetensors
-    files   their names in the repository; none: a download that stopped
-    nbytes  on disk, in all its versions
+    name    the name that opens it: "user/repo:Q8_0", or "user/repo" for a folder of safetensors
+    files   their names in the repository; empty: a download that stopped
+    nbytes  bytes on disk, in all its versions
     """
 
     name: str
@@ -47,16 +47,16 @@ def lock_path(repo: str, digest: str) -> Path:
 
 
 def snapshots(repo: str) -> list[Path]:
-    """The folders of a repository's versions: that of its main branch first, then the newest."""
+    """The folders of a repository's versions: first the main branch's, then the newest."""
     root = repo_folder(repo)
     ref = root / "refs" / "main"
     main = ref.read_text().strip() if ref.is_file() else None
-    found = [path for path in root.glob("snapshots/*") if path.is_dir()]
-    return sorted(found, key=lambda path: (path.name != main, -path.stat().st_mtime))
+    versions = [path for path in root.glob("snapshots/*") if path.is_dir()]
+    return sorted(versions, key=lambda path: (path.name != main, -path.stat().st_mtime))
 
 
 def file_names(snapshot: Path) -> list[str]:
-    """Names of the files that a version holds, whole."""
+    """Names of the complete files in a version."""
     return sorted(p.relative_to(snapshot).as_posix() for p in snapshot.rglob("*") if p.is_file())
 
 
@@ -65,7 +65,7 @@ def link(blob: Path, pointer: Path) -> None:
     pointer.parent.mkdir(parents=True, exist_ok=True)
     try:
         pointer.symlink_to(os.path.relpath(blob, pointer.parent))
-    except FileExistsError:  # another process was as fast
+    except FileExistsError:  # another process was first
         pass
     except OSError:  # a file system without links holds the file itself
         os.replace(blob, pointer)
@@ -73,55 +73,56 @@ def link(blob: Path, pointer: Path) -> None:
 
 def set_main(repo: str, commit: str) -> None:
     ref = repo_folder(repo) / "refs" / "main"
-    if ref.is_file() and ref.read_text() == commit:  # a cache that may only be read is none the worse
+    if ref.is_file() and ref.read_text() == commit:  # so that a read-only cache works
         return
     ref.parent.mkdir(parents=True, exist_ok=True)
-    draft = ref.with_name(f"main.{os.getpid()}.tmp")  # no reader sees half of it
+    draft = ref.with_name(f"main.{os.getpid()}.tmp")  # so that no reader sees half of it
     draft.write_text(commit)
     os.replace(draft, ref)
 
 
-def held() -> list[Held]:
-    """What the cache holds, by name: models, and downloads that stopped."""
-    found = []
+def models() -> list[CachedModel]:
+    """The models in the cache, by name, and downloads that stopped."""
+    cached = []
     for root in sorted(folder().glob("models--*--*"), key=lambda path: path.name.lower()):
         repo = root.name.removeprefix("models--").replace("--", "/")
         pointers = _pointers(repo)
         for label, files in names.models(pointers).items():
-            found.append(Held(f"{repo}:{label}", tuple(files), _nbytes(pointers, files)))
+            cached.append(CachedModel(f"{repo}:{label}", tuple(files), _nbytes(pointers, files)))
         if "config.json" in pointers and any(name.endswith(".safetensors") for name in pointers):
             files = names.folder_files(pointers)
-            found.append(Held(repo, tuple(files), _nbytes(pointers, files)))
+            cached.append(CachedModel(repo, tuple(files), _nbytes(pointers, files)))
         if partial := sum(path.stat().st_size for path in root.glob("blobs/*.incomplete")):
-            found.append(Held(repo, (), partial))
-    return found
+            cached.append(CachedModel(repo, (), partial))
+    return cached
 
 
-def find(source: str) -> list[Held]:
-    """What "user/repo", or "user/repo:quant" of it, is in the cache. CheckpointError if nothing is."""
+def find(source: str) -> list[CachedModel]:
+    """The models in the cache that "user/repo" or "user/repo:quant" names. CheckpointError if there is
+    none."""
     repo, quant = names.parse(source)
-    found = [model for model in held() if names.parse(model.name)[0] == repo]
-    if not found:
+    matches = [model for model in models() if names.parse(model.name)[0] == repo]
+    if not matches:
         raise CheckpointError(f"{source}: not in the cache, {folder()}; `bonsai-jax list` shows what is")
     if quant is None:
-        return found
+        return matches
     sizes = {name: _nbytes(pointers, [name]) for pointers in [_pointers(repo)] for name in pointers}
     files = tuple(names.choose(source, sizes))
-    return [model for model in found if model.files == files]
+    return [model for model in matches if model.files == files]
 
 
 def remove(source: str) -> None:
-    """Delete "user/repo", with all that the cache has of it, or the one model "user/repo:quant"."""
+    """Delete everything of "user/repo" from the cache, or the one model "user/repo:quant"."""
     repo, quant = names.parse(source)
     doomed = {name for model in find(source) for name in model.files}
-    gone, kept = [], []
+    gone, remaining = [], []
     for name, paths in _pointers(repo).items():
-        (gone if quant is None or name in doomed else kept).extend(paths)
-    blobs = {_blob(path) for path in gone} - {_blob(path) for path in kept}
+        (gone if quant is None or name in doomed else remaining).extend(paths)
+    blobs = {_blob(path) for path in gone} - {_blob(path) for path in remaining}
     shared = {blob.resolve() for blob in blobs if blob.is_symlink()}
     for path in (*gone, *blobs):
         path.unlink(missing_ok=True)
-    if not kept:
+    if not remaining:
         shutil.rmtree(repo_folder(repo))
         shutil.rmtree(lock_path(repo, "").parent, ignore_errors=True)
     in_use = {blob.resolve() for blob in folder().glob("*/blobs/*") if blob.is_symlink()}
@@ -132,15 +133,16 @@ def remove(source: str) -> None:
 
 def _pointers(repo: str) -> dict[str, list[Path]]:
     """Files of a repository: name -> its paths, one in each version that has it."""
-    found: dict[str, list[Path]] = {}
+    pointers: dict[str, list[Path]] = {}
     for snapshot in snapshots(repo):
         for name in file_names(snapshot):
-            found.setdefault(name, []).append(snapshot / name)
-    return found
+            pointers.setdefault(name, []).append(snapshot / name)
+    return pointers
 
 
 def _blob(pointer: Path) -> Path:
-    """What holds a file's bytes in its repository's folder: one step, as a blob may be a link itself."""
+    """The blob of a file in its repository's folder. It follows one link only: a blob may be a link
+    itself."""
     return Path(os.path.normpath(pointer.parent / os.readlink(pointer))) if pointer.is_symlink() else pointer
 
 

@@ -1,7 +1,7 @@
-"""Bytes from the Hub into the cache: continued where they stopped, kept only if size and hash are right.
+"""Downloads files from the Hub into the cache. Interrupted downloads continue; sizes and hashes are checked.
 
 The session, the token and the lock are huggingface_hub's. Its own download starts over after an interruption
-and looks at no hash, so the transfer is here: plain HTTP, also where the Hub offers its Xet protocol.
+and checks no hash, so this file has its own transfer: plain HTTP, even if the Hub offers its Xet protocol.
 """
 
 import contextlib
@@ -68,11 +68,11 @@ def listing(repo: str) -> tuple[str, list[File]]:
 
 
 def download(repo: str, commit: str, files: list[File], *, check: bool = False) -> list[Path]:
-    """Paths of files of one version, fetched if they are not in the cache in their full size.
+    """The paths of files of one version. Files that are not in the cache in full size are fetched.
 
-    `check` reads those that are, and fetches again what does not have its hash. One bar on stderr shows all.
-    Raises CheckpointError for a wrong size or hash, Stopped or huggingface_hub's errors where the transfer
-    failed for good; what came stays, and the next call goes on behind it.
+    `check` also reads the cached files and fetches those with a wrong hash again. One bar on stderr shows
+    all. Raises CheckpointError for a wrong size or hash, and Stopped or huggingface_hub's errors if the
+    transfer fails for good. The bytes received stay, and the next call continues after them.
     """
     root = cache.repo_folder(repo)
     pointers = [root / "snapshots" / commit / file.name for file in files]
@@ -103,21 +103,21 @@ def _check_room(repo: str, files: list[File], pointers: list[Path]) -> None:
 def _place(
     repo: str, commit: str, file: File, pointer: Path, check: bool, show: Callable[[int], None]
 ) -> None:
-    """Make `pointer` the file, from the cache or from the Hub."""
+    """Make `pointer` lead to the file, from the cache or the Hub."""
     from huggingface_hub.utils import WeakFileLock
 
     blob = cache.repo_folder(repo) / "blobs" / file.digest
     lock = cache.lock_path(repo, file.digest)
     lock.parent.mkdir(parents=True, exist_ok=True)
-    with WeakFileLock(lock):  # whoever comes second finds the file
-        found = pointer if pointer.exists() else blob
-        if _size(found) != file.size or (check and not _is_sound(found, file, show)):
+    with WeakFileLock(lock):  # a second process finds the file
+        path = pointer if pointer.exists() else blob
+        if _size(path) != file.size or (check and not _is_sound(path, file, show)):
             if file.size > LARGEST_BYTES:
                 raise CheckpointError(
                     f"{file.name}: {readable(file.size)}, the Hub gives {readable(LARGEST_BYTES)} at most "
                     f"over HTTP; `hf download {repo} {file.name}`, then run it again"
                 )
-            if found.exists():  # and is not what it should be
+            if path.exists():  # with a wrong size or hash
                 pointer.unlink(missing_ok=True)
                 blob.unlink(missing_ok=True)
             _fetch(f"{endpoint()}/{repo}/resolve/{commit}/{quote(file.name)}", file, blob, show)
@@ -127,7 +127,7 @@ def _place(
 
 
 def _fetch(url: str, file: File, blob: Path, show: Callable[[int], None]) -> None:
-    """Download a blob, on from its first bytes if they are there.
+    """Download a blob, continuing after the bytes that are in the cache.
 
     Some file systems ignore locks. Two processes then write the same bytes to the same places.
     """
@@ -150,7 +150,7 @@ def _fetch(url: str, file: File, blob: Path, show: Callable[[int], None]) -> Non
 
 
 def _receive_patiently(url: str, file: File, out: io.BufferedRandom, show: Callable[[int], None]) -> str:
-    """`_receive`, tried again for as long as bytes come or the fault may pass."""
+    """`_receive`, repeated as long as bytes arrive or the fault may pass."""
     from huggingface_hub.errors import (
         HfHubHTTPError,
         HTTPError,
@@ -179,7 +179,7 @@ def _receive_patiently(url: str, file: File, out: io.BufferedRandom, show: Calla
 
 
 def _receive(url: str, file: File, out: io.BufferedRandom, show: Callable[[int], None]) -> str:
-    """Append to `out` what it lacks of the file. The hash of the whole."""
+    """Append the missing bytes of the file to `out`. Returns the hash of the whole file."""
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
     digest = _hash(out, file, show)
@@ -211,7 +211,7 @@ def _receive(url: str, file: File, out: io.BufferedRandom, show: Callable[[int],
 
 
 def _announced(headers: Any) -> int | None:
-    """The whole file's size by the headers of an answer, None if they do not say."""
+    """The size of the whole file, from the headers of an answer; None if they do not have it."""
     size = headers.get("Content-Range", "").rpartition("/")[2]
     if not size and "Content-Encoding" not in headers:
         size = headers.get("Content-Length", "")
@@ -249,7 +249,7 @@ def _hasher(file: File) -> Any:
 
 
 def _hash(content: io.BufferedRandom | io.BufferedReader, file: File, show: Callable[[int], None]) -> Any:
-    """Of all that is in `content`, which is then at its end."""
+    """The hash of all bytes of `content`, which it leaves at its end."""
     content.seek(0)
     digest = _hasher(file)
     show(0)

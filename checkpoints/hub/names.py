@@ -1,4 +1,4 @@
-"""Which files "user/repo[:quant]" means, going by the names of a repository's files."""
+"""The files that "user/repo[:quant]" means, chosen by the names of a repository's files."""
 
 import fnmatch
 import re
@@ -45,7 +45,7 @@ def parse(source: str) -> tuple[str, str | None]:
 
 
 def folder_files(names: Iterable[str]) -> list[str]:
-    """Of a repository's files, those that make a Hugging Face folder."""
+    """The files of a repository that make up a Hugging Face folder."""
     return [
         name
         for name in names
@@ -63,8 +63,8 @@ def readable(nbytes: int) -> str:
 def models(names: Iterable[str]) -> dict[str, list[str]]:
     """The GGUF models among files: label -> its file, or all its parts in order.
 
-    The label is the quant in the name ("UD-Q4_K_XL"), or the name itself where it has none or shares it.
-    "user/repo:label" picks just that model.
+    The label is the quant in the name ("UD-Q4_K_XL"). If the name has none, or another model has the same, it
+    is the name itself. "user/repo:label" names exactly this model.
     """
     files: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -81,26 +81,26 @@ def choose(source: str, sizes: dict[str, int]) -> list[str]:
     """The names of the one file, or of all parts of the one split file, that `source` means.
 
     The quant is a label, or else whole words of a name, in either case: "q4_k" is not "Q4_K_M", "Q4_K_XL"
-    finds "UD-Q4_K_XL", "q1_0" finds "Q1_0_g128". Raises CheckpointError, with labels and sizes, where none
-    or several match, or where several are there and none is named.
+    finds "UD-Q4_K_XL", "q1_0" finds "Q1_0_g128". Raises CheckpointError, with labels and sizes, if no model
+    or several match, or if there are several and the source names none.
     """
     repo, quant = parse(source)
-    found = models(sizes)
-    if not found:
+    by_label = models(sizes)
+    if not by_label:
         raise CheckpointError(f"{source}: the repository has no GGUF file; leave out :{quant}")
-    matches = list(found)
+    matches = list(by_label)
     if quant is not None:
         asked = _stem(quant)
         word = re.compile(rf"(?<![a-z0-9]){re.escape(asked)}(_g\d+)?(?![a-z0-9_])", re.IGNORECASE)
-        matches = [label for label in found if label.lower() == asked.lower()] or [
-            label for label, files in found.items() if word.search(_stem(files[0]))
+        matches = [label for label in by_label if label.lower() == asked.lower()] or [
+            label for label, files in by_label.items() if word.search(_stem(files[0]))
         ]
     if len(matches) == 1:
-        return found[matches[0]]
+        return by_label[matches[0]]
     listing = ", ".join(
-        f"{label} ({readable(sum(sizes[name] for name in found[label]))})" for label in matches or found
+        f"{label} ({readable(sum(sizes[name] for name in by_label[label]))})" for label in matches or by_label
     )
-    example = f"name one, as {repo}:{(matches or list(found))[-1]}"
+    example = f"name one, as {repo}:{(matches or list(by_label))[-1]}"
     if matches:
         raise CheckpointError(f"{source}: {len(matches)} models match: {listing}; {example}")
     raise CheckpointError(f"{source}: no file matches {quant!r}; there are: {listing}; {example}")

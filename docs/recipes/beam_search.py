@@ -9,7 +9,7 @@ W, NEW = 4, 8
 model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(activation_bits=16))  # or "demo", "user/repo:Q8_0"
 ids = model.tokenizer.encode("The best tree for a small garden is")
 
-cache = bj.new_cache(model, rows=1, context=len(ids) + NEW)
+cache = bj.new_cache(model, batch_size=1, context=len(ids) + NEW)
 logits, cache = bj.jitted.extend(model.params, cache, jnp.array([ids]), jnp.array([len(ids)]), model.config)
 log_p = jax.nn.log_softmax(logits[:, len(ids) - 1])  # [1, V]
 scores, tokens = jax.lax.top_k(log_p[0], W)

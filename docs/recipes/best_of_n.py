@@ -3,7 +3,7 @@
 import bonsai_jax as bj
 
 N = 16
-model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(rows=N, activation_bits=16))
+model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(batch_size=N, activation_bits=16))
 sampling = bj.SamplingParams(temperature=1.0, seed=0)  # seeds count up from row to row
 outputs = bj.generate(
     model, ["The best name for a cat is"] * N, max_new_tokens=12, sampling=sampling, logprobs=0

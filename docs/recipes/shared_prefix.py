@@ -9,7 +9,7 @@ prefix = model.tokenizer.encode("A bonsai is a small tree in a pot. " * 5)
 questions = [model.tokenizer.encode(q, add_special=False) for q in ("Where is it?", "How tall is it then?")]
 width = max(map(len, questions))
 
-cache = bj.new_cache(model, rows=1, context=len(prefix) + width + new)
+cache = bj.new_cache(model, batch_size=1, context=len(prefix) + width + new)
 ids, lengths = jnp.array([prefix]), jnp.array([len(prefix)])
 _, cache = bj.jitted.extend(model.params, cache, ids, lengths, model.config)
 bj.save_state("prefix.safetensors", cache)

@@ -6,7 +6,7 @@ import bonsai_jax as bj
 
 models = bj.load("synth:tiny-llama:q8_0"), bj.load("synth:tiny-llama:q4_0")  # the target, and its draft
 text, K, end = models[0].tokenizer.encode("Once upon a time"), 4, 40
-caches = [bj.new_cache(m, rows=1, context=end + 2 * K) for m in models]
+caches = [bj.new_cache(m, batch_size=1, context=end + 2 * K) for m in models]
 
 
 def say(i, tokens):  # the likeliest token behind each of these that model i has not read yet

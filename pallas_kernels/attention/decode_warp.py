@@ -20,16 +20,17 @@ as soon as the place that they go to has been read, of which a warp may have two
 
 import functools
 import operator
-from typing import Any
 
 import jax
 
+from pallas_kernels.attention import decode_sources
 from pallas_kernels.attention.decode_cache import Cache
-from pallas_kernels.attention.decode_keys import WIDEST_AT_ONCE, Warp, ask_for, copy_first
+from pallas_kernels.attention.decode_keys import Warp
 from pallas_kernels.attention.decode_plan import KEYS, Plan
+from pallas_kernels.attention.decode_sources import Source, chosen
 from pallas_kernels.attention.decode_splits import LOWEST, Share, team_barrier, team_begin
 from pallas_kernels.attention.decode_token import NewToken
-from pallas_kernels.gpu import lanes, memory, tensor_cores
+from pallas_kernels.gpu import lanes, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
 
@@ -43,42 +44,27 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     ahead       (a layer, whether its first keys and values are asked for, into the L2 cache), or None
     asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """
-    warp, fetched, flip = Warp.of(plan, cache, share, layer), None, None
+    warp = Warp.locate(plan, cache, share, layer)
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
-    behind = first + step
     # Before q is asked for, which other blocks may still be making.
-    if slot is not None:
-        slot, flip = slot
-        copy_first(0, plan, cache, share, layer, slot, asked)
-        copy_first(1, plan, cache, share, layer, slot)
-        if flip is not None:
-            behind = behind + select(flip != 0, step, 0)
-            with lanes.when((first < share.stop) & (flip != 0)):
-                for which in (0, 1):
-                    warp.copy_behind(which, first + step, share.second_page, slot ^ flip)
-        fetch = functools.partial(warp.fetch_scales, first, warp.first_page)
-        fetched = None, chosen(first < share.stop, fetch, warp.nothing()[1]), None
-    elif plan.head_dim <= WIDEST_AT_ONCE:
-        fetch = functools.partial(warp.fetch, first, warp.first_page)
-        fetched = chosen(first < share.stop, fetch, warp.nothing())
-    page_behind = warp.page_of(behind) if slot is not None or warp.fetches_ahead else None
+    source, carry = decode_sources.begin(warp, first, step, slot, asked)
     if ahead is not None:
         next_layer, wanted = ahead
         with lanes.when(wanted):
-            ask_for(plan, cache, share, next_layer)
+            decode_sources.prefetch(plan, cache, share, next_layer)
     token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
 
     def next_visit(base, carry):
-        warp = Warp.of(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
-        base = lanes.anew(integer(base))
-        state = jax.tree.unflatten(structure, carry)
-        return jax.tree.leaves(visit(warp, token, base, step, flip, *state))
+        warp = Warp.locate(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
+        state, left = jax.tree.unflatten(structure, carry)
+        keys = source(warp, token, lanes.anew(integer(base)), carry=left)
+        return jax.tree.leaves((visit(keys, state), keys.carry))
 
     heads = warp.heads
     state = [real(LOWEST)] * len(heads), [real(0)] * len(heads), [real(0)] * (plan.head_dim // 4)
-    carry, structure = jax.tree.flatten((state, slot, fetched, page_behind))
+    carry, structure = jax.tree.flatten((state, carry))
     carry = lanes.loop(first, share.stop, step, carry, next_visit)
     maxima, totals, o = jax.tree.unflatten(structure, carry)[0]
     totals = [lanes.warp_sum_real(total, 32, first=4) for total in totals]
@@ -93,105 +79,33 @@ def of_columns(plan: Plan, two) -> list:
     return [two[0] + two[1]] if plan.columns == 2 else two
 
 
-def visit(warp: Warp, token: NewToken, base, step, flip, state, slot, fetched: Any, page_behind: Any):
-    """16 keys and values from `base` on. As soon as what holds them has been read, those `step` behind them
-    are asked for: it is the warp's slot, or what is fetched, or, of heads too wide for a lane's registers,
-    none, and they are asked for when they are wanted. Where registers have room for both, they are asked for
-    at once.
-
-    state    of this lane's heads the largest scores; its shares of the sums of weights; of the weighted
-             values for each (c, i) two columns of dimension 64 c + 8 g + i
-    fetched  (keys, scales, values), or None
-    page_behind  `page_of` the keys `step` behind, if it must be known at once
-    Returns state, slot, fetched and page_behind of the next visit.
-    """
-    share, layout, zero = warp.share, warp.cache.layout, real(0)
-    key_js, value_js = warp.keys_of(base)
-    has_new = (share.length - base < KEYS) & token.has_new
-    copied, wide, behind = slot is not None, slot is None and fetched is None, base + step
-    if flip is not None:
-        behind = behind + select(flip != 0, step, 0)
-    more, ahead = behind < share.stop, not copied and not wide and warp.fetches_ahead
-    page = page_behind if ahead or copied else warp.page_of(base if wide else behind)
-    if ahead or copied:
-        page_behind = warp.page_of(behind + step)
-    if wide:
-        fetched = warp.fetch_keys(base, page), warp.fetch_scales(base, page), None
-    assert fetched is not None
-    keys, stored_scales, values = fetched
-    if copied:
-        following = base + step
-        of_scales = lambda: page if flip is None else warp.page_of(following)  # noqa: E731
-        fetch = lambda: warp.fetch_scales(following, of_scales())  # noqa: E731
-        next_scales = chosen(following < share.stop, fetch, stored_scales)
-        wait_oldest(flip)
-        keys = warp.copied_keys(slot)
-    elif ahead:
-        next_fetched = chosen(more, lambda: warp.fetch(behind, page), fetched)
-    scales = [[None if x is None else lanes.reals(x)[0] for x in of] for of in stored_scales]
-    keys, scales = chosen(has_new, lambda: warp.with_new(token, key_js, keys, scales), [keys, scales])
-    key_scales, value_scales = scales
+def visit(source: Source, state) -> tuple:
+    """16 keys and values. State, of this lane's heads: the largest scores; its shares of the sums of weights;
+    of the weighted values for each (c, i) two columns of dimension 64 c + 8 g + i."""
+    warp, token, layout = source.warp, source.token, source.warp.cache.layout
+    keys, key_scales, value_scales = source.keys()
     sums = multiplied(layout, token.queries(index(warp.g), index(warp.t)), keys)
     scores = [of_columns(warp.plan, sums[i : i + 2]) for i in (0, 2)]  # [key][head]
     scores = [
-        scaled([s if unit is None else s * unit for s in of_head], key_scales)
-        for of_head, unit in zip(zip(*scores, strict=True), token.units(warp.heads), strict=True)
+        scaled([s if unit is None else s * unit for s in head], key_scales)
+        for head, unit in zip(zip(*scores, strict=True), token.units(warp.heads), strict=True)
     ]
     capped = functools.partial(warp.plan.scores.capped, exp2=lanes.exp2, reciprocal=lanes.reciprocal)
-    scores = [[capped(s) for s in of_head] for of_head in scores]
-    if copied:
-        warp.copy_behind(0, behind, page, slot)
-    elif not wide and not ahead:
-        keys, stored_scales = chosen(
-            more,
-            lambda: [warp.fetch_keys(behind, page), warp.fetch_scales(behind, page)],
-            [keys, stored_scales],
-        )
-    valid = [warp.sees(j) for j in key_js]
-    scores = [[select(ok, s, LOWEST) for ok, s in zip(valid, of, strict=True)] for of in scores]
-    largest = [greatest(with_exponents(of, value_scales)) - layout.WEIGHT_EXPONENT for of in scores]
+    scores = [[capped(s) for s in head] for head in scores]
+    source.request_keys()
+    valid = [warp.sees(j) for j in source.keys_at]
+    scores = [[select(ok, s, LOWEST) for ok, s in zip(valid, head, strict=True)] for head in scores]
+    largest = [greatest(with_exponents(head, value_scales)) - layout.WEIGHT_EXPONENT for head in scores]
     maxima, totals, o = raised(state, largest)
     weights = [
-        [select(ok, lanes.exp2(s - m), zero) for ok, s in zip(valid, of, strict=True)]
-        for of, m in zip(scores, maxima, strict=True)
+        [select(ok, lanes.exp2(s - m), real(0)) for ok, s in zip(valid, head, strict=True)]
+        for head, m in zip(scores, maxima, strict=True)
     ]
-    totals = [functools.reduce(operator.add, of, total) for of, total in zip(weights, totals, strict=True)]
-    weights = across_keys(layout, [scaled(of, value_scales) for of in weights])
-    if copied:
-        wait_oldest(flip)
-        values = warp.copied_values(slot)
-    elif wide:
-        values = warp.fetch_values(base, page)
-    values = chosen(has_new, lambda: warp.placed(token, 1, value_js, warp.value_part, values), values)
-    state = maxima, totals, weighted(layout, weights, values, o)
-    if copied:
-        warp.copy_behind(1, behind, page, slot)
-        return state, slot if flip is None else slot ^ flip, (None, next_scales, None), page_behind
-    if wide:
-        return state, None, None, None
-    if ahead:
-        return state, None, next_fetched, page_behind
-    values = chosen(more, lambda: warp.fetch_values(behind, page), values)
-    return state, None, (keys, stored_scales, values), None
-
-
-def wait_oldest(flip):
-    """Until the oldest keys or values on their way to the warp's slots, one or two, are there."""
-    if flip is None:
-        memory.wait_copies(1)
-    else:
-        for condition, pending in ((flip == 0, 1), (flip != 0, 3)):
-            with lanes.when(condition):
-                memory.wait_copies(pending)
-    lanes.warp_barrier()
-
-
-def chosen(condition, values, otherwise):
-    """values() where the condition holds for a whole warp, else `otherwise`: lists of lists of values."""
-    leaves, structure = jax.tree.flatten(otherwise)
-    if not leaves:
-        return otherwise
-    return jax.tree.unflatten(structure, lanes.choose(condition, lambda: jax.tree.leaves(values()), leaves))
+    totals = [functools.reduce(operator.add, w, total) for w, total in zip(weights, totals, strict=True)]
+    weights = across_keys(layout, [scaled(head, value_scales) for head in weights])
+    state = maxima, totals, weighted(layout, weights, source.values(), o)
+    source.request_values()
+    return state
 
 
 def scaled(numbers, scales) -> list:

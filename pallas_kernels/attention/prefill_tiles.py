@@ -34,7 +34,7 @@ class Tiles(NamedTuple):
         return cls(heads, queries, -(-T // queries))
 
     def prepared(self, q: jax.Array, positions: jax.Array, keys: int, layout: ModuleType, scores: Scores):
-        """For whole tiles: (q times its factor, as the layout of the cache stores numbers; positions; the bounds
+        """For whole tiles: (q times its factor, as the layout of the cache stores numbers; positions; bounds
         of each tile's steps of so many keys, int32 [B, tiles, 2 or 4], as `ranges` takes them)."""
         B, T, _, D = q.shape
         padding = self.count * self.queries - T

@@ -1,1 +1,1 @@
-"""Kernels for CPUs: functions in the language of LLVM, written by Python, which XLA calls inside of jit."""
+"""CPU kernels: LLVM functions, written from Python, which XLA calls inside of jit."""

@@ -1,14 +1,16 @@
-"""What the kernels of matmul/cpu.py share: activations on their way into the workspace, and dot products."""
+"""The parts that the two kernels of matmul/cpu.py share: writing activations into the workspace, reading
+blocks of weights, and dot products."""
 
 import abc
 import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from llvmlite import ir
 
 from pallas_kernels import formats
 from pallas_kernels.activations import Activation, Math, half_erfc
-from pallas_kernels.cpu import compiled, ffi
+from pallas_kernels.cpu import compiled, ffi, later
 from pallas_kernels.cpu.values import (
     F32,
     I8,
@@ -27,18 +29,18 @@ from pallas_kernels.cpu.values import (
 )
 from pallas_kernels.cpu.vectors import PIECE, Load, Vectors
 
-LANES = PIECE // 4  # sums of four products, and float32 of the widest vectors
+DWORDS = PIECE // 4  # int32 or float32 in the widest vectors
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
-    """Everything that a kernel's code depends on but sizes, which it reads from the call.
+    """Everything that a kernel's code depends on, except for sizes: it reads these from the call.
 
-    format    of the weights
+    format    the format of the weights
     activation  of two matrices' outputs, activation(x G.T, x U.T); None: there is one matrix
-    bits      of activations, 8 or 16
-    eps       of the norm before the product; None: no norm
-    residual  whether one is added
+    bits      8: activations become integers; 16: they stay float32
+    eps       epsilon of the norm before the product; None: no norm
+    residual  whether a residual is added
     """
 
     format: str
@@ -57,7 +59,7 @@ class Kernel(abc.ABC):
 
     @property
     def integers(self) -> bool:
-        """Whether activations become integers; else they stay float32."""
+        """Whether activations become integers; if not, they stay float32."""
         return self.bits == 8 and self.vectors.scales is not None
 
     @property
@@ -67,32 +69,40 @@ class Kernel(abc.ABC):
 
     @property
     def blocks(self) -> int:
-        """Of the format, in a chunk."""
+        """Blocks of the format in a chunk."""
         return self.vectors.width // formats.get(self.format).WEIGHTS
 
     @property
     @abc.abstractmethod
     def sizes(self) -> dict[str, int]:
-        """What is kept of a row of activations for a chunk, in bytes.
+        """Bytes in the workspace for a row of activations and a chunk of columns.
 
-        x      integers (or float32)
-        zeros  what `zero` adds to integer sums
-        scale  of each group
-        sum    of each group, in float32
+        x      the activations, integers or float32
+        zeros  what `zero` adds to the integer sums
+        scale  a float32 for each group
+        sum    the sum of each group, float32
         """
 
     @property
     def record(self) -> dict[str, int]:
-        """The offset of each of them; "end" behind them all."""
+        """The offset of each of `sizes`, and of the "end"."""
         offsets, end = {}, 0
         for name, size in self.sizes.items():
             offsets[name], end = end, end + size
         return {**offsets, "end": -(-end // PIECE) * PIECE}
 
+    @abc.abstractmethod
+    def module(self, name: str) -> ir.Module:
+        """A module with the kernel's handler, which has this name."""
+
+    def target(self) -> str:
+        """The name by which XLA finds the kernel. It is compiled and registered on first use."""
+        return later.target(self, type(self).module)
+
 
 class Writer(abc.ABC):
-    """Writes a kernel's functions. Arguments of its call: x, the indices of the layer and of gamma's, gamma,
-    the residual, the fields of the weights."""
+    """Writes a kernel's functions. The arguments of its call are x, the indices of the layer and of gamma's
+    layer, gamma, the residual, and the fields of the weights."""
 
     def __init__(self, kernel: Kernel):
         self.kernel, self.v = kernel, kernel.vectors
@@ -101,7 +111,7 @@ class Writer(abc.ABC):
         self.weights = self.residual + kernel.residual
 
     def activations(self, frame: Value, m: Value, record: Callable[[Value], Value]) -> None:
-        """Row m of x, normed, into the workspace: chunk c to the address record(c)."""
+        """Write row m of x, normed, into the workspace: chunk c to the address record(c)."""
         kernel, v = self.kernel, self.v
         k = ffi.size(frame, 0, 1)
         x = ffi.argument(frame, 0).at(m * k * 4)
@@ -119,7 +129,7 @@ class Writer(abc.ABC):
         self.chunks(k, write)
 
     def chunks(self, k: Value, write: Callable[[Value, Value | None], None]) -> None:
-        """write(c, None) for every whole chunk, write(c, columns left) for what is left."""
+        """write(c, None) for every whole chunk, then write(c, columns left) for a partial one."""
         whole = k / self.v.width
         with loop(constant(k.b, I64, 0), whole) as c:
             write(c, None)
@@ -129,34 +139,34 @@ class Writer(abc.ABC):
 
     def _inverse_rms(self, x: Value, k: Value) -> Value:
         b = x.b
-        kind = vector(F32, LANES)
+        kind = vector(F32, DWORDS)
         total = Variable(constant(b, kind, 0.0))
 
         def add(c: Value, left: Value | None):
-            values = x.at(c * (4 * LANES)).load(kind, left)
+            values = x.at(c * (4 * DWORDS)).load(kind, left)
             total.value = values.fma(values, total.value)
 
-        whole = k / LANES
+        whole = k / DWORDS
         with loop(constant(b, I64, 0), whole) as c:
             add(c, None)
-        add(whole, (k - whole * LANES).narrow(I32))
+        add(whole, (k - whole * DWORDS).narrow(I32))
         mean = total.value.sum() / k.float() + self.kernel.eps
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
     @abc.abstractmethod
     def write_integers(self, values: Value, record: Value) -> None:
-        """A chunk of activations, rounded, as the kernel reads it."""
+        """Write a chunk of activations as integers, in the order in which the kernel reads them."""
 
     def write_floats(self, values: Value, record: Value) -> None:
         v, offset = self.v, self.kernel.record
         for p, columns in enumerate(v.columns):
             for i in range(4):
-                record.at(offset["x"] + 4 * (PIECE * p + LANES * i)).store(values.take(columns[i::4]))
+                record.at(offset["x"] + 4 * (PIECE * p + DWORDS * i)).store(values.take(columns[i::4]))
 
     def rounded(self, values: Value, record: Value) -> tuple[Value, list[Value]]:
-        """Integers, and of each group their sum where somebody needs it; scales go into the record.
+        """Integers, and their sum for each group if the format needs it. Scales are stored in the record.
 
-        q = round(127 x / m), m the largest |x| of the group; x = s q but for rounding, s = m / 127
+        q = round(127 x / m), m the largest |x| of the group; x = s q up to rounding, s = m / 127
         """
         v, b, offset = self.v, values.b, self.kernel.record
         bits = values.as_type(vector(I32, v.width)) & 0x7FFFFFFF  # ordered as |x| is
@@ -181,7 +191,7 @@ class Writer(abc.ABC):
         return q, sums
 
     def places(self, frame: Value, matrix: int, row: Value, n: Value) -> dict[str, Value]:
-        """Where a row of weights begins in each field."""
+        """The address of a row of weights in each field."""
         kernel, k = self.kernel, ffi.size(frame, 0, 1)
         layer = ffi.argument(frame, 1).load(I32).signed(I64)
         blocks = (layer * n + row) * (k / formats.get(kernel.format).WEIGHTS)
@@ -192,8 +202,8 @@ class Writer(abc.ABC):
         }
 
     def loads(self, places: dict[str, Value], c: Value, left: Value | None) -> Load:
-        """What reads fields of chunk c of a row, and asks for what comes behind; with `left` it has only so
-        many columns."""
+        """A function that loads a field of chunk c of a row and prefetches later chunks. `left`: the columns
+        of a partial chunk."""
         kernel = self.kernel
         blocks = None if left is None else left / formats.get(kernel.format).WEIGHTS
 
@@ -203,29 +213,39 @@ class Writer(abc.ABC):
             size = kernel.blocks * dtype.itemsize
             place = places[name].at(c * size)
             for line in range(0, size, PIECE):
-                place.at(AHEAD * size + line).prefetch()
+                place.at(PREFETCHED * size + line).prefetch()
             kind = vector(type_of(dtype.base), kernel.blocks * count)
             return place.load(kind, None if blocks is None else blocks * count)
 
         return load
 
     def floats(self, piece: Value) -> list[Value]:
-        """float32 of every fourth byte of a piece less `zero`, from byte 0, 1, 2 and 3 on."""
+        """The codes of a piece less `zero`, as four vectors of float32: every fourth byte, from byte 0, 1, 2
+        and 3 on."""
         if piece.is_float:
-            return [piece[LANES * i : LANES * (i + 1)] for i in range(4)]
-        words = piece.as_type(vector(I32, LANES))
+            return [piece[DWORDS * i : DWORDS * (i + 1)] for i in range(4)]
+        words = piece.as_type(vector(I32, DWORDS))
         return [(((words >> 8 * i) & 255) - self.v.zero).float() for i in range(4)]
 
     def parts(self, frame: Value, threads: Value) -> Value:
-        """Some for each thread, so that one that comes late has fewer; one where there is little to do."""
+        """A few parts per thread, so that a late thread does fewer; one part for a small product."""
         n, m, k = ffi.size(frame, self.weights, 1), ffi.size(frame, 0, 0), ffi.size(frame, 0, 1)
         few = (n * k * m * self.kernel.matrices).compared("<", SMALL)
         return few.select(constant(frame.b, I64, 1), threads * PARTS)
 
 
-SMALL = 2**18  # products of a weight and an activation that one thread does sooner than two
-PARTS = 4  # for each thread
-AHEAD = 64  # chunks by which a row's bytes are asked for before they are read
+SMALL = 2**18  # multiplications that one thread finishes sooner than two
+PARTS = 4  # per thread
+PREFETCHED = 64  # how many chunks before they are read a row's bytes are prefetched
+
+
+def share(count: Value, i: Value, parts: Value, step: int) -> tuple[Value, Value]:
+    """The first of `count` things that part i does, and the first that it does not. Parts are multiples of
+    `step`."""
+    each = (count + parts * step - 1) / (parts * step) * step
+    first = i * each
+    last = first + each
+    return first, last.compared("<", count).select(last, count)
 
 
 def _normal(x: Value) -> Value:
@@ -253,10 +273,10 @@ def together(values: list[Value]) -> Value:
 
 
 def dot(total: Value, codes: Value, x: Value) -> Value:
-    """total + sums of four products, int32 [16]: of bytes without a sign and bytes with one."""
+    """total + sums of four products each, int32 [16]. Codes are unsigned bytes, x are signed bytes."""
     if compiled.has("avx512vnni"):
         return intrinsic("llvm.x86.avx512.vpdpbusd.512", total.type, total, codes, x)
-    # The products of even and of odd bytes: LLVM knows a multiplication of words that adds neighbours.
+    # Products of even and of odd bytes: LLVM emits the multiplication of 16-bit words that adds neighbours.
     halves = vector(I16, PIECE // 2)
     codes, x = codes.as_type(halves), x.as_type(halves)
     for c, s in ((codes & 255, (x << 8).shifted(8)), (codes >> 8, x.shifted(8))):

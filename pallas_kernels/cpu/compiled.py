@@ -1,4 +1,4 @@
-"""LLVM's functions made into machine code for this processor, and kept beside XLA's compiled programs."""
+"""Compiles LLVM modules for this processor and caches the code in the folder of XLA's compile cache."""
 
 import contextlib
 import ctypes
@@ -14,13 +14,13 @@ import llvmlite
 from llvmlite import binding as llvm
 from llvmlite import ir
 
-_LOCK = threading.RLock()  # LLVM's compiler is one a process
+_LOCK = threading.RLock()  # a process has one LLVM compiler
 
 
-def place(name: str, what: str) -> Path | None:
-    """Where the code of a function is kept for the next process; None: nowhere.
+def cache_path(name: str, what: str) -> Path | None:
+    """The file that caches a function's code for later processes; None: the cache is off.
 
-    what  with this package's sources, all that its code depends on
+    what  everything that the code depends on, except for this package's sources
     """
     folder = jax.config.jax_compilation_cache_dir
     enabled = jax.config.jax_enable_compilation_cache
@@ -30,25 +30,26 @@ def place(name: str, what: str) -> Path | None:
     return Path(folder) / f"cpu-{key}.o"
 
 
-def kept(name: str, path: Path | None) -> int | None:
-    """The address of a function whose code was kept."""
+def load(name: str, path: Path | None) -> int | None:
+    """The address of a function whose code is in the cache; None if it is not."""
     try:
         code = path.read_bytes() if path else None
     except OSError:
         return None
-    return _loaded(code, [name])[0] if code else None
+    return _link(code, [name])[0] if code else None
 
 
-def made(names: Sequence[str], module: Callable[[], ir.Module], path: Path | None = None) -> list[int]:
-    """The addresses of a module's functions, compiled for this processor, and kept. One module at a time."""
+def compile(names: Sequence[str], module: Callable[[], ir.Module], path: Path | None = None) -> list[int]:
+    """Compile a module and write its code to the cache: the addresses of its functions. One module at a
+    time."""
     with _LOCK:
         code = _code(str(module()))
         if path:
-            _keep(path, code)
-        return _loaded(code, names)
+            _store(path, code)
+        return _link(code, names)
 
 
-def _loaded(code: bytes, names: Sequence[str]) -> list[int]:
+def _link(code: bytes, names: Sequence[str]) -> list[int]:
     with _LOCK:
         engine = _engine()
         engine.add_object_file(llvm.ObjectFileRef.from_data(code))
@@ -58,7 +59,7 @@ def _loaded(code: bytes, names: Sequence[str]) -> list[int]:
 
 @functools.cache
 def _sources() -> tuple[str, ...]:
-    """LLVM's version and a digest of the files that write kernels."""
+    """LLVM's version, and a digest of the source files that write kernels."""
     folder = Path(__file__).parent
     files = sorted(
         [*folder.glob("*.py"), *folder.parent.glob("formats/*.py"), folder.parent / "activations.py"]
@@ -68,7 +69,7 @@ def _sources() -> tuple[str, ...]:
 
 @functools.cache
 def processor() -> tuple[str, str]:
-    """LLVM's name of it, and what it has."""
+    """LLVM's name of this processor, and its features."""
     return llvm.get_host_cpu_name(), llvm.get_host_cpu_features().flatten()
 
 
@@ -98,7 +99,7 @@ def _machine() -> llvm.TargetMachine:
 
 @functools.cache
 def _engine() -> llvm.ExecutionEngine:
-    """What holds the code for as long as the process lives."""
+    """The owner of the code, for as long as the process lives."""
     _machine()
     library = ctypes.CDLL(None) if os.name == "posix" else ctypes.CDLL("msvcrt")
     for name in ("malloc", "free"):
@@ -109,8 +110,8 @@ def _engine() -> llvm.ExecutionEngine:
     return engine
 
 
-def _keep(path: Path, code: bytes) -> None:
-    """Whoever reads it sees all of it or nothing. Where the folder cannot be written, it is not kept."""
+def _store(path: Path, code: bytes) -> None:
+    """Readers see the whole file or none. If the folder is not writable, nothing is cached."""
     part = path.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)

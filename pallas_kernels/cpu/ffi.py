@@ -1,16 +1,16 @@
-"""What XLA calls inside of a jitted function: a handler in its foreign function interface, spread over the
-threads that XLA has.
+"""Handlers for XLA's foreign function interface, which XLA calls inside of a jitted function. A handler
+spreads its work over XLA's threads.
 
-XLA gives a handler an XLA_FFI_CallFrame (xla/ffi/api/c_api.h in jax.ffi.include_dir(); a C interface that it
-keeps): buffers of arguments and results, and functions of its own, among them one that hands work to its
-threads. So there is no second pool that would compete with it, and what limits XLA's threads limits these.
-Python does not run.
+XLA passes a handler an XLA_FFI_CallFrame (xla/ffi/api/c_api.h in jax.ffi.include_dir(), a stable C
+interface): the buffers of arguments and results, and functions of XLA, one of which schedules work on its
+threads. So no second pool of threads competes with XLA's, and limits of XLA's threads hold here too. No
+Python runs.
 
-    handler     of each phase: parts 0 .. n - 1 of its work, part(frame, i, n); return
-    its thread  puts a job into XLA's queue for each other thread, takes parts until none is left, and waits
-                for those that others have taken
-    a thread    that gets to a job takes parts until none is left. It may come when the handler has long
-                returned: the job is then the only memory that still exists, and who leaves it last frees it
+    handler        runs parts 0 .. n - 1 of each phase, part(frame, i, n), and returns
+    its thread     queues a job for each other thread, takes parts until none is left, and waits for the parts
+                   that other threads have taken
+    other threads  take parts until none is left. A thread may start after the handler has returned: then only
+                   the job's memory still exists, and the last thread to leave the job frees it
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from pallas_kernels.cpu.values import (
     when,
 )
 
-VERSION = 0, 4  # XLA_FFI_API_MAJOR, _MINOR: the interface that the offsets below are of
+VERSION = 0, 4  # XLA_FFI_API_MAJOR, _MINOR: the version that has the offsets below
 METADATA, EXECUTE = 1, 3
 INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
 
@@ -48,10 +48,10 @@ Part = Callable[[Value, Value, Value], None]
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """What threads do together before any of them goes on.
+    """Work that all threads finish before the next phase starts.
 
-    parts  the number of parts of the work, int64, given the frame and the number of threads
-    part   writes what is done for part i of n, given the frame, i and n, both int64
+    parts  (frame, number of threads) -> the number of parts, int64
+    part   (frame, i, n) writes the code for part i of n, both int64
     """
 
     parts: Callable[[Value, Value], Value]
@@ -59,7 +59,7 @@ class Phase:
 
 
 def handler(name: str, *phases: Phase) -> ir.Module:
-    """A module with a handler of this name, which goes through these phases."""
+    """A module with a handler of this name, which runs these phases."""
     module = ir.Module(name)
     functions = []
     for i, phase in enumerate(phases):
@@ -89,8 +89,8 @@ def handler(name: str, *phases: Phase) -> ir.Module:
 
 
 def entry(module: ir.Module, name: str, execute: Callable[[Value], Value]) -> None:
-    """A function of this name that XLA can call: execute(frame) writes what it does, and returns the address
-    of an error, or 0."""
+    """A function of this name that XLA can call. execute(frame) writes its code and returns the address of an
+    error, or 0."""
 
     def body(frame: Value) -> Value:
         result = Variable(constant(frame.b, I64, 0))
@@ -115,7 +115,7 @@ def result(frame: Value, i: int) -> Value:
 
 
 def size(frame: Value, i: int, axis: int) -> Value:
-    """int64, of argument i along an axis."""
+    """The size of argument i along an axis, int64."""
     return _buffer(frame, "arguments", i).at(BUFFER["sizes"]).load(ADDRESS).at(8 * axis).load(I64)
 
 
@@ -124,7 +124,7 @@ def _buffer(frame: Value, kind: str, i: int) -> Value:
 
 
 def _metadata(extension: Value) -> None:
-    """When a handler is registered XLA asks which version of the interface it speaks."""
+    """When a handler is registered, XLA asks for the version of the interface."""
     with when(extension.at(8).load(I32).compared("==", METADATA)):
         version = extension.at(24).load(ADDRESS).at(24)
         for i, number in enumerate(VERSION):
@@ -132,7 +132,7 @@ def _metadata(extension: Value) -> None:
 
 
 def _threads(frame: Value) -> Value:
-    """int64, those of XLA's pool; 1 where it has none."""
+    """The number of threads in XLA's pool, int64; 1 without a pool."""
     b = frame.b
     count = Variable(constant(b, I64, 1))
     arguments = _in_context(frame, [Value(b, b.ptrtoint(count.place, I64))])
@@ -149,7 +149,7 @@ def _api(frame: Value, name: str, arguments: Value) -> Value:
 
 
 def failed(frame: Value, message: Value) -> Value:
-    """The address of an error with the text at this address, for XLA to raise."""
+    """The address of an error with the message at this address, which XLA raises."""
     arguments = _struct([message, constant(frame.b, I64, INTERNAL)])
     return _api(frame, "error", arguments)
 
@@ -159,7 +159,7 @@ def _in_context(frame: Value, rest: list[Value]) -> Value:
 
 
 def _struct(rest: list[Value]) -> Value:
-    """The arguments of a function of the interface: its size, no extension, and the rest."""
+    """The argument struct of a function of the interface: its size, no extension, and the rest."""
     b = rest[0].b
     words = [constant(b, I64, 16 + 8 * len(rest)), constant(b, I64, 0), *rest]
     with b.goto_entry_block():
@@ -182,7 +182,7 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
     arguments = _in_context(frame, [Value(b, b.ptrtoint(task, I64)), Value(b, b.ptrtoint(job.ir, I64))])
     with loop(constant(b, I64, 0), others.value):
         error = _api(frame, "schedule", arguments)
-        with when(error.compared("!=", 0), likely=False):  # it has no threads after all
+        with when(error.compared("!=", 0), likely=False):  # XLA has no threads after all
             _leave(job)
     b.call(many, [job.ir])
     waiting, done = b.append_basic_block("waiting"), b.append_basic_block("done")
@@ -197,11 +197,11 @@ def _spread(frame: Value, parts: Value, threads: Value, many: ir.Function, task:
 
 
 def allocated(size: Value) -> tuple[Value, Value]:
-    """So many bytes of memory from a multiple of 64 on, and what `freed` takes."""
+    """`size` bytes of memory, aligned to 64, and the address that `freed` takes."""
     b = size.b
     memory = Value(b, b.call(_library(b, "malloc", ir.FunctionType(ADDRESS, [I64])), [(size + 64).ir]))
-    behind = Value(b, b.ptrtoint(memory.ir, I64)) & 63
-    return memory.at(constant(b, I64, 64) - behind), memory
+    misaligned = Value(b, b.ptrtoint(memory.ir, I64)) & 63
+    return memory.at(constant(b, I64, 64) - misaligned), memory
 
 
 def freed(memory: Value) -> None:
@@ -210,12 +210,12 @@ def freed(memory: Value) -> None:
 
 
 def _library(b: Builder, name: str, kind: ir.FunctionType) -> Any:
-    """A function of C's library (compiled._engine)."""
+    """A function of the C library (compiled._engine)."""
     return b.module.globals.get(name) or ir.Function(b.module, kind, name)
 
 
 def _take_parts(job: Value, one: ir.Function) -> None:
-    """Parts until none is left, in whatever order: what a part writes does not depend on who does it."""
+    """Run parts until none is left, in any order: the thread that runs a part does not change its result."""
     b = job.b
     parts = job.at(JOB["parts"]).load(I64)
     take, work, done = (b.append_basic_block(name) for name in ("take", "work", "done"))

@@ -1,10 +1,10 @@
-"""What XLA finds kernels by, and handlers that are there before their code is: LLVM compiles a kernel in a
-thread of its own, while jax traces and XLA compiles the program that calls it.
+"""Registers kernels with XLA before they are compiled: LLVM compiles a kernel in a thread of its own, while
+jax traces and XLA compiles the program that calls it.
 
-    a handler here    the code's address from a table, where it is 0 from `wait`; go on there
-    wait(i)           Python's: the code of handler i, once it is compiled; 0 where it cannot be
+    a handler of this file    takes the code's address from a table, or from `_wait` if it is 0, and calls it
+    _wait(i)                  a Python function: the address of code i, once it is compiled; 0 after an error
 
-So Python runs only until the address is known. What was kept on disk is registered itself, and needs none.
+So Python runs only until the address is known. Code from the cache is registered directly.
 """
 
 import ctypes
@@ -22,21 +22,21 @@ from llvmlite import ir
 from pallas_kernels.cpu import compiled, ffi
 from pallas_kernels.cpu.values import ADDRESS, I64, Value, Variable, constant, when
 
-MANY = 16  # handlers that are compiled at a time, in less time than one kernel
-_why = ctypes.create_string_buffer(1000)  # of the last that could not be compiled
+HANDLERS = 16  # compiled at a time, which takes less time than one kernel
+_error = ctypes.create_string_buffer(1000)  # the message of the last compilation that failed
 
 _REGISTERING = threading.Lock()
 _codes: list[Future[int]] = []
 _handlers: list[int] = []  # their addresses
-_tables: list[ctypes.Array] = []  # of each MANY of them the addresses of their codes, or 0
+_tables: list[ctypes.Array] = []  # for each HANDLERS of them, the addresses of their codes, or 0
 
 
 def target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
-    """The name by which jax.ffi.ffi_call finds a kernel's handler on CPUs: registered on first use, and
-    compiled by a thread of its own where it was not kept.
+    """The name by which jax.ffi.ffi_call finds a kernel's handler on CPUs. The kernel is registered on first
+    use; if its code is not in the cache, a thread of its own compiles it.
 
-    kernel  all that its code depends on, hashable
-    module  (kernel, name) -> the module with its handler of that name
+    kernel  hashable: everything that the code depends on
+    module  (kernel, name) -> a module with the kernel's handler, which has this name
     """
     with _REGISTERING:
         return _target(kernel, module)
@@ -46,18 +46,18 @@ def target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
 def _target(kernel: Any, module: Callable[[Any, str], ir.Module]) -> str:
     what = repr(kernel)
     name = f"bonsai_{hashlib.sha256(f'{type(kernel).__module__}.{what}'.encode()).hexdigest()[:16]}"
-    path = compiled.place(name, what)
-    address = compiled.kept(name, path)
+    path = compiled.cache_path(name, what)
+    address = compiled.load(name, path)
     if address is None:
         code = functools.partial(module, kernel, name)
-        address = handler(lambda: compiled.made([name], code, path)[0])
+        address = handler(lambda: compiled.compile([name], code, path)[0])
     pointer = ctypes.cast(address, ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p))
     jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(pointer), platform="cpu")
     return name
 
 
-def handler(made: Callable[[], int]) -> int:
-    """The address of a handler that does what that at made() does. Not for several threads at once."""
+def handler(compile: Callable[[], int]) -> int:
+    """The address of a handler that calls the handler whose address compile() returns. Not thread-safe."""
     i, code = len(_codes), Future()
     if i == len(_handlers):
         _more()
@@ -65,7 +65,7 @@ def handler(made: Callable[[], int]) -> int:
 
     def work() -> None:
         try:
-            code.set_result(made())
+            code.set_result(compile())
         except Exception as error:
             code.set_exception(error)
 
@@ -74,7 +74,7 @@ def handler(made: Callable[[], int]) -> int:
 
 
 def _finish() -> None:
-    """A process that forks leaves no half of a compilation to its child, in which no thread would end it."""
+    """Before a fork, wait for compilations: the child process has no threads that would finish them."""
     for code in list(_codes):
         code.exception()
 
@@ -86,22 +86,22 @@ if hasattr(os, "register_at_fork"):
 @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 def _wait(i: int) -> int:
     try:
-        _tables[i // MANY][i % MANY] = address = _codes[i].result()
+        _tables[i // HANDLERS][i % HANDLERS] = address = _codes[i].result()
         return address
     except Exception as error:
-        _why.value = f"a kernel could not be compiled: {error!r}".encode()[:999]
+        _error.value = f"a kernel could not be compiled: {error!r}".encode()[:999]
         return 0
 
 
 def _more() -> None:
-    table = (ctypes.c_int64 * MANY)()
+    table = (ctypes.c_int64 * HANDLERS)()
     _tables.append(table)
     module, names = ir.Module("later"), []
-    for i in range(len(_handlers), len(_handlers) + MANY):
+    for i in range(len(_handlers), len(_handlers) + HANDLERS):
         names.append(f"bonsai_later_{i}")
-        slot = ctypes.addressof(table) + 8 * (i % MANY)
+        slot = ctypes.addressof(table) + 8 * (i % HANDLERS)
         ffi.entry(module, names[-1], lambda frame, i=i, slot=slot: _execute(frame, slot, i))
-    _handlers.extend(compiled.made(names, lambda: module))
+    _handlers.extend(compiled.compile(names, lambda: module))
 
 
 def _execute(frame: Value, slot: int, i: int) -> Value:
@@ -114,7 +114,7 @@ def _execute(frame: Value, slot: int, i: int) -> Value:
         with yes:
             result.value = _called(code.value, frame)
         with no:
-            result.value = ffi.failed(frame, constant(b, I64, ctypes.addressof(_why)))
+            result.value = ffi.failed(frame, constant(b, I64, ctypes.addressof(_error)))
     return result.value
 
 

@@ -1,26 +1,26 @@
-"""The kernel of matmul/cpu.py for a few rows of activations: weights are multiplied in the registers that
-they are unpacked in."""
+"""The kernel of matmul/cpu.py for a few rows of activations: weights are multiplied in the registers into
+which they are unpacked."""
 
 import dataclasses
 
 import numpy as np
 from llvmlite import ir
 
-from pallas_kernels.cpu import activations, ffi, later
-from pallas_kernels.cpu.activations import LANES, MATH, dot
+from pallas_kernels.cpu import activations, ffi
+from pallas_kernels.cpu.activations import DWORDS, MATH, dot, share, together
 from pallas_kernels.cpu.values import F32, I8, I32, I64, Value, Variable, constant, loop, vector
 from pallas_kernels.cpu.vectors import PIECE
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel(activations.Kernel):
-    """rows  of activations"""
+    """rows  the number of rows of activations"""
 
     rows: int
 
     @property
     def sizes(self) -> dict[str, int]:
-        """x piece by piece in the order of its bytes, zeros for each sum of four."""
+        """x is in the order of the pieces; zeros is an int32 for each four bytes of x."""
         v, whole = self.vectors, self.integers
         return {
             "x": v.width if whole else 4 * v.width,
@@ -32,24 +32,17 @@ class Kernel(activations.Kernel):
     def workspace(self, rows: int, k: int) -> int:
         return -(-k // self.vectors.width) * rows * self.record["end"]
 
-    def target(self) -> str:
-        """The name by which XLA knows it: made, compiled and registered on first use."""
-        return later.target(self, _module)
-
-
-def _module(kernel: Kernel, name: str) -> ir.Module:
-    writer = _Writer(kernel)
-    return ffi.handler(name, ffi.Phase(writer.alone, writer.round), ffi.Phase(writer.parts, writer.part))
+    def module(self, name: str) -> ir.Module:
+        writer = _Writer(self)
+        one = lambda frame, threads: constant(frame.b, I64, 1)  # noqa: E731
+        return ffi.handler(name, ffi.Phase(one, writer.round), ffi.Phase(writer.parts, writer.part))
 
 
 class _Writer(activations.Writer):
     kernel: Kernel  # pyrefly: ignore[bad-override-mutable-attribute]
 
-    def alone(self, frame: Value, threads: Value) -> Value:
-        return constant(frame.b, I64, 1)
-
     def round(self, frame: Value, i: Value, parts: Value) -> None:
-        """x, normed, into the workspace."""
+        """Write x, normed, into the workspace."""
         rows, end = self.kernel.rows, self.kernel.record["end"]
         with loop(constant(frame.b, I64, 0), constant(frame.b, I64, rows)) as m:
             self.activations(frame, m, lambda c: ffi.result(frame, 1).at((c * rows + m) * end))
@@ -62,7 +55,7 @@ class _Writer(activations.Writer):
             record.at(offset["x"] + PIECE * p).store(piece)
             if v.zero:
                 ones = constant(b, vector(I8, PIECE), 1)
-                sums = dot(constant(b, vector(I32, LANES), 0), ones, piece)
+                sums = dot(constant(b, vector(I32, DWORDS), 0), ones, piece)
                 record.at(offset["zeros"] + PIECE * p).store(sums * -v.zero)
 
     def write_floats(self, values: Value, record: Value) -> None:
@@ -70,35 +63,32 @@ class _Writer(activations.Writer):
         v = self.v
         if v.minimums:
             sums = [values[g * v.group : (g + 1) * v.group].sum() for g in range(v.groups)]
-            record.at(self.kernel.record["sum"]).store(activations.together(sums))
+            record.at(self.kernel.record["sum"]).store(together(sums))
 
     def part(self, frame: Value, i: Value, parts: Value) -> None:
         n = ffi.size(frame, self.weights, 1)
-        each = (n + parts * LANES - 1) / (parts * LANES) * LANES
-        first = i * each
-        last = first + each
-        last = last.compared("<", n).select(last, n)
-        with loop(first, last, LANES) as row:
+        first, last = share(n, i, parts, DWORDS)
+        with loop(first, last, DWORDS) as row:
             self._outputs(frame, row, n)
 
     def _outputs(self, frame: Value, row: Value, n: Value) -> None:
-        """y of 16 rows of weights. They are read one after the other, as they lie: memory is twice as fast
-        as with several at a time. Their sums in lanes are kept, and added up together."""
+        """Compute and store y for 16 rows of weights. They are read one after the other: memory is twice as
+        fast as with several rows at a time. Their vectors of sums are stored, then added up together."""
         kernel, b = self.kernel, frame.b
         left = n - row
-        count = left.compared("<", LANES).select(left, constant(b, I64, LANES))
+        count = left.compared("<", DWORDS).select(left, constant(b, I64, DWORDS))
         each = kernel.matrices * kernel.rows
         with b.goto_entry_block():
-            kept = Value(b, b.alloca(vector(F32, LANES), each * LANES))
+            sums = Value(b, b.alloca(vector(F32, DWORDS), each * DWORDS))
         with loop(constant(b, I64, 0), count) as r:
             for matrix in range(kernel.matrices):
                 for m, total in enumerate(self._row(frame, matrix, row + r, n)):
-                    kept.at((r + (matrix * kernel.rows + m) * LANES) * PIECE).store(total)
+                    sums.at((r + (matrix * kernel.rows + m) * DWORDS) * PIECE).store(total)
         for m in range(kernel.rows):
             y = []
             for matrix in range(kernel.matrices):
-                of_row = kept.at((matrix * kernel.rows + m) * LANES * PIECE)
-                lanes = [of_row.at(r * PIECE).load(vector(F32, LANES)) for r in range(LANES)]
+                row_sums = sums.at((matrix * kernel.rows + m) * DWORDS * PIECE)
+                lanes = [row_sums.at(r * PIECE).load(vector(F32, DWORDS)) for r in range(DWORDS)]
                 y.append(_sums_of_each(lanes))
             out = y[0] if kernel.activation is None else kernel.activation(*y, math=MATH)
             place = (row + n * m) * 4
@@ -108,38 +98,39 @@ class _Writer(activations.Writer):
             ffi.result(frame, 0).at(place).store(out, count.narrow(I32))
 
     def _row(self, frame: Value, matrix: int, row: Value, n: Value) -> list[Value]:
-        """Of a row of weights and each row of activations: sums in lanes, which are to be added up."""
+        """For a row of weights and each row of activations: a vector, whose elements add up to the
+        product."""
         kernel, v, b = self.kernel, self.v, frame.b
         workspace = ffi.result(frame, 1)
         places = self.places(frame, matrix, row, n)
-        sums = [Variable(constant(b, vector(F32, LANES), 0.0)) for _ in range(kernel.rows)]
+        sums = [Variable(constant(b, vector(F32, DWORDS), 0.0)) for _ in range(kernel.rows)]
         minimums = [Variable(constant(b, vector(F32, v.groups), 0.0)) for _ in sums] if v.minimums else []
 
         def chunk(c: Value, left: Value | None):
             record = workspace.at(c * (kernel.rows * kernel.record["end"]))
             load = self.loads(places, c, left)
             codes, scales = v.codes(load), v.scales(load) if v.scales else None
-            below = v.minimums(load) if v.minimums else None
+            minimum = v.minimums(load) if v.minimums else None
             for m in range(kernel.rows):
-                of_row = record.at(m * kernel.record["end"])
-                sums[m].value = sums[m].value + self._multiplied(codes, scales, of_row)
-                if below is not None:
-                    x_sums = of_row.at(kernel.record["sum"]).load(below.type)
-                    minimums[m].value = (-below).fma(x_sums, minimums[m].value)
+                row_record = record.at(m * kernel.record["end"])
+                sums[m].value = sums[m].value + self._multiplied(codes, scales, row_record)
+                if minimum is not None:
+                    x_sums = row_record.at(kernel.record["sum"]).load(minimum.type)
+                    minimums[m].value = (-minimum).fma(x_sums, minimums[m].value)
 
         self.chunks(ffi.size(frame, 0, 1), chunk)
         if not minimums:
-            return [of_row.value for of_row in sums]
+            return [total.value for total in sums]
         zeros = constant(b, vector(F32, v.groups), 0.0)
-        lanes = np.arange(LANES) % (2 * v.groups)  # the minimums, then zeros
+        lanes = np.arange(DWORDS) % (2 * v.groups)  # the minimums, then zeros
         lanes[v.groups :] = v.groups
         return [
-            of_row.value + below.value.then(zeros).take(lanes)
-            for of_row, below in zip(sums, minimums, strict=True)
+            total.value + minimum.value.then(zeros).take(lanes)
+            for total, minimum in zip(sums, minimums, strict=True)
         ]
 
     def _multiplied(self, codes: list[Value], scales: Value | None, record: Value) -> Value:
-        """A chunk's product with a row of activations, in lanes."""
+        """The product of a chunk and a row of activations, as a vector to be added up."""
         v, b, offset = self.v, codes[0].b, self.kernel.record
         total = None
         if self.kernel.integers:
@@ -147,25 +138,25 @@ class _Writer(activations.Writer):
             scales = scales * record.at(offset["scale"]).load(scales.type)
         same: dict[tuple[int, ...], list[int]] = {}  # pieces whose lanes have the same groups
         for p in range(v.pieces):
-            same.setdefault(tuple(v.group_of_lanes(p).tolist()), []).append(p)
+            same.setdefault(tuple(v.lane_groups(p).tolist()), []).append(p)
         for groups, pieces in same.items():
             if self.kernel.integers:
-                lanes = constant(b, vector(I32, LANES), 0)
+                lanes = constant(b, vector(I32, DWORDS), 0)
                 for p in pieces:
                     x = record.at(offset["x"] + PIECE * p).load(vector(I8, PIECE))
                     if v.zero:
-                        lanes = lanes + record.at(offset["zeros"] + PIECE * p).load(vector(I32, LANES))
+                        lanes = lanes + record.at(offset["zeros"] + PIECE * p).load(vector(I32, DWORDS))
                     lanes = dot(lanes, codes[p], x)
                 lanes = lanes.float()
             else:
-                lanes = constant(b, vector(F32, LANES), 0.0)
+                lanes = constant(b, vector(F32, DWORDS), 0.0)
                 for p in pieces:
                     for i, weights in enumerate(self.floats(codes[p])):
-                        x = record.at(offset["x"] + 4 * (PIECE * p + LANES * i)).load(vector(F32, LANES))
+                        x = record.at(offset["x"] + 4 * (PIECE * p + DWORDS * i)).load(vector(F32, DWORDS))
                         lanes = weights.fma(x, lanes)
             if scales is not None:
-                of_lanes = scales.take(groups)
-                total = lanes * of_lanes if total is None else lanes.fma(of_lanes, total)
+                lane_scales = scales.take(groups)
+                total = lanes * lane_scales if total is None else lanes.fma(lane_scales, total)
             else:
                 total = lanes if total is None else total + lanes
         assert total is not None
@@ -173,10 +164,10 @@ class _Writer(activations.Writer):
 
 
 def _sums_of_each(vectors: list[Value]) -> Value:
-    """[16] of 16 vectors of 16: the sum of each one's elements, always in the same order."""
-    width = LANES  # elements that are left of each; a vector has those of LANES / width of them
+    """[16]: the sums of the elements of 16 vectors of 16, each in the same order."""
+    width = DWORDS  # partial sums left per vector; each remaining vector has those of DWORDS / width vectors
     while len(vectors) > 1:
-        first = np.arange(2 * LANES).reshape(-1, width)
+        first = np.arange(2 * DWORDS).reshape(-1, width)
         halves = [first[:, i * width // 2 : (i + 1) * width // 2].ravel() for i in (0, 1)]
         pairs = [left.then(right) for left, right in zip(vectors[::2], vectors[1::2], strict=True)]
         vectors = [pair.take(halves[0]) + pair.take(halves[1]) for pair in pairs]

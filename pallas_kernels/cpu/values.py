@@ -1,6 +1,6 @@
-"""Numbers, vectors and addresses on their way through a function that LLVM compiles, with Python's operators.
+"""Python operators on the values of an LLVM function: numbers, vectors and addresses.
 
-Vectors may have any number of elements: LLVM makes of them what the processor has.
+Vectors may have any number of elements: LLVM splits them into the processor's.
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from llvmlite import ir
 
 from pallas_kernels.cpu import compiled
 
-Builder = Any  # ir.IRBuilder, whose methods have no annotations
-Type = Any  # ir.Type
+Builder = Any  # an ir.IRBuilder, which is not annotated
+Type = Any  # an ir.Type
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
@@ -27,15 +27,16 @@ def vector(element: Type, count: int) -> Type:
 
 
 def type_of(dtype: np.dtype) -> Type:
-    """Of an array's element; signed and unsigned integers are the same, bfloat16 is its bits."""
+    """The type of an array's elements. Integers have no sign; bfloat16 is an integer of 16 bits."""
     return TYPES[np.dtype(dtype).str.lstrip("<|")]
 
 
 class Value:
     """An integer, a float, an address, or a vector of integers or floats.
 
-    Operands of an operator have the same type; a Python number takes the other's. Integers have no sign:
-    `>>` shifts in zeros, `//` does not exist, and what makes wider ones says how (`unsigned`, `signed`).
+    Both operands of an operator have the same type; a Python number is converted to it. Integers have no
+    sign: `>>` shifts in zeros, `/` divides unsigned integers, and conversions to wider integers name the sign
+    (`unsigned`, `signed`).
     """
 
     def __init__(self, b: Builder, value: Any):
@@ -53,8 +54,8 @@ class Value:
     def count(self) -> int:
         return self.type.count if isinstance(self.type, ir.VectorType) else 1
 
-    def of(self, element: Type) -> Type:
-        """A type with as many elements."""
+    def shaped(self, element: Type) -> Type:
+        """The type with this element and as many elements as this value."""
         return vector(element, self.count) if isinstance(self.type, ir.VectorType) else element
 
     @property
@@ -62,7 +63,7 @@ class Value:
         return isinstance(self.element, (ir.HalfType, ir.FloatType))
 
     def like(self, other) -> Any:
-        """A number, an array or a Value as an operand beside this one."""
+        """A number, an array or a Value, as the other operand."""
         return other.ir if isinstance(other, Value) else constant(self.b, self.type, other).ir
 
     def _made(self, value: Any) -> "Value":
@@ -102,66 +103,66 @@ class Value:
         return self._made(self.b.lshr(self.ir, self.like(other)))
 
     def shifted(self, count: int) -> "Value":
-        """To the right, keeping the sign."""
+        """Shifted to the right, keeping the sign."""
         return self._made(self.b.ashr(self.ir, self.like(count)))
 
     def compared(self, how: str, other) -> "Value":
-        """A condition for each element: "<", "==", ... of integers with a sign, or of floats."""
+        """A condition for each element: "<", "==" and so on, of signed integers or floats."""
         compare = self.b.fcmp_ordered if self.is_float else self.b.icmp_signed
         return self._made(compare(how, self.ir, self.like(other)))
 
     def select(self, yes: "Value", no) -> "Value":
-        """yes where this condition holds, else no."""
+        """`yes` where this condition is true, else `no`."""
         return self._made(self.b.select(self.ir, yes.ir, yes.like(no)))
 
     def halves(self) -> "Value":
-        """Integers of 32 bits as twice as many of 16, the lower half first."""
+        """32-bit integers as twice as many 16-bit integers, low halves first."""
         return self.as_type(vector(I16, 2 * self.count))
 
     def words(self) -> "Value":
-        """Bytes without a sign as integers of 16 bits."""
+        """Unsigned bytes as 16-bit integers."""
         return self.unsigned(I16)
 
     def low_bytes(self) -> "Value":
         return self.narrow(I8)
 
     def bfloat16(self) -> "Value":
-        """float32 of bfloat16's bits."""
-        return (self.unsigned(I32) << 16).as_type(self.of(F32))
+        """The bits of bfloat16 as float32."""
+        return (self.unsigned(I32) << 16).as_type(self.shaped(F32))
 
     def bytes(self, yes: int, no: int) -> "Value":
-        """Of conditions: a byte for each."""
+        """A byte for each condition."""
         kind = vector(I8, self.count)
         return self.select(constant(self.b, kind, yes), no)
 
     def unsigned(self, element: Type) -> "Value":
-        return self._made(self.b.zext(self.ir, self.of(element)))
+        return self._made(self.b.zext(self.ir, self.shaped(element)))
 
     def signed(self, element: Type) -> "Value":
-        return self._made(self.b.sext(self.ir, self.of(element)))
+        return self._made(self.b.sext(self.ir, self.shaped(element)))
 
     def narrow(self, element: Type) -> "Value":
-        return self._made(self.b.trunc(self.ir, self.of(element)))
+        return self._made(self.b.trunc(self.ir, self.shaped(element)))
 
     def float(self, signed: bool = True) -> "Value":
-        """float32, of float16 or of integers."""
+        """float16 or integers as float32."""
         convert = self.b.fpext if self.is_float else self.b.sitofp if signed else self.b.uitofp
-        return self._made(convert(self.ir, self.of(F32)))
+        return self._made(convert(self.ir, self.shaped(F32)))
 
     def integer(self) -> "Value":
-        """float32 without a fraction to int32."""
-        return self._made(self.b.fptosi(self.ir, self.of(I32)))
+        """float32 without a fraction as int32."""
+        return self._made(self.b.fptosi(self.ir, self.shaped(I32)))
 
     def as_type(self, kind: Type) -> "Value":
-        """The same bits."""
+        """The same bits as another type."""
         return self._made(self.b.bitcast(self.ir, kind))
 
     def bits(self) -> "Value":
-        """Bytes -> a condition for each bit, the least significant of the first byte first."""
+        """A condition for each bit of bytes, the lowest bit of the first byte first."""
         return self.as_type(vector(ir.IntType(1), self.count * self.element.width))
 
     def splat(self, count: int) -> "Value":
-        """A number, or a vector of one, `count` times."""
+        """A vector that repeats a number, or a vector of one element, `count` times."""
         value = self.ir
         if not isinstance(self.type, ir.VectorType):
             one = ir.Constant(vector(self.type, 1), ir.Undefined)
@@ -169,20 +170,20 @@ class Value:
         return self._made(value).take([0] * count)
 
     def take(self, indices: Sequence[int] | np.ndarray) -> "Value":
-        """The elements at these places."""
+        """The elements at these indices."""
         mask = _vector(I32, tuple(int(i) for i in indices))
         return self._made(self.b.shuffle_vector(self.ir, ir.Constant(self.type, ir.Undefined), mask))
 
     def looked_up(self, table: Sequence[int]) -> "Value":
-        """Of bytes 0 to 15 the bytes of a table of 16."""
+        """Bytes from a table of 16; the indices are bytes from 0 to 15."""
         if self.count == 64 and compiled.has("avx512bw"):
             places = constant(self.b, self.type, np.tile(table, 4))
             return intrinsic("llvm.x86.avx512.pshuf.b.512", self.type, places, self)
-        found = [constant(self.b, self.type, value) for value in table]
+        values = [constant(self.b, self.type, value) for value in table]
         for bit in (1, 2, 4, 8):
             is_set = (self & bit).compared("!=", 0)
-            found = [is_set.select(yes, no) for no, yes in zip(found[::2], found[1::2], strict=True)]
-        return found[0]
+            values = [is_set.select(yes, no) for no, yes in zip(values[::2], values[1::2], strict=True)]
+        return values[0]
 
     def __getitem__(self, part: slice | int) -> "Value":
         if isinstance(part, int):
@@ -190,7 +191,7 @@ class Value:
         return self.take(range(*part.indices(self.count)))
 
     def then(self, other: "Value") -> "Value":
-        """Both vectors as one; the shorter is padded for it."""
+        """Both vectors as one."""
         count = max(self.count, other.count)
         first, second = (v if v.count == count else v.take(np.arange(count) % v.count) for v in (self, other))
         places = [*range(self.count), *range(count, count + other.count)]
@@ -198,15 +199,15 @@ class Value:
         return self._made(self.b.shuffle_vector(first.ir, second.ir, mask))
 
     def called(self, name: str, *others: "Value", result: Type | None = None) -> "Value":
-        """An intrinsic of LLVM on this value; its name ends with this value's type."""
+        """An LLVM intrinsic on this value; the value's type completes its name."""
         return intrinsic(f"{name}.{_suffix(self.type)}", result or self.type, self, *others)
 
     def fma(self, factor: "Value", addend: "Value") -> "Value":
-        """self factor + addend, rounded once."""
+        """self * factor + addend, rounded once."""
         return self.called("llvm.fma", factor, addend)
 
     def sum(self) -> "Value":
-        """Of a vector's elements, a power of 2 of them; of floats always in the same order."""
+        """The sum of a vector's elements, a power of 2 of them. Floats are always added in the same order."""
         if not self.is_float:
             return self.called("llvm.vector.reduce.add", result=self.element)
         v = self
@@ -214,47 +215,45 @@ class Value:
             v = v[: v.count // 2] + v[v.count // 2 :]
         return v[0]
 
-    def largest(self) -> "Value":
-        """Of a vector of floats."""
-        return self.called("llvm.vector.reduce.fmax", result=self.element)
-
     # Addresses
 
     def at(self, offset: "Value | int") -> "Value":
-        """The address so many bytes behind this one."""
+        """The address this many bytes further on."""
         count = offset.ir if isinstance(offset, Value) else I64(offset)
         return self._made(self.b.gep(self.ir, [count], source_etype=I8))
 
     def load(self, kind: Type, count: "Value | None" = None) -> "Value":
-        """What lies at this address; with `count` only so many elements of a vector, and zeros after them."""
+        """Load a value. With `count`, load this many elements of a vector, followed by zeros."""
         if count is None:
             return self._made(self.b.load(self.ir, align=1, typ=kind))
-        lanes = constant(self.b, vector(I32, kind.count), np.arange(kind.count))
-        mask = lanes.compared("<", count.splat(kind.count))
+        mask = _first(count, kind.count)
         name = f"llvm.masked.load.{_suffix(kind)}.p0"
         zeros = constant(self.b, kind, 0)
         return intrinsic(name, kind, self, Value(self.b, I32(1)), mask, zeros)
 
     def prefetch(self) -> None:
-        """Bring the line at this address, which need not be anyone's, into the caches."""
+        """Bring the cache line at this address into the caches. The address need not be valid."""
         kind = ir.FunctionType(ir.VoidType(), [ADDRESS, I32, I32, I32])
         name = "llvm.prefetch.p0"
         function = self.b.module.globals.get(name) or ir.Function(self.b.module, kind, name)
         self.b.call(function, [self.ir, I32(0), I32(3), I32(1)])
 
     def store(self, value: "Value", count: "Value | None" = None) -> None:
-        """With `count` only so many elements of a vector."""
+        """Store a value. With `count`, store only this many elements of a vector."""
         if count is None:
             self.b.store(value.ir, self.ir, align=1)
             return
-        lanes = constant(self.b, vector(I32, value.count), np.arange(value.count))
-        mask = lanes.compared("<", count.splat(value.count))
         name = f"llvm.masked.store.{_suffix(value.type)}.p0"
-        intrinsic(name, ir.VoidType(), value, self, Value(self.b, I32(1)), mask)
+        intrinsic(name, ir.VoidType(), value, self, Value(self.b, I32(1)), _first(count, value.count))
+
+
+def _first(count: Value, lanes: int) -> Value:
+    """A condition for each lane: true for the first `count`."""
+    return constant(count.b, vector(I32, lanes), np.arange(lanes)).compared("<", count.splat(lanes))
 
 
 def constant(b: Builder, kind: Type, value) -> Value:
-    """A number, or an array for a vector (a number: the same in every element)."""
+    """A number as a constant. For a vector type: an array, or a number that every element has."""
     if not isinstance(kind, ir.VectorType):
         return Value(b, ir.Constant(kind, value))
     elements = np.broadcast_to(value, (kind.count,)).tolist()
@@ -265,12 +264,13 @@ def constant(b: Builder, kind: Type, value) -> Value:
 
 @functools.cache
 def _vector(element: Type, values: tuple[int, ...]) -> ir.Constant:
-    """Kept with its text: kernels have the same ones many times, and would write them as long as the rest."""
+    """Cached, because kernels contain the same constants many times and formatting each would take as long as
+    all the rest."""
     return ir.Constant(vector(element, len(values)), [ir.Constant(element, v) for v in values])
 
 
 def intrinsic(name: str, result: Type, *arguments: Value) -> Value:
-    """Call a function of LLVM's, or of C's library, by its name."""
+    """Call a function of LLVM or of the C library by name."""
     b = arguments[0].b
     kind = ir.FunctionType(result, [a.type for a in arguments])
     function = b.module.globals.get(name) or ir.Function(b.module, kind, name)
@@ -284,7 +284,7 @@ def _suffix(kind: Type) -> str:
 
 
 class Variable:
-    """A value that changes in loops."""
+    """A variable that loops assign to."""
 
     def __init__(self, start: Value):
         self.b = start.b
@@ -304,7 +304,7 @@ class Variable:
 
 @contextlib.contextmanager
 def loop(start: Value, stop: Value, step: int = 1) -> Iterator[Value]:
-    """For i in range(start, stop, step)."""
+    """for i in range(start, stop, step)"""
     b = start.b
     i = Variable(start)
     test, body, done = (b.append_basic_block(name) for name in ("test", "body", "done"))
@@ -333,7 +333,7 @@ def function(
     body: Callable[..., Value | None],
     internal: bool = True,
 ) -> ir.Function:
-    """A function of these arguments: body(*values) writes it and returns its result."""
+    """A function: body(*arguments) writes its code and returns its result."""
     made = ir.Function(module, ir.FunctionType(result, arguments), name)
     made.linkage = "internal" if internal else ""
     b = ir.IRBuilder(made.append_basic_block())

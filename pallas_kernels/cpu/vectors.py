@@ -1,4 +1,4 @@
-"""How vector instructions of a CPU read rows of blocks as they lie: what a format's file says of itself."""
+"""What the CPU kernel needs to know about a format: how vector instructions read rows of its blocks."""
 
 import dataclasses
 from collections.abc import Callable
@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 
-PIECE = 64  # bytes that are multiplied at a time: what the widest vectors hold
+PIECE = 64  # bytes that are multiplied at a time: the widest vectors
 
-Load = Callable[[str], Any]  # a field's name -> cpu.values.Value, the field of a chunk's blocks as one vector
+Load = Callable[
+    [str], Any
+]  # a field's name -> cpu.values.Value: the field of a chunk's blocks, as one vector
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,12 +19,12 @@ class Vectors:
 
     w = scale (code - zero) - minimum
 
-    columns   int [pieces, 64]: the column of the chunk that each byte of a piece is; four bytes from a
-              multiple of 4 on are columns of the same group
-    group     columns that share a scale, and that activations are rounded with
-    codes     load -> pieces, each a vector of 64 bytes without a sign; or of float32 that are the weights
-    scales    load -> float32 [columns / group], in the order of columns; None: `codes` are float32
-    minimums  load -> the same; None: 0
+    columns   int [pieces, 64]: the column of each byte of each piece, within the chunk. Each aligned four
+              bytes belong to the same group
+    group     columns that share a scale; activations are quantized in the same groups
+    codes     load -> pieces, each a vector of 64 unsigned bytes; or of float32, which are the weights
+    scales    load -> float32 [columns / group], in the order of columns; None: `codes` returns float32
+    minimums  load -> float32 [columns / group]; None: 0
     zero      the code of 0
     """
 
@@ -35,7 +37,7 @@ class Vectors:
 
     @property
     def width(self) -> int:
-        """Columns of a chunk."""
+        """Columns in a chunk."""
         return self.columns.size
 
     @property
@@ -46,12 +48,14 @@ class Vectors:
     def groups(self) -> int:
         return self.width // self.group
 
-    def group_of_lanes(self, piece: int) -> np.ndarray:
-        """int [16]: of each four bytes of a piece."""
+    def lane_groups(self, piece: int) -> np.ndarray:
+        """int [16]: the group of each four bytes of a piece."""
         return self.columns[piece, ::4] // self.group
 
 
-NIBBLES = np.arange(128).reshape(4, 2, 16).swapaxes(0, 1).reshape(2, PIECE)  # of four blocks of 32
+# Columns of chunks whose blocks have: low and high nibbles of 16 bytes (four blocks), codes in natural order,
+# 2-bit codes of 32 bytes (two times), float32 by vectors of every fourth.
+NIBBLES = np.arange(128).reshape(4, 2, 16).swapaxes(0, 1).reshape(2, PIECE)
 NATURAL = np.arange(256).reshape(4, PIECE)
-QUARTERS = np.arange(256).reshape(2, 4, 32).swapaxes(0, 1).reshape(4, PIECE)  # two bits: of two halves
+QUARTERS = np.arange(256).reshape(2, 4, 32).swapaxes(0, 1).reshape(4, PIECE)
 FLOATS = np.arange(PIECE).reshape(1, 4, 16).swapaxes(1, 2).reshape(1, PIECE)

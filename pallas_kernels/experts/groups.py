@@ -140,7 +140,7 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
 
 def _chosen(weights: Sequence[QTensor], tokens: int, alike: bool = False) -> str:
     """The candidate for so many tokens; alike: gate and up, of a whole feed-forward's weights."""
-    kernel, *others = dict.fromkeys(w.products.of(1) for w in weights)
+    kernel, *others = dict.fromkeys(w.products.kernel(1) for w in weights)
     folded = any(w.rotation is not None for w in weights)
     problem = Experts(device.platform(), kernel, whole=alike and not others, folded=folded)
     return selection.choose(problem, tokens)

@@ -25,7 +25,7 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.activations_shared import eights
 from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.qtensor import QTensor
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 
 def most_rows(weights: tuple[QTensor, ...]) -> int:
@@ -75,8 +75,8 @@ def int_experts(
     """
     columns, (tiles, tile_rows) = x.shape[1], rows.shape
     n_tiles, steps = weights[0]["words"].shape[1:3]
-    if columns < steps * COLUMNS:
-        x = jnp.pad(x, ((0, 0), (0, steps * COLUMNS - columns)))
+    if columns < steps * TILE_COLUMNS:
+        x = jnp.pad(x, ((0, 0), (0, steps * TILE_COLUMNS - columns)))
     blocks = max(1, device.multiprocessors() // tiles)
     planned = int_decode_plan.plan((weights,), tile_rows, (format,), activation_bits, shared, blocks=blocks)
     if planned is None:
@@ -92,7 +92,7 @@ def int_experts(
     return launch(
         functools.partial(_body, product),
         {"weight_gmem": weights, "x_gmem": x, "experts_gmem": experts, "rows_gmem": rows},
-        {"out_gmem": jax.ShapeDtypeStruct((tiles * tile_rows, n_tiles * ROWS), jnp.float32)},
+        {"out_gmem": jax.ShapeDtypeStruct((tiles * tile_rows, n_tiles * TILE_ROWS), jnp.float32)},
         name="int_experts",
         blocks=tiles * part.blocks,
         threads=32 * planned.warps,

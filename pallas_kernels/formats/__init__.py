@@ -2,34 +2,34 @@
 
 A format module defines
 
-    WEIGHTS      weights in one block
-    BLOCK        numpy struct dtype of one block as it stands in a file (little-endian, packed)
-    RANDOM       float fields of a random block whose other fields are random codes, such that its weights
-                 have mean near 0 and standard deviation near 1: {field name: value, or a tuple of values of
-                 which each block draws one}. Of a field that holds its scale in another way, a function:
-                 standard deviation float32 [...], random bits [..., *field shape] -> the field
-    random_codes key, shape [...] -> {field: array [..., *field shape]}, valid random codes; absent where any
-                 byte is a valid code
+    WEIGHTS      weights per block
+    BLOCK        numpy struct dtype of one block, as stored in a file (little-endian, packed)
+    RANDOM       {float field: value} for random blocks: with random codes in the other fields, the weights
+                 have mean 0 and standard deviation 1, nearly. A tuple of values: each block draws one of
+                 them. A function, for a field that stores its scale in another way: standard deviation
+                 float32 [...], random bits [..., *field shape] -> the field
+    random_codes key, shape [...] -> {field: array [..., *field shape]}, valid random codes; absent if all
+                 bytes are valid codes
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
-    quantize     float32 [..., WEIGHTS] -> {field: array}; absent where encoding is not supported
+    quantize     float32 [..., WEIGHTS] -> {field: array}; absent if the format has no encoder
 
-and, where there are kernels that multiply it,
+and, if GPU kernels multiply it,
 
-    KERNELS      the family of kernels that reads its tiles: "bit" (1 bit) or "int" (2 to 8 bits);
-                 absent: none, the reference multiplies it
-    tile         blocks -> {field: array}, the layout that they read; the integers are its field "words"
+    KERNELS      the family of kernels that reads its tiles: "bit" (1 bit) or "int" (2 to 8 bits); absent: the
+                 reference multiplies it
+    tile         blocks -> {field: array}, the layout that kernels read; the integers are its field "words"
     untile       the inverse of `tile`, given the matrix's shape
-    LANES        for "int": a tiles.Lanes, how a lane of a kernel reads its share of the tiles
+    LANES        for "int": a tiles.Lanes, which says how a lane reads its share of the tiles
 
-and, where the kernel of CPUs multiplies it,
+and, if the CPU kernel multiplies it,
 
     CPU          a cpu.vectors.Vectors: how vector instructions read rows of its blocks
 
-What one format has as another has it, it imports. Nobody else knows a format's name: kernels and plans ask
-what its file says.
+A format imports what it shares with another one. No other file knows a format's name: kernels and plans read
+these attributes.
 
 A row of K weights is K / WEIGHTS blocks. `unpack` turns file bytes into one array per field (a struct of
-arrays, which is what a device reads well); `pack` is its inverse. `get(name)` imports by file name, so a new
+arrays, which devices read efficiently); `pack` is its inverse. `get(name)` imports by file name, so a new
 file is a new format.
 """
 
@@ -43,22 +43,23 @@ import jax.numpy as jnp
 import numpy as np
 
 
-def names(of: str | None = None) -> list[str]:
-    """Every format there is a file for; with `of`, those of that family of kernels."""
+def names(kernels: str | None = None) -> list[str]:
+    """All formats, or those that one family of kernels ("bit" or "int") multiplies."""
     every = sorted(m.name for m in pkgutil.iter_modules(__path__))
-    return every if of is None else [name for name in every if family(name) == of]
+    return every if kernels is None else [name for name in every if family(name) == kernels]
 
 
 @functools.cache
 def get(name: str) -> ModuleType:
-    """The module of the format called `name`. Raises NotImplementedError, with a list of those there are."""
+    """The module of a format. Raises NotImplementedError, with the supported names, if there is none."""
     if name not in names():
         raise NotImplementedError(f"format {name!r} is not supported; supported: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
 def family(name: str) -> str | None:
-    """The family of kernels that reads the format's tiles, "bit" or "int"; None for a format without one."""
+    """The family of kernels that reads the format's tiles: "bit", "int", or None if the format has no
+    tiles."""
     return getattr(get(name), "KERNELS", None)
 
 
@@ -67,7 +68,7 @@ def unpack(name: str, raw) -> dict[str, jax.Array]:
     block = get(name).BLOCK
     if raw.shape[-1] % block.itemsize:
         raise ValueError(
-            f"{name}: a row of {raw.shape[-1]} bytes is no whole number of {block.itemsize}-byte blocks"
+            f"{name}: {raw.shape[-1]} bytes per row are not a multiple of the block's {block.itemsize} bytes"
         )
     raw = raw.reshape(*raw.shape[:-1], -1, block.itemsize)
     fields = {}
@@ -82,7 +83,7 @@ def unpack(name: str, raw) -> dict[str, jax.Array]:
 
 
 def views(name: str, raw: np.ndarray) -> dict[str, np.ndarray]:
-    """`unpack` of numpy's bytes, without a copy: views of them."""
+    """`unpack` for a numpy array, without a copy: the fields are views."""
     block = get(name).BLOCK
     blocks = raw.view(block)
     return {field: blocks[field] for field in _layout(block)}
@@ -105,9 +106,9 @@ def random_fields(
 ) -> dict[str, jax.Array]:
     """Random blocks [*lead] as fields, their weights with about this mean and standard deviation.
 
-    Codes are random and valid; scales vary from block to block (0.5 to 1.5 of their mean), so that a kernel
-    which takes the wrong block's scale is found out. A format without codes (f32, f16, bf16) draws normal
-    weights; only there does `mean` count, the weights of others have mean 0.
+    Codes are random and valid. Scales vary from block to block (0.5 to 1.5 times their mean), so that tests
+    notice a kernel that reads the scale of another block. Formats without codes (f32, f16, bf16) draw normal
+    weights. `mean` applies to these alone; the weights of other formats have mean 0.
     """
     module = get(name)
     scale = std * jax.random.uniform(jax.random.fold_in(key, 0), lead, minval=0.5, maxval=1.5)

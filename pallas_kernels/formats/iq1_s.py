@@ -41,5 +41,5 @@ def dequantize(block):
 
 
 def eighth(negative):
-    """r, where integers are 1 and not 0 negative."""
+    """r: -1/8 where `negative` is 1, 1/8 where it is 0."""
     return 0.125 - 0.25 * negative.astype(jnp.float32)

@@ -18,10 +18,10 @@ import numpy as np
 
 
 def lattice(packed: str, values: tuple[int, ...], width: int) -> np.ndarray:
-    """The points of a codebook: float32 [points, width].
+    """The points of a codebook, float32 [points, width].
 
-    Of all points of so many of the values, the first of which changes fastest, those whose bit is set in
-    `packed`, a bitmap (deflated, in base 85).
+    packed  a bitmap (deflated, in base 85) over all points of `width` values, whose first value changes
+    fastest
     """
     bits = np.unpackbits(
         np.frombuffer(zlib.decompress(base64.b85decode(packed)), np.uint8), bitorder="little"
@@ -53,26 +53,26 @@ def dequantize(block):
 
 
 def word_signs(word):
-    """Of four times seven bits of a u32 [...]: float32 [..., 4, 8]."""
+    """The signs in four times seven bits of a u32 [...]: float32 [..., 4, 8]."""
     return signs(even(word[..., None] >> np.arange(0, 28, 7, dtype=np.uint32) & 127))
 
 
 def even(seven):
-    """Seven bits, and on top the one that makes the number of ones even."""
+    """Seven bits, and above them an eighth that makes the number of ones even."""
     return seven | (jax.lax.population_count(seven) & 1) << 7
 
 
 def signs(bits):
-    """Eight bits, lowest first, of unsigned integers [...]: float32 [..., 8], -1 where 1."""
+    """The low eight bits of unsigned integers [...]: float32 [..., 8], -1 where a bit is 1, lowest first."""
     one = bits[..., None] >> np.arange(8, dtype=bits.dtype) & 1
     return 1 - 2 * one.astype(jnp.float32)
 
 
 def half_scale(d, sc):
-    """d [...] times sc + 1/2 [..., groups]."""
+    """d [...] times (sc [..., groups] + 1/2)."""
     return d.astype(jnp.float32)[..., None] * (sc.astype(jnp.float32) + 0.5)
 
 
 def nibbles(scales):
-    """Scales of 4 bits, two in a byte, the lower first: uint8 [..., n] -> [..., 2 n]."""
+    """4-bit scales, two per byte, the lower one first: uint8 [..., n] -> [..., 2 n]."""
     return jnp.stack([scales & 15, scales >> 4], axis=-1).reshape(*scales.shape[:-1], -1)

@@ -6,7 +6,7 @@ d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weigh
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.formats.q8_0 import lane_scales
 
@@ -18,7 +18,7 @@ RANDOM = {"d": (-1 / 67.4, 1 / 67.4)}
 
 
 def dequantize(block):
-    q = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
+    q = packing.codes(block["qs"], 4)
     d = block["d"].astype(jnp.float32)[..., None]
     return d * jnp.asarray(VALUES, jnp.float32)[q]
 
@@ -29,45 +29,44 @@ KERNELS = "int"
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
     256, 32, 2]}: `selector_words` of the codes, and Q8_0's scales."""
-    codes = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
-    d = tiles.bits(tiles.lane_scales(block["d"], 32))[..., 0, :, :]
-    return {"words": selector_words(codes.reshape(*codes.shape[:-2], -1)), "scales": d}
+    codes = packing.codes(block["qs"], 4)
+    words = selector_words(codes.reshape(*codes.shape[:-2], -1))
+    return {"words": words, "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = selectors_of(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 2, 16)
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
-    return {"d": d, "qs": codes[..., 0, :] | codes[..., 1, :] << 4}
+    codes = from_selector_words(tiled["words"], shape)
+    codes = codes.reshape(*codes.shape[:-1], -1, 32)
+    return {"d": tiles.from_scale_words(tiled["scales"], shape), "qs": packing.packed(codes, 4)}
 
 
 def selector_words(codes):
     """Codes of 4 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 4, 32 lanes,
-    4], as `looked_up` wants them: vector v has four neighbours of group 2 v in the low nibbles of a word,
-    those of group 2 v + 1 in its high nibbles, each with its bit 0 on top of bits 3-1."""
+    4], as `looked_up` needs them: in vector v the low half of a word has four neighbours of group 2 v and the
+    high half four of group 2 v + 1, a nibble each. In a nibble bit 0 of the code comes on top of bits 3-1."""
     words = tiles.lane_words(codes >> 1 | (codes & 1) << 3, 32)
     words = words | words >> 4
     words = words & 0xFF | words >> 8 & 0xFF00
     return words[..., 0::2, :, :] | words[..., 1::2, :, :] << 16
 
 
-def selectors_of(words, shape):
+def from_selector_words(words, shape):
     """The inverse of `selector_words` for matrices of this shape: uint8 [*lead, N, K]."""
     words = jnp.stack([words & 0xFFFF, words >> 16], axis=-3)
     words = words & 0xFF | words << 8 & 0xFF0000
     words = (words | words << 4) & 0x0F0F0F0F
-    codes = tiles.codes_of(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
+    codes = tiles.from_lane_words(words.reshape(*words.shape[:-4], 8, 32, 4), shape)
     return codes << 1 & 15 | codes >> 3
 
 
 def looked_up(vectors):
-    """`Lanes.integers` of `selector_words`.
+    """`Lanes.integers` for `selector_words`.
 
-    `prmt` takes four bytes of eight, each named by three bits of a nibble; where the fourth is set it gives,
-    in place of the byte, eight times its top bit. VALUES come in pairs of the same sign s, (even, odd), named
-    by bits 3-1 of a code. Of `even`, the pairs' even values with the sign flipped to 0 throughout, and `odd`,
-    the odd ones as they are:
+    `prmt` chooses four of eight bytes by the low three bits of four nibbles; if the fourth bit is set it
+    returns the top bit of the byte, eight times. VALUES are pairs (even, odd) of the same sign s, and bits
+    3-1 of a code choose a pair. `even` has the pairs' even values xor s, which are not negative; `odd` has
+    the odd values:
 
         bit 0 of the code   from even   from odd    one xor the other
         0                   even ^ s    s           the even value
@@ -99,7 +98,7 @@ LANES = tiles.Lanes(group=32, signed=True, minimums=False, integers=looked_up, s
 
 
 def vector_codes(load):
-    """Values more than -128 (IQ4_XS has the same for each four groups)."""
+    """The values plus 128 (shared with IQ4_XS, for each four groups)."""
     qs = load("qs")
     table = (VALUES.astype(int) + 128).tolist()
     pieces = [qs[i : i + 64] for i in range(0, qs.count, 64)]

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.formats.iq4_nl import VALUES, looked_up, selector_words, selectors_of, vector_codes
+from pallas_kernels.formats.iq4_nl import VALUES, from_selector_words, looked_up, selector_words, vector_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("d", "<f2"), ("scales_h", "<u2"), ("scales_l", "u1", 4), ("qs", "u1", 128)])
@@ -36,8 +36,7 @@ def _scale_codes(block):
 
 def _codes(block):
     """uint8 [..., 8, 32]."""
-    qs = block["qs"].reshape(*block["d"].shape, 8, 16)
-    return jnp.concatenate([qs & 15, qs >> 4], axis=-1)
+    return packing.codes(block["qs"].reshape(*block["d"].shape, 8, 16), 4)
 
 
 KERNELS = "int"
@@ -45,7 +44,7 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32]}, the file's 4.25 bits a weight: IQ4_NL's words, and a word a lane.
+    256, 32]}, 4.25 bits a weight as in the file: IQ4_NL's words, and a word of scales per lane.
 
         bits     31-24                           23-18  17-12  11-6   5-0
         a lane   byte t of d of rows g, g + 8    row g + 8     row g           sc of groups 2 t + 1, 2 t
@@ -61,18 +60,17 @@ def tile(block):
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = selectors_of(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 8, 2, 16)
-    qs = codes[..., 0, :] | codes[..., 1, :] << 4
+    codes = from_selector_words(tiled["words"], shape)
+    qs = packing.packed(codes.reshape(*codes.shape[:-1], -1, 8, 32), 4)
     sc = tiled["scales"][..., None] >> np.arange(0, 24, 6, dtype=np.uint32) & 63
-    sc = tiles.scales_of(sc.reshape(*sc.shape[:-2], 1, 32, 2, 2), shape)
+    sc = tiles.from_lane_scales(sc.reshape(*sc.shape[:-2], 1, 32, 2, 2), shape)
     sc = sc.reshape(*sc.shape[:-1], -1, 8)
     low = (sc & 15).astype(jnp.uint8).reshape(*sc.shape[:-1], 4, 2)
     high = (sc >> 4).astype(jnp.uint16) << np.arange(0, 16, 2, dtype=np.uint16)
     d = (tiled["scales"] >> 24).astype(jnp.uint8)
     d = jax.lax.bitcast_convert_type(d.reshape(*d.shape[:-1], 8, 2, 2), jnp.float16)
     return {
-        "d": tiles.rows_of(d, shape),
+        "d": tiles.from_lane_rows(d, shape),
         "scales_h": high.sum(axis=-1, dtype=jnp.uint16),
         "scales_l": low[..., 0] | low[..., 1] << 4,
         "qs": qs.reshape(*qs.shape[:-2], 128),

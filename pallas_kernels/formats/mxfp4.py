@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 
 WEIGHTS = 32
@@ -22,8 +23,8 @@ POWER = np.array([0, 0, 1, 1, 2, 2, 3, 3], np.int32)
 
 
 def dequantize(block):
-    """Float32's bits, because XLA takes its smallest numbers (e = 0 and 1) for zero."""
-    q = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
+    """Computed from the bits of float32, because XLA flushes the smallest numbers (e = 0 and 1) to zero."""
+    q = packing.codes(block["qs"], 4)
     fraction = jnp.asarray(FRACTION)[q & 7]
     exponent = block["e"].astype(jnp.int32)[..., None] - 1 + jnp.asarray(POWER)[q & 7]
     normal = (exponent << 23).astype(jnp.uint32) + (fraction & 0x7FFFFF)
@@ -34,11 +35,11 @@ def dequantize(block):
 
 
 def _random_e(scale, bits):
-    """Of the powers of two beside scale / 5.852 one or the other, so that its mean square is that of scale
+    """One of the two powers of two around scale / 5.852, drawn so that the weights have the right mean square
     (v has root mean square 5.852)."""
     exponent = jnp.log2(scale / 5.852)
     below = jnp.floor(exponent)
-    share = (4 ** (exponent - below) - 1) / 3  # of the larger one, whose square is four times the other's
+    share = (4 ** (exponent - below) - 1) / 3  # of the larger one, whose square is four times as large
     return (below + 128 + (bits < 256 * share)).astype(jnp.uint8)
 
 
@@ -46,7 +47,7 @@ RANDOM = {"e": _random_e}
 
 
 def _vector_codes(load):
-    """v(q) + 12."""
+    """Codes are v(q) + 12."""
     v = [0, 1, 2, 3, 4, 6, 8, 12]
     table = [12 + sign * value for sign in (1, -1) for value in v]
     qs = load("qs")

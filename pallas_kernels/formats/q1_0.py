@@ -22,7 +22,8 @@ def dequantize(block):
 
 
 def quantize(x):
-    """d = mean |x|, bit = x >= 0. The sum's order is XLA's: d may be an ulp away from another encoder's."""
+    """d = mean |x|, bit = x >= 0. XLA chooses the order of the sum: d may differ by an ulp from other
+    encoders."""
     integer = jax.lax.bitcast_convert_type(x, jnp.int32)
     # x >= 0, or -0.0: compared as integers because XLA takes a negative denormal for zero
     bits = ((integer >= 0) | (integer == np.int32(-(2**31)))).reshape(*x.shape[:-1], 16, 8)
@@ -34,12 +35,12 @@ KERNELS = "bit"
 
 
 def tile(block):
-    """Blocks -> tiles of 16 rows, of which a lane of a kernel reads what its fragments of tensor cores hold.
+    """Blocks -> tiles of 16 rows, in which each lane's fragments of the tensor core are contiguous.
 
     words   uint32 [*lead, N / 16, K / 256, 32 lanes, 4]: for lane 4 g + t and a pair of groups (h = 0, 1)
             word t of rows g and g + 8: one 16-byte load
     scales  uint32 [*lead, N / 16, K / 128, 8]: the float16 scales of rows g and g + 8
-    Rows are padded to 16 and groups to 2, by weights whose scale is 0.
+    Rows are padded to 16 and groups to 2, with weights whose scale is 0.
     """
     *lead, n, groups = block["d"].shape
     row, group = -n % 16, -groups % 2
@@ -75,8 +76,8 @@ def untile(tiled, shape):
 
 
 def rows(tiled, ids, columns):
-    """Decoded rows of a tiled matrix, float32 [*ids.shape, columns]. By words: as blocks of bytes a GPU would
-    make them in three launches, of a step's few."""
+    """Dequantized rows of a tiled matrix, float32 [*ids.shape, columns]. It works on words, because blocks of
+    bytes would take a GPU three launches, and a decode step has few."""
     tiles, pairs, _, _ = tiled["words"].shape
     tile, r, g = ids // 16, ids // 8 % 2, ids % 8
     words = tiled["words"].reshape(tiles, pairs, 8, 4, 2, 2)  # g, t, h, r
@@ -89,7 +90,7 @@ def rows(tiled, ids, columns):
 
 
 def _codes(load):
-    """0 for -1, 2 for 1."""
+    """Codes: 0 for -1, 2 for 1."""
     bits = load("qs").bits()
     return [bits[i : i + 64].bytes(2, 0) for i in range(0, 256, 64)]
 

@@ -57,7 +57,8 @@ def untile(tiled, shape):
 
 
 def _scales(fields, lane):
-    """For 1, 4, 16 and 64 q in each four groups; 1 is subtracted from every q: a minimum of d."""
+    """The bytes of each four groups are 1, 4, 16 and 64 times q. 1 is subtracted from every q: the minimum is
+    d."""
     from pallas_kernels.gpu import lanes
     from pallas_kernels.gpu.values import real, select
 
@@ -65,23 +66,23 @@ def _scales(fields, lane):
         d = lanes.halves(word)
         return [[[v * f for f in factors] for v in d], [[v, v] for v in d]]
 
-    def of_lane(there, t):
-        return both(lanes.from_lane(fields["d"][0], there), factors[t % 2])
+    def fetch(other_lane, t):
+        return both(lanes.from_lane(fields["d"][0], other_lane), factors[t % 2])
 
     # Groups 2 t and 2 t + 1 are the first two of a vector for even t, and the last two for odd t.
     factors = (1, 1 / 4), (1 / 16, 1 / 64)
-    mine = [select(lane & 1 == 0, even, odd) for even, odd in zip(*factors, strict=True)]
-    scale, minimum = both(fields["d"][0], mine)
-    return [tiles.Scales(scale, minimum, of_lane)]
+    own = [select(lane & 1 == 0, even, odd) for even, odd in zip(*factors, strict=True)]
+    scale, minimum = both(fields["d"][0], own)
+    return [tiles.Scales(scale, minimum, fetch)]
 
 
-# All ternary formats: groups of 32, of which 2, 4 or 8 have the same d.
+# All ternary formats have groups of 32 columns; 2, 4 or 8 neighbouring groups share d.
 LANES = tiles.Lanes(group=32, signed=False, minimums=True, integers=tiles.quarter_integers, scales=_scales)
 
 
 def tile_codes(codes, d):
-    """Codes uint8 [*lead, N, blocks, WEIGHTS] and d float16 [*lead, N, blocks] of any ternary format -> as
-    `tile`."""
+    """`tile` for any ternary format, from codes uint8 [*lead, N, blocks, WEIGHTS] and d float16 [*lead, N,
+    blocks]."""
     columns = codes.shape[-1]
     words = tiles.quarter_words(codes.reshape(*d.shape[:-1], -1))
     return {"words": words, "d": tiles.bits(tiles.lane_rows(d, columns))}
@@ -89,8 +90,8 @@ def tile_codes(codes, d):
 
 def untile_codes(tiled, shape):
     """The inverse of `tile_codes`: (codes [*lead, N, blocks, WEIGHTS], d)."""
-    d = tiles.rows_of(tiles.halves(tiled["d"]), shape)
-    return tiles.quarters_of(tiled["words"], shape).reshape(*d.shape, -1), d
+    d = tiles.from_lane_rows(tiles.halves(tiled["d"]), shape)
+    return tiles.from_quarter_words(tiled["words"], shape).reshape(*d.shape, -1), d
 
 
 def two_bits(load):
@@ -99,5 +100,5 @@ def two_bits(load):
     return [(qs >> shift) & 3 for shift in (0, 2, 4, 6)]
 
 
-COLUMNS = np.arange(256).reshape(64, 4).T
-CPU = Vectors(COLUMNS, group=128, codes=two_bits, scales=lambda load: load("d").float(), zero=1)
+CPU_COLUMNS = np.arange(256).reshape(64, 4).T
+CPU = Vectors(CPU_COLUMNS, group=128, codes=two_bits, scales=lambda load: load("d").float(), zero=1)

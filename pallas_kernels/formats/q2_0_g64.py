@@ -7,7 +7,7 @@ import numpy as np
 
 from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.formats.q2_0_g128 import (
-    COLUMNS,
+    CPU_COLUMNS,
     KERNELS,
     LANES,
     RANDOM,
@@ -26,4 +26,4 @@ def random_codes(key, lead):
     return {"qs": ternary_bytes(key, (*lead, 16))}
 
 
-CPU = Vectors(COLUMNS, group=64, codes=two_bits, scales=lambda load: load("d").float(), zero=1)
+CPU = Vectors(CPU_COLUMNS, group=64, codes=two_bits, scales=lambda load: load("d").float(), zero=1)

@@ -10,7 +10,7 @@ q in 0..3, sc and m in 0..15, laid out as
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
@@ -19,9 +19,6 @@ BLOCK = np.dtype([("scales", "u1", 16), ("qs", "u1", 64), ("d", "<f2"), ("dmin",
 # sc and m: mean 7.5, mean square 77.5, variance 21.25; q: 1.5, 3.5. Mean 0 takes dmin = 1.5 d, and then
 # variance / d^2 = 77.5 * 3.5 - (7.5 * 1.5)^2 + 1.5^2 * 21.25 = 13.87^2
 RANDOM = {"d": 1 / 13.87, "dmin": 1.5 / 13.87}
-
-
-SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def dequantize(block):
@@ -34,8 +31,7 @@ def dequantize(block):
 def _codes(block):
     """uint8 [..., 16, 16]."""
     lead = block["d"].shape
-    q = (block["qs"].reshape(*lead, 2, 1, 32) >> SHIFTS) & 3  # [..., 2, 4, 32]
-    return q.reshape(*lead, 16, 16)
+    return packing.codes(block["qs"].reshape(*lead, 2, 32), 2).reshape(*lead, 16, 16)
 
 
 KERNELS = "int"
@@ -44,11 +40,11 @@ BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row a
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 2, 32, 4], "scales": uint32 [..., 32, 2], "d":
-    uint32 [..., 8, 2], d and dmin} (pallas_kernels/tiles.py), the file's 2.625 bits a weight.
+    uint32 [..., 8, 2], d and dmin} (pallas_kernels/tiles.py), 2.625 bits a weight as in the file.
 
-    Bits 2 i and 2 i + 1 of a word's bytes are a row's group i of four; vector v has rows g and g + 8 of
-    groups 4 v .., then those of groups 8 + 4 v .. Of eight groups, those two that are a lane's have a word of
-    scales: sc in the low, m in the high nibble of a byte each of rows g and g + 8.
+    Bits 2 i and 2 i + 1 of a word's bytes belong to group i of four. Vector v has rows g and g + 8 of groups
+    4 v .., then those of groups 8 + 4 v .. Each lane has a word of scales for its two of eight groups: a byte
+    for each group and each of rows g and g + 8, with sc in the low and m in the high nibble.
     """
     words = tiles.lane_words(_codes(block).reshape(*block["d"].shape[:-1], -1), 16)  # [..., 16, 32, 2]
     words = words.reshape(*words.shape[:-3], 2, 2, 4, 32, 2)  # eights, fours
@@ -68,21 +64,20 @@ def untile(tiled, shape):
     words = tiled["words"].reshape(*tiled["words"].shape[:-1], 2, 2)
     words = jnp.moveaxis(words, -2, -4)[..., None, :, :]
     words = words >> np.arange(0, 8, 2, dtype=np.uint32)[:, None, None] & 0x03030303
-    q = tiles.codes_of(words.reshape(*words.shape[:-5], 16, 32, 2), shape)
-    qs = q.reshape(*q.shape[:-1], -1, 2, 4, 32) << SHIFTS
+    q = tiles.from_lane_words(words.reshape(*words.shape[:-5], 16, 32, 2), shape)
     scales = jnp.moveaxis(tiled["scales"], -1, -2)[..., None, None] >> BYTE
-    scales = tiles.scales_of(scales.astype(jnp.uint8), shape)
-    d, dmin = (tiles.rows_of(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
+    scales = tiles.from_lane_scales(scales.astype(jnp.uint8), shape)
+    d, dmin = (tiles.from_lane_rows(tiles.halves(tiled["d"][..., i]), shape) for i in (0, 1))
     return {
         "scales": scales.reshape(*scales.shape[:-1], -1, 16),
-        "qs": qs.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64),
+        "qs": packing.packed(q.reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64),
         "d": d,
         "dmin": dmin,
     }
 
 
 def _integers(vectors):
-    """The code in even groups, 4 times it in odd ones."""
+    """The code in even groups, 4 times the code in odd groups."""
     out = []
     for rows in (slice(0, 2), slice(2, 4)):
         for words in (vector[rows] for vector in vectors):
@@ -92,7 +87,7 @@ def _integers(vectors):
 
 
 def _scales(fields, lane):
-    """d / 4 times 4 sc in even groups, times sc in odd ones."""
+    """Scales are d / 4, times 4 sc in even groups and sc in odd groups."""
     from pallas_kernels.gpu import lanes
 
     d, dmin = map(lanes.halves, fields["d"])

@@ -12,16 +12,13 @@ q in 0..7, sc in 0..63, laid out as
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
 from pallas_kernels.formats.q2_0_g128 import two_bits
 
 WEIGHTS = 256
 BLOCK = np.dtype([("hmask", "u1", 32), ("qs", "u1", 64), ("scales", "u1", 12), ("d", "<f2")])
 RANDOM = {"d": 1 / 43.3}  # mean squares: 341.5 of sc - 32, 5.5 of q - 4; the product is 43.3^2
-
-
-SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
 
 
 def dequantize(block):
@@ -33,17 +30,14 @@ def dequantize(block):
 def _codes(block):
     """uint8 [..., 16, 16]."""
     lead = block["d"].shape
-    low = (block["qs"].reshape(*lead, 2, 1, 32) >> SHIFTS) & 3  # [..., 2, 4, 32]
-    high = (block["hmask"][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [..., 8, 32]
-    return low.reshape(*lead, 16, 16) | high.reshape(*lead, 16, 16) << 2
+    low = packing.codes(block["qs"].reshape(*lead, 2, 32), 2)
+    return low.reshape(*lead, 16, 16) | packing.codes(block["hmask"], 1).reshape(*lead, 16, 16) << 2
 
 
 def _scale_codes(block):
     """sc, uint8 [..., 16]."""
     nibbles, pairs = block["scales"][..., :8], block["scales"][..., 8:]
-    low = jnp.concatenate([nibbles & 15, nibbles >> 4], axis=-1)
-    high = (pairs[..., None, :] >> SHIFTS) & 3  # [..., 4, 4]
-    return low | high.reshape(low.shape) << 4
+    return packing.codes(nibbles, 4) | packing.codes(pairs, 2) << 4
 
 
 KERNELS = "int"
@@ -53,23 +47,23 @@ BYTE = np.arange(0, 32, 8, dtype=np.uint32).reshape(2, 2)  # of a word, by row a
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 3, 32, 4], "scales": uint32 [..., 32], "low":
-    uint32 [..., 16], "d": uint32 [..., 8]} (pallas_kernels/tiles.py), the file's 3.4375 bits a weight.
+    uint32 [..., 16], "d": uint32 [..., 8]} (pallas_kernels/tiles.py), 3.4375 bits a weight as in the file.
 
-    32 (q - 4) is a signed byte whose five low bits are free. Of eight groups of a row, three words:
+    32 (q - 4) is a signed byte whose five low bits are free. Eight groups of a row fit in three words:
 
         bits   7-5     4-2     1-0
         x      group 0 group 1 bits 2-1 of group 6
         y      group 2 group 3 bits 2-1 of group 7
         z      group 4 group 5 bit 0 of group 6, bit 0 of group 7
 
-    A vector has one of these of rows g and g + 8, then those of the other eight groups.
+    Each vector has one of these words for rows g and g + 8, then for the same rows of the other eight groups.
 
-    sc - 32, signed, of groups 2 t and 2 t + 1 of rows g and g + 8 have a byte each in a lane's "scales", and
-    in the word of "low" that it shares with its neighbour:
+    sc - 32, signed, of groups 2 t and 2 t + 1 and rows g and g + 8, has a byte in the lane's "scales", and a
+    byte in the word of "low" that two neighbouring lanes share:
 
         scales   bits 7-4: bits 5-2 of sc - 32 of the first eight groups, bits 3-0: of the other eight
         low      bits 3-2: bits 1-0 of sc - 32 of the first eight groups, bits 1-0: of the other eight; bits
-                 7-4 are those of the lane with an odd number
+                 7-4 belong to the lane with the odd number
     """
     q = (_codes(block) ^ 4).reshape(*block["d"].shape[:-1], -1)
     words = tiles.lane_words(q, 16)  # [..., 16 groups, 32 lanes, 2 rows]
@@ -102,23 +96,20 @@ def untile(tiled, shape):
     seven = (y & 3 * ONES) << 1 | z & ONES
     groups = [part >> right & 7 * ONES for part in (x, y, z) for right in (5, 2)]
     words = jnp.stack([*groups, six, seven], axis=-3)
-    q = tiles.codes_of(words.reshape(*words.shape[:-4], 16, 32, 2), shape) ^ 4
-    q = q.reshape(*q.shape[:-1], -1, 2, 4, 32)  # [..., blocks, h, t, b]
-    qs = ((q & 3) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
-    hmask = (q >> 2).reshape(*q.shape[:-3], 8, 32) << np.arange(8, dtype=np.uint8)[:, None]
+    q = tiles.from_lane_words(words.reshape(*words.shape[:-4], 16, 32, 2), shape) ^ 4
+    q = q.reshape(*q.shape[:-1], -1, 256)
+    qs = packing.packed((q & 3).reshape(*q.shape[:-1], 2, 128), 2)
 
     low = jnp.stack([tiled["low"], tiled["low"] >> 4], axis=-1).reshape(tiled["scales"].shape)
     high, low = (part[..., None, None] >> BYTE for part in (tiled["scales"], low))
     sc = [(high >> 4 * u & 15) << 2 | low >> 2 * u & 3 for u in (1, 0)]
-    sc = tiles.scales_of(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
+    sc = tiles.from_lane_scales(jnp.stack(sc, axis=-4), shape).astype(jnp.uint8) ^ 32
     sc = sc.reshape(*sc.shape[:-1], -1, 16)
-    nibbles = sc[..., :8] & 15 | (sc[..., 8:] & 15) << 4
-    pairs = ((sc >> 4).reshape(*sc.shape[:-1], 4, 4) << SHIFTS).sum(axis=-2, dtype=jnp.uint8)
     return {
-        "hmask": hmask.sum(axis=-2, dtype=jnp.uint8),
+        "hmask": packing.packed(q >> 2, 1),
         "qs": qs.reshape(*qs.shape[:-2], 64),
-        "scales": jnp.concatenate([nibbles, pairs], axis=-1),
-        "d": tiles.rows_of(tiles.halves(tiled["d"]), shape),
+        "scales": jnp.concatenate([packing.packed(sc & 15, 4), packing.packed(sc >> 4, 2)], axis=-1),
+        "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
     }
 
 
@@ -138,7 +129,7 @@ def _integers(vectors):
 
 
 def _scales(fields, lane):
-    """4 (sc - 32), and d / 4 for one."""
+    """Scales are 4 (sc - 32) times d / 128: bytes are 32 (q - 4)."""
     from pallas_kernels.gpu import lanes
 
     (high,), (low,) = fields["scales"], fields["low"]
@@ -163,7 +154,7 @@ def _vector_codes(load):
     """Bit 2 of the weights of group g of 32 is bit g of hmask's bytes."""
     hmask = load("hmask")
     hmask = hmask.then(hmask)
-    high = [(hmask & (1 << of_byte)).compared("!=", 0).bytes(4, 0) for of_byte in QUARTERS // 32]
+    high = [(hmask & (1 << bits)).compared("!=", 0).bytes(4, 0) for bits in QUARTERS // 32]
     return [low | bit for low, bit in zip(two_bits(load), high, strict=True)]
 
 

@@ -6,7 +6,7 @@ d f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibble weigh
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 
 WEIGHTS = 32
@@ -16,7 +16,7 @@ RANDOM = {"d": (-1 / 4.64, 1 / 4.64)}
 
 
 def dequantize(block):
-    q = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
+    q = packing.codes(block["qs"], 4)
     d = block["d"].astype(jnp.float32)[..., None]
     return d * (q.astype(jnp.float32) - 8)
 
@@ -26,20 +26,19 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: as Q4_K's words; the float16 scales of the lane's rows and groups
+    256, 32, 2]}: words as in Q4_K, and the float16 scales of the lane's rows and groups
     (pallas_kernels/tiles.py)."""
-    d = tiles.bits(tiles.lane_scales(block["d"], 32))[..., 0, :, :]
-    return {"words": tile_nibbles(block["qs"]), "scales": d}
+    return {"words": tile_nibbles(block["qs"]), "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    d = tiles.from_scale_words(tiled["scales"], shape)
     return {"d": d, "qs": untile_nibbles(tiled["words"], shape)}
 
 
 def _scales(fields, lane):
-    """8 is subtracted from every q: a minimum of 8 d."""
+    """8 is subtracted from every q: the minimum is 8 d."""
     from pallas_kernels.gpu import lanes
 
     d = [lanes.halves(word) for word in fields["scales"]]
@@ -53,20 +52,19 @@ LANES = tiles.Lanes(
 
 
 def tile_nibbles(qs):
-    """uint8 [*lead, N, K / 32, 16] -> words (Q4_1 has the same)."""
-    codes = jnp.concatenate([qs & 15, qs >> 4], axis=-1)
+    """uint8 [*lead, N, K / 32, 16] -> words (shared with Q4_1)."""
+    codes = packing.codes(qs, 4)
     return tiles.nibble_words(codes.reshape(*codes.shape[:-2], -1))
 
 
 def untile_nibbles(words, shape):
     """The inverse of `tile_nibbles`."""
-    codes = tiles.nibbles_of(words, shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 2, 16)
-    return codes[..., 0, :] | codes[..., 1, :] << 4
+    codes = tiles.from_nibble_words(words, shape)
+    return packing.packed(codes.reshape(*codes.shape[:-1], -1, 32), 4)
 
 
 def nibbles(load):
-    """The codes of four blocks (Q4_1 has the same)."""
+    """The codes of four blocks (shared with Q4_1)."""
     qs = load("qs")
     return [qs & 15, qs >> 4]
 

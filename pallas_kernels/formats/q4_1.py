@@ -6,7 +6,7 @@ d f16 | m f16 | qs 16 bytes: the low nibble of byte j is weight j, the high nibb
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
 from pallas_kernels.formats.q4_0 import nibbles, tile_nibbles, untile_nibbles
 
@@ -16,7 +16,7 @@ RANDOM = {"d": 1 / 4.61, "m": -7.5 / 4.61}  # q uniform on 0..15 has mean 7.5, s
 
 
 def dequantize(block):
-    q = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
+    q = packing.codes(block["qs"], 4)
     d = block["d"].astype(jnp.float32)[..., None]
     m = block["m"].astype(jnp.float32)[..., None]
     return d * q.astype(jnp.float32) + m
@@ -27,20 +27,28 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 4]}: as Q4_K's words; of the lane's rows and groups two words of d, then two of m
+    256, 32, 4]}: words as in Q4_K, and for the lane's rows and groups two words of d, then two of m
     (pallas_kernels/tiles.py)."""
-    scales = [tiles.bits(tiles.lane_scales(block[name], 32))[..., 0, :, :] for name in ("d", "m")]
-    return {"words": tile_nibbles(block["qs"]), "scales": jnp.concatenate(scales, axis=-1)}
+    return {"words": tile_nibbles(block["qs"]), "scales": tile_scales(block)}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    values = tiles.halves(tiled["scales"])[..., None, :, :, :]
-    d, m = (tiles.scales_of(part, shape) for part in jnp.split(values, 2, axis=-2))
-    return {"d": d, "m": m, "qs": untile_nibbles(tiled["words"], shape)}
+    return {**untile_scales(tiled["scales"], shape), "qs": untile_nibbles(tiled["words"], shape)}
 
 
-def lane_scales(fields, lane):
+def tile_scales(block):
+    """d, then m, of the lane's rows and groups (shared with Q5_1)."""
+    return jnp.concatenate([tiles.scale_words(block[name]) for name in ("d", "m")], axis=-1)
+
+
+def untile_scales(tiled, shape):
+    """The inverse of `tile_scales`: {"d", "m"}."""
+    d, m = (tiles.from_scale_words(part, shape) for part in jnp.split(tiled, 2, axis=-1))
+    return {"d": d, "m": m}
+
+
+def _scales(fields, lane):
     from pallas_kernels.gpu import lanes
 
     d, m = ([lanes.halves(word) for word in fields["scales"][first : first + 2]] for first in (0, 2))
@@ -49,7 +57,7 @@ def lane_scales(fields, lane):
 
 
 LANES = tiles.Lanes(
-    group=32, signed=False, minimums=True, units=(1, 16), integers=tiles.nibble_integers, scales=lane_scales
+    group=32, signed=False, minimums=True, units=(1, 16), integers=tiles.nibble_integers, scales=_scales
 )
 CPU = Vectors(
     NIBBLES,

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import Vectors
 
 WEIGHTS = 256
@@ -30,21 +30,37 @@ RANDOM = {"d": 1 / 258.3, "dmin": 7.5 / 258.3}
 
 
 def scales_mins(block):
-    """d * sc and dmin * m of the 8 groups, each float32 [..., 8] and exact (Q5_K has the same)."""
-    a, b, c = jnp.split(block["scales"], 3, axis=-1)
-    sc = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=-1)
-    m = jnp.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=-1)
+    """d * sc and dmin * m of the 8 groups, each float32 [..., 8] and exact (shared with Q5_K)."""
+    sc, m = (codes.astype(jnp.float32) for codes in _six_bits(block["scales"]))
     d = block["d"].astype(jnp.float32)[..., None]
     dmin = block["dmin"].astype(jnp.float32)[..., None]
-    return d * sc.astype(jnp.float32), dmin * m.astype(jnp.float32)
+    return d * sc, dmin * m
+
+
+def _six_bits(scales):
+    """sc and m, each uint8 [..., 8]."""
+    a, b, c = jnp.split(scales, 3, axis=-1)
+    sc = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=-1)
+    m = jnp.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=-1)
+    return sc, m
 
 
 def dequantize(block):
-    lead = block["d"].shape
-    qs = block["qs"].reshape(*lead, 4, 32)
-    q = jnp.stack([qs & 15, qs >> 4], axis=-2).reshape(*lead, 8, 32)  # [..., 4, 2, 32] before
+    q = low_codes(block).astype(jnp.float32)
     scale, minimum = scales_mins(block)
-    return (scale[..., None] * q.astype(jnp.float32) - minimum[..., None]).reshape(*lead, 256)
+    return (scale[..., None] * q - minimum[..., None]).reshape(*block["d"].shape, 256)
+
+
+def low_codes(block):
+    """The low 4 bits of the codes, uint8 [..., 8, 32] (shared with Q5_K)."""
+    lead = block["d"].shape
+    return packing.codes(block["qs"].reshape(*lead, 4, 32), 4).reshape(*lead, 8, 32)
+
+
+def packed_low(codes):
+    """The inverse of `low_codes`: [..., 256] -> {"qs"}."""
+    qs = packing.packed((codes & 15).reshape(*codes.shape[:-1], 4, 64), 4)
+    return {"qs": qs.reshape(*qs.shape[:-2], 128)}
 
 
 KERNELS = "int"
@@ -52,19 +68,16 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 4, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]} (pallas_kernels/tiles.py), the file's 4.5 bits a weight."""
-    qs = block["qs"].reshape(*block["d"].shape, 4, 32)
-    codes = jnp.stack([qs & 15, qs >> 4], axis=-2)
-    words = tiles.nibble_words(codes.reshape(*block["d"].shape[:-1], -1))
+    256, 32, 2]} (pallas_kernels/tiles.py), 4.5 bits a weight as in the file."""
+    words = tiles.nibble_words(low_codes(block).reshape(*block["d"].shape[:-1], -1))
     return {"words": words, "scales": tile_scales_mins(block)}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = tiles.nibbles_of(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 4, 2, 32)
-    qs = codes[..., 0, :] | codes[..., 1, :] << 4
-    return {**untile_scales_mins(tiled["scales"], shape), "qs": qs.reshape(*qs.shape[:-2], 128)}
+    codes = tiles.from_nibble_words(tiled["words"], shape)
+    codes = codes.reshape(*codes.shape[:-1], -1, 256)
+    return {**untile_scales_mins(tiled["scales"], shape), **packed_low(codes)}
 
 
 def tile_scales_mins(block):
@@ -77,11 +90,8 @@ def tile_scales_mins(block):
     The lane's float16 is d or dmin of rows g or g + 8: d[g], dmin[g], d[g + 8], dmin[g + 8] for t = 0, 1, 2,
     3.
     """
-    a, b, c = jnp.split(block["scales"], 3, axis=-1)
-    sc = jnp.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=-1)
-    m = jnp.concatenate([b & 63, (c >> 4) | (b >> 6 << 4)], axis=-1)
     packed = []
-    for value in (sc, m):
+    for value in _six_bits(block["scales"]):
         value = value.reshape(*value.shape[:-2], -1).astype(jnp.uint32)
         value = tiles.lane_scales(value, 32)[..., 0, :, :, :]  # [..., 32, 2, 2]
         value = value.reshape(*value.shape[:-2], 4) << np.arange(0, 24, 6, dtype=np.uint32)
@@ -96,25 +106,25 @@ def untile_scales_mins(tiled, shape):
     values = []
     for word in (tiled[..., 0], tiled[..., 1]):
         value = (word[..., None] >> np.arange(0, 24, 6, dtype=np.uint32)) & 63
-        value = tiles.scales_of(value.reshape(*value.shape[:-2], 1, 32, 2, 2), shape)
+        value = tiles.from_lane_scales(value.reshape(*value.shape[:-2], 1, 32, 2, 2), shape)
         values.append(value.reshape(*value.shape[:-1], -1, 2, 4).astype(jnp.uint8))
     sc, m = values
     low, high = (jnp.split(value, 2, axis=-2) for value in (sc, m))
     scales = [low[0] | low[1] >> 4 << 6, high[0] | high[1] >> 4 << 6, (low[1] & 15) | high[1] << 4]
     d = (tiled[..., 0] >> 24 | tiled[..., 1] >> 24 << 8).astype(jnp.uint16)
     d = jax.lax.bitcast_convert_type(d, jnp.float16).reshape(*d.shape[:-1], 8, 2, 2)
-    d, dmin = (tiles.rows_of(d[..., i], shape) for i in (0, 1))
+    d, dmin = (tiles.from_lane_rows(d[..., i], shape) for i in (0, 1))
     return {"d": d, "dmin": dmin, "scales": jnp.concatenate(scales, axis=-1)[..., 0, :]}
 
 
 def lane_scales(factors, fields, lane):
-    """d * sc times the factor of groups 2 t and 2 t + 1, and dmin * m, of a lane's two words (Q5_K has the
-    same)."""
+    """d * sc times the factor of groups 2 t and 2 t + 1, and dmin * m, from a lane's two words (shared with
+    Q5_K)."""
     from pallas_kernels.gpu import lanes
 
     words = fields["scales"]
-    mine = lanes.bytes_of(words[0], words[1], 0x0073)  # this lane's float16
-    d = [lanes.low_half(lanes.from_quad(mine, lane, i)) for i in range(4)]
+    own = lanes.bytes_of(words[0], words[1], 0x0073)  # this lane's float16
+    d = [lanes.low_half(lanes.from_quad(own, lane, i)) for i in range(4)]
     scale, minimum = [], []
     for r in (0, 1):
         sc, m = ([lanes.small_integer(word, 12 * r + 6 * h, 6) for h in (0, 1)] for word in words)
@@ -124,7 +134,7 @@ def lane_scales(factors, fields, lane):
 
 
 def lane_half_scales(fields):
-    """d * sc and -dmin * m in float16: (1024 + sc) d - 1024 d is rounded once."""
+    """d * sc and -dmin * m in float16, computed as (1024 + sc) d - 1024 d, which is rounded once."""
     from pallas_kernels.gpu import lanes
 
     words = fields["scales"]
@@ -156,19 +166,19 @@ LANES = tiles.Lanes(
 
 
 def vector_codes(load):
-    """The low 4 bits (Q5_K has the same)."""
+    """The low 4 bits (shared with Q5_K)."""
     qs = load("qs")
     return [part for piece in (qs[:64], qs[64:]) for part in (piece & 15, piece >> 4)]
 
 
 def vector_scales(load):
-    """d * sc of the 8 groups (Q5_K has the same)."""
+    """d * sc of the 8 groups (shared with Q5_K)."""
     a, _, c = _sixes(load)
     return load("d").float().splat(8) * (a & 63).then((c & 15) | (a >> 6 << 4)).float(signed=False)
 
 
 def vector_minimums(load):
-    """dmin * m (Q5_K has the same)."""
+    """dmin * m (shared with Q5_K)."""
     _, b, c = _sixes(load)
     return load("dmin").float().splat(8) * (b & 63).then((c >> 4) | (b >> 6 << 4)).float(signed=False)
 
@@ -178,5 +188,5 @@ def _sixes(load):
     return scales[0:4], scales[4:8], scales[8:12]
 
 
-COLUMNS = np.arange(256).reshape(2, 2, 2, 32).swapaxes(1, 2).reshape(4, 64)
-CPU = Vectors(COLUMNS, group=32, codes=vector_codes, scales=vector_scales, minimums=vector_minimums)
+CPU_COLUMNS = np.arange(256).reshape(2, 2, 2, 32).swapaxes(1, 2).reshape(4, 64)
+CPU = Vectors(CPU_COLUMNS, group=32, codes=vector_codes, scales=vector_scales, minimums=vector_minimums)

@@ -7,9 +7,9 @@ d f16 | qh u32: bit j is bit 4 of weight j
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
-from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, five_bits_of
+from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, from_five_bit_words
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
@@ -18,17 +18,15 @@ RANDOM = {"d": (-1 / 9.25, 1 / 9.25)}
 
 
 def codes(block):
-    """The 5-bit codes, uint8 [..., 32] (Q5_1 has the same)."""
-    low = jnp.concatenate([block["qs"] & 15, block["qs"] >> 4], axis=-1)
+    """The 5-bit codes, uint8 [..., 32] (shared with Q5_1)."""
     high = (block["qh"][..., None] >> np.arange(32, dtype=np.uint32)) & 1
-    return low | (high.astype(jnp.uint8) << 4)
+    return packing.codes(block["qs"], 4) | (high.astype(jnp.uint8) << 4)
 
 
 def packed(q):
     """The inverse of `codes`: {"qh", "qs"}."""
     high = (q >> 4).astype(jnp.uint32) << np.arange(32, dtype=np.uint32)
-    low = (q & 15).reshape(*q.shape[:-1], 2, 16)
-    return {"qh": high.sum(axis=-1, dtype=jnp.uint32), "qs": low[..., 0, :] | low[..., 1, :] << 4}
+    return {"qh": high.sum(axis=-1, dtype=jnp.uint32), "qs": packing.packed(q & 15, 4)}
 
 
 def dequantize(block):
@@ -42,15 +40,14 @@ KERNELS = "int"
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 5, 32, 4], "scales": uint32 [*lead, N / 16, K /
     256, 32, 2]}: Q5_K's words of q - 16, which as 8 times it is a signed byte, and Q8_0's scales."""
-    d = tiles.bits(tiles.lane_scales(block["d"], 32))[..., 0, :, :]
     q = codes(block) ^ 16
-    return {"words": five_bit_words(q.reshape(*q.shape[:-2], -1)), "scales": d}
+    return {"words": five_bit_words(q.reshape(*q.shape[:-2], -1)), "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
-    q = five_bits_of(tiled["words"], shape) ^ 16
+    d = tiles.from_scale_words(tiled["scales"], shape)
+    q = from_five_bit_words(tiled["words"], shape) ^ 16
     return {"d": d, **packed(q.reshape(*q.shape[:-1], -1, 32))}
 
 
@@ -67,7 +64,7 @@ LANES = tiles.Lanes(
 
 
 def vector_codes(load):
-    """The codes of four blocks (Q5_1 has the same)."""
+    """The codes of four blocks (shared with Q5_1)."""
     high = load("qh").halves()
     qs = load("qs")
     low, high = (high[i::2].bits().bytes(16, 0) for i in (0, 1))

@@ -9,8 +9,9 @@ import numpy as np
 
 from pallas_kernels import tiles
 from pallas_kernels.cpu.vectors import NIBBLES, Vectors
+from pallas_kernels.formats.q4_1 import tile_scales, untile_scales
 from pallas_kernels.formats.q5_0 import codes, packed, vector_codes
-from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, five_bits_of
+from pallas_kernels.formats.q5_k import five_bit_integers, five_bit_words, from_five_bit_words
 
 WEIGHTS = 32
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qh", "<u4"), ("qs", "u1", 16)])
@@ -30,17 +31,13 @@ def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 5, 32, 4], "scales": uint32 [*lead, N / 16, K /
     256, 32, 4]}: Q5_K's words, and Q4_1's scales."""
     q = codes(block)
-    scales = [tiles.bits(tiles.lane_scales(block[name], 32))[..., 0, :, :] for name in ("d", "m")]
-    words = five_bit_words(q.reshape(*q.shape[:-2], -1))
-    return {"words": words, "scales": jnp.concatenate(scales, axis=-1)}
+    return {"words": five_bit_words(q.reshape(*q.shape[:-2], -1)), "scales": tile_scales(block)}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    values = tiles.halves(tiled["scales"])[..., None, :, :, :]
-    d, m = (tiles.scales_of(part, shape) for part in jnp.split(values, 2, axis=-2))
-    q = five_bits_of(tiled["words"], shape)
-    return {"d": d, "m": m, **packed(q.reshape(*q.shape[:-1], -1, 32))}
+    q = from_five_bit_words(tiled["words"], shape)
+    return {**untile_scales(tiled["scales"], shape), **packed(q.reshape(*q.shape[:-1], -1, 32))}
 
 
 def _scales(fields, lane):

@@ -12,12 +12,14 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.formats.q4_k import (
-    COLUMNS,
+    CPU_COLUMNS,
     lane_half_scales,
     lane_scales,
+    low_codes,
+    packed_low,
     scales_mins,
     tile_scales_mins,
     untile_scales_mins,
@@ -41,11 +43,8 @@ def dequantize(block):
 
 def codes(block):
     """uint8 [..., 8, 32]."""
-    lead = block["d"].shape
-    qs = block["qs"].reshape(*lead, 4, 32)
-    low = jnp.stack([qs & 15, qs >> 4], axis=-2).reshape(*lead, 8, 32)
-    high = (block["qh"][..., None, :] >> np.arange(8, dtype=np.uint8)[:, None]) & 1  # [..., 8, 32]
-    return low | (high << 4)
+    low = low_codes(block)
+    return low | packing.codes(block["qh"], 1).reshape(low.shape) << 4
 
 
 KERNELS = "int"
@@ -53,28 +52,25 @@ LOW3, MIDDLE, BIT4, BIT3 = (np.uint32(byte * 0x01010101) for byte in (0x07, 0x18
 
 
 def tile(block):
-    """Blocks -> {"words": `five_bit_words` of the codes, "scales": as Q4_K's}, the file's 5.5 bits a weight
-    (pallas_kernels/tiles.py)."""
+    """Blocks -> {"words": `five_bit_words` of the codes, "scales": as Q4_K's}, 5.5 bits a weight as in the
+    file (pallas_kernels/tiles.py)."""
     words = five_bit_words(codes(block).reshape(*block["d"].shape[:-1], -1))
     return {"words": words, "scales": tile_scales_mins(block)}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    codes = five_bits_of(tiled["words"], shape)
-    codes = codes.reshape(*codes.shape[:-1], -1, 8, 32)
-    low = (codes & 15).reshape(*codes.shape[:-2], 4, 2, 32)
-    qs = low[..., 0, :] | low[..., 1, :] << 4
-    qh = (codes >> 4 << np.arange(8, dtype=np.uint8)[:, None]).sum(axis=-2, dtype=jnp.uint8)
-    return {**untile_scales_mins(tiled["scales"], shape), "qh": qh, "qs": qs.reshape(*qs.shape[:-2], 128)}
+    codes = from_five_bit_words(tiled["words"], shape)
+    codes = codes.reshape(*codes.shape[:-1], -1, 256)
+    qh = packing.packed(codes >> 4, 1)
+    return {**untile_scales_mins(tiled["scales"], shape), "qh": qh, **packed_low(codes)}
 
 
 def five_bit_words(codes):
-    """Codes of 5 bits, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 5, 32 lanes,
-    4].
+    """5-bit codes, uint8 [*lead, N, K], in groups of 32 -> uint32 [*lead, N / 16, K / 256, 5, 32 lanes, 4].
 
-    8 q is a byte whose three low bits are free. Of the words of eight groups, the first five are stored, one
-    in each vector; their free bits hold the other three:
+    8 q is a byte whose three low bits are free. Five of every eight groups are stored as such bytes, one in
+    each vector; their free bits hold the other three groups:
 
         vector   0              1              2              3                          4
         bits     2-0: q5 4..2   2-0: q6 4..2   2-0: q7 4..2   2-1: q5 1..0, 0: q7 1      2-1: q6 1..0, 0: q7 0
@@ -91,7 +87,7 @@ def five_bit_words(codes):
     return words[..., :5, :, :] | jnp.stack(free, axis=-3)
 
 
-def five_bits_of(words, shape):
+def from_five_bit_words(words, shape):
     """The inverse of `five_bit_words` for matrices of this shape: uint8 [*lead, N, K]."""
     free = [words[..., i, :, :] & LOW3 for i in range(5)]
     three = [
@@ -100,11 +96,11 @@ def five_bits_of(words, shape):
         free[2] << 5 | free[3] << 4 & BIT4 | free[4] << 3 & BIT3,
     ]
     words = jnp.concatenate([words & ~LOW3, jnp.stack(three, axis=-3)], axis=-3)
-    return tiles.codes_of(words, shape) >> 3
+    return tiles.from_lane_words(words, shape) >> 3
 
 
 def five_bit_integers(vectors):
-    """`Lanes.integers` of `five_bit_words`: 8 q."""
+    """`Lanes.integers` for `five_bit_words`: 8 q."""
     from pallas_kernels.gpu import lanes
 
     five, six, seven = [], [], []
@@ -131,9 +127,9 @@ def _codes(load):
     """Bit 4 of group g's weights is bit g of qh's bytes."""
     qh = load("qh")
     qh = qh.then(qh)
-    group = COLUMNS // 32
-    high = [(qh & (1 << of_byte)).compared("!=", 0).bytes(16, 0) for of_byte in group]
+    group = CPU_COLUMNS // 32
+    high = [(qh & (1 << bits)).compared("!=", 0).bytes(16, 0) for bits in group]
     return [low | bit for low, bit in zip(vector_codes(load), high, strict=True)]
 
 
-CPU = Vectors(COLUMNS, group=32, codes=_codes, scales=vector_scales, minimums=vector_minimums)
+CPU = Vectors(CPU_COLUMNS, group=32, codes=_codes, scales=vector_scales, minimums=vector_minimums)

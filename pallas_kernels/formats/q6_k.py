@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import tiles
+from pallas_kernels import packing, tiles
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
 
 WEIGHTS = 256
@@ -22,13 +22,17 @@ RANDOM = {"d": 1 / 1366}  # mean squares: 5461.5 of sc, 341.5 of q - 32; the pro
 
 def dequantize(block):
     lead = block["d"].shape
-    ql = block["ql"].reshape(*lead, 2, 64)
-    low = jnp.stack([ql & 15, ql >> 4], axis=-2).reshape(*lead, 16, 16)  # [..., 2, 2, 64] before
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    high = (block["qh"].reshape(*lead, 2, 1, 32) >> shifts) & 3  # [..., 2, 4, 32]
-    q = (low | (high.reshape(*lead, 16, 16) << 4)).astype(jnp.float32) - 32
+    q = _codes(block).reshape(*lead, 16, 16).astype(jnp.float32) - 32
     scale = block["d"].astype(jnp.float32)[..., None] * block["scales"].astype(jnp.float32)
     return (scale[..., None] * q).reshape(*lead, 256)
+
+
+def _codes(block):
+    """uint8 [..., 256]."""
+    lead = block["d"].shape
+    low = packing.codes(block["ql"].reshape(*lead, 2, 64), 4)  # [..., 2, 128]
+    high = packing.codes(block["qh"].reshape(*lead, 2, 32), 2)
+    return (low | high << 4).reshape(*lead, 256)
 
 
 KERNELS = "int"
@@ -37,19 +41,15 @@ SHIFTS = np.array([6, 4, 2], np.uint32)[:, None, None]
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 6, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2], "d": uint32 [*lead, N / 16, K / 256, 8]} (pallas_kernels/tiles.py), the file's 6.5625 bits a
-    weight.
+    256, 32, 2], "d": uint32 [*lead, N / 16, K / 256, 8]} (pallas_kernels/tiles.py), 6.5625 bits a weight as
+    in the file.
 
-    4 (q - 32) is a signed byte whose two low bits are free. Of the words of four groups of a row, the first
-    three are stored, one in each vector; their free bits hold the fourth, from its top down. Vectors 3 i .. 3
+    4 (q - 32) is a signed byte whose two low bits are free. Three of every four groups are stored as such
+    bytes, one in each vector; their free bits hold the fourth group, from its top bits down. Vectors 3 i .. 3
     i + 2 have rows g and g + 8 of groups 8 i .., then those of groups 8 i + 4 ..
     """
     lead = block["d"].shape
-    ql = block["ql"].reshape(*lead, 2, 64)
-    low = jnp.stack([ql & 15, ql >> 4], axis=-2).reshape(*lead, 256)
-    shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
-    high = (block["qh"].reshape(*lead, 2, 1, 32) >> shifts) & 3
-    codes = ((low | high.reshape(*lead, 256) << 4) ^ 32) << 2
+    codes = (_codes(block) ^ 32) << 2
     words = tiles.lane_words(codes.reshape(*lead[:-1], -1), 16)  # [..., 16 groups, 32 lanes, 2 rows]
     words = words.reshape(*words.shape[:-3], 2, 2, 4, 32, 2)
     three = words[..., :3, :, :] | words[..., 3:, :, :] >> SHIFTS & 0x03030303  # [..., 2, 2, 3, 32, 2]
@@ -69,17 +69,16 @@ def untile(tiled, shape):
     three = jnp.moveaxis(three, -2, -4)
     fourth = ((three & 0x03030303) << SHIFTS).sum(axis=-3, keepdims=True, dtype=jnp.uint32)
     words = jnp.concatenate([three & np.uint32(0xFCFCFCFC), fourth], axis=-3)
-    codes = tiles.codes_of(words.reshape(*words.shape[:-5], 16, 32, 2), shape) >> 2 ^ 32
-    codes = codes.reshape(*codes.shape[:-1], -1, 2, 4, 32)  # [..., blocks, h, t, b]
-    ql = (codes[..., :2, :] & 15) | codes[..., 2:, :] << 4
-    qh = (codes >> 4 << np.arange(0, 8, 2, dtype=np.uint8)[:, None]).sum(axis=-2, dtype=jnp.uint8)
+    codes = tiles.from_lane_words(words.reshape(*words.shape[:-5], 16, 32, 2), shape) >> 2 ^ 32
+    codes = codes.reshape(*codes.shape[:-1], -1, 2, 128)
+    ql, qh = packing.packed(codes & 15, 4), packing.packed(codes >> 4, 2)
     scales = jax.lax.bitcast_convert_type(jnp.moveaxis(tiled["scales"], -1, -2), jnp.int8)
-    scales = tiles.scales_of(scales.reshape(*scales.shape[:-1], 2, 2), shape)
+    scales = tiles.from_lane_scales(scales.reshape(*scales.shape[:-1], 2, 2), shape)
     return {
-        "ql": ql.reshape(*ql.shape[:-3], 128),
+        "ql": ql.reshape(*ql.shape[:-2], 128),
         "qh": qh.reshape(*qh.shape[:-2], 64),
         "scales": scales.reshape(*scales.shape[:-1], -1, 16),
-        "d": tiles.rows_of(tiles.halves(tiled["d"]), shape),
+        "d": tiles.from_lane_rows(tiles.halves(tiled["d"]), shape),
     }
 
 
@@ -113,7 +112,7 @@ def _scales(fields, lane):
 LANES = tiles.Lanes(group=16, signed=True, minimums=False, units=(4, 4), integers=_integers, scales=_scales)
 
 
-def _codes(load):
+def _vector_codes(load):
     out = []
     for h in (0, 1):
         ql, qh = load("ql")[64 * h : 64 * h + 64], load("qh")[32 * h : 32 * h + 32]
@@ -125,7 +124,7 @@ def _codes(load):
 CPU = Vectors(
     NATURAL,
     group=16,
-    codes=_codes,
+    codes=_vector_codes,
     scales=lambda load: load("d").float().splat(16) * load("scales").float(),
     zero=32,
 )

@@ -33,18 +33,18 @@ KERNELS = "int"
 
 def tile(block):
     """Blocks -> {"words": uint32 [*lead, N / 16, K / 256, 8, 32, 4], "scales": uint32 [*lead, N / 16, K /
-    256, 32, 2]}: a 16-byte vector a group, and the float16 scales of the lane's rows and groups
+    256, 32, 2]}: a 16-byte vector per group, and the float16 scales of the lane's rows and groups
     (pallas_kernels/tiles.py).
     """
     codes = jax.lax.bitcast_convert_type(block["qs"], jnp.uint8)
-    scales = tiles.bits(tiles.lane_scales(block["d"], 32))[..., 0, :, :]
-    return {"words": tiles.lane_words(codes.reshape(*codes.shape[:-2], -1), 32), "scales": scales}
+    words = tiles.lane_words(codes.reshape(*codes.shape[:-2], -1), 32)
+    return {"words": words, "scales": tiles.scale_words(block["d"])}
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
-    qs = jax.lax.bitcast_convert_type(tiles.codes_of(tiled["words"], shape), jnp.int8)
-    d = tiles.scales_of(tiles.halves(tiled["scales"])[..., None, :, :, :], shape)
+    qs = jax.lax.bitcast_convert_type(tiles.from_lane_words(tiled["words"], shape), jnp.int8)
+    d = tiles.from_scale_words(tiled["scales"], shape)
     return {"d": d, "qs": qs.reshape(*qs.shape[:-1], -1, 32)}
 
 

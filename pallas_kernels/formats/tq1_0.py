@@ -6,8 +6,8 @@ Five weights to a byte in base 3:
     qh 4 bytes: digit t < 4 of byte b is weight 240 + 4t + b
     d f16
 
-A byte is the fraction 0.q0 q1 q2 q3 q4 in base 3, times 256 and rounded up: multiply by 3, and the carry
-is the next digit.
+A byte is the fraction 0.q0 q1 q2 q3 q4 in base 3, times 256 and rounded up. Multiplied by 3, its carry is the
+next digit.
 """
 
 import jax
@@ -35,52 +35,65 @@ def dequantize(block):
 
 
 def _codes(block):
-    """[..., 256]."""
-    qs, qh = block["qs"], block["qh"]
-    return jnp.concatenate([digits(qs[..., :32], 5), digits(qs[..., 32:], 5), digits(qh, 4)], axis=-1)
+    """uint16 [..., WEIGHTS]: two thirds of qs, the rest of qs, then qh."""
+    first, second = jnp.split(block["qs"], (2 * block["qs"].shape[-1] // 3,), axis=-1)
+    return jnp.concatenate([digits(first, 5), digits(second, 5), digits(block["qh"], 4)], axis=-1)
 
 
 def random_codes(key, lead):
-    key_qs, key_qh = jax.random.split(key)
-    return {"qs": ternary_bytes(key_qs, (*lead, 48), 5), "qh": ternary_bytes(key_qh, (*lead, 4), 4)}
+    return random_ternary(key, lead, BLOCK)
+
+
+def random_ternary(key, lead, block):
+    """Valid qs and qh of a block of this dtype."""
+    counts = {"qs": 5, "qh": 4}
+    return {
+        name: ternary_bytes(field_key, (*lead, *block[name].shape), count)
+        for field_key, (name, count) in zip(jax.random.split(key), counts.items(), strict=True)
+    }
 
 
 def ternary_bytes(key, shape, count):
-    """Random bytes of `count` base-3 digits (the digits after them are 0)."""
+    """Random bytes of `count` base-3 digits, followed by zeros."""
     return _byte(jax.random.randint(key, shape, 0, 3**count, jnp.uint16) * 3 ** (5 - count))
 
 
 def packed(codes, count):
-    """The inverse of `digits` for bytes that an encoder makes: `count` digits of each of B bytes, digit by
-    digit, [..., count * B] -> uint8 [..., B]. (13 of the 256 bytes are rounded up from no five digits. What
-    `digits` reads in them is the digits of a smaller byte, and that is what comes back.)"""
+    """The inverse of `digits` for the bytes that encoders write: [..., count * B] -> uint8 [..., B]. (13 of
+    the 256 bytes have no five digits of their own: `digits` reads the digits of a smaller byte, and `packed`
+    returns that byte.)"""
     powers = np.array([81, 27, 9, 3, 1], np.uint16)[:count, None]
     v = codes.reshape(*codes.shape[:-1], count, -1).astype(jnp.uint16) * powers
     return _byte(v.sum(axis=-2, dtype=jnp.uint16))
 
 
 def _byte(v):
-    """Five digits as a number, uint16 below 243 -> their byte."""
+    """The byte of five digits, which are given as a number, uint16 below 243."""
     return ((v * 256 + 242) // 243).astype(jnp.uint8)
 
 
 def tile(block):
-    """Blocks -> the tiles of Q2_0 (q2_0_g128.tile): 2.0625 bits a weight for the file's 1.6875, since base 3
-    takes more instructions to read than there is time for."""
+    """Blocks -> the tiles of Q2_0 (q2_0_g128.tile), 2.0625 bits a weight instead of the file's 1.6875: to
+    decode base 3 would take longer than to read the larger tiles."""
     return tile_codes(_codes(block).astype(jnp.uint8), block["d"])
 
 
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
-    qs = jnp.concatenate([packed(q[..., :160], 5), packed(q[..., 160:240], 5)], axis=-1)
-    return {"qs": qs, "qh": packed(q[..., 240:], 4), "d": d}
+    weights = q.shape[-1]
+    first, second, last = jnp.split(q, (5 * weights // 8, 15 * weights // 16), axis=-1)
+    return {
+        "qs": jnp.concatenate([packed(first, 5), packed(second, 5)], axis=-1),
+        "qh": packed(last, 4),
+        "d": d,
+    }
 
 
 def vector_digits(packed, runs):
-    """The digits of a vector of bytes, in the order of columns: pieces of 64 of them.
+    """The digits of a vector of bytes, in the order of columns, in pieces of 64.
 
-    runs  (first byte, bytes, digits of each) of the columns, one after the other
+    runs  (first byte, number of bytes, digits per byte) of consecutive columns
     """
     places = [(first + b, 3**t) for first, count, digits in runs for t in range(digits) for b in range(count)]
     byte, power = np.array(places).T

@@ -8,12 +8,12 @@ The code 3 is no ternary weight; should a file hold it, it decodes to 2d, as in 
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
 from pallas_kernels.formats.q2_0_g128 import (
     KERNELS,
     LANES,
     RANDOM,
-    SHIFTS,
     ternary_bytes,
     tile_codes,
     two_bits,
@@ -31,8 +31,7 @@ def dequantize(block):
 def _codes(block):
     """uint8 [..., 256]."""
     lead = block["d"].shape
-    q = (block["qs"].reshape(*lead, 2, 1, 32) >> SHIFTS[:, None]) & 3  # [..., 2, 4, 32]
-    return q.reshape(*lead, 256)
+    return packing.codes(block["qs"].reshape(*lead, 2, 32), 2).reshape(*lead, 256)
 
 
 def random_codes(key, lead):
@@ -47,8 +46,7 @@ def tile(block):
 def untile(tiled, shape):
     """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
-    q = q.reshape(*d.shape, 2, 4, 32) << SHIFTS[:, None]
-    return {"qs": q.sum(axis=-2, dtype=jnp.uint8).reshape(*d.shape, 64), "d": d}
+    return {"qs": packing.packed(q.reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64), "d": d}
 
 
 CPU = Vectors(QUARTERS, group=128, codes=two_bits, scales=lambda load: load("d").float().splat(2), zero=1)

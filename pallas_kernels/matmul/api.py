@@ -10,7 +10,7 @@ from pallas_kernels import formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import kernel_of, module, product, rotated_input
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 
 def matmul(
@@ -83,7 +83,11 @@ def sent_product(
     if isinstance(layer, int):
         part, i = w.where[layer]
         piece = w.parts[part]
-        if isinstance(piece, QTensor) and piece.shape[0] % ROWS == 0 and kernel_of(piece, x) == "int_decode":
+        if (
+            isinstance(piece, QTensor)
+            and piece.shape[0] % TILE_ROWS == 0
+            and kernel_of(piece, x) == "int_decode"
+        ):
             return module("int_decode").run_and_send(
                 rotated_input(x, piece, layer, kernel="int_decode")[0], piece, i, peers
             )

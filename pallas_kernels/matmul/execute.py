@@ -73,7 +73,7 @@ def differentiated(
 
 def kernel_of(w: QTensor, x: jax.Array) -> str:
     """The kernel that multiplies x, [*batch, K], with a matrix."""
-    return w.products.of(x.size // x.shape[-1])
+    return w.products.kernel(x.size // x.shape[-1])
 
 
 def module(kernel: str) -> ModuleType:
@@ -156,7 +156,7 @@ def _of_layer(
     """
     rows = x.size // x.shape[-1]
     folded = {w.rotation is not None for w in leaves(weights)}
-    if not exact and len(folded) == 1 and {w.products.of(rows) for w in leaves(weights)} == {"cublas"}:
+    if not exact and len(folded) == 1 and {w.products.kernel(rows) for w in leaves(weights)} == {"cublas"}:
         # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
         x, gamma = rotated_input(x, leaves(weights)[0], layer, gamma, eps, "cublas")
         return module("cublas").run(x, weights, layer, layer, gamma, eps, residual, activation)

@@ -6,9 +6,9 @@ that phase is done: weights are there before the activations that they wait for.
 
     x -> [norm, qkv] -> [attention] -> [o, + x] -> x -> [norm, gate, up, SwiGLU] -> [down, + x] -> x
 
-Each [phase] is the one of bit_product.py or decode.py. A block has the same tiles of a phase in every
-layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it waits
-for them.
+Each [phase] is that of bit_mma/product.py or attention/decode.py. A block has the same tiles of a phase in
+every layer; what a phase needs besides activations (gammas, first keys and values) is on its way before it
+waits for them.
 
 Weights lie in shared memory (shared_weights.py); so do keys and values, in place of weights that are asked
 for when they have been read. Activations go from block to block through a workspace in
@@ -27,22 +27,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_cache import Cache, team_warp
-from pallas_kernels.attention.decode_keys import visit_bytes
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
+from pallas_kernels.attention.decode_sources import visit_bytes
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import index, minimum, select, total, true
-from pallas_kernels.matmul.bit_mma.bit_product import BitProduct, LaneColumns, RowPlanes
-from pallas_kernels.matmul.bit_mma.decode import GROUP
-from pallas_kernels.matmul.bit_mma.rows_product import RowsProduct, Section
+from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
+from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
 MOST_AHEAD = 512  # keys of all rows: fewer are asked for a layer ahead, or they would wait behind weights
-AT_ONCE = 12  # tiles that a warp works on together, to hide one's latency behind another's
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "interleaved"))
@@ -124,7 +122,6 @@ class _Step:
         lanes.loop(0, self.layers, 1, [], self._layer)
         if self.shapes.passes_on:  # what the last layer adds
             p = self.products[Phase.QKV]
-            assert isinstance(p, RowsProduct)
             self._with_groups(
                 Phase.QKV,
                 lambda group, row: self._residual(
@@ -134,12 +131,11 @@ class _Step:
 
     def _layer(self, layer, carry):
         for phase in Phase:
-            takes_part, product = self._takes_part(phase), self._product
+            takes_part = self._takes_part(phase)
             if phase != Phase.ATTENTION and self.shapes.passes_on:
                 self._pass_on(phase, layer)
-                product = self._product_of_rows
             with lanes.when(takes_part):
-                self._attend(layer) if phase == Phase.ATTENTION else product(phase, layer)
+                self._attend(layer) if phase == Phase.ATTENTION else self._product(phase, layer)
             if phase != Phase.ATTENTION:
                 with lanes.when(~self._takes_part(phase)):
                     self._request_during(phase, layer)
@@ -186,10 +182,10 @@ class _Step:
         return first, select(warp < len(more), first ^ address(warp, more), 0) if more else None
 
     def _attend(self, layer):
-        workspace, behind_keys = self.workspace, None
+        workspace, after_keys = self.workspace, None
         request = functools.partial(self.weights.request_during, Phase.ATTENTION, layer)
         if self.has_slots and self.attention.teams == 1:
-            behind_keys = request
+            after_keys = request
         self.attention.run(
             self.cache, self.kept, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
@@ -202,34 +198,13 @@ class _Step:
             next_layer=minimum(layer + 1, self.layers - 1),
             most_ahead=MOST_AHEAD,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_keys=behind_keys,
+            behind_keys=after_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
         )  # fmt: skip
         lanes.block_barrier()
         if self.has_slots and self.attention.teams > 1:
             request()
-
-    def _product(self, phase: Phase, layer):
-        p = self.products[phase]
-        assert isinstance(p, BitProduct)
-        me = LaneColumns.of(p)
-        gamma = {}
-        if p.normed:
-            gamma = p.gather(
-                me, lambda columns: [memory.load(self.gamma[phase], layer, at + more) for at, more in columns]
-            )
-        mine = p.my_outputs(me, self.weights.first_tile(phase), p.n_tiles)
-        added = self._added(phase, layer, [(row, n) for *_, row, _, n in mine])
-        received = p.gather(me, lambda columns: self.workspace.receive(phase, layer, index(0), columns, 1))
-        self._request_during(phase, layer)
-        x = p.quantize(me, received, gamma)
-        p.store_squares(me, x, self.scratch, 0)
-        self.weights.wait(phase, layer)
-        self._multiply(phase, me, x)
-        lanes.block_barrier()
-        p.outputs(me, self.scratch, mine, self._store(phase, layer, added))
-        lanes.block_barrier()  # the next phase has the same scratch memory
 
     def _pass_on(self, phase: Phase, layer):
         """What a phase reads, by a warp of some block for each row of a group."""
@@ -247,18 +222,17 @@ class _Step:
     def _with_groups(self, phase: Phase, use: Callable):
         """use(group, row), by a warp of some block for each row of the groups that a phase reads."""
         p, warp = self.products[phase], lanes.thread() // 32
-        assert isinstance(p, RowsProduct)
         items = p.groups * -(-p.rows // p.warps)  # of as many rows as a block has warps
         for first in range(0, items, self.shapes.blocks):
             item = lanes.block() + first
             group, row = (
                 (item, warp) if items == p.groups else (item % p.groups, item // p.groups * p.warps + warp)
             )
-            wanted = (item < items) & (row < p.rows)
+            valid = (item < items) & (row < p.rows)
             if phase == Phase.O and self.attends_groups:
                 position = memory.load(self.cache.positions, minimum(row, p.rows - 1))
-                wanted = wanted & ~self.attention.has_one_split(position)
-            with lanes.when(wanted):
+                valid = valid & ~self.attention.has_one_split(position)
+            with lanes.when(valid):
                 use(group, row)
 
     def _residual(self, phase: Phase, layer, row, columns) -> list:
@@ -281,32 +255,26 @@ class _Step:
 
     def _pass_on_group(self, phase: Phase, layer, group, row, load):
         p, gamma = self.products[phase], self.gamma.get(phase)
-        assert isinstance(p, RowsProduct)
         words = p.quantize(
             group, row, load,
             gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
             self.workspace.tag_read(phase, layer),
         )  # fmt: skip
-        self.workspace.pass_on(phase, [(group * (p.words * p.rows) + at, *rest) for at, *rest in words], p)
+        self.workspace.pass_on(phase, [(group * p.group_words + at, *rest) for at, *rest in words], p)
 
-    def _product_of_rows(self, phase: Phase, layer):
+    def _product(self, phase: Phase, layer):
         p = self.products[phase]
-        assert isinstance(p, RowsProduct)
-        me = LaneColumns.of(p)
-        split = self.weights.split(phase)
+        me = p.lane_columns()
 
-        def one_section(first, carry):
-            section = Section(first, p.section_rows)
-            x = p.receive(
-                me, section,
-                lambda places: self.workspace.receive_passed_on(phase, layer, places, p, split),
-            )  # fmt: skip
-            with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first == 0):
-                self._request_during(phase, layer)
+        def one_section(first_row, carry):
+            # What one row's block adds to its outputs is asked for before activations are waited for.
+            early = p.together == p.tiles and not self.shapes.passes_on
+            outputs = self._outputs(phase, layer, me, first_row, index(0)) if early else None
+            x = self._activations(phase, layer, me, first_row)
             with p.busy_warps(me):
-                p.store_squares(me, section, x, self._sums(phase))
+                p.store_squares(me, first_row, x, self._sums(phase))
             self.weights.wait(phase, layer)
-            self._rounds(phase, layer, me, section, x)
+            self._rounds(phase, layer, me, first_row, x, outputs)
             return carry
 
         if p.section_rows == p.rows:
@@ -314,32 +282,50 @@ class _Step:
         else:  # a loop: straight code of both would be more than the instruction cache has room for
             lanes.loop(0, p.rows, p.section_rows, [], one_section)
 
+    def _activations(self, phase: Phase, layer, me: LaneColumns, first_row):
+        """What this warp multiplies, when it is there; weights of later phases are asked for then."""
+        p, workspace = self.products[phase], self.workspace
+        if self.shapes.passes_on:
+            split = self.weights.split(phase)
+            x = p.receive(
+                me, first_row, lambda places: workspace.receive_passed_on(phase, layer, places, p, split)
+            )
+            with contextlib.nullcontext() if p.section_rows == p.rows else lanes.when(first_row == 0):
+                self._request_during(phase, layer)
+            return x
+        assert isinstance(p, PlaneProduct)
+        gamma = {}
+        if p.normed:
+            gamma = p.own_columns(
+                me, lambda columns: [memory.load(self.gamma[phase], layer, at + more) for at, more in columns]
+            )
+        x = p.own_columns(me, lambda columns: workspace.receive(phase, layer, index(0), columns, 1))
+        self._request_during(phase, layer)
+        return p.quantize_own(me, x, gamma)
+
     def _sums(self, phase: Phase):
         """Where a phase's sums lie, and squares behind them."""
         if phase == Phase.GATE_UP and self.shapes.sums_among_weights:
             return memory.Reals(self.weights.smem, 0)
         return self.scratch
 
-    def _rounds(self, phase: Phase, layer, me: LaneColumns, section: Section, x):
-        """A section's product with all of the block's tiles."""
-        p, smem = self.products[phase], self._sums(phase)
-        assert isinstance(p, RowsProduct)
+    def _rounds(self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: tuple | None):
+        """A section's product with all of the block's tiles; outputs: those of the only round."""
+        p, smem, ref = self.products[phase], self._sums(phase), self.weights.smem
+        begin = [self.weights.begin[phase, m] // 4 for m in range(p.matrices)]
 
         def one_round(first, carry):
-            mine = p.my_outputs(me, section, first, self.weights.first_tile(phase))
-            added = self._added(phase, layer, [(minimum(of_all, p.rows - 1), n) for *_, n, of_all in mine])
+            own, added = outputs or self._outputs(phase, layer, me, first_row, first)
             tile = [minimum(first + u, p.tiles - 1) for u in range(p.together)]
             with p.busy_warps(me):
                 sums = p.multiply(
                     me, x,
-                    lambda m, u, pair: self.weights.words(phase, m, tile[u], me.pair[pair], me.lane),
-                    lambda m, u, pair, h: self.weights.scales(
-                        phase, m, tile[u], me.scale_group[pair, h], me.g
-                    ),
+                    lambda m, u, k: p.shared_words(ref, begin[m], tile[u], me.pair[k], me.lane),
+                    lambda m, u, k, h: p.shared_scales(ref, begin[m], tile[u], me.scale_group[k, h], me.g),
                 )  # fmt: skip
-                p.store_sums(me, section, sums, smem)
+                p.store_sums(me, sums, smem)
             lanes.block_barrier()
-            p.outputs(section, smem, mine, self._store(phase, layer, added))
+            p.finish(smem, own, self._store(phase, layer, added))
             lanes.block_barrier()  # the next round or phase has the same scratch memory
             return carry
 
@@ -347,6 +333,12 @@ class _Step:
             one_round(index(0), [])
         else:
             lanes.loop(0, p.tiles, p.together, [], one_round)
+
+    def _outputs(self, phase: Phase, layer, me: LaneColumns, first_row, first) -> tuple[list, list]:
+        """This thread's outputs of a round, and what is added to each."""
+        p = self.products[phase]
+        own = p.outputs(me, first_row, first, self.weights.first_tile(phase))
+        return own, self._added(phase, layer, [(minimum(row, p.rows - 1), n) for *_, n, row in own])
 
     def _store(self, phase: Phase, layer, added: list):
         def store(k, row, n, y):
@@ -358,37 +350,15 @@ class _Step:
 
         return store
 
-    def _added(self, phase: Phase, layer, mine: list) -> list:
+    def _added(self, phase: Phase, layer, outputs: list) -> list:
         """To each of this thread's outputs, (row, n): of one row the residual, which is this block's own; the
         bias."""
         last = 16 * self.products[phase].n_tiles - 1
         if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
             width = self.shapes.width(Vector.X)
-            return [memory.load_written_by_others(self.x, row * width + minimum(n, last)) for row, n in mine]
+            return [
+                memory.load_written_by_others(self.x, row * width + minimum(n, last)) for row, n in outputs
+            ]
         if phase == Phase.QKV and self.bias is not None:
-            return [memory.load(self.bias, layer, minimum(n, last)) for _, n in mine]
+            return [memory.load(self.bias, layer, minimum(n, last)) for _, n in outputs]
         return []
-
-    def _multiply(self, phase: Phase, me: LaneColumns, x: RowPlanes):
-        """The row's sums of this warp, of all of the block's tiles."""
-        p = self.products[phase]
-        assert isinstance(p, BitProduct)
-        together = max(1, AT_ONCE // p.matrices)
-        last = max(0, p.tiles - together)
-
-        def some_tiles(first, carry):
-            # The last tiles are done twice where `together` does not divide: the same bits.
-            first = minimum(first, last)
-            sums = [
-                (m, j, p.tile_product(
-                    me, x,
-                    lambda pair, m=m, j=j: self.weights.words(phase, m, j, me.pair[pair], me.lane),
-                    lambda pair, h, m=m, j=j: self.weights.scales(phase, m, j, me.scale_group[pair, h], me.g),
-                ))
-                for m in range(p.matrices)
-                for j in (first + u for u in range(min(together, p.tiles)))
-            ]  # fmt: skip
-            p.store_sums(me, sums, self.scratch, 0)
-            return carry
-
-        lanes.loop(0, p.tiles, together, [], some_tiles)

@@ -45,7 +45,7 @@ from pallas_kernels.step.experts_plan import DOWN, GATE_UP, NEXT_QKV, OUT, Plann
 from pallas_kernels.step.inputs import StepInputs
 from pallas_kernels.step.layer_products_plan import Phase
 from pallas_kernels.step.router import Experts
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 # What goes from block to block; x is twice a layer, behind o and behind down.
 QKV, ATTENDED, MIDDLE, LOGITS, HIDDEN, OUTPUT = range(6)
@@ -367,7 +367,7 @@ class _Layer:
         steps, activations = block.sizes.steps, block.activations
         assert isinstance(activations, WarpActivations)  # nothing is rotated: see problems.Step
         step = [minimum(block.first_step + u, steps - 1) for u in range(activations.at_once)]
-        columns = [index(s * COLUMNS + block.lane * 8) for s in step]
+        columns = [index(s * TILE_COLUMNS + block.lane * 8) for s in step]
         load = lambda at: memory.load_reals(4, self.launch.router, [self.layer, expert, at])  # noqa: E731
         return [[v for half in (0, 4) for v in load(column + half)] for column in columns]
 

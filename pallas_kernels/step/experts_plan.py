@@ -13,7 +13,7 @@ from pallas_kernels.matmul.int_mma.decode_block import scratch
 from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.step.layer_products_plan import Phase, phase_of
 from pallas_kernels.step.router import Experts
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 OUT, GATE_UP, DOWN, NEXT_QKV = range(4)  # products
 
@@ -91,8 +91,8 @@ def refuses(
     """
     if len({parts for layer in layers for parts in layer[2:4]}) > 1:
         return "gate and up, or those of different layers, have different formats"
-    if hidden > 4 * WARPS * COLUMNS:
-        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * COLUMNS}"
+    if hidden > 4 * WARPS * TILE_COLUMNS:
+        return f"hidden is {hidden} wide; the router has room for {4 * WARPS * TILE_COLUMNS}"
     query_heads, kv_heads, head_dim = heads
     attention = decode_plan.Plan(
         1, kv_heads, query_heads // kv_heads, head_dim, 1, 1, device.multiprocessors(), True, 0.0, False

@@ -35,7 +35,7 @@ from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
 from pallas_kernels.rotation import Rotation
 from pallas_kernels.step.layer_products_plan import Fields, Phase, Planned, plan, rotated_words
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 
 class OfLayer(NamedTuple):
@@ -121,7 +121,7 @@ def rounded_vectors(
 def _is_rounded(makers: Sequence[LayerStack], users: Sequence[LayerStack], rows: int) -> bool:
     """Of one row, of 8 bits that are not rotated, where every block makes whole groups of 32 and all parts of
     what follows have the same groups."""
-    tiles = [-(-maker.shape[0] // ROWS) for maker in makers]
+    tiles = [-(-maker.shape[0] // TILE_ROWS) for maker in makers]
     block_tiles = [-(-n_tiles // device.multiprocessors()) for n_tiles in tiles]
     groups = [
         {formats.get(piece.format).LANES.activation_group for piece in leaves(part)}
@@ -187,7 +187,7 @@ def layer_products(
     products, warps = planned.products, planned.products[0].plan.warps
     results = {"x_out_gmem": jax.ShapeDtypeStruct((rows, hidden), jnp.float32)}
     if len(products) == 4:
-        results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * ROWS), jnp.float32)
+        results["qkv_gmem"] = jax.ShapeDtypeStruct((rows, products[3].n_tiles * TILE_ROWS), jnp.float32)
     ref = jax.new_ref(workspace)
     ring_words = warps * planned.depth * planned.slot_bytes // 4
     smem = scratch(products)

@@ -15,7 +15,7 @@ from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import rotated_columns
 from pallas_kernels.matmul.int_mma.decode_plan import IntegerProduct
 from pallas_kernels.qtensor import from_blocks, tile
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 # Slots of a warp's ring at most: what is on its way keeps activations waiting (LOG.md).
 DEPTH = 2
@@ -30,7 +30,7 @@ class Phase(NamedTuple):
 
     @property
     def columns(self) -> int:
-        return self.parts[0][0]["words"].shape[2] * COLUMNS
+        return self.parts[0][0]["words"].shape[2] * TILE_COLUMNS
 
 
 class Planned(NamedTuple):
@@ -63,7 +63,7 @@ def plan(
     for warps in (16, 12, 8):
         sizes = [
             int_decode_plan.scratch_bytes(
-                parts, len(phase.parts[0]), phase.columns // COLUMNS, padded, warps, bits
+                parts, len(phase.parts[0]), phase.columns // TILE_COLUMNS, padded, warps, bits
             )
             for phase, parts in zip(phases, placed, strict=True)
         ]
@@ -73,7 +73,7 @@ def plan(
         depth = min(DEPTH, left // (warps * slot_bytes))
         idle = 0
         for phase, parts in zip(phases, placed, strict=True):
-            steps = phase.columns // COLUMNS
+            steps = phase.columns // TILE_COLUMNS
             tiles = sum(part.n_tiles * part.item_bytes(len(phase.parts[0])) for part in parts)
             idle += tiles * -(-steps // warps) * warps
         if depth >= 2 and (best is None or idle < best[0]):

@@ -3,23 +3,24 @@ room for it."""
 
 import dataclasses
 import enum
-import functools
 
 from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul.bit_mma import rows_of_planes
-from pallas_kernels.matmul.bit_mma.bit_product import BitProduct
-from pallas_kernels.matmul.bit_mma.decode import GROUP, PAIR_BYTES, SCALE_BYTES
-from pallas_kernels.matmul.bit_mma.rows_of_bytes import RowsOfBytes
-from pallas_kernels.matmul.bit_mma.rows_of_planes import RowsOfPlanes
-from pallas_kernels.matmul.bit_mma.rows_product import MOST_ROWS, WIDTH, RowsProduct
+from pallas_kernels.matmul.bit_mma import plane_product
+from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
+from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
+from pallas_kernels.matmul.bit_mma.product import (
+    GROUP,
+    MMA_COLUMNS,
+    MOST_ROWS,
+    Product,
+)
 
 MOST_SPLITS = 4
 MOST_SLOTS = 2 * WARPS
-Product = BitProduct | RowsProduct
 
 
 class Phase(enum.IntEnum):
@@ -39,8 +40,8 @@ class Vector(enum.IntEnum):
     QKV = 1
     ATTENDED = 2
     HIDDEN = 3
-    OF_O = 4  # what is to be added to the residual stream, of more rows: sums of each split
-    OF_DOWN = 5
+    O_SUMS = 4  # what is to be added to the residual stream, of more rows: sums of each split
+    DOWN_SUMS = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +75,7 @@ class Shapes:
 
     @property
     def passes_on(self) -> bool:
-        """Whether activations are quantized once and passed on (rows_product.py); of one row, each block
+        """Whether activations are quantized once and passed on (product.py); of one row, each block
         quantizes what it multiplies."""
         return self.rows > 1
 
@@ -84,14 +85,13 @@ class Shapes:
 
         def product(n, k, added=False, **rest):
             n_tiles = -(-n // 16)
-            kind = RowsOfBytes if self.rows > rows_of_planes.MOST_ROWS else RowsOfPlanes
-            if not self.passes_on:
-                kind = functools.partial(BitProduct, bits=self.bits)
+            kind = ByteProduct if self.rows > plane_product.MOST_ROWS else PlaneProduct
             p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
-                tiles=-(-n_tiles // self.blocks), eps=self.eps, activation=self.activation, **rest,
+                tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=self.bits, activation=self.activation,
+                **rest,
             )  # fmt: skip
-            return _split(p, self.blocks) if added and isinstance(p, RowsProduct) else p
+            return _split(p, self.blocks) if added and self.passes_on else p
 
         return {
             Phase.QKV: product(width + 2 * kv_width, self.hidden, normed=True),
@@ -114,13 +114,13 @@ class Shapes:
         for phase, p in self.products().items():
             for m in range(p.matrices):
                 out[phase, m] = at
-                at += share_bytes(p)
+                at += p.shared_bytes
         return out
 
     @property
     def weight_bytes(self) -> int:
         """Of shared memory, for a block's share of a layer."""
-        return sum(share_bytes(p) * p.matrices for p in self.products().values())
+        return sum(p.shared_bytes * p.matrices for p in self.products().values())
 
     @property
     def slots(self) -> list[int]:
@@ -129,13 +129,13 @@ class Shapes:
         room. Where there is more, the first warps have a second one (of 9 rows on there are no registers)."""
         size, products = self.slot_bytes, self.products()
         within = lambda phase: [  # noqa: E731
-            self.begins[phase, 0] + at for at in range(0, share_bytes(products[phase]) - size + 1, size)
+            self.begins[phase, 0] + at for at in range(0, products[phase].shared_bytes - size + 1, size)
         ]
         down, qkv = within(Phase.DOWN), within(Phase.QKV)
         most = MOST_SLOTS if self.rows <= 8 else WARPS
         for count in range(most, WARPS - 1, -1):
-            behind = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
-            places = [*down, *behind, *qkv][:count]
+            beyond = [self.weight_bytes + i * size for i in range(count - len(down) - len(qkv))]
+            places = [*down, *beyond, *qkv][:count]
             end = max(self.weight_bytes, max(places) + size)
             if shared_memory.bytes_taken(end, self._scratch_bytes) <= device.shared_bytes():
                 return places
@@ -156,15 +156,15 @@ class Shapes:
         """Whether sums of gate and up, of more than 16 rows, lie in place of weights of q, k and v and of o,
         which have been read and are asked for later; else in the scratch, as others' do."""
         products = self.products()
-        p, room = products[Phase.GATE_UP], share_bytes(products[Phase.QKV]) + share_bytes(products[Phase.O])
-        return self.rows > 2 * WIDTH and isinstance(p, RowsProduct) and 4 * p.scratch <= room
+        p, room = products[Phase.GATE_UP], products[Phase.QKV].shared_bytes + products[Phase.O].shared_bytes
+        return self.rows > 2 * MMA_COLUMNS and 4 * p.scratch <= room
 
     @property
     def scratch(self) -> int:
         """float32 of shared memory for the phases, in turn; an even number."""
         elsewhere = Phase.GATE_UP if self.sums_among_weights else None
-        here = [p for phase, p in self.products().items() if phase != elsewhere]
-        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *here))
+        others = [p for phase, p in self.products().items() if phase != elsewhere]
+        most = max(phase.scratch for phase in (self.attention(1, 1, False, False), *others))
         return most + most % 2
 
     @property
@@ -187,19 +187,19 @@ class Shapes:
             Vector.QKV: p[Phase.QKV].n_tiles * 16,
             Vector.ATTENDED: self.heads * self.head_dim,
             Vector.HIDDEN: p[Phase.GATE_UP].n_tiles * 16,
-            Vector.OF_O: x,
-            Vector.OF_DOWN: x,
+            Vector.O_SUMS: x,
+            Vector.DOWN_SUMS: x,
         }[vector]
 
     def copies(self, vector: Vector) -> int:
         """Of it in the workspace."""
-        if vector in (Vector.OF_O, Vector.OF_DOWN):
-            phase = Phase.O if vector == Vector.OF_O else Phase.DOWN
+        if vector in (Vector.O_SUMS, Vector.DOWN_SUMS):
+            phase = Phase.O if vector == Vector.O_SUMS else Phase.DOWN
             return self.products()[phase].splits if self.passes_on else 0
         return int(vector != Vector.X or not self.passes_on)
 
 
-def _split(p: RowsProduct, blocks: int) -> RowsProduct:
+def _split(p: Product, blocks: int) -> Product:
     """The same with the most splits of the columns that give no warp more to do and, of up to eight rows, no
     block rounds: of more, that blocks read less of what is passed on is worth them."""
     for splits in range(MOST_SPLITS, 1, -1):
@@ -209,11 +209,6 @@ def _split(p: RowsProduct, blocks: int) -> RowsProduct:
             p, splits=splits, columns=p.columns // splits, pairs=p.pairs // splits,
             tiles=-(-p.n_tiles // (blocks // splits)),
         )  # fmt: skip
-        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > WIDTH):
+        if q.tiles * q.per_warp <= p.tiles * p.per_warp and (q.together == q.tiles or p.rows > MMA_COLUMNS):
             return q
     return p
-
-
-def share_bytes(p: Product) -> int:
-    """Of a block's tiles of one matrix."""
-    return p.tiles * p.pairs * (PAIR_BYTES + SCALE_BYTES)

@@ -7,7 +7,7 @@ phases before are at work.
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.matmul.bit_mma.decode import PAIR_BYTES, SCALE_BYTES
+from pallas_kernels.matmul.bit_mma.product import PAIR_BYTES, SCALE_BYTES
 from pallas_kernels.step.shapes import Phase, Shapes
 
 
@@ -61,28 +61,17 @@ class SharedWeights:
             parts[Phase.DOWN], parts[Phase.GATE_UP] = [*parts[Phase.GATE_UP], *parts[Phase.DOWN]], []
         # What phases before have read is asked for of the next layer; the first layer was asked for at once.
         following = phase in (Phase.GATE_UP, Phase.DOWN)
-        for wanted, first, end in parts[phase]:
-            wants = self.takes_part(wanted)
+        for later, first, end in parts[phase]:
+            asks = self.takes_part(later)
             if following:
-                wants = wants & (layer < self.layers - 1)
-            elif wanted != Phase.DOWN:
-                wants = wants & ~(layer == 0)
-            with lanes.when(wants):
-                self._request(wanted, layer + int(following), first, end)
+                asks = asks & (layer < self.layers - 1)
+            elif later != Phase.DOWN:
+                asks = asks & ~(layer == 0)
+            with lanes.when(asks):
+                self._request(later, layer + int(following), first, end)
 
     def wait(self, phase: Phase, layer):
         memory.mbarrier_wait(self._mbarrier(phase), integer(layer % 2))
-
-    def words(self, phase: Phase, m: int, tile, pair, lane):
-        """The lane's vector of a pair of groups of one of the block's tiles."""
-        at = (tile * self.products[phase].pairs + pair) * (PAIR_BYTES // 4) + lane * 4
-        return memory.load_vector(4, self.smem, [at + self.begin[phase, m] // 4])
-
-    def scales(self, phase: Phase, m: int, tile, group, g):
-        """The float16 scales of rows g and g + 8 of a group."""
-        p = self.products[phase]
-        at = (tile * (2 * p.pairs) + group) * (SCALE_BYTES // 8) + g
-        return memory.load(self.smem, at + (self.begin[phase, m] + p.tiles * p.pairs * PAIR_BYTES) // 4)
 
     def _mbarrier(self, phase: Phase):
         return self.mbarriers + 8 * phase
@@ -95,17 +84,17 @@ class SharedWeights:
         end = p.tiles if end is None else end
         if first == end:
             return
-        there = index(p.tiles)
+        count = index(p.tiles)
         if p.n_tiles % p.tiles:
-            there = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
-        thread, tiles = lanes.thread(), minimum(there, end)
+            count = minimum(p.n_tiles - self.first_tile(phase), p.tiles)
+        thread, tiles = lanes.thread(), minimum(count, end)
         if first == 0:
             with lanes.when(thread == THREADS - 32):
-                size = integer(there * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
+                size = integer(count * (p.pairs * p.matrices * (PAIR_BYTES + SCALE_BYTES)))
                 memory.mbarrier_expect(self._mbarrier(phase), size)
         if p.splits == 1:
             for m in range(p.matrices):
-                with lanes.when((thread == THREADS - 32 * (m + 1)) & (index(first) < there)):
+                with lanes.when((thread == THREADS - 32 * (m + 1)) & (index(first) < count)):
                     self._copy(phase, m, layer, first, tiles - first)
             return
         for begin in range(first, end, WARPS):
@@ -115,15 +104,10 @@ class SharedWeights:
 
     def _copy(self, phase: Phase, m: int, layer, first, tiles):
         """So many of the block's tiles of a matrix, from one on."""
-        p, (words, scales), begin = self.products[phase], self.gmem[phase][m], self.begin[phase, m]
+        p = self.products[phase]
         # Where keys and values may have been, or sums.
         if phase in (Phase.QKV, Phase.DOWN) or (self.sums_among and phase == Phase.O):
             memory.fence_of_copies()
-        tile = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
-        for ref, each, at in (
-            (words, PAIR_BYTES, begin),
-            (scales, SCALE_BYTES, begin + p.tiles * p.pairs * PAIR_BYTES),
-        ):
-            to = integer(first * (p.pairs * each)) + self.address + at
-            size, source = integer(tiles * (p.pairs * each)), tile * (p.pairs * each // 4)
-            memory.copy_to_shared(to, ref, source, size, self._mbarrier(phase))
+        source = (self.first_tile(phase) + layer * p.n_tiles + first) * p.splits + self.split(phase)
+        to = self.address + self.begin[phase, m]
+        p.copy_to_shared(self.gmem[phase][m], source, tiles, to, first, self._mbarrier(phase))

@@ -1,7 +1,7 @@
 """Activations on their way from block to block of one launch (gpu/exchange.py), in global memory.
 
 [vector][split][row][width of the vector], i32
-[phase]    of more than one row, what is passed on (rows_product.py)
+[phase]    of more than one row, what is passed on (product.py)
 what is behind them is attention's (decode_splits.py)
 """
 
@@ -13,25 +13,21 @@ import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import tag
-from pallas_kernels.gpu.values import integer, of
-from pallas_kernels.matmul.bit_mma.rows_product import RowsProduct
+from pallas_kernels.gpu.values import index, integer
+from pallas_kernels.matmul.bit_mma.product import Product
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 
-READS = {
-    Phase.QKV: Vector.X, Phase.ATTENTION: Vector.QKV, Phase.O: Vector.ATTENDED, Phase.GATE_UP: Vector.X,
-    Phase.DOWN: Vector.HIDDEN,
-}  # fmt: skip
-WRITES = {
-    Phase.QKV: Vector.QKV, Phase.ATTENTION: Vector.ATTENDED, Phase.O: Vector.X, Phase.GATE_UP: Vector.HIDDEN,
-    Phase.DOWN: Vector.X,
-}  # fmt: skip
-# x is written twice a layer: its writes so far, when a phase reads it or behind what it writes.
+# x is written twice a layer: its writes so far, when a phase reads it or after it has written it.
 WRITES_OF_X = {Phase.QKV: 0, Phase.O: 1, Phase.GATE_UP: 1, Phase.DOWN: 2}
-# Of more rows the residual stream is with who quantizes it, and adds to it what others have made.
-OF_ROWS = (
-    {Phase.QKV: Vector.OF_DOWN, Phase.GATE_UP: Vector.OF_O},
-    {Phase.O: Vector.OF_O, Phase.DOWN: Vector.OF_DOWN},
-)
+
+
+def _read_and_written(shapes: Shapes) -> tuple[dict[Phase, Vector], dict[Phase, Vector]]:
+    """By phase. One row's o and down write the residual stream. Of more rows it is with whoever quantizes it,
+    who adds to it what o and down have made."""
+    o, down = (Vector.O_SUMS, Vector.DOWN_SUMS) if shapes.passes_on else (Vector.X, Vector.X)
+    reads = (down, Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN)
+    writes = (Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN, down)
+    return dict(zip(Phase, reads, strict=True)), dict(zip(Phase, writes, strict=True))
 
 
 def workspace_words(shapes: Shapes) -> int:
@@ -45,7 +41,7 @@ def begun(shapes: Shapes, x, more: int):
     added to it."""
     words = _words(shapes)
     if shapes.passes_on:
-        first = jnp.full(words[Vector.OF_DOWN], tag(0), jnp.int32)
+        first = jnp.full(words[Vector.DOWN_SUMS], tag(0), jnp.int32)
         before = sum(words.values()) - first.size  # the last vector
         return jnp.concatenate(
             [jnp.zeros(before, jnp.int32), first, _nothing(shapes, sum(words.values()), more)]
@@ -64,12 +60,9 @@ def _words(shapes: Shapes) -> dict[Vector, int]:
 
 def _passed_on(shapes: Shapes) -> dict[Phase, int]:
     """Words of what each product reads, where it is passed on as integers, of all copies."""
-    products = shapes.products().items()
-    return {phase: p.copies * _of_copy(p) for phase, p in products if isinstance(p, RowsProduct)}
-
-
-def _of_copy(p: RowsProduct) -> int:
-    return p.groups * p.rows * p.words
+    if not shapes.passes_on:
+        return {}
+    return {phase: p.copies * p.passed_words for phase, p in shapes.products().items()}
 
 
 class Workspace:
@@ -78,8 +71,7 @@ class Workspace:
     def __init__(self, shapes: Shapes, ref):
         self.ref, self.shapes = ref, shapes
         self.width = {vector: shapes.width(vector) for vector in Vector}
-        reads, writes = OF_ROWS if shapes.passes_on else ({}, {})
-        self.reads, self.writes = READS | reads, WRITES | writes
+        self.reads, self.writes = _read_and_written(shapes)
         sizes = [*_words(shapes).values(), *_passed_on(shapes).values()]
         begins = list(itertools.accumulate(sizes, initial=0))
         self.begin = dict(zip(Vector, begins, strict=False))
@@ -89,36 +81,36 @@ class Workspace:
         """Wait for `count` float32 from each column on (an index and a constant) of what a phase reads; of
         each split, one behind the other."""
         vector = self.reads[phase]
-        wanted = [
+        places = [
             ((self._at(vector, row, column), more + copy * self.shapes.rows * self.width[vector]), count)
             for copy in range(self.shapes.copies(vector))
             for column, more in columns
         ]
-        return memory.load_tagged(self.ref, wanted, self.tag_read(phase, layer), at_once)
+        return memory.load_tagged(self.ref, places, self.tag_read(phase, layer), at_once)
 
     def send(self, phase: Phase, layer, y, row, column, split=0):
         """A float32 of what a phase writes."""
         at = self._at(self.writes[phase], row, column, split)
         memory.store_tagged(y, self.ref, at, self.tag_written(phase, layer))
 
-    def receive_passed_on(self, phase: Phase, layer, places, p: RowsProduct, split) -> list:
+    def receive_passed_on(self, phase: Phase, layer, places, p: Product, split) -> list:
         """Wait for words from each place on (an index, a constant and how many) of what is passed on to a
         phase, of a split of the columns."""
         begin = self.passed_on[phase]
         if p.copies > 1:
-            begin = lanes.block() // p.splits % p.copies * _of_copy(p) + begin
+            begin = lanes.block() // p.splits % p.copies * p.passed_words + begin
         if p.splits > 1:
-            begin = split * (_of_copy(p) // p.splits) + begin
-        wanted = [((of(place) + begin, constant), count) for place, constant, count in places]
-        load = lambda: memory.load_tagged_words(self.ref, wanted, self.tag_read(phase, layer))  # noqa: E731
+            begin = split * (p.passed_words // p.splits) + begin
+        shifted = [((index(place) + begin, constant), count) for place, constant, count in places]
+        load = lambda: memory.load_tagged_words(self.ref, shifted, self.tag_read(phase, layer))  # noqa: E731
         if p.busy == p.warps:
             return load()
         words = sum(count for *_, count in places)
         return lanes.choose(lanes.thread() // 32 < p.busy, load, [integer(0)] * words)
 
-    def pass_on(self, phase: Phase, words, p: RowsProduct):
+    def pass_on(self, phase: Phase, words, p: Product):
         """(place, word, condition or None) of what is passed on to a phase."""
-        begins = [self.passed_on[phase] + copy * _of_copy(p) for copy in range(p.copies)]
+        begins = [self.passed_on[phase] + copy * p.passed_words for copy in range(p.copies)]
         for place, word, condition in words:
             with contextlib.nullcontext() if condition is None else lanes.when(condition):
                 for begin in begins:
@@ -135,11 +127,11 @@ class Workspace:
         write = layer
         if vector == Vector.X:
             write = layer * 2 + WRITES_OF_X[phase]
-        if vector == Vector.OF_DOWN:  # before the first layer nothing is to be added
+        if vector == Vector.DOWN_SUMS:  # before the first layer nothing is to be added
             write = layer + written
         return integer(tag(write))
 
     def _at(self, vector: Vector, row, column, split=0):
         if not isinstance(split, int) or split:
-            row = of(row) + split * self.shapes.rows
-        return of(row) * self.width[vector] + self.begin[vector] + of(column)
+            row = index(row) + split * self.shapes.rows
+        return index(row) * self.width[vector] + self.begin[vector] + index(column)

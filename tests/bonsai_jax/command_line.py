@@ -24,12 +24,12 @@ COMMAND = [
 
 @functools.cache
 def tiny() -> bj.Model:
-    return bj.load(TINY, bj.RunConfig(context=256, rows=1))
+    return bj.load(TINY, bj.RunConfig(context=256, batch_size=1))
 
 
 def run(*arguments, stdin=None):
     """In this process."""
-    with mock.patch.object(options, "compile_cache_off", lambda *_: None):  # a setting of the whole process
+    with mock.patch.object(options, "turn_off_compile_cache", lambda: None):  # a setting of the whole process
         return CliRunner().invoke(app, [str(a) for a in arguments], input=stdin)
 
 

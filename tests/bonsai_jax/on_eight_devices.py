@@ -14,11 +14,15 @@ from flax import nnx
 
 import bonsai_jax as bj
 from bonsai_jax.cli import options
-from bonsai_jax.config import ExpertsConfig
-from bonsai_jax.network import architectures, layers
+from bonsai_jax.config import Layer
+from bonsai_jax.network import architectures
+from bonsai_jax.network.kinds import place
+from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.nnx import LanguageModel
-from bonsai_jax.weights import params, plan
-from bonsai_jax.weights.placement import Placement, _mailbox
+from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights import read as reading
+from bonsai_jax.weights.placement import Matrix, Placement, _mailbox
+from bonsai_jax.weights.specs import Spec
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
 from pallas_kernels import device as gpu
@@ -112,7 +116,7 @@ def test_an_engine_over_a_mesh_has_one_queue(data, parts):
     Speculating: the batch below does not."""
     sharded = load("tiny-llama:q8_0", "packed", bj.make_mesh(data, parts))
     options = {"max_new_tokens": 12, "ignore_eos": True}
-    how = {"max_rows": 2, "pages": 4, "prefill_tokens": 32, "speculate": "ngram"}
+    how = {"max_batch_size": 2, "pages": 4, "prefill_tokens": 32, "speculate": "ngram"}
     with bj.Engine(sharded, **how) as engine:
         handles = [
             engine.submit(ids, params, **options) for ids, params in zip(PROMPTS, SAMPLING, strict=True)
@@ -137,12 +141,12 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text("\n".join(map(json.dumps, lines)))
 
-    def on_mesh(name, run, on, **_):
-        assert on == bj.make_mesh(2, 4)
-        return load(name.removeprefix("synth:"), "packed", on)
+    def on_mesh(model, run, mesh):
+        assert mesh == bj.make_mesh(2, 4)
+        return load(model.name.removeprefix("synth:"), "packed", mesh)
 
-    arguments = ["-m", "synth:tiny-llama:q8_0", "--rows", 4, "--pages", 16]
-    with mock.patch.object(options, "load", on_mesh):
+    arguments = ["-m", "synth:tiny-llama:q8_0", "--batch-size", 4, "--pages", 16]
+    with mock.patch.object(options.LoadOptions, "load", on_mesh):
         done = run_command("batch", source, output, *arguments, "--data-parallel", 2, "--tensor-parallel", 4)
     assert done.exit_code == 0, done.output
     assert "6 lines answered, 0 with an error" in done.stderr
@@ -179,7 +183,9 @@ def test_a_delta_net_is_split_by_head(source, weights):
     assert_follows(sharded, load(source, weights))
     cache = bj.new_cache(sharded, 4, 64)
     for device in sharded.mesh.devices.flat:
-        assert 4 * bytes_of(cache.delta, device) == sum(x.nbytes for x in jax.tree.leaves(cache.delta))
+        assert 4 * bytes_of(cache.delta_net, device) == sum(
+            x.nbytes for x in jax.tree.leaves(cache.delta_net)
+        )
     with pytest.raises(ValueError, match="2 k heads of the delta net do not split evenly; sizes that do: 1"):
         bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
 
@@ -189,10 +195,12 @@ def test_experts_are_split_by_expert(data, model):
     """Prefill in tiles, steps, and what each device holds."""
     sharded = load("tiny-qwen3moe:q8_0", "packed", bj.make_mesh(data, model))
     assert_follows(sharded, load("tiny-qwen3moe:q8_0", "packed"))
-    stacks = [getattr(sharded.params.layers, f"expert_{name}") for name in ("gate", "up", "down")]
+    (experts,) = sharded.params.layers.experts
+    stacks = [experts.gate, experts.up, experts.down]
     for device in sharded.mesh.devices.flat:
         assert model * bytes_of(stacks, device) == sum(x.nbytes for x in jax.tree.leaves(stacks))
-    six = dataclasses.replace(sharded.config, experts=ExpertsConfig(6, 3, 256))
+    layers = tuple(Layer(layer.mixer, Experts(6, 3, 256)) for layer in sharded.config.layers)
+    six = dataclasses.replace(sharded.config, layers=layers)
     with pytest.raises(ValueError, match="6 experts do not split evenly; sizes that do: 1, 2"):
         Placement(bj.make_mesh(1, 4), six).check([])
 
@@ -218,9 +226,10 @@ def load_folded(source: str, block: int, mesh=None) -> bj.Model:
 def test_folded_weights_are_split_within_blocks_too(source, block, data, parts):
     whole, sharded = load_folded(source, block), load_folded(source, block, bj.make_mesh(data, parts))
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (sharded, whole)), atol=1e-4)
-    *_, w_down = (sharded.params.layers.w_down or sharded.params.layers.expert_down).parts
+    (channels,) = sharded.params.layers.mlp or sharded.params.layers.experts
+    *_, down = channels.down.parts
     for device in sharded.mesh.devices.flat:
-        assert parts * shard(w_down.fields["w"], device).nbytes == w_down.fields["w"].nbytes
+        assert parts * shard(down.fields["w"], device).nbytes == down.fields["w"].nbytes
 
 
 def test_v_heads_folded_in_tiled_order_are_not_split():
@@ -234,20 +243,19 @@ def test_v_heads_folded_in_tiled_order_are_not_split():
 def test_each_device_holds_its_share(source, parts):
     mesh = bj.make_mesh(2, parts)
     whole, sharded = load(source, "packed"), load(source, "packed", mesh)
-    split = [whole.params.embed, whole.params.head, whole.params.layers.wo, whole.params.layers.w_gate,
-             whole.params.layers.w_up, whole.params.layers.w_down]  # fmt: skip
+    (attention,), (mlp,) = whole.params.layers.attention, whole.params.layers.mlp
+    split = [whole.params.embed, whole.params.head, attention.o, mlp.gate, mlp.up, mlp.down]
     split_bytes = sum(w.nbytes for w in split if w is not None)
-    joined = (*whole.params.layers.wqkv, whole.params.layers.bqkv)
-    joined_bytes = sum(w.nbytes for w in joined if w is not None)
+    joined_bytes = sum(w.nbytes for w in (*attention.qkv, attention.qkv_bias) if w is not None)
     rest = sum(leaf.nbytes for leaf in jax.tree.leaves(whole.params)) - split_bytes - joined_bytes
-    heads, kv_heads = whole.config.num_heads, whole.config.num_kv_heads
-    mine = (heads // parts + 2 * max(1, kv_heads // parts)) / (heads + 2 * kv_heads)
+    heads, kv_heads = whole.config.attention.num_heads, whole.config.attention.num_kv_heads
+    share = (heads // parts + 2 * max(1, kv_heads // parts)) / (heads + 2 * kv_heads)
     state = bj.new_state(sharded, 4, 64, SAMPLING[:4], 8)
     one = bj.new_state(whole, 4, 64, SAMPLING[:4], 8)
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(one.cache.attention))
     for device in mesh.devices.flat:
-        assert bytes_of(sharded.params, device) == split_bytes // parts + joined_bytes * mine + rest
-        cache = bytes_of((state.cache.k, state.cache.v), device)
-        assert cache == (one.cache.k.nbytes + one.cache.v.nbytes) // 2 // min(parts, kv_heads)
+        assert bytes_of(sharded.params, device) == split_bytes // parts + joined_bytes * share + rest
+        assert bytes_of(state.cache.attention, device) == cache_bytes // 2 // min(parts, kv_heads)
 
 
 def shard(array, device):
@@ -259,47 +267,51 @@ def test_tiles_are_split_at_their_borders(format):
     """The layouts of kernels, which a CPU cannot run: each device's tiles decode to its share, of a file's
     blocks and of drawn ones alike."""
     mesh, checkpoint = bj.make_mesh(1, 2), open_checkpoint(f"synth:tiny-qwen3:{format}")
-    c = architectures.config_of(checkpoint)
-    placement, decode = Placement(mesh, c), jax.jit(dequantize)
-    of_blocks = jax.jit(lambda blocks: dequantize(from_blocks(blocks, format)))
+    description = architectures.describe(checkpoint)
+    placement, decode = Placement(mesh, description.config), jax.jit(dequantize)
+    from_file = jax.jit(lambda blocks: dequantize(from_blocks(blocks, format)))
     run = bj.RunConfig(weights="packed", cache_dtype="float16")
 
-    def made(fields: tuple[str, ...], names: list[str], rows: int | None = None):
+    def made(specs: list[Spec], rows: int | None = None):
         """The whole matrices, and their tiles over the mesh, rows below rows: of blocks, and drawn there."""
-        drawn = [checkpoint.tensors[name] for name in names]
-        data = [np.asarray(params.blocks(t))[:rows] for t in drawn]
+        drawn = [next(iter(description.tensors[spec].values())) for spec in specs]
+        data = [np.asarray(reading.blocks(t))[:rows] for t in drawn]
         file = [Tensor(t.name, t.format, (len(d), t.shape[1]), d) for t, d in zip(drawn, data, strict=True)]
         tiles = []
         with mock.patch.object(gpu, "default", lambda: gpu.GPUS["sm_90"]):
             for tensors in [file] if rows else [file, drawn]:
                 members = tuple(
-                    plan._member(f, t, run, placement) for f, t in zip(fields, tensors, strict=True)
+                    load_plans._member(spec, settings(description.config, spec), t, run, placement, None)
+                    for spec, t in zip(specs, tensors, strict=True)
                 )
-                matrix = plan._matrix(members, run, mixed=False)
+                matrix = load_plans._matrix(members, run, mixed=False)
                 pairs = zip(members, tensors, strict=True)
-                sources = tuple(params._source(member, t, placement) for member, t in pairs)
-                tiles.append(params._make(sources, matrix, members, placement))
-        return [np.asarray(of_blocks(d)) for d in data], tiles
+                sources = tuple(reading._source(member, t, placement) for member, t in pairs)
+                tiles.append(reading._make(sources, matrix, members, placement))
+        return [np.asarray(from_file(d)) for d in data], tiles
 
     def shares(w: QTensor) -> list[np.ndarray]:
-        of_device = [
-            jax.tree.map(lambda field, d=d: np.asarray(shard(field, d)), w) for d in mesh.devices.flat
-        ]
-        return [np.asarray(decode(one)) for one in of_device]  # compiled once, for the default device
+        shards = [jax.tree.map(lambda field, d=d: np.asarray(shard(field, d)), w) for d in mesh.devices.flat]
+        return [np.asarray(decode(one)) for one in shards]  # compiled once, for the default device
 
-    def check(fields, names, split, rows=None):
-        want, tiles = made(fields, names, rows)
+    def check(kind: str | None, fields: tuple[str, ...], split, rows=None):
+        specs = [s for s in description.tensors if s.kind == kind and s.field in fields]
+        want, tiles = made(specs, rows)
         for w in tiles:
             own = zip(*(split(matrix) for matrix in want), strict=True)
             for got, parts in zip(shares(w), own, strict=True):
                 np.testing.assert_array_equal(got[: sum(map(len, parts))], np.concatenate(parts))
 
-    heads = [f"blk.0.attn_{letter}.weight" for letter in "qkv"]
-    check(("wq", "wk", "wv"), heads, lambda w: np.split(w, 2))  # by head: each device's are neighbours
-    check(("wo",), ["blk.0.attn_output.weight"], lambda w: np.split(w, 2, axis=1))
-    check(("w_up",), ["blk.0.ffn_up.weight"], lambda w: np.split(w, 2))
+    check("attention", ("q", "k", "v"), lambda w: np.split(w, 2))  # by head: each device's are neighbours
+    check("attention", ("o",), lambda w: np.split(w, 2, axis=1))
+    check("mlp", ("up",), lambda w: np.split(w, 2))
     # 501 tokens: the last device's share ends in rows of nobody.
-    check(("embed",), ["token_embd.weight"], lambda w: np.split(w, [256]), rows=501)
+    check(None, ("embed",), lambda w: np.split(w, [256]), rows=501)
+
+
+def settings(config: bj.ModelConfig, spec: Spec):
+    """Settings of the first layer that has a tensor; None for the model's own."""
+    return None if spec.kind is None else config.groups(spec.kind)[0].settings
 
 
 SLOW = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (2, 2), (1, 4)]]
@@ -366,12 +378,13 @@ def test_a_state_is_saved_on_one_mesh_and_loaded_on_another(tmp_path):
     source, path = "tiny-llama:q8_0", tmp_path / "state"
     split, whole = load(source, "packed", bj.make_mesh(2, 2)), load(source, "packed")
     state = bj.new_state(split, 2, 32, bj.SamplingParams(seed=1), 8)
-    values = np.random.default_rng(0).normal(size=state.cache.k.shape).astype(np.float32)
-    cache = state.cache.replace(k=jax.device_put(values, state.cache.k.sharding))
-    bj.save_state(path, state.replace(cache=cache))
-    there, back = bj.load_state(path, whole), bj.load_state(path, split)
-    np.testing.assert_array_equal(there.cache.k, values)
-    np.testing.assert_array_equal(back.cache.k, values)
+    (stored,) = state.cache.attention
+    values = np.random.default_rng(0).normal(size=stored.k.shape).astype(np.float32)
+    stored = stored.replace(k=jax.device_put(values, stored.k.sharding))
+    bj.save_state(path, state.replace(cache=state.cache.replace(attention=(stored,))))
+    on_one, back = bj.load_state(path, whole), bj.load_state(path, split)
+    np.testing.assert_array_equal(on_one.cache.attention[0].k, values)
+    np.testing.assert_array_equal(back.cache.attention[0].k, values)
     assert all(
         map(lambda one, other: one.sharding == other.sharding, jax.tree.leaves(back), jax.tree.leaves(state))
     )
@@ -429,9 +442,7 @@ def test_pmap_draws_one_devices_tokens():
 def test_what_does_not_split_is_refused_with_what_would():
     with pytest.raises(ValueError, match=r"3 devices along 'model': 4 query heads .* sizes that do: 1, 2, 4"):
         load("tiny-qwen3:q8_0", "packed", bj.make_mesh(1, 3))
-    with pytest.raises(
-        ValueError, match=r"wo: 512 columns of q4_k do not split at 256; sizes that do: 1, 2$"
-    ):
+    with pytest.raises(ValueError, match=r"o: 512 columns of q4_k do not split at 256; sizes that do: 1, 2$"):
         load("tiny-qwen3:q4_k_m", "packed", bj.make_mesh(1, 4))
     with pytest.raises(ValueError, match="data=4 x model=4 devices; there are 8"):
         bj.make_mesh(4, 4)
@@ -445,14 +456,15 @@ def test_what_does_not_split_is_refused_with_what_would():
 def test_bonsai_and_llama_70b_split_as_they_are_shaped():
     """Shapes only: 151,669 tokens and 8 KV heads over 8 devices; K-quants of 28,672 columns over 8."""
     for source, parts in (("synth:bonsai-8b:q1_0", 8), ("synth:llama-70b:q4_k_m", 8)):
-        checkpoint = open_checkpoint(source)
-        config = architectures.config_of(checkpoint)
-        placement = Placement(bj.make_mesh(1, parts), config)
-        specs = {s.gguf: s.field for s in architectures.get(config.architecture).TENSORS}
-        tensors = [(specs[name.replace("blk.0", "blk.{}")], t) for name, t in checkpoint.tensors.items()
-                   if name.replace("blk.0", "blk.{}") in specs and len(t.shape) == 2]  # fmt: skip
+        description = architectures.describe(open_checkpoint(source))
+        config = description.config
+        tensors = [(spec, next(iter(sources.values()))) for spec, sources in description.tensors.items()
+                   if spec.is_matrix and sources]  # fmt: skip
         assert len(tensors) == 9
-        placement.check([(field, t.shape, t.format, True, False) for field, t in tensors])
+        placement = Placement(bj.make_mesh(1, parts), config)
+        placement.check(
+            [Matrix(spec, settings(config, spec), t.shape, t.format, True, False) for spec, t in tensors]
+        )
 
 
 def test_a_group_of_devices_has_mailboxes_of_its_own():
@@ -475,7 +487,7 @@ def test_prefill_by_gemms_of_float16_sums_in_bfloat16():
         )
         return bj.logits(dataclasses.replace(model, params=by_library), PROMPTS[2])
 
-    with mock.patch.object(layers, "PREFILL_SUMS", jnp.float32):
+    with mock.patch.object(place, "PREFILL_SUMS", jnp.float32):
         one, by_float32 = scores(None), scores(bj.make_mesh(1, 2))
     jax.clear_caches()
     by_bfloat16 = scores(bj.make_mesh(1, 2))

@@ -21,12 +21,14 @@ from bonsai_jax.engine import runner as running
 from tests.bonsai_jax.command_line import COMMAND, ROOT, TINY, run
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-JOB = batch.Job(rows=4)
+JOB = batch.Job(batch_size=4)
 
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load(TINY, bj.RunConfig(context=128, rows=4, impl="reference"))  # as the command line's below
+    return bj.load(
+        TINY, bj.RunConfig(context=128, batch_size=4, impl="reference")
+    )  # as the command line's below
 
 
 def asked(custom_id: str, url: str = TEXT, **body) -> dict:
@@ -179,7 +181,7 @@ def test_the_package_openai_reads_the_answers(answers):
 @pytest.mark.parametrize(
     ("url", "body", "message"),
     [
-        (TEXT, {"promt": "x"}, "promt: not a field that /v1/completions takes here; it takes best_of, echo,"),
+        (TEXT, {"promt": "x"}, "promt: not a field that /v1/completions takes; it takes best_of, echo,"),
         (TEXT, {}, "prompt: missing"),
         (TEXT, {"prompt": []}, "prompt: [] is not a text, a list of token ids, or a list of these"),
         (TEXT, {"prompt": [1, "x"]}, "prompt: [1, 'x'] is not"),
@@ -330,7 +332,7 @@ def test_a_dispatch_that_fails_is_an_error_of_its_lines_and_a_second_ends_the_jo
 
     monkeypatch.setattr(running.Runner, "prefill", failing)
     with pytest.raises(RuntimeError, match="no device"):
-        batch.run(model, source, output, batch.Job(rows=1))
+        batch.run(model, source, output, batch.Job(batch_size=1))
     errors = read(output).values()
     assert errors and all(line["response"]["status_code"] == 500 for line in errors)
     monkeypatch.undo()
@@ -341,7 +343,7 @@ def test_a_dispatch_that_fails_is_an_error_of_its_lines_and_a_second_ends_the_jo
 def test_the_command_goes_on_after_a_kill(model, tmp_path):
     source = write(tmp_path / "in.jsonl", [asked(str(i), max_tokens=12, model=TINY) for i in range(30)])
     output = tmp_path / "out.jsonl"
-    arguments = ["batch", source, output, "-c", 128, "--rows", 4, "--impl", "reference", "--seed", 5]
+    arguments = ["batch", source, output, "-c", 128, "--batch-size", 4, "--impl", "reference", "--seed", 5]
     process = subprocess.Popen([*COMMAND, *map(str, arguments)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     begun = time.monotonic()
     while process.poll() is None and (not output.exists() or output.read_bytes().count(b"\n") < 3):
@@ -383,7 +385,7 @@ def test_an_actor_of_ray_that_is_killed_loses_no_line(model, tmp_path):
     body = {"max_tokens": 24, "model": TINY, "temperature": 0}
     source = write(tmp_path / "in.jsonl", [asked(i, **body) for i in ids])
     output, news = tmp_path / "out.jsonl", []
-    arguments = ["batch", source, output, "-c", 128, "--rows", 2, "--impl", "reference"]
+    arguments = ["batch", source, output, "-c", 128, "--batch-size", 2, "--impl", "reference"]
     arguments += ["--ray", "local", "--workers", 2, "--json"]
     slow_machine = {"RAY_raylet_start_wait_time_s": "300", "RAY_health_check_timeout_ms": "300000"}
     process = subprocess.Popen(

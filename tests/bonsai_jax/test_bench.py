@@ -4,6 +4,7 @@ import csv
 import dataclasses
 import io
 import json
+import subprocess
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,6 +14,8 @@ import bonsai_jax as bj
 from bonsai_jax.decoding import sampling
 from bonsai_jax.measure import bench
 from bonsai_jax.network import cache as kv
+from bonsai_jax.weights import memory
+from tests.bonsai_jax.command_line import ROOT
 
 KEYS = [
     *("date", "commit", "device", "driver", "jax", "impl", "model", "test"),
@@ -22,7 +25,7 @@ KEYS = [
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, rows=1, activation_bits=16))
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=256, batch_size=1, activation_bits=16))
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +70,12 @@ def test_golden_markdown():
     )
 
 
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a checkout")
+def test_rows_name_the_commit_of_the_checkout():
+    head = subprocess.run(["git", "-C", ROOT, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    assert bench.commit().removesuffix("-dirty") == head.stdout.strip()
+
+
 def test_csv_has_the_same_columns(rows):
     (record,) = csv.DictReader(io.StringIO(bench.csv_header() + "\n" + bench.csv_line(rows[0])))
     assert list(record) == KEYS and record["test"] == "pp16"
@@ -93,10 +102,10 @@ def test_what_is_timed_is_the_models_forward(model):
 def test_repetitions_start_from_the_same_depth(model):
     test = bench.Test(model, "tg", 4, depth=20)
     test.run()
-    first = np.asarray(test.cache.k)
+    first = np.asarray(test.cache.attention[0].k)
     test.run()
     assert test.cache.lengths[0] == 24
-    np.testing.assert_array_equal(test.cache.k, first)
+    np.testing.assert_array_equal(test.cache.attention[0].k, first)
 
 
 def test_gen_is_what_generate_runs(model, monkeypatch):
@@ -134,7 +143,7 @@ def test_gen_with_speculation_proposes_from_its_prompt_and_counts_steps(model):
 
 def test_bytes_per_step_count_the_cache(model):
     shallow, deep = (bench.Test(model, "tg", 4, depth).bytes_moved() for depth in (0, 40))
-    assert deep - shallow == 40 * kv.bytes_per_token(model.config, "float32")
+    assert deep - shallow == 40 * memory.bytes_per_token(model.config, model.run)
 
 
 def test_a_batch_counts_the_tokens_of_all_its_rows(model, monkeypatch):
@@ -146,5 +155,5 @@ def test_a_batch_counts_the_tokens_of_all_its_rows(model, monkeypatch):
     np.testing.assert_array_equal(test.cache.lengths, [8, 8, 8])
     assert not np.array_equal(test.ids[0], test.ids[1])
     alone = bench.Test(model, "tg", 4, depth=4)
-    cache_bytes = 6 * kv.bytes_per_token(model.config, "float32")
+    cache_bytes = 6 * memory.bytes_per_token(model.config, model.run)
     assert test.bytes_moved() - alone.bytes_moved() == 2 * cache_bytes

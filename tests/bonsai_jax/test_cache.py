@@ -11,6 +11,8 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.measure import evaluate
 from bonsai_jax.network import cache
+from bonsai_jax.network.kinds import attention, delta_net
+from bonsai_jax.weights import memory
 from pallas_kernels import cache_layouts
 from tests.bonsai_jax.vocabularies import smollm2, smollm2_path
 
@@ -18,25 +20,27 @@ DATA = Path(__file__).parent.parent / "data"
 
 
 def test_the_cache_holds_nothing_of_a_kernel():
-    """A kernel's workspace lives as long as a step goes through its layers (transformer.decoder)."""
-    arrays = [
-        field.name for field in dataclasses.fields(cache.KVCache) if field.metadata.get("pytree_node", True)
-    ]
-    assert arrays == ["k", "v", "block_table", "lengths", "delta", "draft"]
+    """A kernel's workspace lives as long as a step goes through its layers (decoder.decoder)."""
+
+    def arrays(node) -> list[str]:
+        return [field.name for field in dataclasses.fields(node) if field.metadata.get("pytree_node", True)]
+
+    assert arrays(cache.KVCache) == ["block_table", "lengths", "attention", "delta_net", "draft"]
+    assert arrays(attention.State) == ["k", "v", "ring"] and arrays(delta_net.State) == ["s", "tail"]
 
 
 @pytest.mark.parametrize("name", cache_layouts.names())
 def test_a_model_takes_every_layout(name):
     model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(cache_dtype=name, context=64, page_size=8))
-    held = cache.empty(model.config, model.run, rows=1, context=8)
-    assert cache_layouts.of(held.k) is cache_layouts.get(name)
-    held_bytes = sum(a.nbytes for a in jax.tree.leaves((held.k, held.v)))
-    assert cache.bytes_per_token(model.config, name) * 8 == held_bytes
+    (stored,) = cache.empty(model.config, model.run, rows=1, context=8).attention
+    assert cache_layouts.of(stored.k) is cache_layouts.get(name)
+    stored_bytes = sum(a.nbytes for a in jax.tree.leaves((stored.k, stored.v)))
+    assert memory.bytes_per_token(model.config, model.run) * 8 == stored_bytes
     assert np.isfinite(bj.logits(model, [1, 2, 3])).all()
 
 
 def test_rows_are_taken_by_number_and_rewound_to_nothing_at_most():
-    held = bj.new_cache(bj.load("synth:tiny-llama:q8_0"), rows=2, context=8)
+    held = bj.new_cache(bj.load("synth:tiny-llama:q8_0"), batch_size=2, context=8)
     held = held.replace(lengths=jnp.array([5, 3]))
     assert held.rewind(held.lengths - 4).lengths.tolist() == [1, 0]
     for rows in (0, [0.7], [True, False]):
@@ -44,20 +48,22 @@ def test_rows_are_taken_by_number_and_rewound_to_nothing_at_most():
             held.take(rows)
 
 
-@pytest.mark.parametrize("wrong", [{"rows": 0}, {"rows": 1.5}, {"context": 0}])
+@pytest.mark.parametrize("wrong", [{"batch_size": 0}, {"batch_size": 1.5}, {"context": 0}])
 def test_a_cache_has_rows_and_room(wrong):
     model = bj.load("synth:tiny-llama:q8_0")
     with pytest.raises(
         ValueError, match=rf"^{next(iter(wrong))} is .*; it must be a whole number, 1 or more"
     ):
-        bj.new_state(model, **{"rows": 1, "context": 8} | wrong, params=bj.SamplingParams(), max_new_tokens=1)
+        bj.new_state(
+            model, **{"batch_size": 1, "context": 8} | wrong, params=bj.SamplingParams(), max_new_tokens=1
+        )
 
 
 def divergence(source: str, chunks) -> evaluate.Divergence:
     """Of a cache of bytes from one of float16, by the reference: activations are not rounded."""
     context = chunks.shape[1]
     base, of_bytes = (
-        bj.load(source, bj.RunConfig(cache_dtype=dtype, context=context, rows=1, activation_bits=16))
+        bj.load(source, bj.RunConfig(cache_dtype=dtype, context=context, batch_size=1, activation_bits=16))
         for dtype in ("float16", "int8")
     )
     found = evaluate.Divergence()

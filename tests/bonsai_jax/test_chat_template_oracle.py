@@ -362,6 +362,6 @@ def test_every_operation_on_every_value_is_as_in_transformers(kind):
             if expected is not None and any(text in expected for text in ADDRESSES):
                 continue
             compared += expected is not None
-            if (found := ours(source, variables)) != expected:
-                differing.append((source, variables, expected, found))
+            if (text := ours(source, variables)) != expected:
+                differing.append((source, variables, expected, text))
     assert not differing and compared > 4 * len(EXPRESSIONS[kind])

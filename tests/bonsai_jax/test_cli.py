@@ -14,7 +14,7 @@ import jax
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax import card, cli, compile_cache
+from bonsai_jax import cli, compile_cache, machine
 from bonsai_jax.cli import app, main, options
 from bonsai_jax.measure import bench
 from checkpoints import demo
@@ -42,7 +42,7 @@ def test_generate_prints_pieces_as_they_come(monkeypatch, capsys):
             seen.append(capsys.readouterr().out)
 
     monkeypatch.setattr(bj, "stream", stream)
-    monkeypatch.setattr(options, "compile_cache_off", lambda *_: None)
+    monkeypatch.setattr(options, "turn_off_compile_cache", lambda: None)
     app(["generate", "x", "-m", TINY], standalone_mode=False)
     assert seen == ["one ", "two"]
 
@@ -68,10 +68,10 @@ def test_a_prompt_on_each_line(tmp_path):
     done = run("generate", "-f", tmp_path / "prompts.txt", "--lines", "-m", TINY, "-n", 8, "--temp", 0)
     assert done.exit_code == 0, done.stderr
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    wanted = bj.generate(tiny(), prompts, max_new_tokens=8, sampling=GREEDY)
-    for answer, want in zip(answers, wanted, strict=True):
-        of_want = (want.prompt_tokens, want.tokens, want.text, want.finish_reason)
-        assert tuple(answer[k] for k in ("prompt_tokens", "tokens", "text", "finish_reason")) == of_want
+    outputs = bj.generate(tiny(), prompts, max_new_tokens=8, sampling=GREEDY)
+    for answer, output in zip(answers, outputs, strict=True):
+        for name in ("prompt_tokens", "tokens", "text", "finish_reason"):
+            assert answer[name] == getattr(output, name)
 
 
 @pytest.mark.parametrize("arguments", [(), ("-",), ("-f", "-")])
@@ -129,7 +129,7 @@ def test_an_interrupted_command_does_not_wait_for_pythons_own_end(monkeypatch):
     """XLA's threads are in a step then, and now and then abort it: so what ends it is asked."""
     ended = []
     monkeypatch.setattr(bj, "stream", mock.Mock(side_effect=KeyboardInterrupt))
-    monkeypatch.setattr(options, "compile_cache_off", lambda *_: None)
+    monkeypatch.setattr(options, "turn_off_compile_cache", lambda: None)
     monkeypatch.setattr(gc, "set_threshold", lambda _: None)
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(sys, "argv", ["bonsai-jax", "generate", "x", "-m", TINY])
@@ -172,7 +172,7 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
         (("generate", "x", "-m", ""), 1, "error: the model's name is empty"),
         (("bench", "-m", ""), 1, "error: the model's name is empty"),
         (("inspect", ""), 1, "error: the model's name is empty"),
-        (("generate", "x", "-m", TINY, "--rows", 4), 2, "--rows needs --lines"),
+        (("generate", "x", "-m", TINY, "--batch-size", 4), 2, "--batch-size needs --lines"),
         (("generate", "x", "-m", TINY, "--seed", -7), 2, "'--seed'"),
         (("generate", "-f", "BLANK", "-m", TINY, "--lines", "-n", -1), 1, "no line of it has a prompt"),
         (("chat", "-m", "missing.gguf", "-n", 0), 1, "--max-new-tokens is 0"),  # before a model is sought
@@ -190,9 +190,9 @@ def test_ctrl_c_while_the_device_works_ends_with_130():
             "error: --max-new-tokens is 0; it must be a whole number, 1 or more",
         ),
         (("generate", "x", "-m", TINY, "--stop", ""), 1, "error: --stop: an empty text would end"),
-        (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens of a row"),
+        (("bench", "-m", TINY, "-p", 99999), 2, "-d and -b ask for 99999 tokens per sequence"),
         (("generate", "x", "--frobnicate"), 2, "No such option: --frobnicate"),
-        (("bench", "-m", TINY, "-p", "many"), 2, "'many' is no list of sizes"),
+        (("bench", "-m", TINY, "-p", "many"), 2, "'many' is not a list of sizes"),
         (("bench", "-m", TINY, "-p", 0, "-n", 0), 2, "nothing to measure"),
         (("inspect", "missing.gguf"), 1, "error: missing.gguf: no such file"),
         (("perplexity", "-m", TINY), 2, "Missing option '-f'"),
@@ -271,15 +271,15 @@ def test_env_names_what_a_bug_report_needs():
     done = run("env")
     assert done.exit_code == 0
     named = {line.split("  ")[0] for line in done.stdout.splitlines()}
-    of_packages = {"python", "bonsai-jax", "jax", "jaxlib", "flax", "numpy"}
-    assert named >= of_packages | {"devices", "driver", "CUDA", "memory", "bandwidth", "compile cache"}
+    packages = {"python", "bonsai-jax", "jax", "jaxlib", "flax", "numpy"}
+    assert named >= packages | {"devices", "driver", "CUDA", "memory", "bandwidth", "compile cache"}
 
 
 def test_env_as_json():
-    found = json.loads(run("env", "--json").stdout)
-    assert found["jax"] == importlib.metadata.version("jax") and found["commit"] == bench.commit()
-    assert found["devices"] == ["cpu:0 cpu"] and found["driver"] == card.driver()
-    assert found["memory bytes"] == card.device_memory() and found["memory bytes/s"] > 1e8
+    report = json.loads(run("env", "--json").stdout)
+    assert report["jax"] == importlib.metadata.version("jax") and report["commit"] == bench.commit()
+    assert report["devices"] == ["cpu:0 cpu"] and report["driver"] == machine.driver()
+    assert report["memory bytes"] == machine.device_memory() and report["memory bytes/s"] > 1e8
 
 
 def no_nvidia_gpu():
@@ -393,14 +393,14 @@ def test_streams_that_were_closed_before_we_began(monkeypatch):
     sys.stdout.close()
 
 
-@pytest.mark.parametrize("code, wanted", [(1, 1), (130, 130), (141, 0)])
-def test_an_error_ends_without_pythons_own_end(code, wanted, monkeypatch):
+@pytest.mark.parametrize("code, status", [(1, 1), (130, 130), (141, 0)])
+def test_an_error_ends_without_pythons_own_end(code, status, monkeypatch):
     """Which aborted `batch` on a full disk: it ended with 134."""
     monkeypatch.setattr(cli, "app", mock.Mock(side_effect=SystemExit(code)))
     monkeypatch.setattr(cli.os, "_exit", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
         cli.main()
-    assert cli.os._exit.call_args.args == (wanted,)
+    assert cli.os._exit.call_args.args == (status,)
 
 
 def test_a_character_that_a_locale_cannot_write(monkeypatch):
@@ -411,10 +411,10 @@ def test_a_character_that_a_locale_cannot_write(monkeypatch):
     assert written.getvalue() == b"caf?\n"
 
 
-@pytest.mark.parametrize("flag, wanted", [("--think", True), ("--no-think", False)])
-def test_think_is_the_templates_variable(flag, wanted):
+@pytest.mark.parametrize("flag, thinks", [("--think", True), ("--no-think", False)])
+def test_think_is_the_templates_variable(flag, thinks):
     with mock.patch.object(bj.Tokenizer, "encode_chat", return_value=[1, 2, 3]) as encode:
         done = run("generate", "hello", "--chat", flag, "-m", TINY, "-n", 1, "--ignore-eos")
-    assert done.exit_code == 0 and encode.call_args.kwargs == {"enable_thinking": wanted}
+    assert done.exit_code == 0 and encode.call_args.kwargs == {"enable_thinking": thinks}
     refused = run("generate", "hello", flag, "-m", TINY)
     assert refused.exit_code == 2 and "need --chat" in " ".join(refused.stderr.split())

@@ -1,4 +1,4 @@
-"""The command `chat`: a conversation over a kept cache, and what is typed or piped into it."""
+"""The command `chat`: a conversation that reuses its cache, and what is typed or piped into it."""
 
 import functools
 import re
@@ -17,7 +17,7 @@ from tests.bonsai_jax.command_line import COMMAND, GREEDY, ROOT, TINY, run, tiny
 
 @functools.cache
 def engine(speculate=None) -> bj.Engine:
-    return bj.Engine(tiny(), max_rows=1, speculate=speculate)
+    return bj.Engine(tiny(), max_batch_size=1, speculate=speculate)
 
 
 def answer(conversation, text):
@@ -25,17 +25,17 @@ def answer(conversation, text):
 
 
 def test_a_conversation_reuses_its_cache_and_answers_as_without():
-    kept = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
+    conversation = Conversation(engine(), GREEDY, max_new_tokens=6, ignore_eos=True)
     before = 0
     for turn in ("Hi there", "And then?", "Why?"):
-        asked = [*kept.messages, {"role": "user", "content": turn}]
-        got = answer(kept, turn)
+        asked = [*conversation.messages, {"role": "user", "content": turn}]
+        got = answer(conversation, turn)
         ids = tiny().tokenizer.encode_chat(asked)
         fresh = bj.generate(tiny(), [ids], max_new_tokens=6, sampling=GREEDY, ignore_eos=True)[0]
         assert got == fresh.text
-        assert kept.messages == [*asked, {"role": "assistant", "content": got}]
-        assert kept.reused >= before  # at least the prompt of the turn before
-        assert kept.figures.prompt_tokens == len(ids) - kept.reused
+        assert conversation.messages == [*asked, {"role": "assistant", "content": got}]
+        assert conversation.reused >= before  # at least the prompt of the turn before
+        assert conversation.figures.prompt_tokens == len(ids) - conversation.reused
         before = len(ids)
 
 
@@ -143,8 +143,8 @@ def test_who_types_is_told_how_to_leave(monkeypatch):
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=EOFError))  # Ctrl-D
     said = []
     monkeypatch.setattr(chat, "say", said.append)
-    monkeypatch.setattr(chat.options, "load", lambda *_, **__: tiny())
-    chat.command(TINY)
+    monkeypatch.setattr(chat.options.LoadOptions, "load", lambda *_: tiny())
+    chat.command(name=TINY)
     assert said == [f"{TINY}, context 256; /help lists the commands; /quit or Ctrl-D leaves", ""]
 
 

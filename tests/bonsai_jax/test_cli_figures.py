@@ -9,11 +9,11 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import card
-from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.measure import bench, profile
-from bonsai_jax.network import cache as kv
-from bonsai_jax.weights import params
-from bonsai_jax.weights.plan import StepPlan
+from bonsai_jax.network import params
+from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
+from bonsai_jax.network.schedules import StepPlan
+from bonsai_jax.weights import memory
 from checkpoints import open_checkpoint
 from pallas_kernels import Products, QTensor, device
 from tests.bonsai_jax.command_line import TINY, run, tiny
@@ -38,14 +38,14 @@ def test_rows_say_when_kernels_had_16_bits():
 
 
 def test_inspect_reads_no_weights(monkeypatch):
-    monkeypatch.setattr("bonsai_jax.weights.params.load", None)
+    monkeypatch.setattr("bonsai_jax.weights.drawing.read", None)
     done = run("inspect", "synth:bonsai-8b:q1_0", "--weights", "packed")
     assert done.exit_code == 0, done.output
     lines = [line.split() for line in done.stdout.splitlines()]
     assert ["all", "399", "8188548096", "1152704128", "1.126"] in lines  # FACTS: tensor bytes of the 8B
     assert ["KV", "bytes", "per", "token", "294,912"] in lines  # float32: twice FACTS' bfloat16
     assert ["qwen3.block_count", "36"] in lines
-    assert ["wq", "wk", "wv", "matmul", "q1_0", "6144", "x", "4096", "on", "cpu", "x", "36", "cpu"] in lines
+    assert ["q", "k", "v", "matmul", "q1_0", "6144", "x", "4096", "on", "cpu", "x", "36", "cpu"] in lines
     refused = "matmul not by bit_decode_s8, bit_decode_b1, int_decode: "
     refused += "needs an NVIDIA GPU of compute capability 8.0"
     assert refused in done.stdout
@@ -56,7 +56,7 @@ def test_inspect_names_the_kernels_of_experts_and_why_a_step_of_more_rows_is_not
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     done = run("inspect", "synth:tiny-qwen3moe:q4_k", "--weights", "packed")
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if " on sm_90 " in line}
-    assert lines["expert_gate"].endswith("1 row, 8 rows: int_experts; 64 rows, prefill: grouped")
+    assert lines["gate"].endswith("1 row, 8 rows: int_experts; 64 rows, prefill: grouped")
     assert lines["embed"].endswith("look-up of rows")
     assert lines["decode"].endswith("1 row: one_launch; more: launches")
     refused = "decode step not by one_launch: with experts it is for one row: 8 have experts of their own"
@@ -82,8 +82,8 @@ def test_inspect_json_has_the_same_figures():
     assert out["figures"]["bytes per decoded token"] == pytest.approx(1.065e9, rel=2e-3)  # FACTS section 3
     assert [v["kernel"] for v in out["weights"] if v["taken"]] == ["packed"]
     kernels = {entry["problem"].split(" on ")[0]: entry["kernels"] for entry in out["kernels"]}
-    of_rows = dict.fromkeys(("1 row", "8 rows", "64 rows", "prefill"), "cpu")
-    assert kernels["matmul q1_0 12288 x 4096"] == of_rows
+    by_rows = dict.fromkeys(("1 row", "8 rows", "64 rows", "prefill"), "cpu")
+    assert kernels["matmul q1_0 12288 x 4096"] == by_rows
     assert kernels["decode attention 32 x 8 x 128, float32 cache"] == {"decode": "cpu"}
     assert kernels["prefill attention 32 x 8 x 128, float32 cache"] == {"prefill": "reference"}
     assert kernels["decode step, rows: 1, 4096 wide, feed-forward 12288"] == {"any": "launches"}
@@ -139,25 +139,25 @@ def test_profile(profiled):
     assert [row.phase for row in rows] == 3 * PHASES
     assert [row.test for row in rows[::8]] == ["pp3@d1", "tg@d1", "batch3@d1"]
     # Everything that a step reads is in some phase, but for norms and biases.
-    held = sum(row.bytes for row in rows[8:14] if row.phase != "attention")
-    assert 0.98 < held / params.decode_bytes(model.params, model.config) <= 1
+    read_bytes = sum(row.bytes for row in rows[8:14] if row.phase != "attention")
+    assert 0.98 < read_bytes / params.decode_bytes(model.params, model.config) <= 1
     assert all(row.us > 0 and row.operations > 0 for row in rows)
     assert all(row.bound in ("memory", "compute") and row.ceiling_share > 0 for row in rows)
 
 
 @pytest.mark.parametrize("output", ["md", "jsonl", "csv"])
 def test_profile_prints_a_prefill_and_steps_at_every_depth(output, profiled, monkeypatch):
-    asked, of_rows = [], dict(zip((None, 1, 3), (profiled[1][i : i + 8] for i in (0, 8, 16)), strict=True))
+    asked, by_rows = [], dict(zip((None, 1, 3), (profiled[1][i : i + 8] for i in (0, 8, 16)), strict=True))
 
     def measure(model, depth, repetitions, *, rows=None, tokens=1):
         asked.append((depth, repetitions, rows, tokens))
-        return iter(of_rows[rows])
+        return iter(by_rows[rows])
 
     monkeypatch.setattr(profile, "measure", measure)
     done = run("bench", "-m", MIXED, "--profile", "-p", 3, "-n", 4, "-d", "0,1", "-r", 2, "-o", output)
     assert done.exit_code == 0, done.output
     assert asked == [(0, 2, None, 3), (0, 2, 1, 1), (1, 2, None, 3), (1, 2, 1, 1)]
-    printed = [row for step in (None, 1, None, 1) for row in of_rows[step]]
+    printed = [row for step in (None, 1, None, 1) for row in by_rows[step]]
     lines = done.stdout.splitlines()
     if output == "md":
         assert [line.split(" | ")[3] for line in lines[2:]] == 4 * PHASES
@@ -188,35 +188,35 @@ def test_profile_counts_rows_and_the_tokens_of_a_prefill(profiled):
 
 def test_profile_of_experts_has_their_phases():
     """Of three experts of eight what they read; of many tokens nearly all."""
-    model = bj.load("synth:tiny-qwen3moe:q8_0", bj.RunConfig(rows=1, weights="packed"))
+    model = bj.load("synth:tiny-qwen3moe:q8_0", bj.RunConfig(batch_size=1, weights="packed"))
     rows = list(profile.measure(model, 0, 1))
     assert [row.phase for row in rows[:6]] == [*PHASES[:3], "router", "experts", "head"]
-    held = sum(row.bytes for row in rows[:6] if row.phase != "attention")
-    assert 0.95 < held / params.decode_bytes(model.params, model.config) <= 1
+    read_bytes = sum(row.bytes for row in rows[:6] if row.phase != "attention")
+    assert 0.95 < read_bytes / params.decode_bytes(model.params, model.config) <= 1
     assert rows[4].operations == 2 * 3 * 3 * 3 * 256 * 256
 
 
 def test_profile_of_a_delta_net_has_its_phases():
     """Every weight that a step reads is in some phase, but for norms and the like."""
-    model = bj.load("synth:tiny-qwen35:q8_0", bj.RunConfig(rows=1, weights="packed"))
+    model = bj.load("synth:tiny-qwen35:q8_0", bj.RunConfig(batch_size=1, weights="packed"))
     rows = list(profile.measure(model, 0, 1))
     assert [row.phase for row in rows[:3]] == ["delta inputs", "delta net", "delta output"]
     assert [row.phase for row in rows[3:]] == PHASES
     held = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
     assert 0.95 < held / params.decode_bytes(model.params, model.config) <= 1
-    assert rows[1].bytes == 2 * kv.bytes_per_row(model.config)
+    assert rows[1].bytes == 2 * memory.bytes_per_row(model.config, model.run)
 
 
 def test_inspect_says_what_is_folded_and_what_a_row_keeps():
     figures = json.loads(run("inspect", "synth:bonsai-2-27b:pq2_0", "--json").stdout)["figures"]
-    assert figures["Hadamard-folded weights"] == 401 and figures["bytes of a row's states"] == 158_859_264
-    assert "left aside" not in figures
+    assert figures["Hadamard-folded weights"] == 401 and figures["state bytes per sequence"] == 158_859_264
+    assert "ignored tensors" not in figures
 
 
 def test_profile_of_a_long_prompt_is_of_one_chunk():
     model = bj.load(MIXED, bj.RunConfig(context=1024, impl="reference"))
     first = next(profile.measure(model, 0, 1, tokens=700))
-    assert first.test == f"pp{decoding.PREFILL_CHUNK}@d0"
+    assert first.test == f"pp{PREFILL_CHUNK}@d0"
     with pytest.raises(NotImplementedError, match="more than one row"):
         next(profile.measure(model, 0, 1, tokens=16, rows=2))
 

@@ -30,6 +30,8 @@ def test_help_is_whole(name, width, monkeypatch):
     [
         ("bonsai-jax p", {"perplexity", "pull"}),
         ("bonsai-jax generate --impl ", {"auto", "reference", "pallas"}),
+        ("bonsai-jax bench --activation-bits ", {"8", "16"}),
+        ("bonsai-jax chat --speculate ", {"mtp", "ngram"}),
         ("bonsai-jax bench --js", {"--json"}),
     ],
 )

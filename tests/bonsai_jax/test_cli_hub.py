@@ -110,11 +110,11 @@ def test_list_names_what_the_cache_holds(full):
     out = json.loads(run("list", "--json").stdout)
     assert out["folder"] == str(cache.folder()) and [len(m["files"]) for m in out["models"]] == [0, 2, 2, 1]
     assert out["models"][3] == {"name": "user/repo:Q8_0", "files": [MODEL], "nbytes": len(BYTES)}
-    sizes = {model.name: model.nbytes for model in cache.held()}
+    sizes = {model.name: model.nbytes for model in cache.models()}
     assert sizes["user/repo:Q8_0"] == len(BYTES) and sizes["other/model"] == 8
     full.commit = "d" + full.commit[1:]
     run("pull", "user/repo:Q8_0")  # another version with the same file
-    assert {model.name: model.nbytes for model in cache.held()} == sizes
+    assert {model.name: model.nbytes for model in cache.models()} == sizes
 
 
 def test_an_empty_cache_says_how_to_fill_it(tmp_path, monkeypatch):
@@ -122,7 +122,7 @@ def test_an_empty_cache_says_how_to_fill_it(tmp_path, monkeypatch):
     done = run("list")
     assert json.loads(run("list", "--json").stdout) == {"folder": str(tmp_path / "none"), "models": []}
     assert done.exit_code == 0 and done.stdout == ""
-    assert done.stderr == f"no models in {tmp_path / 'none'}; bonsai-jax pull user/repo:quant gets one\n"
+    assert done.stderr == f"no models in {tmp_path / 'none'}; bonsai-jax pull user/repo:quant fetches one\n"
 
 
 def test_rm_asks_and_removes_what_was_named(full):
@@ -163,7 +163,7 @@ def test_rm_frees_what_huggingface_hub_shares_between_repositories(hub):
         expected_size=len(BYTES),
     )
     assert huggingface_hub.scan_cache_dir(cache.folder()).size_on_disk == len(BYTES)
-    assert [model.nbytes for model in cache.held()] == [len(BYTES)]
+    assert [model.nbytes for model in cache.models()] == [len(BYTES)]
     run("rm", "user/repo", "-y")
     assert huggingface_hub.scan_cache_dir(cache.folder()).size_on_disk == 0
     assert not [p for p in cache.folder().rglob("f" * 64 + "*") if not p.name.endswith(".lock")]

@@ -11,6 +11,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.decoding import steps as core
+from bonsai_jax.network.kinds import attention
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -66,9 +67,9 @@ def test_prefill_equals_reading_token_by_token(name):
     """The seed systems' caches went out of step at 17 tokens."""
     model, ids, lengths = tiny(name), prompt(64), np.array([1, 2, 16, 17, 33, 64])
 
-    def held(state, row):
-        pages = np.asarray(state.cache.k)[:, state.cache.block_table[row]]
-        return pages.reshape(model.config.num_layers, -1, model.config.kv_width)[:, : lengths[row]]
+    def keys(state, row):
+        pages = np.asarray(state.cache.attention[0].k)[:, state.cache.block_table[row]]
+        return pages.reshape(model.config.num_layers, -1, model.config.attention.kv_width)[:, : lengths[row]]
 
     at_once = prefilled(model, [ids[:length] for length in lengths])
     one_by_one = prefilled(model, [ids[:1]] * ROWS)
@@ -79,7 +80,7 @@ def test_prefill_equals_reading_token_by_token(name):
         one_by_one = decode(model, one_by_one, limit=1).state
     assert at_once.cache.lengths.tolist() == one_by_one.cache.lengths.tolist() == lengths.tolist()
     for row in range(ROWS):
-        np.testing.assert_allclose(held(at_once, row), held(one_by_one, row), atol=2e-5)
+        np.testing.assert_allclose(keys(at_once, row), keys(one_by_one, row), atol=2e-5)
     assert at_once.tokens.tolist() == one_by_one.tokens.tolist()
 
 
@@ -87,12 +88,12 @@ def test_prefill_in_chunks_equals_prefill_at_once(monkeypatch):
     model = tiny()
     prompts = [prompt(61, 1), prompt(40, 2), prompt(64, 3), prompt(24, 4)]
     whole = prefilled(model, prompts)
-    monkeypatch.setattr(core, "PREFILL_CHUNK", 12)  # no divisor of 64
+    monkeypatch.setattr(attention, "PREFILL_CHUNK", 12)  # no divisor of 64
     run = jax.jit(core.prefill, static_argnames="config")
     chunked = run(model.params, new(model), *padded(prompts), config=model.config).state
     np.testing.assert_array_equal(chunked.cache.lengths, whole.cache.lengths)
     assert_same([chunked.tokens], [whole.tokens])
-    np.testing.assert_allclose(chunked.cache.v, whole.cache.v, atol=2e-5)
+    np.testing.assert_allclose(chunked.cache.attention[0].v, whole.cache.attention[0].v, atol=2e-5)
 
 
 def test_prefill_goes_on_behind_what_the_cache_holds():
@@ -103,14 +104,14 @@ def test_prefill_goes_on_behind_what_the_cache_holds():
 
 
 def test_a_row_keeps_its_bits_whatever_the_other_rows_hold():
-    model, mine = tiny(), prompt(20, 5)
+    model, own = tiny(), prompt(20, 5)
     sampling = [dataclasses.replace(bj.SamplingParams(), seed=s) for s in range(ROWS)]
     runs = []
     for seed, lengths in ((6, (3, 31)), (7, (32, 18))):
-        prompts = [prompt(lengths[0], seed), mine, prompt(lengths[1], seed + 10)]
+        prompts = [prompt(lengths[0], seed), own, prompt(lengths[1], seed + 10)]
         state, drawn, _ = decode(model, prefilled(model, prompts, sampling), limit=NEW)
-        pages = state.cache.block_table[1]
-        runs.append((drawn[1], np.asarray(state.cache.k)[:, pages], np.asarray(state.cache.v)[:, pages]))
+        (stored,), pages = state.cache.attention, state.cache.block_table[1]
+        runs.append((drawn[1], np.asarray(stored.k)[:, pages], np.asarray(stored.v)[:, pages]))
     assert_same(*([drawn] for drawn, _, _ in runs))
     for one, other in zip(*runs, strict=True):
         np.testing.assert_array_equal(one, other)
@@ -135,7 +136,7 @@ def test_shuffled_pages_give_the_same_bits_as_pages_in_order():
     results = []
     for s in (state, other.replace(cache=other.cache.replace(block_table=jnp.asarray(table)))):
         s, drawn, _ = decode(model, read(model, s, prompts), limit=15)
-        results.append((drawn, np.asarray(s.cache.k)[:, s.cache.block_table]))
+        results.append((drawn, np.asarray(s.cache.attention[0].k)[:, s.cache.block_table]))
     assert_same(results[0][0], results[1][0])
     np.testing.assert_array_equal(results[0][1], results[1][1])
 
@@ -144,16 +145,17 @@ def test_the_cache_is_donated_and_updated_in_place():
     model = tiny()
     state = bj.new_state(model, 1, 2048, GREEDY, 8, ignore_eos=True)
     state = state.replace(tokens=jnp.zeros(1, jnp.int32))  # the first to be read
-    cache_bytes = state.cache.k.nbytes + state.cache.v.nbytes
+    (stored,) = state.cache.attention
+    cache_bytes = stored.k.nbytes + stored.v.nbytes
     compiled = jitted.decode.lower(model.params, state, model.config, limit=4, size=8).compile()
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
     assert (
         compiled.memory_analysis().temp_size_in_bytes < cache_bytes / 2
     )  # XLA's dots on CPU copy one layer's weights
-    before = state.cache.k.unsafe_buffer_pointer()
+    before = stored.k.unsafe_buffer_pointer()
     after = jitted.decode(model.params, state, model.config, limit=4, size=8).state
-    assert state.cache.k.is_deleted() and state.cache.v.is_deleted()
-    assert after.cache.k.unsafe_buffer_pointer() == before
+    assert stored.k.is_deleted() and stored.v.is_deleted()
+    assert after.cache.attention[0].k.unsafe_buffer_pointer() == before
 
 
 def test_greedy_tokens_are_the_argmax_of_teacher_forced_logits():
@@ -247,7 +249,7 @@ def test_more_prompts_than_rows_run_one_after_the_other_with_the_same_seeds():
     model = tiny()
     prompts, sampling = [prompt(30, s) for s in range(4)], bj.SamplingParams(seed=9)
     at_once = bj.generate(model, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
-    small = dataclasses.replace(model, run=dataclasses.replace(model.run, rows=1))
+    small = dataclasses.replace(model, run=dataclasses.replace(model.run, batch_size=1))
     in_turn = bj.generate(small, prompts, max_new_tokens=8, sampling=sampling, ignore_eos=True)
     assert_same([o.tokens for o in in_turn], [o.tokens for o in at_once])
 
@@ -290,8 +292,8 @@ def test_requests_that_cannot_be_met_say_why():
         bj.generate(model, [[512]])
     with pytest.raises(ValueError, match="context is 5000, but the model was made for at most 2048"):
         bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(context=5000))
-    with pytest.raises(MemoryError, match=r"a cache of .* lower rows$"):
-        bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(rows=10**9))
+    with pytest.raises(MemoryError, match=r"a cache of .* lower batch_size$"):
+        bj.load("synth:tiny-qwen3:q8_0", bj.RunConfig(batch_size=10**9))
     with pytest.raises(NotImplementedError, match=r"impl='pallas' cannot run matmul"):  # on no device
         bj.load("synth:tiny-qwen3:mxfp4", bj.RunConfig(impl="pallas"))
 

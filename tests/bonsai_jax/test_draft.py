@@ -10,9 +10,10 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
-from bonsai_jax.model import resolve
 from bonsai_jax.network import architectures, draft
-from bonsai_jax.weights import params, plan
+from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights import specs
+from bonsai_jax.weights.read import blocks, read
 from checkpoints import Checkpoint, Tensor, open_checkpoint
 from tests.bonsai_jax.test_speculation import HYBRID, two_layers
 from tests.bonsai_jax.tokens import assert_same
@@ -27,9 +28,7 @@ GREEDY, HOT = bj.SamplingParams(temperature=0.0), bj.SamplingParams(temperature=
 def arrays() -> dict[str, np.ndarray]:
     """A delta net, a layer of attention, and a draft layer, in float32."""
     drawn = two_layers(open_checkpoint(HYBRID)).tensors
-    found = {
-        name: np.asarray(params.blocks(t)).view(np.float32).reshape(t.shape) for name, t in drawn.items()
-    }
+    found = {name: np.asarray(blocks(t)).view(np.float32).reshape(t.shape) for name, t in drawn.items()}
     rng = np.random.default_rng(7)
     for name, value in list(found.items()):
         if name.startswith("blk.1."):
@@ -170,22 +169,23 @@ def test_a_step_keeps_what_it_foresaw():
 def test_from_a_hugging_face_folder_it_is_the_same():
     """With norms less 1, under the names of such folders."""
     file = checkpoint(arrays())
-    config = plan.with_draft(file, architectures.config_of(file))
-    names = {spec.gguf.replace("{}", "2"): spec.huggingface for spec in architectures.get("qwen35").DRAFT}
+    in_file, draft_specs = architectures.describe(file, draft=True), architectures.get("qwen35").DRAFT
+    names = {
+        spec.gguf.format(0).replace("blk.0.", "blk.2.", 1): spec.huggingface.format(0) for spec in draft_specs
+    }
     folder = {}
     for name, t in file.tensors.items():
         if name in names:  # norms less 1
             a = arrays()[name] - ("norm" in name)
             raw = np.ascontiguousarray(a, np.float32).view(np.uint8).reshape(*a.shape[:-1], -1)
-            folder[names[name].format(0)] = dataclasses.replace(t, name=names[name].format(0), data=raw)
+            folder[names[name]] = dataclasses.replace(t, name=names[name], data=raw)
     assert {"mtp.fc.weight", "mtp.layers.0.self_attn.q_proj.weight", "mtp.norm.weight"} <= folder.keys()
     other = Checkpoint("folder", "huggingface", {}, folder)
-    of_folder = plan.with_draft(other, dataclasses.replace(config, draft=None, aside=("mtp.",)))
-    run, specs = resolve(RUN, file, config), architectures.get("qwen35").DRAFT
-    of_file, of_other = (
-        params.load_draft(plan.of_draft(c, specs, of, run)) for c, of in ((file, config), (other, of_folder))
-    )
-    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), of_file, of_other)
+    config = dataclasses.replace(in_file.config, draft=None, skipped=("mtp.",))
+    in_folder = specs.describe(other, (), specs.with_draft(other, config), draft_specs)
+    run = load_plans.resolve(in_file, RUN)
+    ours, theirs = (read(load_plans.planned(one.draft, run)) for one in (in_file, in_folder))
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), ours, theirs)
 
 
 def test_it_is_asked_for_and_must_be_there():

@@ -27,8 +27,8 @@ from tests.bonsai_jax.tokens import assert_same
 GREEDY = bj.SamplingParams(temperature=0.0)
 MOST = 24  # new tokens
 # One for all but a few, so that they have the same four executables: pages for two of the longest answers.
-SHAPE = {"max_rows": 4, "context": 96, "prefill_tokens": 32, "pages": 12}
-OF_HYBRIDS = {"max_rows": 2, "context": 96, "prefill_tokens": 32, "pages": 7, "logprobs": 0}
+SHAPE = {"max_batch_size": 4, "context": 96, "prefill_tokens": 32, "pages": 12}
+OF_HYBRIDS = {"max_batch_size": 2, "context": 96, "prefill_tokens": 32, "pages": 7, "logprobs": 0}
 
 
 @functools.cache
@@ -92,7 +92,7 @@ def assert_all_pages_are_back(engine: bj.Engine) -> None:
         time.sleep(0.02)
     assert not device.running and not engine._loop.answers
     assert device.pages.available == device.pages.count and set(device.pages.holders) == {0}
-    assert sorted(device.free_rows) == list(range(engine.options.max_rows))
+    assert sorted(device.free_rows) == list(range(engine.options.max_batch_size))
 
 
 def soak(engine: bj.Engine, count: int, seed: int) -> None:
@@ -193,7 +193,7 @@ def test_a_long_prefix_is_computed_once():
     options = {"max_new_tokens": 8, "ignore_eos": True}
     outputs = []
     for prompts in ([second], [first, second]):  # alone, and behind the other
-        with bj.Engine(tiny(), max_rows=1, context=528, prefill_tokens=128) as engine:
+        with bj.Engine(tiny(), max_batch_size=1, context=528, prefill_tokens=128) as engine:
             outputs.append([engine.submit(ids, GREEDY, **options).result(200) for ids in prompts])
     (want,), (before, got) = outputs
     assert (want.cached_tokens, before.cached_tokens, got.cached_tokens) == (0, 0, 500)
@@ -232,7 +232,7 @@ def test_the_next_dispatch_is_asked_for_while_one_is_running(engine, monkeypatch
         late.extend([len(steps)] if len(planned) <= len(steps) else [])
         return decode(params, pool, columns, *rest, **options)
 
-    engine._loop.scheduler.unhurried = engine._loop._empty_scheduler().unhurried  # as if it were new
+    engine._loop.scheduler.idle_steps = engine._loop._empty_scheduler().idle_steps  # as if it were new
     monkeypatch.setattr(Scheduler, "plan", counted)
     monkeypatch.setattr(on_device, "decode_rows", returning_late)
     ids = prompt(10, 41)
@@ -265,9 +265,9 @@ def test_a_first_token_does_not_wait_for_the_steps_behind_it(engine, monkeypatch
 
 
 def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
-    """The thread that dispatches shares Python's lock with the one that reads. It needs 20 ms here."""
-    thread, begun, told = engine._loop.runner._thread, [], []
-    submit, tell = thread.submit, Loop._tell
+    """The thread that dispatches competes for the GIL with the one that reads. It needs 20 ms here."""
+    thread, begun, read = engine._loop.runner._thread, [], []
+    submit, extend = thread.submit, Loop._extend
 
     def slow(run):
         def later():
@@ -278,14 +278,14 @@ def test_text_is_made_when_the_next_dispatch_has_begun(engine, monkeypatch):
         return submit(later)
 
     def noted(self, *arguments):
-        told.append((len(begun), bool(self._flying)))
-        return tell(self, *arguments)
+        read.append((len(begun), bool(self._flying)))
+        return extend(self, *arguments)
 
     monkeypatch.setattr(thread, "submit", slow)
-    monkeypatch.setattr(Loop, "_tell", noted)
+    monkeypatch.setattr(Loop, "_extend", noted)
     engine.submit(prompt(10, 43), GREEDY, max_new_tokens=80, ignore_eos=True).result(300)
-    behind = [count > i + 1 for i, (count, more) in enumerate(told) if more]
-    assert len(behind) > 2 and all(behind)
+    after = [count > i + 1 for i, (count, more) in enumerate(read) if more]
+    assert len(after) > 2 and all(after)
 
 
 def test_answers_of_one_prompt_have_seeds_of_their_own():
@@ -413,8 +413,8 @@ def test_an_engine_whose_thread_ends_leaves_nobody_waiting(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_rows": 1.5}, {"pages": 0}, {"context": 8.5}, {"prefill_tokens": -3}, {"checkpoints": -1},
-              {"max_wait_s": "0.1"}, {"max_wait_s": -1}]
+    "wrong", [{"max_batch_size": 1.5}, {"pages": 0}, {"context": 8.5}, {"prefill_tokens": -3},
+              {"checkpoints": -1}, {"max_wait_s": "0.1"}, {"max_wait_s": -1}]
 )  # fmt: skip
 def test_sizes_of_an_engine_are_counts(wrong):
     with pytest.raises(ValueError, match=f"Engine: {next(iter(wrong))} is "):

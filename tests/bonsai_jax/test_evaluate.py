@@ -9,7 +9,7 @@ from bonsai_jax.measure import evaluate
 
 @pytest.fixture(scope="module")
 def model():
-    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=64, rows=1))
+    return bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=64, batch_size=1))
 
 
 def text_ids(n):
@@ -50,7 +50,7 @@ def test_chunks():
 
 def test_a_context_of_many_prefill_chunks_is_scored_alike():
     """The scored half begins in the middle of one piece of iter_logits and goes on in the next."""
-    model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=1200, rows=1))
+    model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(context=1200, batch_size=1))
     chunk = np.array(text_ids(1200), np.int32)
     log_probs, losses = evaluate.score_chunk(model, chunk)
     exact = exact_log_softmax(bj.logits(model, chunk))[600:1199]
@@ -102,5 +102,5 @@ def test_a_base_file_that_does_not_fit_is_refused(model, tmp_path):
     with pytest.raises(ValueError, match="do not fit a vocabulary of 7"):
         evaluate.BaseReader(path, cut, 7)
     path.write_bytes(b"no zip file")
-    with pytest.raises(ValueError, match="no file of log-probabilities"):
+    with pytest.raises(ValueError, match="not a file of log-probabilities"):
         evaluate.BaseReader(path, cut, vocab)

@@ -51,7 +51,7 @@ def check(got, spans):
 
 
 def test_rows_are_extended_by_any_number_of_tokens_each():
-    cache = bj.new_cache(tiny(), rows=3, context=48)
+    cache = bj.new_cache(tiny(), batch_size=3, context=48)
     for spans in ([(0, 5), (0, 0), (0, 16)], [(5, 6), (0, 9), (16, 16)], [(6, 20), (9, 10), (16, 30)]):
         got, cache = extended(cache, spans)
         check(got, spans)
@@ -59,7 +59,7 @@ def test_rows_are_extended_by_any_number_of_tokens_each():
 
 
 def test_a_rewound_cache_goes_on_from_there():
-    cache = bj.new_cache(tiny(), rows=3, context=48)
+    cache = bj.new_cache(tiny(), batch_size=3, context=48)
     _, cache = extended(cache, [(0, 16), (5, 12), (0, 16)])
     cache = cache.rewind([9, 0, 99])
     assert cache.lengths.tolist() == [9, 0, 16]
@@ -72,7 +72,7 @@ def test_a_rewound_cache_goes_on_from_there():
 def test_taken_rows_have_pages_of_their_own(cache_dtype):
     """Rows 2, 0, 0 of a cache: each goes on with tokens of its own, and the cache that they came of too."""
     model = tiny(cache_dtype)
-    _, cache = extended(bj.new_cache(model, rows=3, context=48), [(0, 16), (0, 7), (0, 13)])
+    _, cache = extended(bj.new_cache(model, batch_size=3, context=48), [(0, 16), (0, 7), (0, 13)])
     _, cache = extended(cache, [(16, 20), (7, 7), (13, 13)])
     taken = cache.take([2, 0, 0])
     assert taken.lengths.tolist() == [13, 20, 20]
@@ -91,7 +91,7 @@ def test_jitted_functions_compile_once_and_donate():
     state = jitted.prefill(
         model.params, state, jnp.array(IDS[:2, :16]), jnp.array([16, 3]), model.config
     ).state
-    assert before.cache.k.is_deleted()
+    assert before.cache.attention[0].k.is_deleted()
     size = jitted.step._cache_size()
     for _ in range(3):
         state = jitted.step(model.params, state, model.config).state

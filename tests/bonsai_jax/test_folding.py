@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, folding, open_checkpoint
 from pallas_kernels import Rotation
 from tests.bonsai_jax.test_speculation import two_layers

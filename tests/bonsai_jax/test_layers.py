@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from bonsai_jax.config import ModelConfig, RopeConfig, yarn_mscale
 from bonsai_jax.network import architectures
-from bonsai_jax.network.layers import rope_frequencies
+from bonsai_jax.network.kinds.attention import Attention
+from bonsai_jax.network.rope import Rope, frequencies, yarn_mscale
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from pallas_kernels import apply_rope, rms_norm
 
@@ -36,23 +36,19 @@ def test_rope_turns_pairs_as_complex_numbers(interleaved):
         if interleaved
         else np.concatenate([z.real, z.imag], -1)
     )
-    frequencies = rope_frequencies(RopeConfig(10000.0), 16)
-    angle = jnp.asarray(positions)[..., None] * jnp.asarray(frequencies)
+    angle = jnp.asarray(positions)[..., None] * jnp.asarray(frequencies(Rope(10000.0, 16)))
     got = apply_rope(jnp.asarray(x), 1.25 * jnp.cos(angle), 1.25 * jnp.sin(angle), interleaved)
     np.testing.assert_allclose(got, want, atol=2e-3)  # angles of 5,000 radians in float32 are good to 3e-4
 
 
 def test_linear_scaling_divides_every_frequency():
-    plain, scaled = (
-        rope_frequencies(RopeConfig(1e4), 64),
-        rope_frequencies(RopeConfig(1e4, scaling="linear", factor=4.0), 64),
-    )
+    plain, scaled = frequencies(Rope(1e4, 64)), frequencies(Rope(1e4, 64, scaling="linear", factor=4.0))
     np.testing.assert_allclose(scaled, plain / 4, rtol=1e-6)
 
 
 def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all_positions():
-    rope = RopeConfig(1e6, scaling="yarn", factor=4.0, original_context=16384, mscale=yarn_mscale(4.0))
-    plain, scaled = rope_frequencies(RopeConfig(1e6), 128), rope_frequencies(rope, 128)
+    rope = Rope(1e6, 128, scaling="yarn", factor=4.0, original_context=16384, mscale=yarn_mscale(4.0))
+    plain, scaled = frequencies(Rope(1e6, 128)), frequencies(rope)
     turns = 16384 * plain / (2 * math.pi)
     np.testing.assert_allclose(scaled[turns > 40], plain[turns > 40], rtol=1e-6)
     np.testing.assert_allclose(scaled[turns < 0.8], plain[turns < 0.8] / 4, rtol=1e-6)
@@ -62,10 +58,16 @@ def test_yarn_keeps_fast_pairs_stretches_slow_ones_and_scales_all_positions():
 
 
 def test_llama3_scaling_against_its_published_form():
-    rope = RopeConfig(
-        5e5, scaling="llama3", factor=8.0, original_context=8192, low_freq_factor=1.0, high_freq_factor=4.0
+    rope = Rope(
+        5e5,
+        128,
+        scaling="llama3",
+        factor=8.0,
+        original_context=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
     )
-    got, plain = rope_frequencies(rope, 128), 5e5 ** (-np.arange(64) / 64)
+    got, plain = frequencies(rope), 5e5 ** (-np.arange(64) / 64)
     for freq, scaled in zip(plain, got, strict=True):
         wavelength = 2 * math.pi / freq
         smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
@@ -86,9 +88,11 @@ def test_bonsai_configs_come_from_metadata():
         "bonsai-1.7b": (28, 2048, 6144, 16, 8, 128, 151669),
     }.items():
         c = architectures.config_of(open_checkpoint(f"synth:{name}:q1_0"))
-        assert (c.num_layers, c.hidden, c.ffn, c.num_heads, c.num_kv_heads, c.head_dim, c.vocab_size) == want
-        assert c.rope.scaling == "yarn" and c.rope.factor == 4.0 and abs(c.rope.mscale - 1.1386) < 1e-4
-        assert not c.rope.interleaved
+        a = c.attention
+        heads = a.num_heads, a.num_kv_heads, a.head_dim
+        assert (c.num_layers, c.hidden, c.mlp.ffn, *heads, c.vocab_size) == want
+        assert a.rope.scaling == "yarn" and a.rope.factor == 4.0 and abs(a.rope.mscale - 1.1386) < 1e-4
+        assert not a.rope.interleaved
 
 
 def test_a_hugging_face_config_of_llama_3():
@@ -114,13 +118,9 @@ def test_a_hugging_face_config_of_llama_3():
     embedding = open_checkpoint("synth:llama-70b:f16").tensors["token_embd.weight"]
     checkpoint = Checkpoint("hf", "huggingface", metadata, {"model.embed_tokens.weight": embedding})
     c = architectures.config_of(checkpoint)
-    assert (c.head_dim, c.num_kv_heads, c.vocab_size, c.rope.scaling, c.rope.base) == (
-        128,
-        8,
-        128256,
-        "llama3",
-        5e5,
-    )
+    a = c.attention
+    assert (a.head_dim, a.num_kv_heads, c.vocab_size) == (128, 8, 128256)
+    assert (a.rope.scaling, a.rope.base) == ("llama3", 5e5)
     with pytest.raises(CheckpointError, match="hf: metadata of this llama model: rms_norm_eps is missing"):
         architectures.config_of(
             Checkpoint(
@@ -138,4 +138,4 @@ def test_a_hugging_face_config_of_llama_3():
 
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="5 query heads do not divide into 2 KV heads"):
-        ModelConfig("llama", 1, 64, 64, 5, 2, 16, 100, 128, 1e-5, RopeConfig(1e4))
+        Attention(5, 2, 16, Rope(1e4, 16))

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from bonsai_jax.model import RunConfig, Tokenizer, load_plan, resolve
-from bonsai_jax.network import architectures
-from bonsai_jax.network.layers import rope_frequencies
+from bonsai_jax.model import RunConfig, Tokenizer
+from bonsai_jax.network import architectures, rope
+from bonsai_jax.weights import plan as load_plans
 from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 
 ODD = ["x", {}, [], None, True, -1, 0, float("inf"), 1.5, 10**400, [1, 2]]
@@ -16,9 +16,9 @@ LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_fr
 
 
 def plan(checkpoint: Checkpoint) -> None:
-    config = architectures.config_of(checkpoint)
-    rope_frequencies(config.rope, config.head_dim)
-    load_plan(checkpoint, config, resolve(RunConfig(), checkpoint, config))
+    description = architectures.describe(checkpoint)
+    rope.frequencies(description.config.attention.rope)
+    load_plans.plan(description, RunConfig())
 
 
 def said_of(read, checkpoint: Checkpoint, change: dict) -> str | None:
@@ -45,26 +45,26 @@ def huggingface() -> Checkpoint:
         "model_type": "qwen2",
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden,
-        "intermediate_size": config.ffn,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "intermediate_size": config.mlp.ffn,
+        "num_attention_heads": config.attention.num_heads,
+        "num_key_value_heads": config.attention.num_kv_heads,
+        "head_dim": config.attention.head_dim,
         "max_position_embeddings": config.context_length,
         "sliding_window": 4096,
         "rms_norm_eps": config.rms_norm_eps,
         "hidden_act": "silu",
-        "rope_theta": config.rope.base,
+        "rope_theta": config.attention.rope.base,
     }
     return Checkpoint("folder", "huggingface", metadata, tensors)
 
 
-@pytest.mark.parametrize("rope", [{}, YARN, LLAMA3], ids=["default", "yarn", "llama3"])
-def test_any_value_of_config_json_loads_or_is_named(rope):
+@pytest.mark.parametrize("scaling", [{}, YARN, LLAMA3], ids=["default", "yarn", "llama3"])
+def test_any_value_of_config_json_loads_or_is_named(scaling):
     checkpoint = huggingface()
-    good = {**checkpoint.metadata, "rope_scaling": rope}
+    good = {**checkpoint.metadata, "rope_scaling": scaling}
     assert said_of(plan, checkpoint, good) is None
     changes = [{key: odd} for key in good for odd in ODD]
-    changes += [{"rope_scaling": rope | {key: odd}} for key in rope for odd in ODD]
+    changes += [{"rope_scaling": scaling | {key: odd}} for key in scaling for odd in ODD]
     said = [said_of(plan, checkpoint, good | change) for change in changes]
     assert sum(text is not None for text in said) > 100
 
@@ -111,4 +111,5 @@ def test_null_is_the_default():
     config = architectures.config_of(
         dataclasses.replace(checkpoint, metadata={**checkpoint.metadata, **nulls})
     )
-    assert (config.head_dim, config.num_kv_heads, config.rope.base) == (64, 4, 10000.0)
+    attention = config.attention
+    assert (attention.head_dim, attention.num_kv_heads, attention.rope.base) == (64, 4, 10000.0)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint, write_gguf
 from tests.agreement import agreement, log_softmax, top_kl
 
@@ -34,7 +34,7 @@ def smollm2() -> Path:
 @functools.cache
 def smollm2_model(activation_bits=16) -> bj.Model:
     """10 rows: 19 prompts are one program, twice."""
-    return bj.load(str(smollm2()), bj.RunConfig(rows=10, activation_bits=activation_bits))
+    return bj.load(str(smollm2()), bj.RunConfig(batch_size=10, activation_bits=activation_bits))
 
 
 def prompts() -> list[dict]:
@@ -139,7 +139,7 @@ def test_the_kernels_of_cpus_are_as_near_to_llama_cpp_on_f32_as_llama_cpp_on_the
     """Read 16 tokens at a time, which is what they are for. Fewer texts where nothing is rounded, which is no
     matter of means."""
     model, kl, same = smollm2_model(bits), [], []
-    assert model.params.layers.wo.parts[0].products.of(16) == "cpu"
+    assert model.params.layers.attention[0].o.parts[0].products.kernel(16) == "cpu"
     rows = [row for row in kept_oracle()["float32"] if len(row["prompt"]) <= 32]
     assert len(rows) >= texts
     for row in rows[:texts]:

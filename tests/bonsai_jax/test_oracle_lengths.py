@@ -37,7 +37,7 @@ def test_prompts_of_every_length_are_answered_as_by_llama_cpp(name, tied, length
     prompts, new = [np.random.default_rng(n).integers(0, 300, n).tolist() for n in lengths], 8
     rows = answers(path, model.tokenizer, prompts, new, context=2048)
     size = model.config.vocab_size
-    options |= {"max_rows": len(lengths), "context": 1024, "logprobs": size}
+    options |= {"max_batch_size": len(lengths), "context": 1024, "logprobs": size}
     with bj.Engine(model, **options) as engine:
         asked = {"max_new_tokens": new, "ignore_eos": True, "logprobs": size}
         outputs = [handle.result() for handle in [engine.submit(p, GREEDY, **asked) for p in prompts]]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.weights.read import blocks
 from checkpoints import Tensor, open_checkpoint, write_gguf
 from tests.bonsai_jax.tokens import assert_same
 

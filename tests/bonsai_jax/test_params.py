@@ -16,8 +16,9 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
-from bonsai_jax.weights import drawing, params
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.weights import drawing
+from bonsai_jax.weights import read as reading
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks
 from pallas_kernels.qtensor import Rows
@@ -42,7 +43,7 @@ def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(sour
     """As on a GPU a program makes them of blocks: every array is compared."""
     from tests.bonsai_jax.test_oracle import as_file
 
-    with mock.patch.object(params, "_as_it_lies", lambda *_: False):
+    with mock.patch.object(reading, "_as_it_lies", lambda *_: False):
         made = bj.load(source)
     path = as_file(source, tmp_path / "model.gguf")
     compiled = []
@@ -89,7 +90,7 @@ def test_a_misshapen_tensor_is_named():
     wrong = dataclasses.replace(tiny().tensors["blk.2.attn_k.weight"], name="blk.2.attn_q.weight")
     with pytest.raises(
         CheckpointError,
-        match=r"blk\.2\.attn_q\.weight has shape \(128, 256\); .* \(256, 256\) \(q_width, hid",
+        match=r"blk\.2\.attn_q\.weight has shape \(128, 256\); .* \(256, 256\) \(q_rows, hid",
     ):
         bj.from_checkpoint(changed(blk__2__attn_q__weight=wrong))
 
@@ -105,11 +106,11 @@ def test_a_format_without_a_decoder_is_named():
 def test_a_mixed_file_keeps_a_stack_for_each_format():
     dense = jax.jit(dequantize)  # outside of jit each operation would be compiled alone
     model = bj.load("synth:tiny-llama:q4_k_m", bj.RunConfig(weights="packed"))
-    (wqkv,) = model.params.layers.wqkv
+    (wqkv,) = model.params.layers.attention[0].qkv
     assert len(wqkv.parts) == 2 and len(wqkv.where) == 3  # all of q4_k, and values of q6_k
     for layer, (part, index) in enumerate(wqkv.where):
-        held = wqkv.parts[part]
-        pieces = held.pieces if isinstance(held, Rows) else (held,)
+        weights = wqkv.parts[part]
+        pieces = weights.pieces if isinstance(weights, Rows) else (weights,)
         assert [piece.format for piece in pieces] in (["q4_k"], ["q4_k", "q6_k"])
         want = []
         for name in "qkv":
@@ -159,8 +160,9 @@ def huggingface_folder(source: str, folder: Path) -> Path:
             if (t := checkpoint.tensors.get(spec.gguf.format(layer))) is None:
                 continue
             values = np.asarray(blocks(t)).view(np.float32).reshape(t.shape)
-            if config.rope.interleaved and spec.field in ("wq", "wk"):  # pairs (0, 1), (2, 3) ... to halves
-                heads = values.reshape(-1, config.head_dim // 2, 2, config.hidden)
+            pairs = config.attention.rope.interleaved and spec.field in ("q", "k")
+            if pairs:  # (0, 1), (2, 3) ... to halves
+                heads = values.reshape(-1, config.attention.head_dim // 2, 2, config.hidden)
                 values = heads.swapaxes(1, 2).reshape(t.shape)
             named[spec.huggingface.format(layer)] = values
     folder.mkdir()
@@ -181,20 +183,22 @@ def huggingface_folder(source: str, folder: Path) -> Path:
             struct.pack("<Q", len(text)) + text + data
         )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    rope = {"rope_theta": config.rope.base}
-    if config.rope.scaling == "yarn":
-        scaling = {"rope_type": "yarn", "factor": config.rope.factor}
-        rope["rope_scaling"] = scaling | {"original_max_position_embeddings": config.rope.original_context}
+    rope = {"rope_theta": config.attention.rope.base}
+    if config.attention.rope.scaling == "yarn":
+        scaling = {"rope_type": "yarn", "factor": config.attention.rope.factor}
+        rope["rope_scaling"] = scaling | {
+            "original_max_position_embeddings": config.attention.rope.original_context
+        }
     (folder / "config.json").write_text(
         json.dumps(
             {
                 "model_type": config.architecture,
                 "num_hidden_layers": config.num_layers,
                 "hidden_size": config.hidden,
-                "intermediate_size": config.ffn,
-                "num_attention_heads": config.num_heads,
-                "num_key_value_heads": config.num_kv_heads,
-                "head_dim": config.head_dim,
+                "intermediate_size": config.mlp.ffn,
+                "num_attention_heads": config.attention.num_heads,
+                "num_key_value_heads": config.attention.num_kv_heads,
+                "head_dim": config.attention.head_dim,
                 "max_position_embeddings": config.context_length,
                 "rms_norm_eps": config.rms_norm_eps,
                 "hidden_act": "silu",
@@ -217,7 +221,7 @@ def test_a_hugging_face_folder_is_the_same_model_as_the_gguf_file(name, tmp_path
     folder = huggingface_folder(f"synth:{name}:f32", tmp_path / "hf")
     ids = np.random.default_rng(0).integers(0, 256, 50).tolist()
     ours = bj.load(str(folder))
-    assert not ours.config.rope.interleaved
+    assert not ours.config.attention.rope.interleaved
     np.testing.assert_allclose(bj.logits(ours, ids), bj.logits(bj.load(f"synth:{name}:f32"), ids), atol=2e-4)
     assert ours.tokenizer.decode(ours.tokenizer.encode("Ahoy, wörld")) == "Ahoy, wörld"
 

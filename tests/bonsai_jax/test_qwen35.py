@@ -15,10 +15,12 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax import card
 from bonsai_jax.cli.chat import Conversation
-from bonsai_jax.model import load_params, resolve
 from bonsai_jax.network import architectures
 from bonsai_jax.network import cache as kv
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.network import params as network_params
+from bonsai_jax.weights import memory
+from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 from tests.bonsai_jax.test_speculation import two_layers
 
@@ -120,7 +122,7 @@ def extended(cache, rows: list[list[int]], width: int = 80):
 
 
 def states(cache) -> list[np.ndarray]:
-    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache.delta)]
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(cache.delta_net[0])]
 
 
 def test_chunks_and_steps_are_float64_s():
@@ -168,8 +170,13 @@ def test_taken_rows_and_saved_caches_go_on(tmp_path):
         rest, _ = extended(again, [prompt[30:], prompt[30:], []])
         for of_row in rest[:2]:
             np.testing.assert_allclose(of_row, want[0][30:], atol=1e-4)
-    other = dataclasses.replace(tiny().config.delta, v_heads=2)
-    wrong = dataclasses.replace(tiny(), config=dataclasses.replace(tiny().config, delta=other))
+    config = tiny().config
+    other = dataclasses.replace(config.delta_net, v_heads=2)
+    layers = tuple(
+        dataclasses.replace(layer, mixer=other) if layer.mixer == config.delta_net else layer
+        for layer in config.layers
+    )
+    wrong = dataclasses.replace(tiny(), config=dataclasses.replace(config, layers=layers))
     with pytest.raises(ValueError, match=r"this state has recurrent states .* but the model"):
         bj.load_state(tmp_path / "cache", wrong)
 
@@ -205,19 +212,18 @@ def test_taps_read_every_layer_and_gradients_pass_the_chunks():
 def test_memory_counts_states():
     checkpoint = open_checkpoint("synth:bonsai-27b:q1_0")
     config = architectures.config_of(checkpoint)
-    assert kv.bytes_per_row(config) == 48 * 4 * (48 * 128 * 128 + 4 * 10240)  # 151 MB and 7.9 MB
-    assert kv.bytes_per_token(config, "float16") == 65536
-    run = bj.RunConfig(rows=2, context=128, cache_dtype="float16")
-    assert card.cache_bytes(config, run) == 2 * (128 * 65536 + kv.bytes_per_row(config))
-    assert card.decode_bytes(0, config, run, [5]) == 5 * 65536 + 2 * kv.bytes_per_row(config)
-    assert (config.period, len(config.layers_of("delta")), config.layers_of("attention")[:2]) == (
-        4,
-        48,
-        (3, 7),
-    )
-    assert config.places(7) == (1, 7) and config.places(6) == (5, 6)
-    held = jax.tree.leaves(jax.eval_shape(lambda: kv.empty_states(config, 1)))
-    assert sum(4 * leaf.size for leaf in held) == kv.bytes_per_row(config)
+    run = bj.RunConfig(batch_size=2, context=128, cache_dtype="float16")
+    state_bytes = memory.bytes_per_row(config, run)
+    assert state_bytes == 48 * 4 * (48 * 128 * 128 + 4 * 10240)  # 151 MB and 7.9 MB
+    assert memory.bytes_per_token(config, run) == 65536
+    assert memory.cache_bytes(config, run) == 2 * (128 * 65536 + state_bytes)
+    assert card.decode_bytes(0, config, run, [5]) == 5 * 65536 + 2 * state_bytes
+    assert config.period == 4 and len(config.layers_with("delta_net")) == 48
+    assert config.layers_with("attention")[:2] == (3, 7)
+    assert config.position(7, config.attention) == (0, 1) and config.position(7, config.mlp) == (0, 7)
+    assert config.position(6, config.delta_net) == (0, 5) and config.position(6, config.mlp) == (0, 6)
+    states = jax.tree.leaves(jax.eval_shape(lambda: kv.empty_states(config, 1)))
+    assert sum(4 * leaf.size for leaf in states) == state_bytes
 
 
 @pytest.mark.parametrize(
@@ -243,7 +249,7 @@ def test_layers_may_be_listed_one_by_one():
     checkpoint = open_checkpoint(TINY)
     metadata = dict(checkpoint.metadata) | {"qwen35.attention.recurrent_layers": np.array([0, 1, 0, 1])}
     config = architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
-    assert config.layers_of("attention") == (0, 2) and config.period == 2
+    assert config.layers_with("attention") == (0, 2) and config.period == 2
 
 
 def test_a_draft_layer_is_left_aside():
@@ -261,9 +267,8 @@ def test_a_draft_layer_is_left_aside():
 
 
 def load_arrays(checkpoint):
-    config = architectures.config_of(checkpoint)
-    run = resolve(bj.RunConfig(impl="reference", weights="packed", rows=1), checkpoint, config)
-    return load_params(checkpoint, config, run)
+    run = bj.RunConfig(impl="reference", weights="packed", batch_size=1)
+    return network_params.load(load_plans.plan(architectures.describe(checkpoint), run))
 
 
 @pytest.mark.parametrize("of_many_modes", [False, True])
@@ -309,7 +314,8 @@ def test_a_hugging_face_folder_is_the_same_model(of_many_modes):
         text = {"model_type": "qwen3_5", "text_config": text, "vision_config": {}}
     folder = Checkpoint("folder", "huggingface", text, tensors)
     config = architectures.config_of(folder)
-    assert config.delta.grouped and config.mixers == tiny().config.mixers
+    mixers = [[layer.mixer.kind for layer in one.layers] for one in (config, tiny().config)]
+    assert config.delta_net.grouped and mixers[0] == mixers[1]
     want = extended(bj.new_cache(tiny(), 3, 96), [ids(7), [], []])[0][0]
     got = bj.jitted.forward(load_arrays(folder), np.array([ids(7)]), jnp.array([7]), config)[0][0]
     np.testing.assert_allclose(got, want, atol=1e-5 * np.abs(want).max())
@@ -320,7 +326,7 @@ def test_a_conversation_goes_on_and_begins_anew():
     model, greedy = few(), bj.SamplingParams(temperature=0.0)
 
     def talking(**more):
-        return Conversation(bj.Engine(model, max_rows=1), greedy, max_new_tokens=4, **more)
+        return Conversation(bj.Engine(model, max_batch_size=1), greedy, max_new_tokens=4, **more)
 
     def said(conversation, text):
         return "".join(piece.text for piece in conversation.ask(text))

@@ -14,10 +14,11 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import card
-from bonsai_jax.model import load_params, resolve
 from bonsai_jax.network import architectures
-from bonsai_jax.weights import params
-from bonsai_jax.weights.params import blocks
+from bonsai_jax.network import params as network_params
+from bonsai_jax.weights import memory
+from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, Tensor, open_checkpoint
 
 TINY = "synth:tiny-qwen3moe:f32"
@@ -148,8 +149,10 @@ def test_taps_read_and_ban_experts_and_gradients_pass_them():
 
 def test_one_program_for_many_prompts_under_vmap():
     """Of a model whose experts' weights stay as the softmax gives them."""
-    sizes = dataclasses.replace(tiny().config.experts, normalized=False)
-    config = dataclasses.replace(tiny().config, experts=sizes)
+    config = tiny().config
+    experts = dataclasses.replace(config.experts, normalized=False)
+    layers = tuple(dataclasses.replace(layer, channels=experts) for layer in config.layers)
+    config = dataclasses.replace(config, layers=layers)
     prompts, lengths = np.array([ids(6, 1), ids(6, 2)]), jnp.array([6])
 
     def one(params, tokens):
@@ -163,15 +166,16 @@ def test_one_program_for_many_prompts_under_vmap():
 
 def test_a_step_reads_the_experts_that_it_uses():
     checkpoint = open_checkpoint("synth:qwen3-30b-a3b:q4_k_m")
-    config = architectures.config_of(checkpoint)
+    description = architectures.describe(checkpoint)
+    config = description.config
     assert (config.experts.count, config.experts.used, config.period) == (128, 8, 1)
-    of_experts = sum(t.nbytes for name, t in checkpoint.tensors.items() if "_exps" in name)
+    expert_bytes = sum(t.nbytes for name, t in checkpoint.tensors.items() if "_exps" in name)
     run = bj.RunConfig(weights="packed", cache_dtype="float16")
-    everything = card.held_bytes(checkpoint, config, run) - checkpoint.tensors["token_embd.weight"].nbytes
-    assert card.step_bytes(checkpoint, run) == everything - of_experts * 120 // 128
+    everything = memory.weight_bytes(description, run) - checkpoint.tensors["token_embd.weight"].nbytes
+    assert card.step_bytes(description, run) == everything - expert_bytes * 120 // 128
     assert 0.06 < config.experts.share_read(1) < 0.0626 and config.experts.share_read(1000) > 0.999
-    held = tiny().params
-    unread = params.decode_bytes(held, tiny().config, 10**6) - params.decode_bytes(held, tiny().config)
+    many, one = (network_params.decode_bytes(tiny().params, tiny().config, rows) for rows in (10**6, 1))
+    unread = many - one
     assert unread == 3 * 3 * 8 * 256 * 256 * 4 * 5 // 8
 
 
@@ -197,9 +201,8 @@ def test_what_the_metadata_says_wrong_is_named(key, value, says):
 
 
 def load_arrays(checkpoint):
-    config = architectures.config_of(checkpoint)
-    run = resolve(bj.RunConfig(impl="reference", weights="packed", rows=1), checkpoint, config)
-    return load_params(checkpoint, config, run)
+    run = bj.RunConfig(impl="reference", weights="packed", batch_size=1)
+    return network_params.load(load_plans.plan(architectures.describe(checkpoint), run))
 
 
 HUGGING_FACE = {
@@ -241,9 +244,9 @@ def folder(dense: int | None = None, **changes) -> Checkpoint:
 
 def test_a_hugging_face_folder_is_the_same_model():
     """A layer's experts lie there one by one."""
-    found, config = load_arrays(folder()), architectures.config_of(folder())
-    assert config.experts == tiny().config.experts and config.kinds == tiny().config.kinds
-    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(tiny().params), strict=True):
+    params, config = load_arrays(folder()), architectures.config_of(folder())
+    assert [layer.channels for layer in config.layers] == [layer.channels for layer in tiny().config.layers]
+    for ours, theirs in zip(jax.tree.leaves(params), jax.tree.leaves(tiny().params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     missing = folder()
     del missing.tensors["model.layers.1.mlp.experts.5.up_proj.weight"]
@@ -256,9 +259,9 @@ def test_layers_without_experts_among_those_that_have_them():
     """Layer 1 has one feed-forward: as if all its tokens went to the expert that it is, whatever the
     router."""
     config = architectures.config_of(folder(1))
-    assert [of for _, of in config.kinds] == ["experts", "mlp", "experts"]
-    assert architectures.config_of(folder(1, decoder_sparse_step=2)).layers_of("experts") == ()
-    assert architectures.config_of(folder(decoder_sparse_step=2)).layers_of("experts") == (1,)
+    assert [layer.channels.kind for layer in config.layers] == ["experts", "mlp", "experts"]
+    assert architectures.config_of(folder(1, decoder_sparse_step=2)).layers_with("experts") == ()
+    assert architectures.config_of(folder(decoder_sparse_step=2)).layers_with("experts") == (1,)
 
     def all_to_one(site, layer, x):
         only = jnp.zeros_like(x).at[..., 1].set(1.0)

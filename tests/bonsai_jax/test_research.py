@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network import layers, taps, transformer
+from bonsai_jax.network import decoder, rope, taps
+from bonsai_jax.network.kinds import mlp
+from bonsai_jax.network.kinds.place import Place
 from pallas_kernels import dequantize
 
 IDS = np.random.default_rng(0).integers(0, 256, 21)
@@ -44,7 +46,7 @@ def test_what_is_read_adds_up(source):
     np.testing.assert_array_equal(kept["input"][1:], kept["output"][:-1])
     np.testing.assert_allclose(kept["input"] + kept["attention"], kept["middle"], atol=1e-5)
     np.testing.assert_allclose(kept["middle"] + kept["mlp"], kept["output"], atol=1e-5)
-    again = transformer.logits(model.params, kept["output"][-1], model.config)
+    again = decoder.logits(model.params, kept["output"][-1], model.config)
     np.testing.assert_allclose(again, logits, atol=1e-4)
 
 
@@ -59,19 +61,17 @@ def test_what_is_not_tapped_costs_nothing():
 
     plain = program(None)
     assert program(bj.Taps()) == plain
-    L, T, H, D = c.num_layers, len(IDS), c.num_heads, c.head_dim
-    of = {
-        "mlp": (c.hidden,),
-        "hidden": (c.ffn,),
-        "z": (H, D),
-        "rot_k": (c.num_kv_heads, D),
+    L, T, H, D = c.num_layers, len(IDS), c.attention.num_heads, c.attention.head_dim
+    sites = {
+        "mlp": (T, c.hidden),
+        "hidden": (T, c.mlp.ffn),
+        "z": (T, H, D),
+        "rot_k": (T, c.attention.num_kv_heads, D),
         "pattern": (H, T, T),
     }
-    shapes = {
-        name: ",".join(map(str, (L, 1, T, *s) if name != "pattern" else (L, 1, *s))) for name, s in of.items()
-    }
-    assert len(set(shapes.values())) == len(of) and not any(f"f32[{s}]" in plain for s in shapes.values())
-    for name in of:
+    shapes = {name: ",".join(map(str, (L, 1, *shape))) for name, shape in sites.items()}
+    assert len(set(shapes.values())) == len(sites) and not any(f"f32[{s}]" in plain for s in shapes.values())
+    for name in sites:
         reading = program(bj.Taps(name))
         assert {other for other, s in shapes.items() if f"f32[{s}]" in reading} == {name}
 
@@ -82,7 +82,8 @@ weights_of = jax.jit(lambda stack, index: dequantize(stack[index]))
 def by_hand(model, x):
     """Attention and feed-forward of layer LAYER, numpy in float64, from the residual stream [T, H] of its
     input. Weights as their formats say they are, which test_formats holds against gguf."""
-    c, w, T = model.config, model.params.layers, len(x)
+    c, a, T = model.config, model.config.attention, len(x)
+    (w,), (w_mlp,) = model.params.layers.attention, model.params.layers.mlp
 
     def norm(x, gamma):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * np.asarray(gamma, np.float64)
@@ -92,32 +93,32 @@ def by_hand(model, x):
         return np.asarray(weights_of(stack.parts[part], index), np.float64)
 
     def turn(x):  # [T, heads, D]: pairs as complex numbers
-        i = c.rope.interleaved
+        i = a.rope.interleaved
         z = x[..., 0::2] + 1j * x[..., 1::2] if i else x[..., : D // 2] + 1j * x[..., D // 2 :]
-        z = c.rope.mscale * z * np.exp(1j * np.arange(T)[:, None, None] * theta)
+        z = a.rope.mscale * z * np.exp(1j * np.arange(T)[:, None, None] * theta)
         return np.stack([z.real, z.imag], -1).reshape(x.shape) if i else np.concatenate([z.real, z.imag], -1)
 
-    D, H, Hkv = c.head_dim, c.num_heads, c.num_kv_heads
-    theta = layers.rope_frequencies(c.rope, D).astype(np.float64)  # test_layers has its own oracles
-    n = norm(x, w.attn_norm[LAYER])
-    qkv = np.concatenate([n @ weight(stack).T for stack in w.wqkv], axis=-1)
-    qkv = (qkv if w.bqkv is None else qkv + np.asarray(w.bqkv[LAYER], np.float64)).reshape(T, -1, D)
+    D, H, Hkv = a.head_dim, a.num_heads, a.num_kv_heads
+    theta = rope.frequencies(a.rope).astype(np.float64)  # test_layers has its own oracles
+    n = norm(x, w.norm[LAYER])
+    qkv = np.concatenate([n @ weight(stack).T for stack in w.qkv], axis=-1)
+    qkv = (qkv if w.qkv_bias is None else qkv + np.asarray(w.qkv_bias[LAYER], np.float64)).reshape(T, -1, D)
     q, k, v = qkv[:, :H], qkv[:, H:-Hkv], qkv[:, -Hkv:]
-    of_heads = (norm(q, w.q_norm[LAYER]), norm(k, w.k_norm[LAYER])) if w.q_norm is not None else (q, k)
-    rot_q, rot_k = map(turn, of_heads)
+    normed = (norm(q, w.q_norm[LAYER]), norm(k, w.k_norm[LAYER])) if w.q_norm is not None else (q, k)
+    rot_q, rot_k = map(turn, normed)
     keys, values = (np.repeat(a, H // Hkv, axis=1) for a in (rot_k, v))
     scores = np.einsum("thd,shd->hts", rot_q, keys) / np.sqrt(D)
     scores = np.where(np.tril(np.ones((T, T), bool)), scores, -np.inf)
     pattern = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
     z = np.einsum("hts,shd->thd", pattern, values)
-    attention = z.reshape(T, -1) @ weight(w.wo).T
-    n = norm(x + attention, w.ffn_norm[LAYER])
-    gate = n @ weight(w.w_gate).T
-    hidden = gate / (1 + np.exp(-gate)) * (n @ weight(w.w_up).T)
-    mlp = hidden @ weight(w.w_down).T
+    attention = z.reshape(T, -1) @ weight(w.o).T
+    n = norm(x + attention, w_mlp.norm[LAYER])
+    gate = n @ weight(w_mlp.gate).T
+    hidden = gate / (1 + np.exp(-gate)) * (n @ weight(w_mlp.up).T)
+    added = hidden @ weight(w_mlp.down).T
     return {
         "q": q, "k": k, "v": v, "rot_q": rot_q, "rot_k": rot_k, "scores": scores, "pattern": pattern, "z": z,
-        "attention": attention, "hidden": hidden, "mlp": mlp,
+        "attention": attention, "hidden": hidden, "mlp": added,
     }  # fmt: skip
 
 
@@ -125,7 +126,7 @@ def by_hand(model, x):
 @pytest.mark.parametrize("source", ["tiny-qwen3:q1_0", "tiny-qwen2:q4_k", "tiny-llama:q8_0"])
 def test_every_site_against_float64(source):
     model, (_, kept) = tiny(source), everything(source)
-    assert kept.keys() == {*taps.SITES} - {*taps.OF_EXPERTS}
+    assert kept.keys() == {*taps.SITES} - {"router", "experts", "expert_weights"}
     for name, want in by_hand(model, np.asarray(kept["input"][LAYER], np.float64)).items():
         np.testing.assert_allclose(
             kept[name][LAYER], want, rtol=1e-4, atol=1e-4 * np.nanstd(want[np.isfinite(want)]), err_msg=name
@@ -138,8 +139,8 @@ def test_editing_inside_attention():
 
     def hide(name, layer, x):
         """Key 2 of layer LAYER."""
-        here = (layer == LAYER) & (jnp.arange(x.shape[-1]) == 2)
-        return jnp.where(here, -jnp.inf if name == "scores" else 0.0, x)
+        key = (layer == LAYER) & (jnp.arange(x.shape[-1]) == 2)
+        return jnp.where(key, -jnp.inf if name == "scores" else 0.0, x)
 
     hidden = {at: forward(model, taps=bj.Taps(taps.SITES, hide, {at}))[1] for at in ("scores", "pattern")}
     want = np.array(plain["pattern"][LAYER])
@@ -149,7 +150,8 @@ def test_editing_inside_attention():
     np.testing.assert_allclose(
         hidden["scores"]["pattern"][LAYER], want / np.where(total, total, 1), atol=1e-5
     )
-    v = np.repeat(plain["v"][LAYER], model.config.num_heads // model.config.num_kv_heads, axis=1)
+    group = model.config.attention.num_heads // model.config.attention.num_kv_heads
+    v = np.repeat(plain["v"][LAYER], group, axis=1)
     z = np.einsum("hts,shd->thd", want, v)
     np.testing.assert_allclose(hidden["pattern"]["z"][LAYER], z, atol=1e-5)
 
@@ -173,7 +175,7 @@ def test_gradients_reach_the_attention_weights():
         logits, _ = bj.forward(model.params, tokens, lengths, model.config, taps=tapping)
         return jax.nn.logsumexp(logits, -1)[jnp.arange(2), jnp.array([7, 4])].sum()
 
-    zero = jnp.zeros((model.config.num_layers, model.config.num_heads, 8, 8))
+    zero = jnp.zeros((model.config.num_layers, model.config.attention.num_heads, 8, 8))
     both = jax.jit(jax.value_and_grad(loss))
     _, gradient = both(zero)
     assert jnp.isfinite(gradient).all() and not jnp.triu(gradient, 1).any()
@@ -185,7 +187,9 @@ def test_gradients_reach_the_attention_weights():
 def test_what_a_kernel_keeps_to_itself_and_what_is_split_over_devices():
     model = tiny()
     state = bj.new_state(model, 1, 64, bj.SamplingParams(temperature=0.0), 5)
-    on_kernels = state.replace(cache=state.cache.replace(impl="decode", prefill_impl="prefill_sm90"))
+    (stored,) = state.cache.attention
+    stored = stored.replace(impl="decode", prefill_impl="prefill_sm90")
+    on_kernels = state.replace(cache=state.cache.replace(attention=(stored,)))
 
     def step(state, params=model.params, at=("pattern", "z")):
         tapping = bj.Taps(edit=lambda name, layer, x: x, at=at)
@@ -195,8 +199,8 @@ def test_what_a_kernel_keeps_to_itself_and_what_is_split_over_devices():
     with pytest.raises(NotImplementedError) as error:
         step(on_kernels)
     assert str(error.value) == (
-        "Taps: pattern: here the kernel decode computes attention and keeps them to itself; with it input, "
-        "q, k, v, z, attention, middle, router, experts, expert_weights, hidden, mlp, output can be tapped. "
+        "Taps: pattern: here the kernel decode computes attention and keeps them to itself; with it all "
+        "but rot_q, rot_k, scores, pattern can be tapped. "
         'bj.forward has all, as has a model loaded with RunConfig(impl="reference")'
     )
     with pytest.raises(
@@ -222,7 +226,10 @@ def test_an_edit_is_what_recomputation_says():
     assert jnp.abs(plain - steered).max() > 1
     np.testing.assert_array_equal(after["input"][: LAYER + 1], before["input"][: LAYER + 1])
     np.testing.assert_allclose(after[SITE][LAYER], before[SITE][LAYER] + vector, atol=1e-5)
-    x = layers.gated_mlp((before[SITE][LAYER] + vector)[None], model.params, LAYER, c)
+    place = Place(
+        c.mlp, model.params.layers.mlp[0], 0, LAYER, c.rms_norm_eps, jnp.arange(len(IDS))[None], {}, len(IDS)
+    )
+    x, *_ = mlp.block((before[SITE][LAYER] + vector)[None], place, None, None)
     np.testing.assert_allclose(after["output"][LAYER], x[0], atol=1e-4)
 
     def replace(name, layer, x_):  # what enters the layer above is the stream made by hand
@@ -259,9 +266,9 @@ def test_a_steered_generation_is_the_argmax_of_steered_logits():
 
 def test_a_name_that_there_is_not():
     assert bj.Taps("output") == bj.Taps({"output"})  # one name, and not its letters
-    with pytest.raises(ValueError, match="at names 'hook_z'; there are input, q"):
+    with pytest.raises(ValueError, match="at names 'hook_z'; there are input, attention, middle, mlp"):
         bj.Taps(at=["z", "hook_z"])
-    with pytest.raises(ValueError, match="read names 'residual'; there are input, q, k"):
+    with pytest.raises(ValueError, match="read names 'residual'; there are input, attention, middle"):
         bj.Taps(frozenset({"residual"}))
     with pytest.raises(TypeError, match=r"taps is a str; give bj\.Taps"):
         forward(tiny(), taps="output")

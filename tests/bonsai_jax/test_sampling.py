@@ -323,7 +323,14 @@ def test_a_bias_is_a_number_of_a_token(bad):
 
 @pytest.mark.parametrize(
     "bad",
-    [{"context": 1.5}, {"context": "8192"}, {"page_size": 3.5}, {"rows": None}, {"draft": "no"}, {"rows": 0}],
+    [
+        {"context": 1.5},
+        {"context": "8192"},
+        {"page_size": 3.5},
+        {"batch_size": None},
+        {"draft": "no"},
+        {"batch_size": 0},
+    ],
 )
 def test_a_run_is_of_whole_numbers(bad):
     with pytest.raises(ValueError, match=rf"RunConfig: {next(iter(bad))} is .*; it must (be|lie)"):

@@ -78,11 +78,8 @@ def test_generation_goes_on_as_if_it_had_never_stopped(tmp_path):
 def test_caches_of_every_dtype_come_back_bit_for_bit(cache_dtype, tmp_path):
     model, rng = tiny(cache_dtype), np.random.default_rng(0)
     cache = bj.new_cache(model, 2, 64)
-    filled = {
-        name: jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 40, a.shape).astype(a.dtype)), pages)
-        for name, pages in (("k", cache.k), ("v", cache.v))
-    }
-    cache = cache.replace(lengths=jnp.array([5, 7], jnp.int32), **filled)
+    filled = jax.tree.map(lambda a: jnp.asarray(rng.normal(0, 40, a.shape).astype(a.dtype)), cache.attention)
+    cache = cache.replace(lengths=jnp.array([5, 7], jnp.int32), attention=filled)
     bj.save_state(tmp_path / "cache", cache)
     # what another reader sees
     arrays = safetensors.numpy.load_file(tmp_path / "cache")
@@ -93,15 +90,16 @@ def test_caches_of_every_dtype_come_back_bit_for_bit(cache_dtype, tmp_path):
 
 
 def test_a_cache_alone_and_the_kernels_of_this_process(tmp_path):
-    cache, here = begun()[0].cache, tiny(impl="auto")
-    written = cache.replace(impl="decode", prefill_impl="prefill_sm90")  # as a GPU would have it
-    bj.save_state(tmp_path / "prefix", written)
-    own = bj.new_cache(here, 2, 64)
-    assert own.impl != cache.impl
-    same(
-        bj.load_state(tmp_path / "prefix", here),
-        cache.replace(impl=own.impl, prefill_impl=own.prefill_impl),
-    )
+    cache, model = begun()[0].cache, tiny(impl="auto")
+
+    def with_kernels(impl: str, prefill_impl: str):
+        (stored,) = cache.attention
+        return cache.replace(attention=(stored.replace(impl=impl, prefill_impl=prefill_impl),))
+
+    bj.save_state(tmp_path / "prefix", with_kernels("decode", "prefill_sm90"))  # as a GPU would have it
+    (own,) = bj.new_cache(model, 2, 64).attention
+    assert own.impl != cache.attention[0].impl
+    same(bj.load_state(tmp_path / "prefix", model), with_kernels(own.impl, own.prefill_impl))
 
 
 def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
@@ -119,21 +117,45 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == ["state"] and path.read_bytes() == before
 
 
+def with_fields(**changes):
+    return lambda config: dataclasses.replace(config, **changes)
+
+
+def layers(count: int):
+    return lambda config: dataclasses.replace(config, layers=config.layers[:1] * count)
+
+
+def attention(**changes):
+    """Every layer's attention with other settings."""
+
+    def edit(config):
+        mixer = dataclasses.replace(config.attention, **changes)
+        every = tuple(dataclasses.replace(layer, mixer=mixer) for layer in config.layers)
+        return dataclasses.replace(config, layers=every)
+
+    return edit
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_layers": 9}, "this state has layers 3, but the model 9; load the model that it was made with"),
-        ({"num_kv_heads": 1}, "this state has KV heads 2, but the model 1; load"),
-        ({"head_dim": 128}, "this state has head_dim 64, but the model 128; load"),
-        ({"vocab_size": 999}, "this state has vocabulary .*, but the model 999; load"),
-        ({"cache_dtype": "float16"}, 'the cache is float32, but .* float16; load it .*cache_dtype="float32"'),
+        (
+            {"config": layers(9)},
+            "this state has layers 3, but the model 9; load the model that it was made with",
+        ),
+        ({"config": attention(num_kv_heads=1)}, "this state has KV heads 2, but the model 1; load"),
+        ({"config": attention(head_dim=128)}, "this state has head_dim 64, but the model 128; load"),
+        ({"config": with_fields(vocab_size=999)}, "this state has vocabulary .*, but the model 999; load"),
+        (
+            {"run": with_fields(cache_dtype="float16")},
+            'the cache is float32, but .* float16; load it .*cache_dtype="float32"',
+        ),
     ],
-    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+    ids=["layers", "kv_heads", "head_dim", "vocabulary", "cache_dtype"],
 )
 def test_another_model(change, message, tmp_path):
     model = tiny()
-    which = "run" if "cache_dtype" in change else "config"
-    other = dataclasses.replace(model, **{which: dataclasses.replace(getattr(model, which), **change)})
+    other = dataclasses.replace(model, **{name: edit(getattr(model, name)) for name, edit in change.items()})
     bj.save_state(tmp_path / "state", begun()[0])
     with pytest.raises(ValueError, match=f"state: {message}"):
         bj.load_state(tmp_path / "state", other)
@@ -225,7 +247,7 @@ def test_exported_functions_of_params_and_state_in_another_process(tmp_path):
     np.testing.assert_allclose(np.load(tmp_path / "logits.npy"), forward(model.params, *prompt), atol=1e-5)
     stepped, want = bj.load_state(tmp_path / "stepped", model), go_on(model, state, 1).state
     np.testing.assert_array_equal(stepped.tokens, want.tokens)
-    np.testing.assert_allclose(stepped.cache.k, want.cache.k, atol=1e-5)
+    np.testing.assert_allclose(stepped.cache.attention[0].k, want.cache.attention[0].k, atol=1e-5)
 
 
 def test_weights_of_many_formats_are_exported():

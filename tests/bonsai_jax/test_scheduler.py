@@ -1,298 +1,426 @@
-"""Scheduler, pages and prefix cache, with a device that keeps tokens where another keeps keys and values.
-What a row's pages hold when it draws decides what it draws: a page that is not its own shows."""
+"""Every policy of the scheduler, as tables of decisions.
 
-from collections import deque
+A plan is written as text: "a[0:8] b[0:4] in 4x8, ab x2" reads a's tokens 0 to 8 and b's 0 to 4 in an array of
+4 rows of 8 tokens, and then decodes a and b for 2 steps. Pages have 4 tokens. test_scheduler_tokens.py runs
+the plans.
+"""
 
-import numpy as np
+import itertools
+
 import pytest
 
-from bonsai_jax.engine.pages import Pages
-from bonsai_jax.engine.plans import row_sizes
-from bonsai_jax.engine.prefix import Match, PrefixCache
-from bonsai_jax.engine.scheduler import Limits, Request, Scheduler
+from bonsai_jax.engine.plans import Limits, Request
+from bonsai_jax.engine.scheduler import Scheduler
 
-SIZE, STOP = 4, 0  # tokens of a page; the token that ends a row
+SIZE = 4  # tokens of a page
+SHAPES = [(1, 8), (1, 32), (4, 8)]
+ONE, TOGETHER = {"shapes": [(1, 32)]}, {"shapes": [(4, 8)]}  # a prompt in each prefill, or up to four
 
 
-def limits(**changed) -> Limits:
-    shapes = [(1, 8), (1, 32), (4, 8)]
-    known = {"max_rows": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": shapes}
-    return Limits(**known | {"prefill_cost": 8, "steps": 16} | changed)
+def scheduler(devices: int = 1, **changed) -> Scheduler:
+    """With every program compiled, so that sizes follow from the requests alone."""
+    limits = {"max_batch_size": 4, "pages": 24, "page_size": SIZE, "row_sizes": (1, 2, 4), "shapes": SHAPES}
+    made = Scheduler(Limits(**limits | {"prefill_cost": 8, "steps": 16} | changed), devices)
+    made.compiled |= {*made.limits.row_sizes, *made.limits.shapes}
+    return made
+
+
+def prompt(name: str, tokens: int) -> list[int]:
+    """Tokens that no other name has."""
+    return [1000 * ord(name) + i for i in range(tokens)]
+
+
+def add(s: Scheduler, **lengths) -> dict[str, Request]:
+    """Requests by name, in order: (tokens of the prompt, new tokens, fields of Request)."""
+    requests = {}
+    for name, (tokens, new, *fields) in lengths.items():
+        ids = prompt(name, tokens) if isinstance(tokens, int) else tokens
+        requests[name] = Request(ids, new, **(fields[0] if fields else {}))
+        s.add(requests[name])
+    return requests
+
+
+def plan(s: Scheduler, requests: dict[str, Request]) -> str:
+    """The next plan as text; "" where there is none."""
+    name = {request: name for name, request in requests.items()}.__getitem__
+    made = s.plan()
+    if made is None:
+        return ""
+    reads = [f"{name(r.request)}[{r.first}:{r.first + r.count}]" for r in itertools.chain(*made.reads)]
+    writes = "".join(map(name, itertools.chain(*made.writes)))
+    reading = [f"{' '.join(reads)} in {made.shape[0]}x{made.shape[1]}"] if reads else []
+    return ", ".join(reading + ([f"{writes} x{made.steps}"] if writes else []))
+
+
+def draw(request: Request, *counts: int) -> None:
+    """So many tokens of the oldest dispatches become known."""
+    for count in counts:
+        request.flights.popleft()
+        request.said += [7] * count
+
+
+def finish(s: Scheduler, request: Request) -> None:
+    """All its draws become known, and it ends."""
+    while request.flights:
+        draw(request, request.flights[0][1])
+    s.end(request)
+
+
+# Order.
 
 
 @pytest.mark.parametrize(
-    ("most", "others"), [(1, []), (24, [1, 2, 4, 8, 16]), (48, [1, 2, 4, 8, 16, 24, 32])]
+    ("priorities", "order"),
+    [((0, 0, 0), "abc"), ((0, 1, 0), "bac"), ((0, 1, 1), "bca"), ((-1, 0, 1), "cba"), ((1, 0, 1), "acb")],
 )
-def test_decode_is_compiled_for_few_sizes_and_for_all_rows(most, others):
-    assert row_sizes(most) == [*others, most]
+def test_requests_start_by_priority_then_arrival(priorities, order):
+    """One row, and answers of one token: it is free for the next plan, before the token is known."""
+    s = scheduler(max_batch_size=1, row_sizes=(1,))
+    a, b, c = ({"priority": n} for n in priorities)
+    requests = add(s, a=(5, 1, a), b=(5, 1, b), c=(5, 1, c))
+    assert [plan(s, requests) for _ in range(4)] == [*(f"{name}[0:5] in 1x8" for name in order), ""]
 
 
-def next_token(tokens: list[int]) -> int:
-    return hash(tuple(tokens)) % 23
+@pytest.mark.parametrize(("priority", "reads"), [(0, "a[32:40] in 1x8"), (1, "b[0:6] in 1x8")])
+def test_chunks_of_prompts_are_read_by_priority_then_arrival(priority, reads):
+    s = scheduler(shapes=[(1, 8), (1, 32)])
+    requests = add(s, a=(40, 1))
+    assert plan(s, requests) == "a[0:32] in 1x32"
+    requests |= add(s, b=(6, 1, {"priority": priority}))
+    assert plan(s, requests) == reads
 
 
-def alone(prompt: list[int], new: int) -> list[int]:
-    said: list[int] = []
-    while len(said) < new and (not said or said[-1] != STOP):
-        said.append(next_token([*prompt, *said]))
-    return said
+# Pages. A request starts with pages for its prompt.
 
 
-class Device:
-    """Its pages hold tokens, and a row its newest one. recurrent: a row keeps all tokens that it has read,
-    too, in a state that pages do not hold."""
-
-    def __init__(self, pages: int, recurrent: bool = False):
-        self.recurrent, self.states = recurrent, {}  # by row, and by -1 - checkpoint
-        self.pages = [[-1] * SIZE for _ in range(pages)]
-        self.rows: dict[int, list[int]] = {}  # tokens stored, the newest one, how many may be drawn
-        self.tokens_read = 0
-
-    def store(self, table, at, token):
-        self.pages[table[at // SIZE]][at % SIZE] = token
-
-    def draw(self, row, table):
-        stored, _, left = self.rows[row]
-        token = next_token([self.pages[table[i // SIZE]][i % SIZE] for i in range(stored)])
-        self.rows[row] = [stored, token, 0 if token == STOP else left - 1]
-        return token
-
-    def run(self, plan):
-        out = []
-        for read in plan.reads[0]:
-            tokens = [*read.request.prompt, *read.request.said]
-            if read.copy:
-                self.pages[read.copy[1]] = list(self.pages[read.copy[0]])
-            for at in range(read.first, read.first + read.count):
-                self.store(read.table, at, tokens[at])
-            self.tokens_read += read.count
-            if self.recurrent:
-                begins = read.row if read.begins is None else -1 - read.begins
-                state = [*(self.states[begins] if read.first else []), *tokens[read.first :][: read.count]]
-                assert state == tokens[: read.first + read.count]
-                self.states[read.row] = state
-                if read.saves is not None:
-                    self.states[-1 - read.saves] = state
-            if read.draws:
-                self.rows[read.row] = [len(tokens), -1, read.request.max_new_tokens - len(read.request.said)]
-                out.append((read.request, [self.draw(read.row, read.table)]))
-        for request in plan.writes[0]:
-            drawn = []
-            for _ in range(plan.steps):
-                stored, newest, left = self.rows[request.row]
-                if left:
-                    self.store(request.table, stored, newest)
-                    self.states[request.row] = [*self.states.get(request.row, []), newest]
-                    self.rows[request.row][0] += 1
-                    drawn.append(self.draw(request.row, request.table))
-            out.append((request, drawn))
-        return out
+@pytest.mark.parametrize(
+    ("b", "c", "started"),
+    [(8, 4, "abc"), (9, 4, "a"), (9, 1, "a"), (16, 1, "a")],  # a has 2 of 5 pages
+)
+def test_later_requests_do_not_overtake_one_that_needs_pages(b, c, started):
+    s = scheduler(pages=5)
+    requests = add(s, a=(8, 1), b=(b + 4 * (b > 8), 1), c=(c, 1))
+    plan(s, requests)
+    assert [name for name, r in requests.items() if r.row is not None] == [*started]
+    assert s.waiting == [r for r in requests.values() if r.row is None]
 
 
-def run(scheduler: Scheduler, device: Device, arrivals=(), cancel=lambda request: False) -> int:
-    """Until nothing is left, results a plan late, as an engine has them. Returns the plans made."""
-    flying, arrivals, plans = deque(), deque(arrivals), 0
-    while True:
-        for _ in range(min(len(arrivals), 3)):
-            scheduler.add(arrivals.popleft())
-        plan = scheduler.plan()
-        if plan is not None:
-            plans += 1
-            assert plan.rows >= max(map(len, plan.writes)) and plan.steps <= 16
-            reads = sum(read.count for read in plan.reads[0])
-            assert len(plan.reads[0]) <= plan.shape[0] and reads <= plan.shape[0] * plan.shape[1]
-            flying.append(device.run(plan))
-        elif not flying:
-            assert not scheduler.waiting and not arrivals, "requests wait for ever"
-            return plans
-        if flying and (plan is None or len(flying) > 1):
-            for request, drawn in flying.popleft():
-                request.flights.popleft()
-                if request.ended:
-                    continue
-                request.said += drawn
-                over = request.said[-1:] == [STOP] or len(request.said) == request.max_new_tokens
-                if over or cancel(request):
-                    scheduler.end(request)
+@pytest.mark.parametrize(
+    ("new", "pages", "starts"),
+    [
+        (1, 3, True),  # a's 8 tokens fill its 2 pages, and it needs no more
+        (2, 3, False),  # it needs a third
+        (40, 3, False),
+        (2, 4, True),
+        (40, 4, True),  # one page is left to it, however long its answer
+    ],
+)
+def test_a_page_is_left_for_each_running_request_that_needs_more(new, pages, starts):
+    s = scheduler(pages=pages, row_sizes=(4,))
+    requests = add(s, a=(8, new), b=(3, 1))
+    plan(s, requests)
+    assert ((requests["b"].row is not None), s.preempted) == (starts, 0)
 
 
-def assert_all_is_back(scheduler: Scheduler) -> None:
-    (device,) = scheduler.devices
-    assert device.pages.available == device.pages.count and set(device.pages.holders) == {0}
-    assert sorted(device.free_rows) == list(range(scheduler.limits.max_rows)) and not device.running
+@pytest.mark.parametrize(("reserve", "pages"), [(False, 2), (True, 4)])
+def test_with_reserve_a_request_starts_with_pages_for_its_answer(reserve, pages):
+    """8 tokens of prompt and 8 new ones, the last of which is not stored: 15."""
+    s = scheduler(reserve=reserve, shapes=[(1, 4)])
+    (request,) = add(s, a=(8, 8)).values()
+    s.plan()
+    assert len(request.table) == pages
 
 
-@pytest.mark.parametrize("reserve, checkpoints", [(False, None), (True, None), (False, 3)])
-def test_a_thousand_requests_with_too_few_pages_say_what_each_says_alone(reserve, checkpoints):
-    rng = np.random.default_rng(0)
-    beginnings = [rng.integers(1, 23, 30).tolist() for _ in range(4)]
-    requests = []
-    for _ in range(1000):
-        shared = beginnings[rng.integers(4)][: rng.integers(0, 30)] if rng.random() < 0.7 else []
-        prompt = [*shared, *rng.integers(1, 23, rng.integers(1, 30)).tolist()]
-        reusable = [None, None, 0, len(prompt)][rng.integers(4)]
-        new = int(rng.integers(1, 40))
-        requests.append(Request(prompt, new, reusable, priority=int(rng.integers(2))))
-    scheduler = Scheduler(limits(reserve=reserve, checkpoints=checkpoints))
-    device = Device(24, recurrent=checkpoints is not None)
-    cancelled = set(rng.integers(0, 1000, 50).tolist())
-    run(scheduler, device, requests, lambda r: r.number in cancelled and len(r.said) > 3)
-    for request in requests:
-        want = alone(request.prompt, request.max_new_tokens)
-        assert request.ended and request.said == want[: len(request.said)]
-        assert len(request.said) == len(want) or request.number in cancelled
-    assert_all_is_back(scheduler)
-    assert (scheduler.preempted == 0) == reserve
-    if checkpoints:
-        kept = scheduler.devices[0].prefix.checkpoints
-        assert kept.available == kept.count and set(kept.holders) == {0}
-    if reserve:  # nothing is read twice, and beginnings are shared
-        assert device.tokens_read < 0.95 * sum(len(r.prompt) for r in requests)
+THREE = {"pages": 6, "row_sizes": (4,)}  # three prompts of one page, each with a long answer
 
 
-def test_nobody_writes_less_often_than_every_plan_while_a_long_prompt_is_read():
-    scheduler, device = Scheduler(limits(pages=200)), Device(200)
-    scheduler.add(Request([5], 60))
-    device.run(scheduler.plan())
-    writer = scheduler.devices[0].running[0]
-    scheduler.add(Request(list(range(1, 300)), 4))
-    for _ in range(9):
-        plan = scheduler.plan()
-        assert plan.reads[0] and plan.writes == [[writer]] and plan.steps == 1
-        device.run(plan)
+def test_steps_are_halved_before_a_request_is_preempted():
+    s = scheduler(**THREE)
+    requests = add(s, a=(4, 40), b=(4, 40), c=(4, 40))
+    assert plan(s, requests) == "a[0:4] b[0:4] c[0:4] in 4x8, abc x4"  # 16 would need 12 pages, 8 need 6
+    assert s.preempted == 0 and s.devices[0].pages.available == 0
 
 
-def test_the_longest_wait_for_a_next_token_is_one_chunk_of_prefill():
-    """Tokens of prompts that the device works through between two draws of a row, whoever comes meanwhile;
-    and while prompts are being read, a plan has one step."""
-    rng = np.random.default_rng(0)
-    scheduler, device = Scheduler(limits(pages=400, row_sizes=(1, 2, 4, 8), max_rows=8)), Device(400)
-    scheduler.unhurried = 5
-    waited: dict[Request, int] = {}  # tokens, since it drew
-    longest, flying = [], deque()
-    for _ in range(400):
-        if rng.random() < 0.4:
-            length = int(rng.integers(1, 150))
-            scheduler.add(Request(rng.integers(1, 23, length).tolist(), int(rng.integers(1, 40)), reusable=0))
-        plan = scheduler.plan()
-        if plan is not None:
-            unread = any(r.read < r.to_read for r in scheduler.devices[0].running)
-            assert plan.steps <= (1 if unread else 16)
-            waited = {r: n + sum(read.count for read in plan.reads[0]) for r, n in waited.items()}
-            longest += [waited[r] for r in plan.writes[0] if r in waited]
-            waited |= dict.fromkeys([*plan.writes[0], *(r.request for r in plan.reads[0] if r.draws)], 0)
-            flying.append(device.run(plan))
-        if flying and (plan is None or len(flying) > 1):
-            for request, drawn in flying.popleft():
-                request.flights.popleft()
-                request.said += drawn
-                if request.said[-1:] == [STOP] or len(request.said) == request.max_new_tokens:
-                    scheduler.end(request)
-                    waited.pop(request, None)
-    assert len(longest) > 300 and max(longest) == 32  # the largest shape
-    assert max(waited.values()) <= 32  # and nobody waits still
+@pytest.mark.parametrize(
+    ("priorities", "lost"), [((0, 0, 0), "c"), ((0, 0, 1), "b"), ((0, 1, 1), "a"), ((0, -1, 0), "b")]
+)
+def test_the_last_request_of_the_lowest_priority_is_preempted(priorities, lost):
+    s = scheduler(**THREE)
+    a, b, c = ({"priority": n} for n in priorities)
+    requests = add(s, a=(4, 40, a), b=(4, 40, b), c=(4, 40, c))
+    plan(s, requests)
+    made = plan(s, requests)  # two pages come back, one for each of the others
+    assert (set("abc") - set(made.split()[0]), s.preempted) == ({lost}, 1)
+    assert s.waiting == [requests[lost]] and requests[lost].table == []
 
 
-def test_a_little_padding_costs_less_than_more_prefills():
-    """28 tokens as one chunk of 32, not as three of 8 and one of 4: each costs 8 tokens besides."""
-    scheduler = Scheduler(limits())
-    scheduler.compiled |= set(scheduler.limits.shapes)
-    scheduler.add(Request(list(range(1, 29)), 4))
-    plan = scheduler.plan()
-    assert plan.shape == (1, 32) and plan.reads[0][0].count == 28
+def test_a_preempted_request_waits_before_later_ones():
+    s = scheduler(**THREE)
+    requests = add(s, a=(4, 40), b=(4, 40), c=(4, 40), d=(4, 40))
+    plan(s, requests)
+    assert s.waiting == [requests["d"]]
+    plan(s, requests)
+    assert s.waiting == [requests["c"], requests["d"]]
 
 
-def test_a_prefix_of_two_thousand_tokens_is_read_once():
-    scheduler, device = Scheduler(limits(pages=1200)), Device(1200)
-    shared = np.random.default_rng(0).integers(1, 23, 2000).tolist()
-    run(scheduler, device, [Request([*shared, 5, 6], 4)])
-    assert device.tokens_read == 2002
-    second = Request([*shared, 7, 8, 9], 4)
-    run(scheduler, device, [second])
-    assert device.tokens_read == 2002 + 3
-    assert second.said == alone(second.prompt, 4)
+def test_a_preempted_request_waits_for_its_own_tokens_and_then_reads_them():
+    """Others start meanwhile."""
+    s = scheduler(**THREE)
+    requests = add(s, a=(4, 40), b=(4, 6), c=(4, 40))
+    plan(s, requests), plan(s, requests)
+    c = requests["c"]
+    assert s.waiting == [c] and [*c.flights] == [(1, 1), (4, 4)]
+    finish(s, requests["b"])
+    requests |= add(s, d=(3, 1))
+    assert "c" not in (made := plan(s, requests)) and made.startswith("d[0:3] in 1x8")
+    draw(c, 1, 4)
+    finish(s, requests["d"])
+    finish(s, requests["a"])
+    made = plan(s, requests)
+    assert made.startswith("c[0:8] in 1x8") and c.to_read == 4 + 5
 
 
-def test_a_recurrent_state_is_kept_where_prompts_part():
-    """The first leaves one behind a chunk of 32 tokens; the second, which knows where they part, one there;
-    the third, which reads its tail only, one behind its last full page."""
-    scheduler, device = Scheduler(limits(pages=200, checkpoints=4)), Device(200, recurrent=True)
-    shared = np.random.default_rng(0).integers(1, 23, 40).tolist()
-    read = []
-    for tail in ([5, 6, 7, 8, 9, 10], [11, 12], [13] * 5, [13] * 5):
-        before = device.tokens_read
-        request = Request([*shared, *tail], 3)
-        run(scheduler, device, [request])
-        assert request.said == alone(request.prompt, 3)
-        read.append(device.tokens_read - before)
-    assert read == [46, 10, 5, 1]
+def test_a_request_that_is_alone_waits_for_pages_instead_of_being_preempted():
+    """b has drawn its last token; its pages come back when it is known."""
+    s = scheduler(pages=3, **TOGETHER)
+    requests = add(s, b=(8, 1), a=(3, 9))
+    assert plan(s, requests) == "b[0:8] a[0:3] in 4x8, a x1"
+    assert (plan(s, requests), s.preempted) == ("", 0)
+    finish(s, requests["b"])
+    assert plan(s, requests) == "a x7"
 
 
-def test_who_is_cancelled_is_in_no_further_plan_and_its_pages_are_free_at_once():
-    scheduler, device = Scheduler(limits()), Device(24)
-    requests = [Request([n + 1] * 9, 30) for n in range(2)]
-    for request in requests:
-        scheduler.add(request)
-    for _ in range(2):
-        device.run(scheduler.plan())
-    (pages,) = (d.pages for d in scheduler.devices)
-    before = pages.available
-    held = len(requests[0].table)
-    scheduler.end(requests[0])
-    assert pages.available == before + held > before
-    assert scheduler.plan().writes == [[requests[1]]]
+# Steps.
 
 
-def test_who_came_first_is_first_and_a_higher_priority_before():
-    scheduler = Scheduler(limits(max_rows=1, row_sizes=(1,)))
-    requests = [Request([n + 1, n + 2], 2, priority=int(n == 2)) for n in range(4)]
-    ended = []
-    run(scheduler, Device(24), requests[:1], lambda r: False)
-    for request in requests[1:]:
-        scheduler.add(request)
-    run(scheduler, Device(24), cancel=lambda r: ended.append(r) if r not in ended else None)
-    assert [requests.index(r) for r in ended] == [2, 1, 3]
+@pytest.mark.parametrize(
+    ("a", "b", "more", "steps"),
+    [
+        (30, 30, {}, 5),  # no request waits
+        (3, 30, {}, 5),
+        (3, 3, {}, 2),  # not more than can be drawn
+        (30, 30, {"c": (4, 9)}, 16),  # c waits for one of two rows
+        (13, 30, {"c": (4, 9)}, 12),  # until a's answer ends
+        (3, 30, {"c": (4, 9)}, 4),
+        (30, 30, {"c": (4, 9), "d": (4, 9)}, 16),
+    ],
+)
+def test_steps_of_a_plan(a, b, more, steps):
+    s = scheduler(max_batch_size=2, row_sizes=(2,), pages=100, steps=64, **TOGETHER)
+    s.idle_steps = 5
+    requests = add(s, a=(4, a), b=(4, b), **more)
+    assert plan(s, requests) == f"a[0:4] b[0:4] in 4x8, ab x{steps}"
 
 
-def test_speculation_never_runs_out_of_pages():
-    """Bounds only: what is drawn lies between steps and steps * width."""
-    scheduler = Scheduler(limits(width=8))
-    request = Request(list(range(1, 9)), 40)
-    scheduler.add(request)
-    scheduler.plan()
-    assert (request.stored, request.left) == (8 + 1 + 16 - 1, 40 - 1 - 16)
-    scheduler.plan()
-    assert len(request.table) * SIZE >= request.stored == 8 + 1 + 16 + 16 - 1 and request.left == 7
+def test_one_step_while_a_prompt_is_pending():
+    s = scheduler(pages=100, shapes=[(1, 8)])
+    requests = add(s, a=(4, 30), b=(24, 9))
+    made = [plan(s, requests) for _ in range(4)]
+    assert made == [
+        "a[0:4] in 1x8, a x1",
+        "b[0:8] in 1x8, a x1",
+        "b[8:16] in 1x8, a x1",
+        "b[16:24] in 1x8, ab x16",
+    ]
 
 
-def test_the_page_that_has_been_idle_longest_is_taken_first():
-    lost = []
-    pages = Pages(3, lost.append)
-    first, second, third = pages.take(3)
-    for page in (second, first, third):
-        pages.release(page, keep=True)
-    pages.hold(second)  # it serves again
-    pages.release(second, keep=True)
-    assert pages.available == 3 and pages.take(2) == [first, third] and lost == [first, third]
-    pages.hold(second)
-    assert pages.available == 0
+@pytest.mark.parametrize(
+    ("idle", "steps", "seconds", "wait", "after"),
+    [
+        (4, 4, 0.02, 0.1, 8),  # 10 would fit; at most twice as many as before
+        (8, 8, 0.04, 0.1, 10),  # 5 ms a step: half of the wait is 10 steps
+        (16, 16, 0.32, 0.1, 2),
+        (16, 16, 8.0, 0.1, 1),  # not fewer than one
+        (16, 16, 0.0, 0.1, 16),  # not more than limits.steps
+        (12, 12, 0.06, 0.2, 16),
+    ],
+)
+def test_steps_take_half_of_what_a_request_may_wait(idle, steps, seconds, wait, after):
+    s = scheduler()
+    s.idle_steps = idle
+    s.measured(steps, seconds, wait)
+    assert s.idle_steps == after
 
 
-def test_what_a_prompt_shares_is_found_by_its_tokens():
-    cache = PrefixCache(8, SIZE)
-    tokens = list(range(1, 11))  # two pages and a half
-    table = cache.pages.take(3)
-    cache.insert(tokens[:8], table, ready=False)
-    assert cache.match(tokens, 9) is None  # being computed: wait
-    cache.insert(tokens, table, ready=True)
-    assert cache.match([*tokens, 99], 10) == Match(table[:2], 10, table[2])
-    assert cache.match([1, 2, 3, 9], 4) == Match([], 3, table[0])
-    assert cache.match([2, *tokens], 10) == Match([], 0)
-    other = cache.pages.take(3)
-    cache.insert([*tokens[:4], 50, 51, 52, 53], other, ready=True)  # its first page is one that is known
-    assert cache.match([*tokens[:4], 50, 51], 6) == Match([table[0]], 6, other[1])
-    cache.release(table)
-    cache.release(other)
-    assert cache.pages.available == 8 and cache.pages.idle == 4
-    cache.pages.take(8)  # all are written over
-    assert cache.match(tokens, 9) == Match([], 0)
+# Programs.
+
+
+@pytest.mark.parametrize(
+    ("lengths", "cost", "compiled", "shape"),
+    [
+        ((8,), 8, SHAPES, (1, 8)),
+        ((9,), 8, SHAPES, (1, 8)),  # 8 tokens at the cost of 16; 9 at the cost of 40
+        ((28,), 8, SHAPES, (1, 32)),  # a little padding costs less than more prefills
+        ((28,), 0, SHAPES, (1, 8)),
+        ((8, 8), 8, SHAPES, (1, 8)),
+        ((8, 8, 8), 8, SHAPES, (4, 8)),
+        ((8, 8, 8, 28), 8, SHAPES, (4, 8)),
+        ((28, 8, 8), 8, SHAPES, (1, 32)),
+        ((2, 28), 8, SHAPES, (4, 8)),  # the oldest is read too, and so no chunk of 32
+        ((8,), 8, [], (1, 32)),  # nothing is compiled: of each length only the shape with the most rows
+        ((8, 8, 8), 8, [], (4, 8)),
+        ((8,), 8, [(4, 8)], (1, 32)),
+        ((8,), 8, [(1, 8)], (1, 8)),
+        ((8,), 0, [(4, 8)], (1, 8)),  # 4 times the cost of the best shape: compile it
+    ],
+)
+def test_shapes_of_prefill(lengths, cost, compiled, shape):
+    s = scheduler(prefill_cost=cost, pages=100)
+    s.compiled = set(compiled)
+    add(s, **{name: (n, 1) for name, n in zip("abcd", lengths, strict=False)})
+    assert s.plan().shape == shape and s.compiled == {*compiled, shape}
+
+
+@pytest.mark.parametrize(
+    ("first", "reads"), [("vectors", "a[0:6] in 1x8"), ("tokens", "b[0:6] c[0:6] in 4x8")]
+)
+def test_vectors_and_tokens_are_not_read_together(first, reads):
+    s = scheduler(shapes=[(4, 8)] if first == "tokens" else SHAPES)
+    vectors = {"vectors": True, "reusable": 0, "priority": 1 if first == "vectors" else -1}
+    requests = add(s, a=(6, 1, vectors), b=(6, 1), c=(6, 1))
+    assert plan(s, requests) == reads
+
+
+@pytest.mark.parametrize(
+    ("writers", "compiled", "rows"),
+    [
+        (1, [1, 2, 4], 1),
+        (2, [1, 2, 4], 2),
+        (3, [1, 2, 4], 4),
+        (1, [2], 2),
+        (3, [2], 4),
+        (1, [], 4),
+        (0, [1], 0),
+    ],
+)
+def test_rows_of_decode(writers, compiled, rows):
+    """The smallest program that is compiled and large enough; else the largest is compiled."""
+    s = scheduler(**TOGETHER)
+    s.compiled = {*compiled}
+    add(s, **{name: (4, 9 if i < writers else 1) for i, name in enumerate("abc"[: max(writers, 1)])})
+    assert s.plan().rows == rows and s.compiled == {*compiled, (4, 8), *([rows] if rows else [])}
+
+
+# Prefixes.
+
+LONG = prompt("s", 12)  # three pages
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reusable", "first"),
+    [
+        ([*LONG, 1, 2], None, 12),
+        (LONG, None, 11),  # the last token is read: it draws the next
+        ([*LONG[:10], 1, 2], None, 10),  # two pages, and two tokens of a copy of the third
+        ([*LONG, 1, 2], 12, 12),
+        ([*LONG, 1, 2], 9, 9),
+        ([*LONG, 1, 2], 0, 0),
+        ([1, *LONG], None, 0),
+        ([*LONG, 7, 7, 7, 1], None, 15),  # the answer is known, too
+    ],
+)
+def test_tokens_that_are_known_are_not_read(tokens, reusable, first):
+    s = scheduler(**ONE)
+    requests = add(s, a=(LONG, 4))
+    plan(s, requests)
+    finish(s, requests["a"])
+    requests |= add(s, b=(tokens, 1, {"reusable": reusable}))
+    assert plan(s, requests).startswith(f"b[{first}:{len(tokens)}]")
+
+
+def test_a_request_waits_while_another_computes_its_beginning():
+    """Others overtake it."""
+    s = scheduler(shapes=[(1, 8)])
+    requests = add(s, a=([*LONG, 1], 1), b=([*LONG, 2], 1), c=(5, 1))
+    assert plan(s, requests) == "a[0:8] in 1x8"
+    assert s.waiting == [requests["b"]] and requests["c"].row is not None
+    made = [plan(s, requests) for _ in range(4)]
+    assert made == ["a[8:13] in 1x8", "b[12:13] in 1x8", "c[0:5] in 1x8", ""]
+
+
+def test_a_cancelled_request_leaves_only_what_it_has_computed():
+    s = scheduler(shapes=[(1, 8)])
+    requests = add(s, a=(LONG, 1))
+    plan(s, requests)
+    s.end(requests["a"])
+    requests |= add(s, b=([*LONG, 1], 1))
+    assert plan(s, requests) == "b[8:13] in 1x8"
+
+
+def test_without_a_page_for_a_copy_full_pages_are_shared():
+    s = scheduler(pages=2)
+    requests = add(s, a=(LONG[:8], 1))
+    plan(s, requests)
+    finish(s, requests["a"])
+    requests |= add(s, b=(LONG[:8], 1))
+    assert plan(s, requests) == "b[4:8] in 1x8"
+
+
+def test_the_end_of_a_prefix_is_overwritten_before_its_beginning():
+    s = scheduler(pages=4, **ONE)
+    requests = add(s, a=([*LONG, 1, 2, 3, 4], 1))
+    plan(s, requests)
+    finish(s, requests["a"])
+    requests |= add(s, b=(4, 1))
+    plan(s, requests)
+    finish(s, requests["b"])
+    requests |= add(s, c=([*LONG, 9], 1))
+    assert plan(s, requests) == "c[12:13] in 1x32"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "device"),
+    [
+        ([*LONG, 1], 0),  # it knows the beginning
+        ([*LONG[:6], 1], 0),
+        (prompt("x", 13), 1),  # it has more pages
+    ],
+)
+def test_a_request_goes_to_the_device_that_knows_more_of_it_and_else_has_more_pages(tokens, device):
+    s = scheduler(devices=2, **ONE)
+    requests = add(s, a=(LONG, 30))
+    plan(s, requests)
+    assert requests["a"].device == 0
+    requests |= add(s, b=(tokens, 1))
+    plan(s, requests)
+    assert requests["b"].device == device
+
+
+# Recurrent states: a chunk ends where one is to be saved.
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reads"),
+    [
+        (prompt("x", 14), ["b[0:12]", "b[12:14]"]),  # the last full page before the last token
+        (prompt("x", 12), ["b[0:8]", "b[8:12]"]),
+        (prompt("x", 4), ["b[0:4]"]),
+        ([*LONG[:8], *prompt("x", 7)], ["b[0:8]", "b[8:12]", "b[12:15]"]),  # where it parts from a
+        ([*LONG, 1, 2], ["b[12:14]"]),  # a saved a state there
+        ([*LONG, *LONG], ["b[12:20]", "b[20:24]"]),
+    ],
+)
+def test_chunks_end_where_states_are_saved(tokens, reads):
+    s = scheduler(checkpoints=4, pages=100, **ONE)
+    requests = add(s, a=([*LONG, 5, 6, 7], 1))
+    assert [plan(s, requests).split()[0] for _ in range(2)] == ["a[0:12]", "a[12:15]"]
+    finish(s, requests["a"])
+    requests |= add(s, b=(tokens, 1))
+    made = [read for _ in range(4) if (read := s.plan()) is not None]
+    chunks = [read for one in made for read in one.reads[0]]
+    assert [f"b[{r.first}:{r.first + r.count}]" for r in chunks] == reads
+    assert (chunks[0].begins is None) == (chunks[0].first == 0)
+    saved = [r.first + r.count for r in chunks if r.saves is not None]
+    assert saved == [r.first + r.count for r in chunks if (r.first + r.count) % SIZE == 0]
+
+
+@pytest.mark.parametrize(("checkpoints", "first"), [(1, 0), (2, 12)])
+def test_the_least_recently_used_checkpoint_is_overwritten(checkpoints, first):
+    s = scheduler(checkpoints=checkpoints, pages=100)
+    requests = add(s, a=([*LONG, 1], 1), b=(prompt("x", 9), 1))
+    for name in "ab":
+        while requests[name].read < max(requests[name].to_read, 1):
+            plan(s, requests)
+        finish(s, requests[name])
+    requests |= add(s, c=([*LONG, 2], 1))
+    assert s.plan().reads[0][0].first == first

@@ -20,7 +20,7 @@ def test_one_request_takes_its_prefill_and_its_steps():
 
 
 def test_what_is_stored_and_what_is_before_cost_more_and_so_does_each_dispatch():
-    times = StepTimes(TIMES.decode, TIMES.prefill, stored_s=1e-4, behind_s=1e-6, dispatch_s=0.002)
+    times = StepTimes(TIMES.decode, TIMES.prefill, stored_s=1e-4, pair_s=1e-6, dispatch_s=0.002)
     outcome = simulate([Arrival(0.0, 160, 2)], times, LIMITS, max_wait_s=None)
     # 128 tokens, then 32 behind them, and a step whose keys are those of the prompt and of what it adds.
     want = 0.25 + 0.1 + 1e-6 * 32 * 128 + 0.010 + 1e-4 * 161
@@ -57,7 +57,7 @@ def test_times_come_from_rows_of_bench():
     times = StepTimes.measured(reversed(rows))
     np.testing.assert_allclose(times.decode, [(n, 2e-3 + 1e-4 * n) for n in (1, 2, 8)], rtol=1e-9)
     np.testing.assert_allclose(times.prefill, [(n, 1e-3 + n * 1e-5) for n in (512, 2048)], rtol=1e-9)
-    np.testing.assert_allclose((times.stored_s, times.behind_s), (1e-6, 1e-9), rtol=1e-6)
+    np.testing.assert_allclose((times.stored_s, times.pair_s), (1e-6, 1e-9), rtol=1e-6)
     with pytest.raises(ValueError, match="prefill"):
         StepTimes.measured(rows[:1])
 

@@ -202,17 +202,17 @@ def test_ids_outside_the_vocabulary():
 def test_llama_cpp_s_vectors_of_qwen35():
     """Its own file of texts and tokens. Of the vocabulary only what they are made of is kept, which leaves
     every merge that was made, and those before it, as they were."""
-    kept = json.loads((Path(__file__).parents[1] / "data" / "qwen35_tokens.json").read_text("utf-8"))
-    ids, tokens = [int(i) for i in kept["vocabulary"]], list(kept["vocabulary"].values())
+    vectors = json.loads((Path(__file__).parents[1] / "data" / "qwen35_tokens.json").read_text("utf-8"))
+    ids, tokens = [int(i) for i in vectors["vocabulary"]], list(vectors["vocabulary"].values())
     metadata = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "qwen35",
         "tokenizer.ggml.tokens": [*tokens, "<|im_end|>"],
         "tokenizer.ggml.token_type": [NORMAL] * len(tokens) + [CONTROL],
-        "tokenizer.ggml.merges": kept["merges"],
+        "tokenizer.ggml.merges": vectors["merges"],
         "tokenizer.ggml.eos_token_id": len(tokens),
     }
     tokenizer = Tokenizer.from_gguf(metadata)
-    assert len(kept["texts"]) == len(kept["tokens"]) > 50
-    for text, want in zip(kept["texts"], kept["tokens"], strict=True):
+    assert len(vectors["texts"]) == len(vectors["tokens"]) > 50
+    for text, want in zip(vectors["texts"], vectors["tokens"], strict=True):
         assert [ids[token] for token in tokenizer.encode(text)] == want, text

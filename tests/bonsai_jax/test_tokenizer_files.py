@@ -23,7 +23,7 @@ def test_each_inconsistency_is_named():
         ({"model": 3}, "tokenizer.ggml.model = '3': expected str"),
         ({"tokens": None}, "tokenizer.ggml.tokens is missing"),
         ({"tokens": []}, "tokenizer.ggml.tokens is empty"),
-        ({"tokens": [*tokens[:-1], 7]}, "tokenizer.ggml.tokens holds int"),
+        ({"tokens": [*tokens[:-1], 7]}, "tokenizer.ggml.tokens has entries of type int"),
         ({"tokens": [*tokens[:-1], tokens[300]]}, "tokenizer.ggml.tokens: .* is both 300 and"),
         ({"token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries, .* has"),
         ({"token_type": [9] * len(tokens)}, r"tokenizer.ggml.token_type\[0\] = 9"),

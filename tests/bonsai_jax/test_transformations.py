@@ -296,7 +296,7 @@ def test_kernels_get_the_rows_of_vmap_in_one_call(format, kernel):
 
 def test_more_rows_of_vmap_than_a_kernel_takes_go_where_many_rows_go(kernel):
     w, x = for_device(weight("q1_0", 1)), numbers(3, 9, K)  # too few outputs for a kernel of prefill
-    assert w.products.of(9) == "cublas"
+    assert w.products.kernel(9) == "cublas"
     assert_near(jax.vmap(lambda row: matmul(row, w, 1))(x), x @ dense_of(w)[1].T, 1e-5)
     assert all(shape == (K,) for shape in kernel)  # of tracing one row, before vmap makes nine of it
 

@@ -198,6 +198,13 @@ def test_a_false_header_length_is_refused(tmp_path, raw):
         open_checkpoint(tmp_path)
 
 
+def test_a_git_lfs_pointer_is_recognized(tmp_path):
+    folder(tmp_path)
+    (tmp_path / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: .* Git LFS pointer, .*git lfs pull"):
+        open_checkpoint(tmp_path)
+
+
 def test_a_folder_without_what_it_needs(tmp_path):
     with pytest.raises(CheckpointError, match=r"config.json: no such file"):
         open_checkpoint(tmp_path)
@@ -214,6 +221,19 @@ def test_a_folder_without_what_it_needs(tmp_path):
         f.truncate(1 << 40)
     with pytest.raises(CheckpointError, match="over the limit"):
         open_checkpoint(tmp_path)
+
+
+def test_every_truncation_of_a_safetensors_file_is_refused(tmp_path):
+    folder(tmp_path)
+    path = tmp_path / "model.safetensors"
+    raw = path.read_bytes()
+    length = 8 + int.from_bytes(raw[:8], "little")
+    for size in range(len(raw)):
+        path.write_bytes(raw[:size])
+        # Once the header is complete, the error names the tensor that is cut.
+        message = "data_offsets of 'model" if size >= length else "file size is|header length is"
+        with pytest.raises(CheckpointError, match=message):
+            open_checkpoint(tmp_path)
 
 
 @settings(

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
-from checkpoints.geometry import GEOMETRY, NAME_OF_ID, tensor_nbytes
+from checkpoints.geometry import FORMAT_BY_ID, GEOMETRY, tensor_nbytes
 
 RNG = np.random.default_rng(0)
 
@@ -155,7 +155,7 @@ def test_we_read_what_the_gguf_package_writes(tmp_path):
 
 def test_geometry_is_the_gguf_packages():
     for kind, (weights, nbytes) in gguf.GGML_QUANT_SIZES.items():
-        name = NAME_OF_ID[kind.value]
+        name = FORMAT_BY_ID[kind.value]
         assert (name, GEOMETRY[name].weights, GEOMETRY[name].bytes) == (kind.name.lower(), weights, nbytes)
 
 

@@ -51,12 +51,12 @@ def test_all_parts_of_a_split_file_are_fetched(hub):
 
 
 def test_a_repository_without_gguf_is_a_folder(hub):
-    wanted = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
-    wanted += ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
+    expected = ["config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"]
+    expected += ["model-00001-of-00001.safetensors", "model.safetensors.index.json"]
     others = ["pytorch_model.bin", "original/consolidated.safetensors", "consolidated.safetensors", "a.py"]
-    hub.files = {name: name.encode() for name in (*wanted, *others)}
+    hub.files = {name: name.encode() for name in (*expected, *others)}
     folder = fetch("user/repo")
-    assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in wanted}
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {name: name for name in expected}
     assert fetch("user/repo", offline=True) == folder
     assert "has no GGUF file; leave out :Q8_0" in failure("user/repo:Q8_0")
     hub.files = {"README.md": b""}
@@ -178,7 +178,7 @@ def test_a_split_file_goes_on_in_its_second_part(hub):
 # ---- damaged ---------------------------------------------------------------------------------------------
 
 
-def test_a_wrong_byte_is_named_and_not_kept(hub):
+def test_a_wrong_byte_is_named_and_deleted(hub):
     hub.faults[MODEL] = Fault(content=wrong(BYTES), times=1)
     got = hashlib.sha256(wrong(BYTES)).hexdigest()
     line = f"{MODEL}: its hash is {got}, expected {SHA256}; it was deleted, fetch it again"
@@ -205,7 +205,7 @@ def test_a_wrong_byte_before_the_interruption_is_found_after_it(hub):
 
 @pytest.mark.parametrize("content", [BYTES[:-1], BYTES + b"x"], ids=["short", "long"])
 @pytest.mark.parametrize("cut", [None, 150_000], ids=["first", "resumed"])
-def test_a_wrong_size_is_named_and_not_kept(hub, content, cut):
+def test_a_wrong_size_is_named_and_deleted(hub, content, cut):
     if cut:
         hub.faults[MODEL] = Fault(cut=cut, times=1)
         failure()
@@ -259,7 +259,7 @@ def test_a_file_system_without_links_holds_the_file_itself(hub, monkeypatch):
     path.write_bytes(wrong(BYTES))
     assert fetch("user/repo:Q8_0", check=True).read_bytes() == BYTES
     assert fetch("user/repo:Q8_0") == path and hub.fetched(MODEL) == [None, None]
-    assert [(model.name, model.nbytes) for model in cache.held()] == [("user/repo:Q8_0", len(BYTES))]
+    assert [(model.name, model.nbytes) for model in cache.models()] == [("user/repo:Q8_0", len(BYTES))]
 
 
 def test_a_link_that_is_there_already_is_as_good(hub):

@@ -71,7 +71,7 @@ def test_refusals_are_one_line_with_a_remedy(hub, name, monkeypatch):
 def test_a_refused_token_is_not_a_missing_repository(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_old")
     hub.faults["listing"] = Fault(401, {"X-Error-Message": "Invalid credentials in Authorization header"})
-    assert "the Hub refuses the token; set HF_TOKEN or run `hf auth login` anew" in failure()
+    assert "the Hub refuses the token; set HF_TOKEN or run `hf auth login` again" in failure()
 
 
 def test_a_hub_that_is_not_there_and_a_model_that_is(hub, monkeypatch):

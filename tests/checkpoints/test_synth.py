@@ -42,9 +42,9 @@ def test_the_27b_has_the_tensors_of_the_real_files(source, tensor_bytes):
 
 def test_the_folded_27b_says_what_its_inputs_are_rotated_by():
     assert folding(open_checkpoint("synth:bonsai-27b:q1_0")) is None
-    found = folding(open_checkpoint("synth:bonsai-2-27b:pq2_0"))
-    assert len(found.weights) == 401 and found.tables == {"token_embd.weight"} and found.block == 1024
-    assert sorted(found.signs) == [5120, 6144, 17408] and found.v_grouped
+    folds = folding(open_checkpoint("synth:bonsai-2-27b:pq2_0"))
+    assert len(folds.weights) == 401 and folds.tables == {"token_embd.weight"} and folds.block == 1024
+    assert sorted(folds.signs) == [5120, 6144, 17408] and folds.v_grouped
 
 
 def test_shapes_of_the_4b_whose_query_width_is_not_its_hidden_size():

@@ -12,6 +12,7 @@ from pallas_kernels import (
     problems,
     selection,
 )
+from tests.pallas_kernels.test_attention_windows import DECODE, PREFILL, check_decode, check_prefill
 from tests.pallas_kernels.test_cache_layouts import ROUNDING
 
 pytestmark = pytest.mark.gpu
@@ -138,3 +139,42 @@ def test_many_queries_attend_as_the_reference_does(layout, H, Hkv, D, B, T, dept
     assert np.linalg.norm(got[0] - want) < 1.024 * ROUNDING[layout] * np.linalg.norm(want)
     assert (got[0][positions < 0] == 0).all()
     np.testing.assert_array_equal(got[0], got[1])
+
+
+@pytest.mark.parametrize(
+    ("window", "scale", "softcap", "sizes", "lengths", "page_size"),
+    [
+        *(case[:6] for case in DECODE),
+        (1024, None, None, (8, 4, 256), [3000, 1023, 1024, 500], 64),  # Gemma 3 4B
+        (4096, 144**-0.5, 50.0, (32, 16, 128), [12000, 4096, -1, 100], 64),  # Gemma 2 27B
+        (512, None, 30.0, (16, 8, 128), [3 * i for i in range(140)], 64),  # teams of a warp
+    ],
+)
+@pytest.mark.parametrize("layout", cache_layouts.names())
+def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, page_size):
+    check_decode(layout, window, scale, softcap, sizes, lengths, page_size, jax.jit)
+
+
+@pytest.mark.parametrize(
+    ("window", "scale", "softcap", "sizes", "depth", "page_size"),
+    [
+        *PREFILL,
+        (1024, None, None, (8, 4, 256), 2500, 64),
+        (4096, 144**-0.5, 50.0, (32, 16, 128), 9000, 64),
+    ],
+)
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+@pytest.mark.parametrize("tokens", [140, 600])
+def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, page_size, tokens):
+    problem = problems.Attention(device.platform(), "prefill", *sizes, page_size, "bfloat16", window=window)
+    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+        pytest.skip(reason)
+    check_prefill(impl, window, scale, softcap, sizes, depth, page_size, tokens)
+
+
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+def test_prompts_read_the_windows_of_a_cache_of_bytes(impl):
+    problem = problems.Attention(device.platform(), "prefill", 4, 2, 128, 64, "int8", window=100)
+    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+        pytest.skip(reason)
+    check_prefill(impl, 100, 0.1, 5.0, (4, 2, 128), 400, 64, 300, layout="int8")

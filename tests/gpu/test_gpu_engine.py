@@ -17,15 +17,15 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 @pytest.mark.parametrize("source", ["bonsai-1.7b:q1_0", "bonsai-1.7b:q4_k_m"])
-@pytest.mark.parametrize("max_rows", [8, 64])
-def test_the_same_bits_alone_and_in_a_crowd(source, max_rows):
+@pytest.mark.parametrize("max_batch_size", [8, 64])
+def test_the_same_bits_alone_and_in_a_crowd(source, max_batch_size):
     """One request by itself, and again among others that are longer, shorter, and there before it."""
     model = bj.load(f"synth:{source}", bj.RunConfig(context=1024))
     ids, params = prompt(100, 0), bj.SamplingParams(seed=5)
     how = {"max_new_tokens": NEW, "ignore_eos": True, "logprobs": 0}
-    with bj.Engine(model, max_rows=max_rows, logprobs=0, reproducible=True) as engine:
+    with bj.Engine(model, max_batch_size=max_batch_size, logprobs=0, reproducible=True) as engine:
         alone = engine.submit(ids, params, **how).result(600)
-        others = [engine.submit(prompt(10 + 9 * i, 1 + i), **how) for i in range(max_rows - 1)]
+        others = [engine.submit(prompt(10 + 9 * i, 1 + i), **how) for i in range(max_batch_size - 1)]
         crowd = engine.submit(ids, params, **how).result(600)
         for other in others:
             other.result(600)
@@ -44,7 +44,7 @@ def test_the_same_bits_alone_and_in_a_crowd(source, max_rows):
 )
 def test_a_loop_inside_its_graph_draws_what_a_loop_outside_does(source, speculate, monkeypatch):
     """The first call runs without a graph, the second makes one, the third finds it."""
-    model = bj.load(f"synth:{source}", bj.RunConfig(context=256, rows=ROWS))
+    model = bj.load(f"synth:{source}", bj.RunConfig(context=256, batch_size=ROWS))
     ids = [prompt(5 + 3 * i, i) for i in range(ROWS)]
     how = {"max_new_tokens": NEW, "ignore_eos": True, "speculate": speculate}
 

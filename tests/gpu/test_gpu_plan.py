@@ -17,22 +17,22 @@ SCRIPT = """
 import glob, json, sys
 import jax, jax.numpy as jnp
 import bonsai_jax as bj
-from bonsai_jax import model as loading
-from bonsai_jax.decoding import steps as decoding
+from bonsai_jax.network import architectures
+from bonsai_jax.weights import plan as load_plans
 from checkpoints import open_checkpoint
 from pallas_kernels import selection
 
 source, rows, tokens, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 model = bj.load(source, bj.RunConfig(schedule="launches", context=1024))
-checkpoint = open_checkpoint(source)
-plan = loading.load_plan(checkpoint, model.config, model.run)
-of_layers = [m for m, _ in plan.each() if m.fields[0] not in ("embed", "head")]
-per_layer = {m.products.of(rows * tokens) for m in of_layers if not m.experts}
-of_experts = {plan.kernel(m, rows * tokens) for m in of_layers if m.experts}
-of_head = {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "head"}
-of_head = of_head or {m.products.of(rows) for m, _ in plan.each() if m.fields[0] == "embed"}
+plan = load_plans.plan(architectures.describe(open_checkpoint(source)), model.run)
+matrices = [matrix for stack in plan.stacks for part in stack.parts for matrix in part]
+dense = {m.products.kernel(rows * tokens) for m in matrices if not m.experts}
+experts = {plan.kernel(m, rows * tokens) for m in matrices if m.experts}
+heads = {m.fields[0]: m.products.kernel(rows) for _, m in plan.matrices}
+head = {heads.get("head", heads["embed"])}
 state = bj.new_state(model, rows, 1024, bj.SamplingParams(temperature=0.0), 64)
-attends = state.cache.impl if tokens == 1 else state.cache.prefill_impl
+(keys,) = state.cache.attention
+attends = keys.impl if tokens == 1 else keys.prefill_impl
 prompt, lengths = jnp.ones((rows, max(tokens, 8)), jnp.int32), jnp.full(rows, max(tokens, 8), jnp.int32)
 prefill = jax.jit(bj.prefill, static_argnames="config")
 step = jax.jit(bj.step, static_argnames="config")
@@ -48,8 +48,9 @@ names = set()
 for plane in jax.profiler.ProfileData.from_file(file).planes:
     if "GPU" in plane.name:
         names |= {event.name for line in plane.lines for event in line.events}
-every = {name for of in selection.CANDIDATES.values() for name, c in of.items() if c.pallas} - {"launches"}
-planned = sorted((per_layer | of_head) & every | of_experts)
+candidates = [item for each in selection.CANDIDATES.values() for item in each.items()]
+every = {name for name, candidate in candidates if candidate.pallas} - {"launches"}
+planned = sorted((dense | head) & every | experts)
 print(json.dumps({"planned": planned, "attention": attends, "names": sorted(names)}))
 """
 

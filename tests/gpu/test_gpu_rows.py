@@ -30,7 +30,8 @@ def models():
         few = dataclasses.replace(synth._MODELS["bonsai-8b"], layers=2, vocab=2048, specials=2000)
         patch.setitem(synth._MODELS, "few-8b", few)
         load = lambda impl: bj.load(  # noqa: E731
-            "synth:few-8b:q1_0", bj.RunConfig(impl=impl, cache_dtype="float32", rows=MOST, context=CONTEXT)
+            "synth:few-8b:q1_0",
+            bj.RunConfig(impl=impl, cache_dtype="float32", batch_size=MOST, context=CONTEXT),
         )
         yield load("auto"), load("reference")
 
@@ -89,7 +90,7 @@ def test_an_output_matrix_is_what_its_parts_are(K, rows):
         chosen = {name: field[first : first + n] for name, field in fields.items()}
         w = for_device(QTensor(chosen, "q1_0", (n, K)))
         y = jax.jit(lambda x: matmul(x, w, gamma=gamma, eps=1e-6))(x)
-        return w.products.of(rows), np.asarray(y, np.float64)
+        return w.products.kernel(rows), np.asarray(y, np.float64)
 
     kernel, y = product(0, N)
     for first in (0, 70_000, N - part):

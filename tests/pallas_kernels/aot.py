@@ -25,9 +25,12 @@ from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding, use_abstract_mesh
 
 import bonsai_jax as bj
-from bonsai_jax import model
+from bonsai_jax.decoding import sampling
 from bonsai_jax.decoding import steps as decoding
 from bonsai_jax.network import architectures
+from bonsai_jax.network import cache as kv
+from bonsai_jax.network import params as network_params
+from bonsai_jax.weights import plan as load_plans
 from checkpoints import open_checkpoint
 from pallas_kernels import device
 
@@ -105,14 +108,13 @@ def as_on_a_gpu(capability):
 def shapes(source, rows=1, context=2048, cache_dtype="bfloat16"):
     """Shapes of a model's weights and of a generation state, as a GPU would hold them; nothing is
     allocated."""
-    checkpoint = open_checkpoint(source)
-    config = architectures.config_of(checkpoint)
-    run = model.resolve(bj.RunConfig(weights="packed", cache_dtype=cache_dtype), checkpoint, config)
-    params = jax.eval_shape(lambda: model.load_params(checkpoint, config, run))
+    run = bj.RunConfig(weights="packed", cache_dtype=cache_dtype)
+    plan = load_plans.plan(architectures.describe(open_checkpoint(source)), run)
+    params, config = jax.eval_shape(lambda: network_params.load(plan)), plan.config
 
     def state():
-        cache = bj.cache.empty(config, run, rows, context)
-        sampler = bj.sampling.sampler(bj.SamplingParams(seed=0), rows, config.vocab_size)
+        cache = kv.empty(config, plan.run, rows, context)
+        sampler = sampling.sampler(bj.SamplingParams(seed=0), rows, config.vocab_size)
         return decoding.start(cache, sampler, jnp.zeros((rows, 2), jnp.int32), jnp.ones(rows, jnp.int32))
 
     return params, jax.eval_shape(state), config

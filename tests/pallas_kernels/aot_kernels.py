@@ -12,10 +12,14 @@ import numpy as np
 from pallas_kernels import SILU, Products, QTensor, cache_layouts, delta, device
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
+from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.delta import chunks, step
 from pallas_kernels.experts import grouped
 from pallas_kernels.experts import int_experts as int_experts
-from pallas_kernels.matmul import execute
+from pallas_kernels.matmul.bit_mma.decode import bit_decode
+from pallas_kernels.matmul.bit_mma.decode_b1 import RowByRow
+from pallas_kernels.matmul.bit_mma.decode_ring import Ring
+from pallas_kernels.matmul.bit_mma.decode_s8 import Rounds
 from pallas_kernels.matmul.bit_mma.prefill_sm90 import bit_prefill_sm90
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.decode import int_decode
@@ -46,8 +50,8 @@ def tiles_of_1_bit(n, k, layers=36):
 def product(n, k, matrices, rows, layers=36):
     gamma = jax.ShapeDtypeStruct((layers, k), jnp.float32) if matrices == 2 or layers == 1 else None
     chosen = choose(Matmul(device.platform(), "q1_0", n, k, matrices=matrices), rows)
-    kernel = getattr(execute.module(chosen), chosen)
-    f = lambda x, weights, index, gamma: kernel(x, weights, index, gamma=gamma, eps=1e-6)  # noqa: E731
+    kernel = {kernel.name: kernel for kernel in (RowByRow, Rounds, Ring)}[chosen]
+    f = functools.partial(bit_decode, kernel=kernel, eps=1e-6)
     x, index = jax.ShapeDtypeStruct((rows, k), jnp.float32), jax.ShapeDtypeStruct((2,), jnp.int32)
     return f, (x, (tiles_of_1_bit(n, k, layers),) * matrices, index, gamma)
 
@@ -56,12 +60,16 @@ def pages_of(layout, *shape):
     return jax.eval_shape(lambda: cache_layouts.empty(layout, shape))
 
 
-def attention(heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False):
+def attention(
+    heads, kv_heads, head_dim, normed, layout="bfloat16", rows=1, pairs=None, gated=False, scores=PLAIN
+):  # fmt: skip
     f32, i32, pages = jnp.float32, jnp.int32, 40
     cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
     angle = jax.ShapeDtypeStruct((rows, pairs or head_dim // 2), f32)
     gamma = jax.ShapeDtypeStruct((4, head_dim), f32)
-    return functools.partial(decode_attention, eps=1e-6, interleaved=not normed, gated=gated), (
+    return functools.partial(
+        decode_attention, eps=1e-6, interleaved=not normed, gated=gated, scores=scores
+    ), (
         jax.ShapeDtypeStruct((rows, ((1 + gated) * heads + 2 * kv_heads) * head_dim), f32), cache, cache,
         jax.ShapeDtypeStruct((rows, pages), i32), jax.ShapeDtypeStruct((rows,), i32),
         jax.ShapeDtypeStruct((), i32), angle, angle, (gamma, gamma) if normed else None, None,
@@ -121,16 +129,21 @@ def many_rows_of_integers(format, n, k, matrices, rows, activation=SILU):
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
 
-def seen_pages(layout):
+def seen_pages(layout, window=None):
     cache, i32 = pages_of(layout, 4, 40, 64, 8, 128), jnp.int32
     rows = jax.ShapeDtypeStruct((2, 20), i32), jax.ShapeDtypeStruct((2, 128), i32)
-    return prefill_pages.as_float16, (cache, cache, *rows, jax.ShapeDtypeStruct((), i32))
+    return functools.partial(prefill_pages.as_float16, window=window), (
+        cache,
+        cache,
+        *rows,
+        jax.ShapeDtypeStruct((), i32),
+    )
 
 
-def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16"):
+def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", scores=PLAIN):
     i32, pages = jnp.int32, 40
     cache = pages_of(layout, 4, pages, 64, kv_heads, head_dim)
-    return kernel, (
+    return functools.partial(kernel, scores=scores), (
         jax.ShapeDtypeStruct((1, tokens, heads, head_dim), jnp.float32), cache, cache,
         jax.ShapeDtypeStruct((1, pages), i32), jax.ShapeDtypeStruct((1, tokens), i32),
         jax.ShapeDtypeStruct((), i32),

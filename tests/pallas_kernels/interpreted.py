@@ -4,7 +4,8 @@ which steps they visit and what they mask, without a GPU.
     with interpreted():
         prefill_attention(q, k_pages, v_pages, block_table, positions, layer)
 
-The interpreter knows neither mma, nor wgmma with an operand in registers, nor inline MLIR: these are replaced.
+The interpreter has neither mma, nor wgmma with an operand in registers, nor inline MLIR: these are
+replaced.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ from unittest import mock
 
 import jax.numpy as jnp
 from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
@@ -48,13 +50,12 @@ def _mma(accumulator, a, b):
 
 
 def _bring(numbers, source, table, target):
-    """A step's keys or values, as prefill_sm80.bring_by_lane copies them (test_lockstep_attention.py)."""
+    """A step's keys or values, of one page: test_lockstep_attention.py has how bring_by_lane copies them."""
     step, row, layer, kv_head = numbers
-    page_size = source.shape[2]
-    for key in range(prefill_sm80.KEYS):
-        token = step * prefill_sm80.KEYS + key
-        page = table[row, jnp.minimum(token // page_size, table.shape[1] - 1)]
-        target[key] = source[layer, page, token % page_size, kv_head]
+    page_size, first = source.shape[2], step * prefill_sm80.KEYS
+    assert page_size % prefill_sm80.KEYS == 0
+    page = table[row, jnp.minimum(first // page_size, table.shape[1] - 1)]
+    target[...] = source[layer, page, pl.ds(first % page_size, prefill_sm80.KEYS), kv_head]
 
 
 def _deallocate(barrier):

@@ -7,7 +7,8 @@ from jax.sharding import PartitionSpec as P
 
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
-from bonsai_jax.weights import params, plan
+from bonsai_jax.weights import plan as load_plans
+from bonsai_jax.weights import read as reading
 from bonsai_jax.weights.placement import Placement
 from checkpoints import open_checkpoint
 from pallas_kernels import LayerStack, QTensor, all_reduce, for_device, formats
@@ -18,18 +19,19 @@ pytestmark = pytest.mark.aot
 
 
 def test_a_device_makes_its_share_of_a_weight_only():
-    mesh, checkpoint = gpu_mesh(4), open_checkpoint("synth:llama-70b:q4_k_m")
-    placement = Placement(mesh, architectures.config_of(checkpoint))
+    mesh, description = gpu_mesh(4), architectures.describe(open_checkpoint("synth:llama-70b:q4_k_m"))
+    config = description.config
+    placement = Placement(mesh, config)
     with as_on_a_gpu((9, 0)):
-        for field, name in (("w_gate", "ffn_gate"), ("w_down", "ffn_down")):
-            t = checkpoint.tensors[f"blk.0.{name}.weight"]
+        for spec in (spec for spec in description.tensors if spec.field in ("gate", "down")):
+            t = description.tensors[spec][0]
             run = bj.RunConfig(weights="packed", cache_dtype="float16")
-            member = plan._member(field, t, run, placement)
-            matrix = plan._matrix((member,), run, mixed=False)
+            member = load_plans._member(spec, config.mlp, t, run, placement, None)
+            matrix = load_plans._matrix((member,), run, mixed=False)
             assert matrix.products.tiled and member.share
 
             def make(seed, mean, std, matrix=matrix, member=member):
-                return params._make(((seed, mean, std),), matrix, (member,), placement)
+                return reading._make(((seed, mean, std),), matrix, (member,), placement)
 
             scalars = [((), jnp.uint32, P()), ((), jnp.float32, P()), ((), jnp.float32, P())]
             compiled = compile_for_mesh(make, mesh, *scalars)

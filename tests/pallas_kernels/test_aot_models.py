@@ -10,7 +10,7 @@ import pytest
 
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.engine import rows as on_device
-from bonsai_jax.network import transformer
+from bonsai_jax.network import decoder
 from checkpoints import synth
 from pallas_kernels.attention import prefill_sm90
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
@@ -30,7 +30,7 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
     """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source, cache_dtype=cache_dtype)
-    assert params.layers.w_down.parts[0].tiled and state.cache.impl == "decode"
+    assert params.layers.mlp[0].down.parts[0].tiled and state.cache.attention[0].impl == "decode"
     step = functools.partial(core.decode, config=config, size=8)
     compiled = compile_for_gpu(
         lambda params, state: step(params, state, limit=8),
@@ -39,7 +39,7 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
         compute_capability=capability,
         donate_argnums=1,
     )
-    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves((state.cache.k, state.cache.v)))
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.cache.attention))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes
@@ -87,10 +87,12 @@ def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
         def read(columns, q, cache):
             chunk = on_device.unpacked(columns, layout)
             positions = chunk["first"][:, None] + jnp.arange(tokens)
-            return prefill_sm90.prefill_attention(q, cache.k, cache.v, chunk["table"], positions, 0)
+            (keys,) = cache.attention
+            return prefill_sm90.prefill_attention(q, keys.k, keys.v, chunk["table"], positions, 0)
 
         columns = jax.ShapeDtypeStruct((1, layout.itemsize // 4), jnp.int32)
-        q = jax.ShapeDtypeStruct((1, tokens, config.num_heads, config.head_dim), jnp.bfloat16)
+        heads = config.attention.num_heads, config.attention.head_dim
+        q = jax.ShapeDtypeStruct((1, tokens, *heads), jnp.bfloat16)
         text = compile_for_gpu(read, columns, q, pool.cache).as_text()
     (call,) = re.findall(r"custom-call\((.*)\), custom_call_target=\"mosaic_gpu", text.split("ENTRY")[1])
     assert "slice" in call  # a copy
@@ -140,7 +142,7 @@ def test_the_8b_step_reads_its_weights_in_place():
     )
     memory = compiled.memory_analysis()
     print(bytes_of("8B, Q1_0", memory))
-    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
     assert memory.temp_size_in_bytes < 8e6  # the logits and what sampling makes of them
 
 
@@ -153,7 +155,7 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     )
     memory = compiled.memory_analysis()
     print(bytes_of("8B, Q4_K_M, 2 rows", memory))
-    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
     assert memory.temp_size_in_bytes < 16e6
 
 
@@ -168,7 +170,8 @@ def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
     assert launches == 2 * 4 + 1 + 1 + 2  # and the first layer's inputs, the output matrix, a draw
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2e6
-    assert memory.alias_size_in_bytes >= 4 * state.cache.delta.s.size + 2 * 2 * state.cache.k.size
+    (delta,), (attention,) = state.cache.delta_net, state.cache.attention
+    assert memory.alias_size_in_bytes >= 4 * delta.s.size + 2 * 2 * attention.k.size
 
 
 def test_experts_are_read_in_place(monkeypatch):
@@ -188,10 +191,9 @@ def test_experts_are_read_in_place(monkeypatch):
         prefill = compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
-    assert len(params.layers.expert_down.parts) == layers
-    one_layer = (
-        sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(params.layers.expert_up)) // layers
-    )
+    (experts,) = params.layers.experts
+    assert len(experts.down.parts) == layers
+    one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(experts.up)) // layers
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
     assert step.as_text().count("experts_layers") and "int_experts" not in step.as_text()
     assert of_two.as_text().count("int_experts") >= 2 * layers
@@ -208,14 +210,16 @@ def test_logits_after_every_token_compile(source):
     with as_on_a_gpu((9, 0)):
         params, _, config = shapes(source, context=512)
         x = jax.ShapeDtypeStruct((1, 512, config.hidden), jnp.float32)
-        compile_for_gpu(lambda params, x: transformer.logits(params, x, config), params, x)
+        compile_for_gpu(lambda params, x: decoder.logits(params, x, config), params, x)
 
 
 def check_prefill(source, capability, cache_dtype="bfloat16"):
     """Prefill of a model compiles for GPUs that have no wgmma; its attention is a kernel there too."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source, cache_dtype=cache_dtype)
-        assert state.cache.prefill_impl == ("prefill_sm90" if capability == (9, 0) else "prefill_sm80")
+        assert state.cache.attention[0].prefill_impl == (
+            "prefill_sm90" if capability == (9, 0) else "prefill_sm80"
+        )
         tokens, lengths = jax.ShapeDtypeStruct((1, 300), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
         compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths,
@@ -235,22 +239,22 @@ def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
     """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q1_0", context=32768)
-    assert params.layers.w_down.parts[0].products.of(512) == "bit_prefill_sm90"
-    assert state.cache.prefill_impl == "prefill_sm90"
+    assert params.layers.mlp[0].down.parts[0].products.kernel(512) == "bit_prefill_sm90"
+    assert state.cache.attention[0].prefill_impl == "prefill_sm90"
     tokens = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = compile_for_gpu(
         lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
     )
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 2 * state.cache.k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
     assert memory.temp_size_in_bytes < 0.3e9
 
 
 def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q4_k_m", context=4096)
-    assert {part.products.of(512) for part in params.layers.w_down.parts} == {"cublas"}
+    assert {part.products.kernel(512) for part in params.layers.mlp[0].down.parts} == {"cublas"}
     tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def read(params, cache, tokens, lengths):

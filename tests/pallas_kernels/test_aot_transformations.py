@@ -58,7 +58,7 @@ def test_a_feed_forward_compiles_under_vmap_and_grad(format, transform):
     # Of each product activations are rounded by a launch of their own; or around cuBLAS's GEMM there are the
     # norm's, and one for the weights of each product.
     launches_of = {"bit_decode_b1": 2, "int_decode": 2, "cublas": 3}
-    expected = launches_of.get(w.products.of(rows), 4)
+    expected = launches_of.get(w.products.kernel(rows), 4)
     assert launches == expected
     assert " while(" not in compiled.as_text()
 

@@ -1,15 +1,16 @@
 """Windows, scales and softcaps of scores: every kernel of attention against numpy in float64, on a cache that
 stores a window's pages as a ring. What lies outside of a row's window is large, and would be seen."""
 
+import functools
 from unittest import mock
 
-import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels import attend, cache_layouts, device
-from pallas_kernels.attention.prefill_sm80 import mma_attention
-from pallas_kernels.attention.prefill_sm90 import prefill_attention
+from pallas_kernels.attention import prefill_pages
+from pallas_kernels.attention.api import _many_queries
 from pallas_kernels.attention.scores import Scores
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
@@ -21,8 +22,8 @@ OUTSIDE = 1e4  # stored where no query may look
 
 
 def ring(rng, layout, positions, window, page_size, heads, head_dim):
-    """Pages of keys and of values of two layers, the block table, and of each row what the second layer stores
-    at its positions, float64 [tokens, heads, head_dim] of keys and of values.
+    """Pages of keys and of values of two layers, the block table, and what the second layer stores of each
+    row, float64 [rows, tokens, heads, head_dim], as keys and as values.
 
     positions  [B, T]; -1: padding. With a window, a row's table repeats as many pages as its queries see.
     """
@@ -70,22 +71,18 @@ DECODE = [
 LAYOUTS = cache_layouts.names()
 
 
-@pytest.mark.parametrize(
-    ("layout", "window", "scale", "softcap", "sizes", "lengths", "page_size", "most"),
-    [(layout, *case) for i, layout in enumerate(LAYOUTS) for j, case in enumerate(DECODE) if (i + j) % 2],
-)
-def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, page_size, most):
+def check_decode(layout, window, scale, softcap, sizes, lengths, page_size, compiled=lambda f: f):
+    """The kernel, `compiled`, against numpy; heads of 256 have gates."""
     (H, Hkv, D), gated = sizes, sizes[2] == 256
     rng, B, positions = np.random.default_rng(H + D + page_size), len(lengths), np.array(lengths)[:, None]
     k_pages, v_pages, table, keys, values = ring(rng, layout, positions, window, page_size, Hkv, D)
     qkv = rng.standard_normal((B, 1, (1 + gated) * H + 2 * Hkv, D)).astype(np.float32)
-    rotation = np.ones((B, 1, D // 2), np.float32), np.zeros((B, 1, D // 2), np.float32)
-    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
-        out, *_ = attend(
-            qkv.reshape(B, 1, -1), k_pages, v_pages, table, positions.astype(np.int32), 1, rotation=rotation,
-            interleaved=False, norms=(None, None), eps=1e-6, num_keys=table.shape[1] * page_size,
-            impl="decode", window=window, scale=scale, softcap=softcap, gated=gated,
-        )  # fmt: skip
+    op = functools.partial(
+        attend, rotation=(np.ones((B, 1, D // 2), np.float32), np.zeros((B, 1, D // 2), np.float32)),
+        interleaved=False, norms=(None, None), eps=1e-6, num_keys=table.shape[1] * page_size, impl="decode",
+        window=window, scale=scale, softcap=softcap, gated=gated,
+    )  # fmt: skip
+    out, *_ = compiled(op)(qkv.reshape(B, 1, -1), k_pages, v_pages, table, positions.astype(np.int32), 1)
     as_stored = lambda x: np.float64(numbers_of(pages_of(layout, x[None])))[0]  # noqa: E731
     rotate, new = cache_layouts.get(layout).rotate, qkv[:, 0, -2 * Hkv :]
     q = qkv[:, :, : (1 + gated) * H].reshape(B, 1, H, 1 + gated, D)
@@ -101,6 +98,15 @@ def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, 
         )
 
 
+@pytest.mark.parametrize(
+    ("layout", "window", "scale", "softcap", "sizes", "lengths", "page_size", "most"),
+    [(layout, *case) for i, layout in enumerate(LAYOUTS) for j, case in enumerate(DECODE) if (i + j) % 2],
+)
+def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, page_size, most):
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
+        check_decode(layout, window, scale, softcap, sizes, lengths, page_size)
+
+
 PREFILL = [
     (1, None, None, (2, 1, 64), 150, 64),
     (40, None, None, (2, 2, 64), 150, 64),
@@ -113,25 +119,48 @@ PREFILL = [
 ]
 
 
-@pytest.mark.parametrize("kernel", [mma_attention, prefill_attention])
-@pytest.mark.parametrize(("window", "scale", "softcap", "sizes", "depth", "page_size"), PREFILL)
-def test_prefill_sees_its_windows(kernel, window, scale, softcap, sizes, depth, page_size):
-    """A prompt's chunk after `depth` tokens, a shorter one, and padding."""
-    (H, Hkv, D), T = sizes, 140
-    if kernel is mma_attention and D == 256:
-        pytest.skip("the kernel has heads of 64 and 128")
-    rng = np.random.default_rng(H + D + depth)
+def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layout="bfloat16"):
+    """A prompt's chunk of T tokens after `depth`, a shorter one, and padding, against numpy."""
+    (H, Hkv, D), rng = sizes, np.random.default_rng(depth)
     positions = np.where(np.arange(T) < np.array([[T], [37]]), np.array([[depth], [5]]) + np.arange(T), -1)
-    layout = "float16" if window in (40, 100) else "bfloat16"
     k_pages, v_pages, table, keys, values = ring(rng, layout, positions, window, page_size, Hkv, D)
-    q = rng.standard_normal((2, T, H, D)).astype(np.float32)
-    q = np.asarray(cache_layouts.get(layout).dequantize(cache_layouts.get(layout).quantize(jnp.asarray(q))))
-    arguments = q, k_pages, v_pages, table, positions.astype(np.int32), 1
-    with interpreted():
-        got = np.float64(
-            kernel(*map(jnp.asarray, arguments[:1]), *arguments[1:], Scores(window, scale, softcap))
-        )
+    q = rng.standard_normal((2, T, H, D)).astype(ml_dtypes.bfloat16).astype(np.float32)
+    places = table, positions.astype(np.int32), 1
+    got = np.float64(_many_queries(impl, Scores(window, scale, softcap), q, k_pages, v_pages, *places))
+    rounding = ROUNDING["float16" if layout == "int8" else layout]
     for row in (0, 1):
         want = naive_attention(q[row], keys[row], values[row], positions[row], window, scale, softcap)
-        assert np.linalg.norm(got[row] - want) < 1.024 * ROUNDING[layout] * np.linalg.norm(want)
+        assert np.linalg.norm(got[row] - want) < 1.024 * rounding * np.linalg.norm(want)
         assert not got[row][positions[row] < 0].any()
+
+
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+@pytest.mark.parametrize(("window", "scale", "softcap", "sizes", "depth", "page_size"), PREFILL)
+def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, page_size):
+    if impl == "prefill_sm80" and sizes[2] == 256:
+        pytest.skip("the kernel has heads of 64 and 128")
+    layout = "float16" if window in (40, 100) else "bfloat16"
+    with interpreted():
+        check_prefill(impl, window, scale, softcap, sizes, depth, page_size, 140, layout)
+
+
+@pytest.mark.parametrize(("window", "page_size"), [(1, 64), (70, 24), (200, 256), (1000, 64)])
+def test_prefill_gets_the_pages_of_its_windows_as_float16(window, page_size):
+    rng, T = np.random.default_rng(window), 30
+    positions = np.where(
+        np.arange(T) < np.array([[T], [9], [0]]), np.array([[400], [3], [0]]) + np.arange(T), -1
+    )
+    k_pages, v_pages, table, *stored = ring(rng, "int8", positions, window, page_size, 2, 64)
+    with lockstep():
+        *got, table, layer = prefill_pages.as_float16(
+            k_pages, v_pages, table, positions.astype(np.int32), 1, window
+        )
+    for pages, exact in zip(got, stored, strict=True):
+        for row, own in enumerate(positions):
+            # From the first that a kernel visits, steps of 128 keys.
+            start, stop = max(0, own[0] - window + 1) // 128 * 128, own.max() + 1
+            tokens = np.arange(start, stop)
+            lies = np.float64(pages)[layer, table[row, tokens // page_size], tokens % page_size]
+            np.testing.assert_allclose(lies, exact[row][start:stop], rtol=2**-11, atol=2**-25)
+            before = np.arange(start // page_size)
+            assert np.isnan(np.asarray(pages)[layer, table[row, before]]).all()  # not even written

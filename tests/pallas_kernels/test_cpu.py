@@ -1,4 +1,4 @@
-"""Kernels of CPUs against numpy in float64, on weights that the gguf package (or scalar loops) decoded."""
+"""CPU kernels against numpy in float64, with the weights that each format's oracle dequantizes."""
 
 import hashlib
 import importlib.util
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 import warnings
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,10 @@ from pallas_kernels.attention import cpu
 from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import Products
 from pallas_kernels.selection import choose, explain, for_device
+from tests.pallas_kernels import expected_blocks
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_ops import naive_attention
 
-KEPT = np.load(Path(__file__).parent.parent / "data" / "formats.npz")
 FORMATS = [name for name in formats.names() if hasattr(formats.get(name), "CPU")]
 KINDS = ("plain", "normed", "added", "gated")
 RAGGED, WHOLE = 640, 1024  # columns: no multiple of 256, and one
@@ -33,11 +32,12 @@ made = jax.jit(from_blocks, static_argnums=1)  # outside of jit each operation w
 
 
 def weights(format, seed, *shape, bits=8):
-    """A stack [layers, N, K] of blocks that were kept, and their weights in float64."""
+    """A stack [layers, N, K] of expected blocks, and their weights in float64."""
     *lead, k = shape
     size = formats.get(format).BLOCK.itemsize
-    raw, dense = KEPT[f"{format}.raw"].reshape(-1, size), KEPT[f"{format}.weights"]
-    dense = dense.reshape(len(raw), -1)
+    expected = expected_blocks.load(format)
+    raw = expected.raw.reshape(-1, size)
+    dense = expected.weights.reshape(len(raw), -1)
     which = np.random.default_rng(seed).integers(0, len(raw), (*lead, k // dense.shape[1]))
     w = made(raw[which].reshape(*lead, -1), format)
     w = w.replace(products=Products(((None, "cpu"),), bits))
@@ -79,7 +79,7 @@ CASES += [(format, 16, (7,)) for format in ("q4_0", "q4_k", "q1_0")]
 
 @pytest.mark.parametrize(("format", "bits", "rows"), CASES)
 def test_the_kernel_is_the_product(format, bits, rows):
-    case = FORMATS.index(format) + bits + rows[0]
+    case = formats.names().index(format) + bits + rows[0]
     rows, kind = rows[case % len(rows)], KINDS[case % 4]
     k = RAGGED if 256 % formats.get(format).WEIGHTS == 0 and formats.get(format).WEIGHTS < 256 else WHOLE
     rng = np.random.default_rng(case)
@@ -128,8 +128,8 @@ def test_rows_are_computed_alike_whatever_is_beside_them(rows):
 def test_a_layer_that_is_traced_in_a_scan():
     w, dense = weights("q8_0", 5, 3, 20, 256)
     x = exact_activations(np.random.default_rng(6), 2, 256)
-    of_layer = lambda carry, layer: (carry, matmul(jnp.asarray(x, jnp.float32), w, layer))  # noqa: E731
-    _, y = jax.jit(lambda: jax.lax.scan(of_layer, 0, jnp.arange(3)))()
+    one_layer = lambda carry, layer: (carry, matmul(jnp.asarray(x, jnp.float32), w, layer))  # noqa: E731
+    _, y = jax.jit(lambda: jax.lax.scan(one_layer, 0, jnp.arange(3)))()
     assert error(y, np.einsum("mk,lnk->lmn", x, dense)) < 2e-6
 
 
@@ -156,15 +156,15 @@ def large_product(rows=1):
 
 
 def digest(_=None) -> str:
-    found = [steps(x) for steps, x in map(large_product, (1, 9))]
-    return hashlib.sha256(b"".join(np.asarray(y).tobytes() for y in found)).hexdigest()
+    results = [steps(x) for steps, x in map(large_product, (1, 9))]
+    return hashlib.sha256(b"".join(np.asarray(y).tobytes() for y in results)).hexdigest()
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """One of one thread, then one of three, with an empty folder for what is compiled: what each found, and
     when the kernels in the folder were written."""
-    folder, found = tmp_path_factory.mktemp("compiled"), []
+    folder, runs = tmp_path_factory.mktemp("compiled"), []
     code = "from tests.pallas_kernels import test_cpu; print(test_cpu.digest())"
     for threads in ("1", "3"):
         environment = os.environ | {"NPROC": threads, "JAX_COMPILATION_CACHE_DIR": str(folder)}
@@ -173,15 +173,15 @@ def processes(tmp_path_factory):
         )
         assert done.returncode == 0, done.stderr
         written = {path: path.stat().st_mtime_ns for path in folder.glob("cpu-*.o")}
-        found.append((done.stdout.strip(), written))
-    return found
+        runs.append((done.stdout.strip(), written))
+    return runs
 
 
 def test_the_number_of_threads_changes_no_bit(processes):
-    assert [found for found, _ in processes] == 2 * [digest()]
+    assert [result for result, _ in processes] == 2 * [digest()]
 
 
-def test_code_is_kept_beside_the_compiled_programs(processes):
+def test_code_is_cached_beside_the_compiled_programs(processes):
     """One file for few rows' kernel and one for many rows'; a second process reads them and writes none."""
     (_, first), (_, second) = processes
     assert len(first) == 2 and first == second
@@ -190,18 +190,18 @@ def test_code_is_kept_beside_the_compiled_programs(processes):
 @pytest.mark.parametrize("rows", [1, 9])
 def test_two_threads_run_steps_at_once(rows):
     steps, x = large_product(rows)
-    want, found = np.asarray(steps(x)), []
+    want, results = np.asarray(steps(x)), []
 
     def run():
-        found.extend(np.asarray(steps(x)) for _ in range(10))
+        results.extend(np.asarray(steps(x)) for _ in range(10))
 
     threads = [threading.Thread(target=run) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(found) == 40
-    for y in found:
+    assert len(results) == 40
+    for y in results:
         np.testing.assert_array_equal(y, want)
 
 
@@ -211,10 +211,10 @@ def test_processes_that_python_starts_run_it():
 
 
 def test_without_the_package_the_reference_runs(monkeypatch):
-    found = importlib.util.find_spec
+    find = importlib.util.find_spec
     problem = Matmul("cpu", "q4_k", 64, 256)
     assert choose(problem, 1) == "cpu" == choose(problem, 500)
-    missing = lambda name, *rest: None if name == "llvmlite" else found(name, *rest)  # noqa: E731
+    missing = lambda name, *rest: None if name == "llvmlite" else find(name, *rest)  # noqa: E731
     monkeypatch.setattr(importlib.util, "find_spec", missing)
     assert choose(problem, 1) == "reference"
     (verdict,) = (v for v in explain(problem) if v.kernel == "cpu")
@@ -237,12 +237,12 @@ def later(monkeypatch, made, eps):
     """What runs a product by a kernel that `made` compiles, and what it is."""
     from pallas_kernels.cpu import compiled
 
-    compile = compiled.made
+    compile = compiled.compile
     own = lambda names: names[0].startswith("bonsai_later")  # noqa: E731
-    monkeypatch.setattr(compiled, "place", lambda *_: None)
+    monkeypatch.setattr(compiled, "cache_path", lambda *_: None)
     monkeypatch.setattr(
         compiled,
-        "made",
+        "compile",
         lambda names, *rest: compile(names, *rest) if own(names) else made(compile, names, *rest),
     )
     w, dense = weights("q8_0", 1, 8, 64)
@@ -283,31 +283,31 @@ def test_a_kernel_that_cannot_be_compiled_is_an_error_that_says_why(monkeypatch)
 
 
 HEADS = {
-    "float32": (9, 3, 64, None, None),
-    "float16": (16, 2, 128, None, 0.2),
-    "bfloat16": (4, 4, 32, 11, None),
-    "int8": (6, 2, 64, 17, None),
+    "float32": (9, 3, 64, None, None, 1.5),
+    "float16": (16, 2, 128, None, 0.2, None),
+    "bfloat16": (4, 4, 32, 11, None, None),
+    "int8": (6, 2, 64, 17, None, 50.0),
 }
 
 
 @pytest.mark.parametrize("dtype", HEADS)
 def test_attention_of_one_query_is_numpys(dtype):
-    """Shuffled pages, a row that is padding, a window, a scale."""
-    heads, kv_heads, head_dim, window, scale = HEADS[dtype]
+    """Shuffled pages, a row that is padding, a window, a scale, a softcap."""
+    heads, kv_heads, head_dim, window, scale, softcap = HEADS[dtype]
     rng = np.random.default_rng(12)
     k, v = (pages_of(dtype, np.float32(rng.standard_normal((2, 15, 8, kv_heads, head_dim)))) for _ in "kv")
     q = rng.standard_normal((3, 1, heads, head_dim)).astype(np.float32)
     table, positions = rng.permutation(15).reshape(3, 5), np.array([[-1], [39], [20]])
     got = cpu.run(
         jnp.asarray(q), k, v, jnp.asarray(table), jnp.asarray(positions), 1,
-        num_keys=40, window=window, scale=scale,
+        num_keys=40, window=window, scale=scale, softcap=softcap,
     )  # fmt: skip
     assert not np.asarray(got[0]).any()
     for row in (1, 2):
         keys, values = (
             np.float64(numbers_of(pages))[1, table[row]].reshape(40, kv_heads, head_dim) for pages in (k, v)
         )
-        want = naive_attention(q[row], keys, values, positions[row], window, scale)
+        want = naive_attention(q[row], keys, values, positions[row], window, scale, softcap)
         assert error(got[row], want) < 1e-6
 
 
@@ -316,8 +316,8 @@ def test_attention_under_vmap_and_grad():
     k, v = (jnp.asarray(rng.standard_normal((1, 3, 8, 2, 16)), jnp.float32) for _ in "kv")
     q = jnp.asarray(rng.standard_normal((4, 1, 1, 4, 16)), jnp.float32)
     places = jnp.arange(3)[None], jnp.array([[20]]), 0
-    one = lambda q, v: cpu.run(q, k, v, *places, num_keys=24, window=None, scale=None)  # noqa: E731
-    exact = lambda q, v: attention(q, k, v, *places, num_keys=24)  # noqa: E731
+    one = lambda q, v: cpu.run(q, k, v, *places, num_keys=24, softcap=2.0)  # noqa: E731
+    exact = lambda q, v: attention(q, k, v, *places, num_keys=24, softcap=2.0)  # noqa: E731
     got, want = (jax.jit(jax.vmap(f, (0, None)))(q, v) for f in (one, exact))
     assert error(got, np.asarray(want, np.float64)) < 1e-6
     got, want = (jax.jit(jax.grad(lambda v, f=f: (f(q[0], v) ** 2).sum()))(v) for f in (one, exact))

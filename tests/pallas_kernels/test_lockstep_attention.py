@@ -13,6 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import attend, cache_layouts, device
 from pallas_kernels.attention import attention, decode, empty_workspace, prefill_pages, prefill_sm80
+from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
@@ -253,13 +254,14 @@ def test_prompts_read_a_cache_of_bytes():
     given = []
 
     def kernel(q, k_pages, *args):
-        given.append(k_pages.dtype)
+        *args, scores = args
+        given.append((k_pages.dtype, scores))
         return jax.jit(functools.partial(attention, num_keys=64))(q, k_pages, *args)
 
     want = attend_jit(*args, **rest)
     with lockstep(), mock.patch.object(prefill_sm80, "mma_attention", kernel):
         got = attend(*args, **rest, prefill_impl="prefill_sm80")
-    assert given == [jnp.float16]
+    assert given == [(jnp.float16, PLAIN)]
     np.testing.assert_allclose(got[0], want[0], atol=2e-3)
     for a, b in zip(jax.tree.leaves(got[1:3]), jax.tree.leaves(want[1:3]), strict=True):
         np.testing.assert_array_equal(a, b)

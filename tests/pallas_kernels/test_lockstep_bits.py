@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import SILU, Products, device
-from pallas_kernels.matmul.bit_mma import decode_b1 as bit_decode_b1
-from pallas_kernels.matmul.bit_mma import decode_ring as bit_decode_ring
-from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
+from pallas_kernels.matmul.bit_mma import decode_b1, decode_ring, decode_s8
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import drawn
 
@@ -32,7 +30,7 @@ CASES = [
 
 @pytest.mark.parametrize(("N", "K", "rows", "kind", "bits"), CASES)
 def test_the_1_bit_kernel_in_lockstep_is_the_product(N, K, rows, kind, bits):
-    check(bit_decode_b1 if rows < 4 else bit_decode_s8, N, K, rows, kind, bits)
+    check(decode_b1 if rows < 4 else decode_s8, N, K, rows, kind, bits)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +46,7 @@ def test_the_ring_in_lockstep_is_the_product(N, K, rows, kind, monkeypatch):
     """By two blocks, the second of which has fewer tiles."""
     two = dataclasses.replace(device.GPUS["sm_90"], multiprocessors=2)
     monkeypatch.setattr(device, "default", lambda: two)
-    check(bit_decode_ring, N, K, rows, kind, 8)
+    check(decode_ring, N, K, rows, kind, 8)
 
 
 def check(kernel, N, K, rows, kind, bits):

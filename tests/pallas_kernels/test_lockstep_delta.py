@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network import layers
+from bonsai_jax.network.kinds import delta_net as kind
+from bonsai_jax.network.kinds.place import Place
 from pallas_kernels.delta import Gates, delta_net
 from tests.pallas_kernels.lockstep import lockstep
 
@@ -142,23 +143,29 @@ def test_chunks_are_float64_s(k_heads, v_heads, K, V, grouped, tokens, impl):
 
 @pytest.mark.parametrize("tokens", [1, 3])
 def test_a_layer_is_the_same_by_kernels(tokens):
-    """delta_block with a model's own weights: a step's gates are made in the kernel, of the layer's input."""
+    """A layer's block with a model's own weights: a step's gates are made in the kernel, of its input."""
     model = bj.load("synth:tiny-qwen35:f32", bj.RunConfig(page_size=16, impl="reference"))
-    rng = np.random.default_rng(0)
+    config, rng = model.config, np.random.default_rng(0)
     cache = bj.new_cache(model, 2, 16)
-    cache = cache.replace(delta=jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), cache.delta))
-    x = jnp.asarray(rng.standard_normal((2, tokens, model.config.hidden)), jnp.float32)
+    (state,) = jax.tree.map(lambda a: rng.standard_normal(a.shape, np.float32), cache.delta_net)
+    x = jnp.asarray(rng.standard_normal((2, tokens, config.hidden)), jnp.float32)
     positions = jnp.array([[9], [0]], jnp.int32) + jnp.arange(tokens, dtype=jnp.int32)
-    found = []
+
+    def run(x, params, cache, positions):
+        weights = params.layers.delta_net[0]
+        place = Place(config.delta_net, weights, 0, 2, config.rms_norm_eps, positions, {}, 16)
+        y, cache, _ = kind.block(x, place, cache, None)
+        return y, cache
+
+    results = []
     for impl, prefill_impl in (("reference", "reference"), ("delta_step", "delta_chunks")):
-        states = jax.tree.map(jnp.asarray, cache.delta).replace(impl=impl, prefill_impl=prefill_impl)
-        f = functools.partial(layers.delta_block, config=model.config)
+        before = jax.tree.map(jnp.asarray, state).replace(impl=impl, prefill_impl=prefill_impl)
         with lockstep():
-            y, after = (jax.jit(f, static_argnums=2) if impl == "reference" else f)(
-                x, model.params, 2, cache.replace(delta=states), positions
+            y, after = (jax.jit(run) if impl == "reference" else run)(
+                x, model.params, cache.replace(delta_net=(before,)), positions
             )
-        assert after.delta is not None and after.delta.impl == impl
-        found.append((y, after.delta.s))
-    for mine, wanted in zip(*found[::-1], strict=True):
-        error = np.linalg.norm(mine - wanted) / np.linalg.norm(wanted)
+        assert after.delta_net[0].impl == impl
+        results.append((y, after.delta_net[0].s))
+    for got, want in zip(*results[::-1], strict=True):
+        error = np.linalg.norm(got - want) / np.linalg.norm(want)
         assert error < (1e-6 if tokens == 1 else TF32)

@@ -10,7 +10,7 @@ import pytest
 
 from pallas_kernels import GELU_TANH, SILU, attend, cache_layouts
 from pallas_kernels.gpu import lanes
-from pallas_kernels.matmul.bit_mma import rows_of_bytes
+from pallas_kernels.matmul.bit_mma import byte_product
 from pallas_kernels.step import decode_layers, workspace
 from pallas_kernels.step.inputs import StepInputs
 from tests.pallas_kernels.lockstep import lockstep
@@ -138,7 +138,7 @@ def test_all_layers_in_lockstep_are_their_definitions(case):
     lengths, bits = case[6:8]
     # Three warps have two places for keys, as some have in a real shape.
     slots = mock.patch("pallas_kernels.step.shapes.MOST_SLOTS", 11)
-    with mock.patch.object(rows_of_bytes, "MOST_KEPT", 64), slots:
+    with mock.patch.object(byte_product, "MOST_REGISTERS", 64), slots:
         got, want, table = both(case)
     # Parts in a million where every code is the same, but now and then one of 8 bits falls to the other side
     # of .5, and all behind it differs by about 1 / 127 of a column. With 16 bits, attention is what differs:

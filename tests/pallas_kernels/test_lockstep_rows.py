@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import SILU
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import prefill, prologue
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
@@ -109,12 +110,13 @@ def test_rows_in_lockstep_are_whole_numbers_as_in_a_decode_step(columns, layer, 
     np.testing.assert_allclose(scale, largest.astype(np.float64) / top * norm, rtol=1e-6)
 
 
-ROUNDINGS = [(activations_int8, {}), *((activations_float16, {"group": n}) for n in (None, 16, 32))]
+INT8, FLOAT16 = (activations_int8, "activations_int8"), (activations_float16, "activations_float16")
+ROUNDINGS = [(*INT8, {}), *((*FLOAT16, {"group": group}) for group in (None, 16, 32))]
 
 
 @pytest.mark.parametrize(("columns", "residual"), [(4096, True), (896, True), (896, False)])
-@pytest.mark.parametrize(("module", "options"), ROUNDINGS, ids=["int8", "float16", "by 16", "by 32"])
-def test_parts_are_added_in_order_and_rounded_as_their_sum(module, options, columns, residual):
+@pytest.mark.parametrize(("module", "name", "options"), ROUNDINGS, ids=["int8", "float16", "by 16", "by 32"])
+def test_parts_are_added_in_order_and_rounded_as_their_sum(module, name, options, columns, residual):
     rng = np.random.default_rng(columns)
     draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
     parts, gamma, rows = draw(3, 16, columns), draw(1, columns), 5
@@ -123,7 +125,7 @@ def test_parts_are_added_in_order_and_rounded_as_their_sum(module, options, colu
     for part in parts[1:]:
         x = x + part[:rows]
     with lockstep():
-        run = getattr(module, module.__name__.split(".")[-1])
+        run = getattr(module, name)
         want = run(x, gamma, None, 1e-6, **options)
         *got, total = run(prologue.Parts(parts, before), gamma, None, 1e-6, rows=rows, **options)
     np.testing.assert_array_equal(total, x)
@@ -135,9 +137,9 @@ def test_parts_are_added_in_order_and_rounded_as_their_sum(module, options, colu
 def test_rows_are_the_same_among_more_than_a_step_has():
     """Whose blocks have fewer warps."""
     x = np.random.default_rng(0).standard_normal((prologue.FEW_ROWS + 1, 2560)).astype(np.float32)
-    for module in (activations_int8, activations_float16):
+    for module, name in (INT8, FLOAT16):
         with lockstep():
-            made = getattr(module, module.__name__.split(".")[-1])
+            made = getattr(module, name)
             (many, scales), (few, few_scales) = made(x), made(x[:16])
         np.testing.assert_array_equal(np.asarray(many)[..., :16, :], few)
         np.testing.assert_array_equal(np.asarray(scales)[..., :16], few_scales)
@@ -190,7 +192,7 @@ def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
         thread = lanes.thread()
         held = [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)]
         fragment = types.SimpleNamespace(registers=types.SimpleNamespace(flat=held))
-        bit_prefill_sm90._store(fragment, out_gmem, matrices, added)
+        bit_prefill_sm90._store(fragment, out_gmem, SILU if matrices == 2 else None, added)
 
     with lockstep():
         out = jax.new_ref(start.reshape(*start.shape[:3], 32))

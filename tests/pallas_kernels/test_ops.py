@@ -19,7 +19,7 @@ from pallas_kernels import (
     matmul,
     quantize,
 )
-from tests import kept_oracles
+from tests.pallas_kernels import expected_blocks
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -40,17 +40,16 @@ DECODED_BY_GGUF = [
 ]
 
 
-KEPT = np.load(kept_oracles.DATA / "formats.npz")
 # Outside of jit each operation would be compiled alone.
 made = jax.jit(from_blocks, static_argnums=1)
 product = jax.jit(matmul)
 
 
 def random_weight(format, seed, *shape):
-    """A QTensor of kept blocks in any order, [*lead, N, K], and the same weights decoded by the gguf package,
-    in float64."""
+    """A QTensor of expected blocks in random order, [*lead, N, K], and the same weights, as the gguf package
+    dequantizes them, in float64."""
     module = formats.get(format)
-    blocks = KEPT[f"{format}.raw"].reshape(-1, module.BLOCK.itemsize)
+    blocks = expected_blocks.load(format).raw.reshape(-1, module.BLOCK.itemsize)
     of_rows = (*shape[:-1], shape[-1] // module.WEIGHTS)
     raw = blocks[np.random.default_rng(seed).integers(0, len(blocks), of_rows)].reshape(*shape[:-1], -1)
     type_ = gguf.GGMLQuantizationType[format.upper()]
@@ -168,6 +167,7 @@ def test_attention_refuses_what_does_not_fit(op):
         refused(op, "4 query heads do not divide into 3 KV heads", k_pages=wide, v_pages=wide)
         refused(op, r"q is \[1, 3, 4, 8\]; .*the D of the cache, 16", q=jnp.zeros((1, 3, 4, 8)))
         refused(op, "window is 0; a query sees at least itself", window=0)
+        refused(op, "softcap is -1.0; it is positive", softcap=-1.0)
         refused(op, "queries are int32", TypeError, q=jnp.zeros((1, 3, 4, 16), jnp.int32))
     else:
         refused(
@@ -187,7 +187,7 @@ def test_quantize_then_multiply_is_near_the_exact_product():
         assert relative_error(near(x, dense, format), x @ dense.T) < error
     with pytest.raises(NotImplementedError, match=r"q2_k has no encoder; formats that have one: .*q1_0"):
         quantize(jnp.asarray(dense), "q2_k")
-    with pytest.raises(ValueError, match="100 columns are no multiple of its block of 32"):
+    with pytest.raises(ValueError, match="100 columns are not a multiple of its block of 32"):
         quantize(jnp.zeros((4, 100)), "q8_0")
 
 
@@ -215,10 +215,11 @@ def naive_attention(q, k, v, positions, window=None, scale=None, softcap=None):
     [(4, 2, 64, 16, 3, 0), (6, 1, 128, 64, 9, 1), (3, 3, 32, 7, 50, 2)],
 )
 @pytest.mark.parametrize(
-    ("window", "scale"), [(None, None), (1, None), (20, 0.3), (300, None), (10_000, 0.25)], ids=str
+    ("window", "scale", "softcap"),
+    [(None, None, None), (1, None, 0.5), (20, 0.3, None), (300, None, 2.0), (10_000, 0.25, None)],
 )
 def test_attention_reads_shuffled_pages_like_a_contiguous_cache(
-    H, Hkv, D, page_size, pages, seed, window, scale
+    H, Hkv, D, page_size, pages, seed, window, scale, softcap
 ):
     rng = np.random.default_rng(seed)
     B, T, L, capacity = 2, 5, 2, pages * page_size
@@ -233,14 +234,19 @@ def test_attention_reads_shuffled_pages_like_a_contiguous_cache(
     positions[0, -2:] = -1  # padding
     f32 = [jnp.asarray(a, jnp.float32) for a in (q, k_pages, v_pages)]
     ints = [jnp.asarray(a, jnp.int32) for a in (table, positions)]
-    op = jax.jit(functools.partial(attention, window=window, scale=scale))
-    got = op(*f32, *ints, jnp.int32(1), num_keys=int(positions.max()) + 1)
-    for b in range(B):
-        want = naive_attention(q[b], k[b], v[b], positions[b], window, scale)
-        np.testing.assert_allclose(got[b], want, atol=2e-6)
+    op = functools.partial(attention, window=window, scale=scale, softcap=softcap)
+    num_keys = int(positions.max()) + 1  # known while it is traced, and not
+    for keys in (
+        jax.jit(functools.partial(op, num_keys=num_keys)),
+        functools.partial(jax.jit(op), num_keys=num_keys),
+    ):
+        got = keys(*f32, *ints, jnp.int32(1))
+        for b in range(B):
+            want = naive_attention(q[b], k[b], v[b], positions[b], window, scale, softcap)
+            np.testing.assert_allclose(got[b], want, atol=2e-6)
 
 
-def test_attend_hands_on_window_and_scale_and_has_no_kernel_for_them():
+def test_attend_hands_on_window_scale_and_softcap():
     rng = np.random.default_rng(3)
     B, T, H, Hkv, D, page_size, pages = 1, 9, 4, 2, 16, 4, 3
     qkv = rng.standard_normal((B, T, H + 2 * Hkv, D))
@@ -249,18 +255,11 @@ def test_attend_hands_on_window_and_scale_and_has_no_kernel_for_them():
     op = functools.partial(
         attend, jnp.asarray(qkv, jnp.float32).reshape(B, T, -1), cache, cache, jnp.asarray(table),
         jnp.asarray(positions), 1, rotation=(jnp.ones((B, T, D // 2)), jnp.zeros((B, T, D // 2))),
-        interleaved=False, norms=(None, None), eps=0.0, num_keys=T, window=3, scale=0.7,
+        interleaved=False, norms=(None, None), eps=0.0, num_keys=T, window=3, scale=0.7, softcap=1.5,
     )  # fmt: skip
     q, k, v = np.split(qkv[0], (H, H + Hkv), axis=1)
-    want = naive_attention(q, k, v, positions[0], 3, 0.7)
+    want = naive_attention(q, k, v, positions[0], 3, 0.7, 1.5)
     np.testing.assert_allclose(op()[0][0].reshape(T, H, D), want, atol=2e-6)
-    refuses = functools.partial(
-        pytest.raises, NotImplementedError, match=r"window=3, scale=0\.7: kernels see"
-    )
-    with refuses():
-        op(impl="decode")
-    with refuses():
-        op(prefill_impl="mma")
 
 
 def test_attention_of_known_length_can_be_differentiated():
@@ -273,3 +272,23 @@ def test_attention_of_known_length_can_be_differentiated():
 
     numeric = (loss(v.at[0, 1, 0, 0].add(1e-2)) - loss(v.at[0, 1, 0, 0].add(-1e-2))) / 2e-2
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(v)[0, 1, 0, 0], numeric, rtol=1e-3)
+
+
+def test_the_derivative_of_windows_and_softcaps_is_that_of_the_formula():
+    q, k, v = (jax.random.normal(key, (6, 2, 8)) for key in jax.random.split(jax.random.key(1), 3))
+    table, positions = jnp.arange(3)[None], jnp.arange(6)
+
+    def paged(q, k, v):
+        pages = (x.reshape(1, 3, 2, 2, 8) for x in (k, v))
+        rest = {"num_keys": 6, "window": 3, "scale": 0.9, "softcap": 1.5}
+        return (attention(q[None], *pages, table, positions[None], 0, **rest) ** 2).sum()
+
+    def formula(q, k, v):
+        scores = 1.5 * jnp.tanh(0.9 / 1.5 * jnp.einsum("thd,shd->hts", q, k, precision="highest"))
+        distance = positions[:, None] - positions
+        weights = jax.nn.softmax(jnp.where((distance >= 0) & (distance < 3), scores, -jnp.inf))
+        return (jnp.einsum("hts,shd->thd", weights, v, precision="highest") ** 2).sum()
+
+    got, want = (jax.jit(jax.grad(f, argnums=(0, 1, 2)))(q, k, v) for f in (paged, formula))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)

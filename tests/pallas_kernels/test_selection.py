@@ -44,11 +44,12 @@ def problems(platform: str):
     for name in MODELS:
         checkpoint = open_checkpoint(f"synth:{name}:f32")
         config = architectures.config_of(checkpoint)
-        heads[name] = (config.num_heads, config.num_kv_heads, config.head_dim)
-        turned[name] = config.rotated
+        attention = config.attention
+        heads[name] = (attention.num_heads, attention.num_kv_heads, attention.head_dim)
+        turned[name] = None if attention.rope.dim == attention.head_dim else attention.rope.dim
         plain = {spec.field for spec in architectures.get(config.architecture).TENSORS if spec.plain}
         shapes = {t.shape[-2:] for t in checkpoint.tensors.values() if len(t.shape) > 1}
-        for shape in shapes - ({(config.delta.qkv_width, config.delta.conv)} if plain else set()):
+        for shape in shapes - ({(config.delta_net.qkv_width, config.delta_net.conv)} if plain else set()):
             for format in formats.names():
                 yield (name, format), Matmul(platform, format, *shape)
     for name, shape in heads.items():
@@ -100,7 +101,7 @@ def test_elsewhere_everything_falls_back(platform):
 
 def kernels(format: str, platform: str, n=4096, k=4096, **rest) -> dict[int, str]:
     chosen = products(Matmul(platform, format, n, k, **rest))
-    return {rows: chosen.of(rows) for rows in (1, 3, 4, 8, 9, 16, 17, 64, 512)}
+    return {rows: chosen.kernel(rows) for rows in (1, 3, 4, 8, 9, 16, 17, 64, 512)}
 
 
 def test_the_table_of_kernels(monkeypatch):
@@ -196,11 +197,11 @@ def test_tokens_are_drawn_by_a_kernel_on_every_gpu_since_ampere(platform, taken)
 
 
 @pytest.mark.parametrize("phase", ["decode", "prefill"])
-@pytest.mark.parametrize("change", [{"window": 512}, {"scale": 0.5}, {"head_dim": 80}])
-def test_attention_that_a_kernel_was_not_written_for_is_the_references(phase, change):
+def test_attention_of_other_widths_is_the_references(phase):
     llama = Attention("sm_90", phase, 32, 8, 128, 64, "bfloat16")
     assert choose(llama) != "reference"
-    assert choose(dataclasses.replace(llama, **change)) == "reference"
+    assert choose(dataclasses.replace(llama, window=512, scale=0.5, softcap=50.0)) == choose(llama)
+    assert choose(dataclasses.replace(llama, head_dim=80)) == "reference"
 
 
 def layer_of(formats, hidden=4096, ffn=12288):
@@ -217,6 +218,7 @@ STEP = Step("sm_90", 1, 4096, 12288, Q1_LAYERS, Attention("sm_90", "decode", 32,
     [
         ({"attention": dataclasses.replace(STEP.attention, window=512)}, "the kernel knows no window"),
         ({"attention": dataclasses.replace(STEP.attention, scale=0.1)}, "scores are scaled by 0.1"),
+        ({"attention": dataclasses.replace(STEP.attention, softcap=50.0)}, "scores are capped at 50.0"),
         (
             {"layers": (*Q1_LAYERS, layer_of(["q1_0"] * 4 + ["q4_k"]))},
             "not all layers' weights are Q1_0, joined by layer: q4_k",

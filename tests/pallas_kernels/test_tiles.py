@@ -1,11 +1,10 @@
-"""The integer kernels' layouts, on any machine: there and back, and what lanes read in them is the weights.
+"""The layouts of the integer kernels, on any machine: tiling is invertible, and lanes read the weights.
 
-What a lane reads (`LANES`) is traced into a kernel; here it runs in numpy (lockstep), and the tensor core is
-the picture in the PTX manual.
+The functions of `LANES` are traced into a kernel that runs in numpy (lockstep). The fragments of the tensor
+core are those of the PTX manual.
 """
 
 import functools
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,9 @@ from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma import dequantize as int_dequantize
 from pallas_kernels.qtensor import tile, tiled_nbytes
+from tests.pallas_kernels import expected_blocks
 from tests.pallas_kernels.lockstep import launched, lockstep
-from tests.pallas_kernels.stacks import Drawn, drawn_whole
+from tests.pallas_kernels.stacks import Drawn
 
 INTEGER = formats.names("int")
 # Of tiles that are larger than the file's blocks: base 3 becomes 2 bits a weight, and a share of d.
@@ -40,20 +40,17 @@ def sizes(format):
     return [(N, K) for N, K in every if K % formats.get(format).WEIGHTS == 0]
 
 
-KEPT = np.load(Path(__file__).parent.parent / "data" / "formats.npz")
 tiles_of = jax.jit(tile)  # outside of jit each operation would be compiled alone
 
 
 @functools.cache
 def made(format, N, K) -> Drawn:
-    """A stack of two, of blocks that were kept, with their weights: only tiling them is a program."""
-    if f"{format}.raw" not in KEPT:  # test_format_is_one_file.py's own
-        return jax.device_get(drawn_whole(format, (2, N, K), std=0.05))
+    """A stack of two matrices of expected blocks, with their weights. Only tiling runs a program."""
     weights, block = formats.get(format).WEIGHTS, formats.get(format).BLOCK
-    kept = KEPT[f"{format}.raw"].view(block).reshape(-1)
-    dense = KEPT[f"{format}.weights"].reshape(-1, weights)
-    which = np.random.default_rng(N).integers(len(kept), size=(2, N, K // weights))
-    fields = {name: np.ascontiguousarray(kept[name][which]) for name in block.names}
+    expected = expected_blocks.load(format)
+    raw, dense = expected.raw.view(block).reshape(-1), expected.weights.reshape(-1, weights)
+    which = np.random.default_rng(N).integers(len(raw), size=(2, N, K // weights))
+    fields = {name: np.ascontiguousarray(raw[name][which]) for name in block.names}
     w = QTensor(fields, format, (N, K))
     return Drawn(w, jax.device_get(tiles_of(w)), dense[which].reshape(2, N, K))
 
@@ -68,12 +65,12 @@ SIZES = [
 @pytest.mark.parametrize(("format", "N", "K"), SIZES)
 def test_tile_and_untile_keep_every_bit(format, N, K):
     module, (w, tiled, dense) = formats.get(format), made(format, N, K)
-    untiled, of_tiles = jax.jit(lambda tiled: (module.untile(tiled.fields, (N, K)), dequantize(tiled)))(tiled)
+    untiled, weights = jax.jit(lambda tiled: (module.untile(tiled.fields, (N, K)), dequantize(tiled)))(tiled)
     for name, field in untiled.items():
         got, want = np.asarray(field), w.fields[name]
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         np.testing.assert_array_equal(got.view(np.uint8), want.view(np.uint8))
-    np.testing.assert_array_equal(of_tiles, dense)
+    np.testing.assert_array_equal(weights, dense)
     assert tiled.nbytes == 2 * tiled_nbytes(format, (N, K))
     if K % 256 == N % 16 == 0:
         bits = BITS.get(format, 8 * module.BLOCK.itemsize / module.WEIGHTS)
@@ -81,16 +78,16 @@ def test_tile_and_untile_keep_every_bit(format, N, K):
 
 
 @pytest.mark.parametrize("format", ["pq2_0", "q2_0_g128", "q2_0_g64", "tq2_0", "tq2_0_g128"])
-def test_a_code_that_is_no_ternary_weight_is_kept(format):
+def test_a_code_that_is_no_ternary_weight_survives(format):
     w = made(format, 32, 512).blocks
     qs = np.random.default_rng(1).integers(0, 256, w.fields["qs"].shape, np.uint8)
 
     @jax.jit
-    def there_and_back(w):
+    def round_trip(w):
         tiled = tile(w)
         return formats.get(format).untile(tiled.fields, (32, 512)), dequantize(tiled)
 
-    untiled, dense = there_and_back(w.replace(fields={**w.fields, "qs": qs}))
+    untiled, dense = round_trip(w.replace(fields={**w.fields, "qs": qs}))
     np.testing.assert_array_equal(untiled["qs"], qs)
     d = w.fields["d"].astype(np.float32)
     np.testing.assert_array_equal(np.asarray(dense).reshape(*d.shape, -1).max(-1), 2 * d)
@@ -100,7 +97,7 @@ def test_a_code_that_is_no_ternary_weight_is_kept(format):
 def test_rows_of_tiled_weights(format):
     N, K = sizes(format)[1]  # the last tile is not whole
     w, ids = made(format, N, K), np.array([[0, N - 1], [17, 8]])
-    got, want = jax.jit(lambda *of: [w[1].rows(ids) for w in of])(w.tiled, w.blocks)
+    got, want = jax.jit(lambda *ws: [w[1].rows(ids) for w in ws])(w.tiled, w.blocks)
     np.testing.assert_array_equal(got, want)
     np.testing.assert_array_equal(got, w.dense[1, ids])
 
@@ -126,20 +123,20 @@ def test_what_lanes_read_is_the_weights(format):
                     memory.store(value, bytes_gmem, thread, 8 * u + i, part)
             # What each lane of the quad has, as it is fetched from there, and last what this one has.
             quad = lane & 0xFFFFFFFC
-            for t, of in enumerate([*(unit.of_lane(quad + t, t) for t in range(4)), unit.scales]):
+            for t, values in enumerate([*(unit.of_lane(quad + t, t) for t in range(4)), unit.scales]):
                 for kind, r, h in np.ndindex(kinds, 2, 2):
-                    memory.store(of[kind][r][h], scales_gmem, thread, u, t, *map(int, (kind, r, h)))
+                    memory.store(values[kind][r][h], scales_gmem, thread, u, t, *map(int, (kind, r, h)))
 
     with lockstep():
         out = (
             jax.ShapeDtypeStruct((128, groups, parts), jnp.int32),
             jax.ShapeDtypeStruct((128, groups // 8, 5, kinds, 2, 2), jnp.float32),
         )
-        held, scales = map(np.asarray, launched(body, out, [], *(tiled[name] for name in names)))
+        stored, scales = map(np.asarray, launched(body, out, [], *(tiled[name] for name in names)))
     thread = np.arange(128)
     own = scales[thread, :, thread % 4]
     np.testing.assert_array_equal(own, scales[:, :, 4])
-    values = held.view(np.int8 if format_lanes.signed else np.uint8).astype(np.float32)
+    values = stored.view(np.int8 if format_lanes.signed else np.uint8).astype(np.float32)
     values = values.reshape(128, groups // 8, 4, 2, parts // 2, 2, 4)  # thread, unit, t, h, half, row, byte
     scale = scales[:, :, :4].transpose(0, 1, 2, 5, 3, 4)[
         ..., None, :, :, None
@@ -157,11 +154,11 @@ def test_what_lanes_read_is_the_weights(format):
 )
 def test_a_plan_gives_every_tile_to_one_block(parts, rows):
     fields = [(shapes(f, n, 4096),) for f, n in parts]
-    found = int_decode_plan.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
-    assert found is not None and sum(part.blocks for part in found.parts) <= device.multiprocessors()
+    planned = int_decode_plan.plan(fields, rows, tuple(f for f, _ in parts), 8, 220 * 1024)
+    assert planned is not None and sum(part.blocks for part in planned.parts) <= device.multiprocessors()
     tiles, blocks = [], []
-    for part in found.parts:
-        assert 2 <= part.depth <= max(2, part.tiles * -(-16 // found.warps))
+    for part in planned.parts:
+        assert 2 <= part.depth <= max(2, part.tiles * -(-16 // planned.warps))
         for block in range(part.blocks):
             blocks.append(part.first_block + block)
             tiles += range(

@@ -20,7 +20,13 @@ from bonsai_jax.weights.specs import Description
 from checkpoints import Checkpoint, CheckpointError
 
 # Model types that are another architecture under their own name.
-ALIASES = {"mistral": "llama", "qwen3_moe": "qwen3moe", "qwen3_5": "qwen35", "qwen3_5_text": "qwen35"}
+ALIASES = {
+    "mistral": "llama",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5": "qwen35",
+    "qwen3_5_text": "qwen35",
+    "gemma3_text": "gemma3",
+}
 
 
 def names() -> list[str]:

@@ -118,11 +118,15 @@ class Attention:
         )
 
     def kernels(self, run: RunConfig) -> tuple[str, str]:
-        """The kernels chosen for these. Naming an implementation names the one of a decode step; only
-        "reference" asks for it everywhere."""
-        decode, prefill = self.problems(run)
-        many = "reference" if run.impl == "reference" else "auto"
-        return selection.choose(decode, impl=run.impl), selection.choose(prefill, impl=many)
+        """The kernels chosen for these."""
+        decode, _ = self.problems(run)
+        return selection.choose(decode, impl=run.impl), self.prefill_kernel(run)
+
+    def prefill_kernel(self, run: RunConfig) -> str:
+        """The kernel chosen for many tokens of each sequence. Naming an implementation names the one of a
+        decode step; only "reference" asks for it everywhere."""
+        _, prefill = self.problems(run)
+        return selection.choose(prefill, impl="reference" if run.impl == "reference" else "auto")
 
     def pages(self, context: int, page_size: int, chunk: int | None) -> int:
         """Pages of a sequence of so many tokens, of which at most `chunk` are read at once. With a window
@@ -149,7 +153,7 @@ class Attention:
         read them as they are stored (pallas_kernels/attention/prefill_pages.py); else 0."""
         stored = str(run.cache_dtype)
         as_stored = cache_layouts.get(stored).PREFILL in (stored, None)
-        if as_stored or self.kernels(run)[1] == "reference":
+        if as_stored or self.prefill_kernel(run) == "reference":
             return 0
         tokens = -(-run.context // run.page_size) * run.page_size
         return tokens * 2 * self.num_kv_heads * cache_layouts.bytes_per_head("float16", self.head_dim)
@@ -157,7 +161,7 @@ class Attention:
     def _ring(self, run: RunConfig) -> int:
         """Pages of the ring; 0 where all keys stay."""
         every = self.pages(run.context, run.page_size, None)
-        ring = self.pages(run.context, run.page_size, read_size(self.kernels(run)[1]))
+        ring = self.pages(run.context, run.page_size, read_size(self.prefill_kernel(run)))
         return ring if ring < every else 0
 
     def _token_bytes(self, run: RunConfig) -> int:

@@ -94,7 +94,7 @@ def add_product(
 def rounds(x: jax.Array, weight: LayerStack) -> bool:
     """Whether these are many tokens whose product with a weight was rounded anyway."""
     return x.shape[-2] > STEP_TOKENS and all(
-        w.products.of(x.size // x.shape[-1]) not in ("reference", "cpu") for w in leaves(weight)
+        w.products.kernel(x.size // x.shape[-1]) not in ("reference", "cpu") for w in leaves(weight)
     )
 
 

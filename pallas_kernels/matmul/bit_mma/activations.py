@@ -4,10 +4,10 @@ there is one.
     x, or gamma x  ->  q = round(x top / m), m the largest |x| of a group of 128  ->  q = q0, or 256 q1 + q0
     s = m / top, with a norm times 1 / sqrt(mean(x^2) + eps);  x = s q, or rms_norm(x) = s q, but for rounding
 
-The same numbers as in a decode step (bit_product.py). A block of threads has a row in its registers, so that
-it is read once. Lane j of 8 has columns j, 8 + j, .. 120 + j of a group, and writes their bytes together:
-place 16 j + i of a group is column 8 i + j. Each of its loads has 32 neighbouring bytes with the other
-seven's.
+The same numbers as in a decode step (plane_product.py). A block of threads has a row in its registers, so
+that it is read once. Lane j of 8 has columns j, 8 + j, .. 120 + j of a group, and writes their bytes
+together: place 16 j + i of a group is column 8 i + j. Each of its loads has 32 neighbouring bytes with the
+other seven's.
 
 The bytes lie in memory as wgmma wants them in shared memory: group by group, of a group row by row, and of
 row m the 16 bytes of lane j in place j ^ (m % 8) of 8 (what TMA calls a swizzle of 128 bytes). Scales of 16
@@ -26,12 +26,12 @@ import jax.numpy as jnp
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.matmul import prologue
+from pallas_kernels.matmul.bit_mma.product import GROUP
 from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
 
-GROUP = 128
-WIDTH = 16  # columns of a lane's piece
-ROWS = 64  # of bit_prefill_sm90's tiles, or, of fewer, a multiple of 16
+PIECE_COLUMNS = 16  # of a lane
+TILE_TOKENS = 64  # of bit_prefill_sm90; fewer rows are padded to a multiple of 16
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "bits", "rows"))
@@ -78,7 +78,11 @@ def activations_int8(
 
 def results_of(rows: int, columns: int, bits: int = 8) -> dict[str, jax.ShapeDtypeStruct]:
     """What `activations_int8` returns."""
-    shape = bits // 8, -(-columns // (4 * GROUP)) * 4, rows + -rows % (ROWS if rows > ROWS else 16)
+    shape = (
+        bits // 8,
+        -(-columns // (4 * GROUP)) * 4,
+        rows + -rows % (TILE_TOKENS if rows > TILE_TOKENS else 16),
+    )
     return {
         "q_gmem": jax.ShapeDtypeStruct((*shape, GROUP), jnp.int8),
         "scale_gmem": jax.ShapeDtypeStruct(shape, jnp.float32),
@@ -96,12 +100,12 @@ class _Piece(NamedTuple):
     j: Any
     in_row: Any
 
-    @classmethod
-    def of(cls, number, end: int, columns: int):
-        """`number` is the lane's, below `end`."""
-        of_row, of_group = columns // WIDTH, GROUP // WIDTH
-        in_row = None if end <= of_row else number < of_row
-        return cls(number // of_group, number % of_group, in_row)
+
+def _piece(number, end: int, columns: int) -> _Piece:
+    """`number` is the lane's, below `end`."""
+    row_pieces, group_pieces = columns // PIECE_COLUMNS, GROUP // PIECE_COLUMNS
+    in_row = None if end <= row_pieces else number < row_pieces
+    return _Piece(number // group_pieces, number % group_pieces, in_row)
 
 
 def _quantize_row(
@@ -111,15 +115,15 @@ def _quantize_row(
     row, thread = lanes.block(), integer(lanes.thread())
     warp = thread // 32
     pieces = [
-        _Piece.of(thread + first, first + 32 * warps, columns)
-        for first in range(0, places // WIDTH, 32 * warps)
+        _piece(thread + first, first + 32 * warps, columns)
+        for first in range(0, places // PIECE_COLUMNS, 32 * warps)
     ]
 
     # Lanes behind the row's end load its last group.
     starts = [index(minimum(piece.group, columns // GROUP - 1) * GROUP + piece.j) for piece in pieces]
 
     def load(ref, *row):
-        return [[memory.load(ref, *row, start + 8 * i) for i in range(WIDTH)] for start in starts]
+        return [[memory.load(ref, *row, start + 8 * i) for i in range(PIECE_COLUMNS)] for start in starts]
 
     def store_sum(number, values):
         for i, v in enumerate(values):
@@ -137,7 +141,7 @@ def _quantize_row(
         scale = scale if norm is None else scale * norm
         group = index(piece.group)
         with lanes.when(piece.group < places // GROUP):
-            place = (piece.j ^ m & 7) * WIDTH
+            place = (piece.j ^ m & 7) * PIECE_COLUMNS
             for digit, words in enumerate(q):
                 memory.store_bytes(words, q_gmem, [digit, group, row, place])
             with lanes.when(piece.j == 0):
@@ -158,7 +162,7 @@ def store_group(x: list, row, group, q_gmem, scale_gmem):
     lane, m, top = integer(lanes.thread()) % 32, integer(row), 127
     largest = largest_of_group(x, lanes.largest_of_warp)
     words = packed_digits(magic_words(x, top, largest), 0)
-    memory.store_bytes(words, q_gmem, [0, group, row, (lane % 8 ^ m & 7) * WIDTH + lane // 8 * 4])
+    memory.store_bytes(words, q_gmem, [0, group, row, (lane % 8 ^ m & 7) * PIECE_COLUMNS + lane // 8 * 4])
     with lanes.when(lane == 0):
         memory.store(largest * (1 / top) * (1 / 64), scale_gmem, 0, group, _place_of_scale(m))
 
@@ -171,6 +175,6 @@ def _place_of_scale(m):
 def _quantize(x: list, bits: int):
     """8 neighbouring lanes' activations -> (words of 4 bytes of q per 8 bits, the highest first; scale)."""
     top = 2 ** (bits - 1) - 1
-    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, GROUP // WIDTH))
+    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, GROUP // PIECE_COLUMNS))
     q = magic_words(x, top, largest)
     return [packed_digits(q, digit) for digit in reversed(range(bits // 8))], largest * (1 / top)

@@ -1,46 +1,164 @@
-"""What the decode kernels of 1-bit weights (decode_b1.py, decode_s8.py, decode_ring.py) have in
-common: how they are called."""
+"""1-bit weights (Q1_0) times 1 to 8 rows of activations, in a launch of its own. Weights are in registers
+(decode_b1.py, decode_s8.py) or in a ring of shared memory (decode_ring.py)."""
 
-from collections.abc import Callable
-from typing import Any
+import abc
+import dataclasses
+import functools
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import Activation
+from pallas_kernels.activations import SILU, Activation
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.launch import launch
+from pallas_kernels.gpu.values import index, minimum
 from pallas_kernels.matmul import stacks
-from pallas_kernels.tiles import ROWS
-
-GROUP = 128  # columns that share a scale, of weights and of activations
-PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
+from pallas_kernels.matmul.bit_mma.product import Product
+from pallas_kernels.tiles import TILE_ROWS
 
 
-def run(
-    kernel: Callable, x, weights, part_layer, layer, gamma, eps, residual, activation: Activation
-) -> jax.Array:
-    """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
+@dataclasses.dataclass(frozen=True)
+class Decode(abc.ABC):
+    """A kernel with its sizes; `product` is what a block multiplies at a time."""
 
-    kernel  (x, stacks, layers, **options) -> y
-    Returns float32 [*batch, N].
-    """
-    lead, n = x.shape[:-1], weights[0].shape[0]
-    x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
-    bits = weights[0].products.activation_bits
-    matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
-    matrices, index = stacks.whole(matrices, part_layer)
-    gamma, norm_index = stacks.whole(*stacks.of_gamma(gamma, layer))
-    if residual is not None:
-        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
-    gated: dict[str, Any] = {"activation": activation} if len(matrices) == 2 else {}
-    y = kernel(
-        x,
-        matrices,
+    name: ClassVar[str]
+    product: Product
+
+    @classmethod
+    @abc.abstractmethod
+    def plan(
+        cls, rows: int, columns: int, n_tiles: int, pairs: int, matrices: int = 1, bits: int = 8, **rest
+    ) -> Self | None:
+        """For so many rows and columns of x, quantized to so many bits, and such matrices; the rest as in
+        Product. None where it is not for them."""
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of a block."""
+        return self.product.tiles
+
+    @property
+    @abc.abstractmethod
+    def scratch(self) -> dict[str, Any]:
+        """plgpu.SMEM by the names that `block` has for them."""
+
+    def operands(self, x: jax.Array, gamma: jax.Array | None, layers: jax.Array) -> dict[str, Any]:
+        """Activations, by the names that `block` has for them."""
+        return {"x_gmem": x, "gamma_gmem": gamma}
+
+    @abc.abstractmethod
+    def block(self, *_: Any, **refs: Any):
+        """What a block of threads does, as one of its lanes sees it: with weights_gmem, layers_gmem,
+        residual_gmem, operands, out_gmem and scratch."""
+
+    @classmethod
+    def run(cls, x, weights, part_layer, layer, gamma, eps, residual, activation) -> jax.Array:
+        """A module's `run` (execute.py), for any leading axes and QTensors with or without a layer axis.
+
+        Returns float32 [*batch, N].
+        """
+        lead, n = x.shape[:-1], weights[0].shape[0]
+        x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
+        matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
+        matrices, part = stacks.whole(matrices, part_layer)
+        gamma, norm_layer = stacks.whole(*stacks.of_gamma(gamma, layer))
+        if residual is not None:
+            residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.
-        jnp.stack([index, norm_index, jnp.int32(-1)]),
-        gamma=gamma,
-        eps=eps,
-        residual=residual,
-        activation_bits=bits,
-        **gated,
-    )
-    return y[:, :n].reshape(*lead, n)
+        layers, bits = jnp.stack([part, norm_layer, jnp.int32(-1)]), weights[0].products.activation_bits
+        y = bit_decode(
+            x, matrices, layers, gamma, residual, kernel=cls, eps=eps, bits=bits,
+            activation=activation if len(weights) == 2 else SILU,  # one matrix: any is the same program
+        )  # fmt: skip
+        return y[:, :n].reshape(*lead, n)
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "eps", "bits", "activation"))
+def bit_decode(
+    x: jax.Array,
+    weights: tuple[tuple[jax.Array, jax.Array], ...],
+    layers: jax.Array,
+    gamma: jax.Array | None = None,
+    residual: jax.Array | None = None,
+    *,
+    kernel: type[Decode],
+    eps: float = 0.0,
+    bits: int = 8,
+    activation: Activation = SILU,
+) -> jax.Array:
+    """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
+
+    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
+    weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
+    layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
+    residual  float32 [rows, N], added to y
+    bits      of an activation, 8 or 16; they are quantized here, symmetric per group of 128
+    Returns float32 [rows, N padded to 16].
+    """
+    rows, columns = x.shape
+    n_tiles, pairs = weights[0][0].shape[1:3]
+    plan = kernel.plan(
+        rows, columns, n_tiles, pairs, len(weights), bits, normed=gamma is not None, eps=eps,
+        activation=activation,
+    )  # fmt: skip
+    if plan is None:
+        raise NotImplementedError(
+            f"{kernel.name} is not for {rows} rows of {columns} activations of {bits} bits times "
+            f"{len(weights)} matrices of {16 * n_tiles} rows; leave the choice to selection.py"
+        )
+    return launch(
+        plan.block,
+        {
+            "weights_gmem": weights, "layers_gmem": layers, "residual_gmem": residual,
+            **plan.operands(x, gamma, layers),
+        },
+        {"out_gmem": jax.ShapeDtypeStruct((rows, 16 * n_tiles), jnp.float32)},
+        name=kernel.name,
+        blocks=-(-n_tiles // plan.tiles),
+        threads=32 * plan.product.warps,
+        scratch=plan.scratch,
+    )  # fmt: skip
+
+
+class RegisterBlock:
+    """A block of threads, as one of its lanes sees it, with the weights of a round in registers."""
+
+    def __init__(self, product: Product, weights_gmem, layers_gmem, residual_gmem, out_gmem):
+        self.product, self.weights_gmem = product, weights_gmem
+        self.residual_gmem, self.out_gmem = residual_gmem, out_gmem
+        self.layer = index(memory.load(layers_gmem, 0))
+        self.me, self.first_tile = product.lane_columns(), lanes.block() * product.tiles
+
+    def load_round(self, first) -> list:
+        """Weights of a round from this block's tile `first` on, all on their way at once: for each tile,
+        matrix and pair the words and both groups' scales."""
+        p, me, out = self.product, self.me, []
+        for u, m in p.items():
+            (words, scales), tile = self.weights_gmem[m], minimum(self.first_tile + first + u, p.n_tiles - 1)
+            for k in range(p.per_warp):
+                out.append(memory.load_vector(4, words, [self.layer, tile, me.pair[k], me.lane, 0]))
+                out += [memory.load(scales, self.layer, tile, me.scale_group[k, h], me.g) for h in (0, 1)]
+        return out
+
+    def multiply(self, x, loaded: list) -> dict:
+        """This warp's sums of a round, of which all weights are there."""
+        p = self.product
+        place = lambda m, u, k: 3 * ((u * p.matrices + m) * p.per_warp + k)  # noqa: E731
+        words = lambda m, u, k: loaded[place(m, u, k)]  # noqa: E731
+        return p.multiply(self.me, x, words, lambda m, u, k, h: loaded[place(m, u, k) + 1 + h])
+
+    def added(self, outputs: list, row: int = 0) -> list:
+        """The residual of each of this thread's outputs, which are of rows from `row` on."""
+        if self.residual_gmem is None:
+            return []
+        last = 16 * self.product.n_tiles - 1
+        return [memory.load(self.residual_gmem, x_row + row, minimum(n, last)) for *_, n, x_row in outputs]
+
+    def finish(self, sums_smem, outputs: list, added: list, row: int = 0):
+        """After a block barrier: outputs from their sums."""
+
+        def store(i, x_row, n, y):
+            memory.store(y + added[i] if added else y, self.out_gmem, x_row + row, n)
+
+        self.product.finish(sums_smem, outputs, store)

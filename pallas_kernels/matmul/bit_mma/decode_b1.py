@@ -1,132 +1,78 @@
-"""Matrix-vector products with 1-bit weights (Q1_0), on the binary tensor cores.
+"""Matrix-vector products with 1-bit weights (Q1_0), on the binary tensor cores, weights in registers.
 
-bit_product.py has what a warp does. One block of threads has `tiles` tiles of 16 rows; its warps share the
-columns in pairs of groups of 128:
+One block of threads has `tiles` tiles of 16 rows, all in one round; its warps share the columns in pairs of
+groups of 128 (product.py, plane_product.py):
 
     weights of all its tiles and pairs -> registers      (on their way while the activations are quantized)
     its pairs' activations -> norm, absmax, q, planes    (each warp those that it multiplies)
-    popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
+    popcounts -> float32 sums per warp -> shared memory -> sum over warps, 1 / rms, activation or residual
 
-More rows go through decode_s8.py where its integers have room in shared memory.
+Several rows are multiplied one after another by the same weights; more go through decode_s8.py where its
+integers have room in shared memory.
 """
 
-import functools
+import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.activations import SILU, Activation
+from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, minimum
-from pallas_kernels.matmul.bit_mma import decode as bit_decode
-from pallas_kernels.matmul.bit_mma.bit_product import BitProduct, LaneColumns
+from pallas_kernels.gpu.values import index
+from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
+from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
 
 LOADS_PER_LANE = 16  # 16-byte loads that a lane has in flight before anything else: 256 bytes
 
 
-def run(*arguments) -> jax.Array:
-    """Products of 1 to 8 rows (execute.py)."""
-    return bit_decode.run(bit_decode_b1, *arguments)
+@dataclasses.dataclass(frozen=True)
+class RowByRow(Decode):
+    product: PlaneProduct  # of one row
+    rows: int
+    name = "bit_decode_b1"
+
+    @classmethod
+    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
+        """With the least idle warps and, if there are enough tiles, as many blocks as multiprocessors, or a
+        few less: tiles come in multiples of 32. Of so many columns that eight warps would have more than two
+        tiles' loads, 16 quantize them."""
+        each = lambda w: -(-pairs // w)  # noqa: E731
+        few = [w for w in (8, 4) if 2 * each(w) <= LOADS_PER_LANE]
+        warps = min(few, key=lambda w: (each(w) * w, -w)) if few else 16
+        blocks = device.multiprocessors()
+        # Blocks of 16 warps are alone on a multiprocessor, and must all run at once.
+        most = -(-n_tiles // blocks) if warps == 16 else n_tiles // (max(1, blocks // 32) * 32)
+        tiles = max(1, min(LOADS_PER_LANE // each(warps), most))
+        product = PlaneProduct(
+            rows=1, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
+            round_tiles=tiles, matrices=matrices, bits=bits, **rest,
+        )  # fmt: skip
+        return cls(product, rows)
+
+    @property
+    def scratch(self):
+        return {f"sums_{row}": plgpu.SMEM((self.product.scratch,), jnp.float32) for row in range(self.rows)}
+
+    def block(self, weights_gmem, layers_gmem, residual_gmem, x_gmem, gamma_gmem, out_gmem, **sums_smem):
+        block = RegisterBlock(self.product, weights_gmem, layers_gmem, residual_gmem, out_gmem)
+        p, me, sums = self.product, block.me, list(sums_smem.values())
+
+        def columns(ref, i):
+            return p.own_columns(me, lambda places: [memory.load(ref, i, at + more) for at, more in places])
+
+        gamma = columns(gamma_gmem, index(memory.load(layers_gmem, 1))) if p.normed else {}
+        outputs = p.outputs(me, index(0), index(0), block.first_tile)
+        added = [block.added(outputs, row) for row in range(self.rows)]
+        first_row = columns(x_gmem, 0)  # before the weights: these are near and wanted first
+        loaded = block.load_round(index(0))
+        for row, smem in enumerate(sums):
+            x = p.quantize_own(me, columns(x_gmem, row) if row else first_row, gamma)
+            with p.busy_warps(me):
+                p.store_squares(me, index(0), x, smem)
+                p.store_sums(me, block.multiply(x, loaded), smem)
+        lanes.block_barrier()
+        for row, smem in enumerate(sums):
+            block.finish(smem, outputs, added[row], row)
 
 
-def plan(n_tiles: int, pairs: int) -> tuple[int, int]:
-    """(warps of a block, tiles of a block), for the least idle warps and, if there are enough tiles, 132
-    blocks. Of so many columns that eight warps would have more than two tiles' loads, 16 quantize them."""
-    each = lambda w: -(-pairs // w)  # noqa: E731
-    few = [w for w in (8, 4) if 2 * each(w) <= LOADS_PER_LANE]
-    warps = min(few, key=lambda w: (each(w) * w, -w)) if few else 16
-    # Blocks of 16 warps are alone on a multiprocessor, and must all run at once.
-    most = -(-n_tiles // 132) if warps == 16 else n_tiles // 128
-    return warps, max(1, min(LOADS_PER_LANE // each(warps), most))
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "activation", "activation_bits"))
-def bit_decode_b1(
-    x: jax.Array,
-    weights: tuple[tuple[jax.Array, jax.Array], ...],
-    layers: jax.Array,
-    *,
-    gamma: jax.Array | None = None,
-    eps: float = 0.0,
-    residual: jax.Array | None = None,
-    activation: Activation = SILU,
-    activation_bits: int = 8,
-) -> jax.Array:
-    """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
-
-    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
-    weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
-    layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
-    residual  float32 [rows, N], added to y
-    activation_bits  8 or 16
-    Returns float32 [rows, N padded to 16]. Activations are quantized here, symmetric per group of 128.
-    """
-    rows, columns = x.shape
-    n_tiles, pairs = weights[0][0].shape[1:3]
-    warps, tiles = plan(n_tiles, pairs)
-    phase = BitProduct(
-        rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
-        matrices=len(weights), normed=gamma is not None, eps=eps, bits=activation_bits, activation=activation,
-    )  # fmt: skip
-    return launch(
-        functools.partial(_multiply_rows, phase),
-        {
-            "weight_gmem": weights, "x_gmem": x, "layers_gmem": layers, "gamma_gmem": gamma,
-            "residual_gmem": residual,
-        },
-        {"out_gmem": jax.ShapeDtypeStruct((rows, n_tiles * 16), jnp.float32)},
-        name="bit_decode_b1",
-        blocks=-(-n_tiles // tiles),
-        threads=32 * warps,
-        scratch={"scratch_smem": plgpu.SMEM((phase.scratch,), jnp.float32)},
-    )  # fmt: skip
-
-
-def _multiply_rows(
-    phase: BitProduct, weight_gmem, x_gmem, layers_gmem, gamma_gmem, residual_gmem, out_gmem, scratch_smem
-):
-    me = LaneColumns.of(phase)
-    layer, norm_layer = (index(memory.load(layers_gmem, i)) for i in (0, 1))
-    first_tile = lanes.block() * phase.tiles
-    tile = [minimum(first_tile + j, phase.n_tiles - 1) for j in range(phase.tiles)]
-
-    def row_of(ref, i):
-        return phase.gather(me, lambda columns: [memory.load(ref, i, at + more) for at, more in columns])
-
-    gamma = row_of(gamma_gmem, norm_layer) if phase.normed else {}
-    outputs = phase.my_outputs(me, first_tile, phase.n_tiles)
-    residual = []
-    if residual_gmem is not None:
-        last = 16 * phase.n_tiles - 1
-        residual = [memory.load(residual_gmem, row, minimum(n, last)) for *_, row, _, n in outputs]
-    first_row = row_of(x_gmem, 0)  # before the weights: these are near and wanted first
-    # All weights of this block, on their way at once.
-    words, scales = {}, {}
-    for m, (words_gmem, scales_gmem) in enumerate(weight_gmem):
-        for j in range(phase.tiles):
-            for p in range(phase.per_warp):
-                at = [layer, tile[j], me.pair[p], me.lane, 0]
-                words[m, j, p] = memory.load_vector(4, words_gmem, at)
-                for h in (0, 1):
-                    at = [layer, tile[j], me.scale_group[p, h], me.g]
-                    scales[m, j, p, h] = memory.load(scales_gmem, *at)
-
-    for row in range(phase.rows):
-        x = phase.quantize(me, first_row if row == 0 else row_of(x_gmem, row), gamma)
-        phase.store_squares(me, x, scratch_smem, row)
-        sums = [
-            (m, j, phase.tile_product(
-                me, x, lambda p, at=(m, j): words[*at, p], lambda p, h, at=(m, j): scales[*at, p, h]
-            ))
-            for m in range(phase.matrices)
-            for j in range(phase.tiles)
-        ]  # fmt: skip
-        phase.store_sums(me, sums, scratch_smem, row)
-    lanes.block_barrier()
-
-    def store(i, row, n, y):
-        memory.store(y + residual[i] if residual else y, out_gmem, row, n)
-
-    phase.outputs(me, scratch_smem, outputs, store)
+run = RowByRow.run

@@ -1,23 +1,16 @@
-"""1-bit weights (Q1_0) times up to 8 rows of activations, on the integer tensor cores: the bits of a word
-become bytes once, for all rows.
+"""1-bit weights (Q1_0) times up to 8 rows of activations, on the integer tensor cores, weights in registers:
+the bits of a word become bytes once, for all rows (product.py, byte_product.py).
 
 decode_b1.py counts bits of one row's eight planes, and each block of threads quantizes the row itself. Of
-more rows, each would cost as much again. Here a column of the tensor core is a row of x, no planes are made,
-and a launch of its own quantizes (quantize_rows.py): otherwise every multiprocessor would read all rows as
-float32, 52 MB for 8 rows of 12,288, more than the weights. With the same integers q and scales s
-
-    sum_k w_k x_k = sum over groups of 128 of   d (2 s (sum_k b_k q_k) - s sum_k q_k)        w = d (2 b - 1)
-
-which is exact within a group, as there. As formats/q1_0.py tiles them, lane 4 g + t has word t of rows g
-and g + 8 of a group, bit 8 b + i of it being column 32 t + 8 b + i. `word << 7 - i & 0x80808080` is therefore
-what mma.m16n8k32 wants as four neighbouring k of a row, a 1 being 128, if the activations' columns are taken
-in the same order.
+more rows, each would cost as much again. Here no planes are made, and a launch of its own quantizes
+(`quantize_rows`): otherwise every multiprocessor would read all rows as float32, 52 MB for 8 rows of 12,288,
+more than the weights. The integers are the same.
 
 A block of threads has `tiles` tiles of 16 rows; its warps share the columns in pairs of groups:
 
     weights of the first round -> registers, its columns' integers and scales -> shared memory
     per round of tiles: loads of the next round begin; bits -> bytes -> mma -> float32 sums per warp
-                        -> shared memory -> sum over warps, 1 / rms, SwiGLU or residual -> out
+                        -> shared memory -> sum over warps, 1 / rms, activation or residual -> out
 """
 
 import dataclasses
@@ -29,275 +22,209 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import device
-from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, minimum, real, select
-from pallas_kernels.matmul import epilogue
-from pallas_kernels.matmul.bit_mma import decode as bit_decode
-from pallas_kernels.matmul.bit_mma.byte_product import bits_as_bytes, multiply_group
-from pallas_kernels.matmul.bit_mma.decode import GROUP
-from pallas_kernels.matmul.bit_mma.quantize_rows import ROWS, quantize_rows
+from pallas_kernels.gpu.values import (
+    as_real,
+    as_word,
+    fma,
+    index,
+    integer,
+    minimum,
+    real,
+    select,
+    sum_of_squares,
+    total,
+)
+from pallas_kernels.matmul.bit_mma.byte_product import UNIT, ByteProduct
+from pallas_kernels.matmul.bit_mma.decode import Decode, RegisterBlock
+from pallas_kernels.matmul.bit_mma.product import GROUP, MMA_COLUMNS, LaneColumns
+from pallas_kernels.matmul.quantize_activations import (
+    MAGIC_WORD,
+    largest_of_group,
+    magic_words,
+    packed_digits,
+)
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
-ITEMS = 8  # tiles times pairs of a warp in one round: as many 16-byte loads a lane has in flight
-
-
-def run(*arguments) -> jax.Array:
-    """Products of 4 to 8 rows, which it makes as fast as fewer (execute.py)."""
-    return bit_decode.run(bit_decode_s8, *arguments)
-
-
-def plan(n_tiles: int, pairs: int, matrices: int, bits: int, shared: int) -> tuple[int, int, int] | None:
-    """(warps of a block, tiles of a block, tiles of a round), for the least idle warps; None where
-    integers and sums are more than so many bytes of shared memory."""
-    warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
-    tiles, per_warp = -(-n_tiles // device.multiprocessors()), -(-pairs // warps)
-    together = max(1, min(tiles, ITEMS // (matrices * per_warp)))
-    together = -(-tiles // -(-tiles // together))
-    words = _scratch(warps, per_warp, together * matrices, bits)
-    fits = shared_memory.bytes_taken(*(4 * count for count in words)) <= shared
-    return (warps, tiles, together) if fits else None
-
-
-def _scratch(warps: int, per_warp: int, sums: int, bits: int) -> tuple[int, int, int, int]:
-    """Words of shared memory for integers, scales, sums and squares."""
-    groups = 2 * warps * per_warp
-    return groups * bits // 8 * 256, groups * 2 * ROWS, sums * ROWS * _sums_of_row(warps), ROWS * warps
+LOADS_OF_ROUND = 8  # tiles times pairs of a warp: as many 16-byte loads a lane has in flight
+DIGIT_BYTES = MMA_COLUMNS * GROUP  # 8 bits of the integers of a group, of 8 rows
+STATISTIC_BYTES = 8 * MMA_COLUMNS  # two float32 of each of 8 rows
 
 
-def _sums_of_row(warps: int) -> int:
-    return warps * 16 + 4  # 4: rows that are stored together lie in other banks
-
-
-@functools.partial(jax.jit, static_argnames=("eps", "activation", "activation_bits"))
-def bit_decode_s8(
-    x: jax.Array,
-    weights: tuple[tuple[jax.Array, jax.Array], ...],
-    layers: jax.Array,
-    *,
-    gamma: jax.Array | None = None,
-    eps: float = 0.0,
-    residual: jax.Array | None = None,
-    activation: Activation = SILU,
-    activation_bits: int = 8,
-) -> jax.Array:
-    """y = x W.T for one matrix, or activation(x G.T, x U.T) for two.
-
-    x         float32 [rows, K], 1 to 8 rows; with gamma, float32 [L, K], x is rms_norm(x; gamma[i], eps)
-    weights   ((words, scales),) of W, or of G and U, tiled stacks (formats/q1_0.py)
-    layers    int32 [2 or more], the index into the weights' stacks and the one into gamma's
-    residual  float32 [rows, N], added to y
-    activation_bits  8 or 16
-    Returns float32 [rows, N padded to 16]. Activations are quantized by `quantize_rows`.
-    """
-    rows, columns = x.shape
-    n_tiles, pairs = weights[0][0].shape[1:3]
-    if columns < pairs * 2 * GROUP:
-        padding = ((0, 0), (0, pairs * 2 * GROUP - columns))
-        x = jnp.pad(x, padding)
-        gamma = None if gamma is None else jnp.pad(gamma, padding)
-    planned = plan(n_tiles, pairs, len(weights), activation_bits, device.shared_bytes())
-    if planned is None:
-        raise NotImplementedError(
-            f"{rows} rows of {columns} activations do not fit {device.shared_bytes()} bytes of "
-            "shared memory; split the rows"
-        )
-    product = ByteProduct(
-        rows, columns, n_tiles, pairs, len(weights), *planned,
-        normed=gamma is not None, eps=eps, bits=activation_bits, activation=activation,
-    )  # fmt: skip
-    i32, f32 = jnp.int32, jnp.float32
-    dtypes = {"q_smem": i32, "scales_smem": f32, "sums_smem": f32, "squares_smem": f32}
-    return launch(
-        lambda **refs: _Block(product, **refs).run(),
-        {
-            "weight_gmem": weights,
-            "quantized_gmem": quantize_rows(x, layers, gamma=gamma, activation_bits=activation_bits),
-            "layers_gmem": layers,
-            "residual_gmem": residual,
-        },
-        {"out_gmem": jax.ShapeDtypeStruct((rows, n_tiles * 16), jnp.float32)},
-        name="bit_decode_s8",
-        blocks=-(-n_tiles // product.tiles),
-        threads=32 * product.warps,
-        scratch={
-            name: plgpu.SMEM((size,), dtype)
-            for (name, dtype), size in zip(dtypes.items(), product.scratch, strict=True)
-        },
-    )
+def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
+    """Why it is not for matrices of n outputs and k inputs, or None."""
+    room = Rounds.plan(MMA_COLUMNS, k, -(-n // TILE_ROWS), -(-k // TILE_COLUMNS), matrices, bits)
+    return None if room else f"integers of {k} activations a row leave no room for weights"
 
 
 @dataclasses.dataclass(frozen=True)
-class ByteProduct:
-    """Static sizes: rows and columns of the activations, tiles of 16 rows and pairs of groups of a matrix,
-    and the plan (warps and tiles of a block, tiles of a round)."""
+class Rounds(Decode):
+    product: ByteProduct
+    name = "bit_decode_s8"
 
-    rows: int
-    columns: int
-    n_tiles: int
-    pairs: int
-    matrices: int
-    warps: int
-    tiles: int
-    together: int
-    normed: bool
-    eps: float
-    bits: int
-    activation: Activation
-
-    @property
-    def per_warp(self) -> int:
-        return -(-self.pairs // self.warps)
+    @classmethod
+    def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
+        """With the least idle warps; None where integers and sums are more than the shared memory."""
+        warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
+        tiles = -(-n_tiles // device.multiprocessors())
+        most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
+        product = ByteProduct(
+            rows=rows, columns=columns, n_tiles=n_tiles, pairs=pairs, warps=warps, tiles=tiles,
+            round_tiles=-(-tiles // -(-tiles // most)), matrices=matrices, bits=bits, **rest,
+        )  # fmt: skip
+        plan = cls(product)
+        taken = shared_memory.bytes_taken(*(4 * size for size in plan._words.values()))
+        return plan if taken <= device.shared_bytes() else None
 
     @property
-    def scratch(self) -> tuple[int, int, int, int]:
-        return _scratch(self.warps, self.per_warp, self.together * self.matrices, self.bits)
+    def _words(self) -> dict[str, int]:
+        """Of shared memory."""
+        p = self.product
+        groups = 2 * p.warps * p.per_warp
+        return {
+            "integers_smem": groups * p.bits // 8 * DIGIT_BYTES // 4,
+            "statistics_smem": groups * STATISTIC_BYTES // 4,
+            "sums_smem": p.scratch,
+        }
 
     @property
-    def group_bytes(self) -> int:
-        """Of the integers of a group, for 8 rows."""
-        return self.bits // 8 * 1024
+    def scratch(self):
+        dtypes = {"sums_smem": jnp.float32}
+        return {name: plgpu.SMEM((size,), dtypes.get(name, jnp.int32)) for name, size in self._words.items()}
 
+    def operands(self, x, gamma, layers):
+        padding = ((0, 0), (0, self.product.pairs * TILE_COLUMNS - x.shape[1]))
+        gamma = None if gamma is None else jnp.pad(gamma, padding)
+        return {"quantized_gmem": quantize_rows(jnp.pad(x, padding), layers, gamma, self.product.bits)}
 
-class _Block:
-    """What a block of threads does, as one of its lanes sees it."""
-
-    def __init__(
-        self, sizes: ByteProduct, weight_gmem, quantized_gmem, layers_gmem, residual_gmem, out_gmem,
-        q_smem, scales_smem, sums_smem, squares_smem,
+    def block(
+        self, weights_gmem, layers_gmem, residual_gmem, quantized_gmem, out_gmem,
+        integers_smem, statistics_smem, sums_smem,
     ):  # fmt: skip
-        self.sizes, self.weight_gmem, self.quantized_gmem = sizes, weight_gmem, quantized_gmem
-        self.residual_gmem, self.out_gmem = residual_gmem, out_gmem
-        self.q_smem, self.scales_smem = q_smem, scales_smem
-        self.sums_smem, self.squares_smem = sums_smem, squares_smem
-        self.thread = integer(lanes.thread())
-        self.warp, self.lane = self.thread // 32, self.thread % 32
-        self.g, self.t = self.lane // 4, self.lane % 4
-        self.layer = index(memory.load(layers_gmem, 0))
-        self.first_tile = integer(lanes.block()) * sizes.tiles
-        self.count = minimum(integer(sizes.tiles), sizes.n_tiles - self.first_tile)
-        self.first_pair = self.warp * sizes.per_warp
-        self.pair = [minimum(self.first_pair + p, sizes.pairs - 1) for p in range(sizes.per_warp)]
-        # Of a round: tile, matrix, pair.
-        self.items = list(
-            itertools.product(range(sizes.together), range(sizes.matrices), range(sizes.per_warp))
-        )
-
-    def run(self):
-        ahead = self.load_round(integer(0))
-        self.bring_activations()
+        block = RegisterBlock(self.product, weights_gmem, layers_gmem, residual_gmem, out_gmem)
+        p, me = self.product, block.me
+        count, loaded = minimum(p.n_tiles - block.first_tile, p.tiles), block.load_round(index(0))
+        x = SharedRows(p, me, quantized_gmem, integers_smem, statistics_smem, sums_smem)
 
         def one_round(first, loaded):
-            first = integer(first)
-            sizes = self.sizes
-            ahead = self.load_round(first + sizes.together) if sizes.tiles > sizes.together else loaded
-            self.store_sums(self.multiply(loaded))
+            following = block.load_round(first + p.together) if p.tiles > p.together else loaded
+            outputs = p.outputs(me, index(0), first, block.first_tile)
+            added = block.added(outputs)
+            with p.busy_warps(me):
+                p.store_sums(me, block.multiply([x], loaded), sums_smem)
             lanes.block_barrier()
-            self.store_outputs(first)
+            block.finish(sums_smem, outputs, added)
             lanes.block_barrier()
-            return ahead
+            return following
 
-        lanes.loop(0, self.count, self.sizes.together, ahead, one_round)
+        lanes.loop(0, count, p.together, loaded, one_round)
 
-    def load_round(self, first) -> list:
-        """Weights of a round from this block's tile `first` on: words, both groups' scales."""
-        out = []
-        for j, m, p in self.items:
-            tile = index(minimum(self.first_tile + first + j, self.sizes.n_tiles - 1))
-            words, scales = self.weight_gmem[m]
-            at = [self.layer, tile, self.pair[p], self.lane, 0]
-            out.append(memory.load_vector(4, words, at))
-            for h in (0, 1):
-                out.append(memory.load(scales, self.layer, tile, self.pair[p] * 2 + h, self.g))
-        return out
 
-    def bring_activations(self):
-        """This warp's integers and scales to shared memory. Pairs behind the last count nothing."""
-        sizes, lane = self.sizes, self.lane
-        q_gmem, scales_gmem, squares_gmem = self.quantized_gmem
-        of_pair, of_lane = self.first_pair * (2 * sizes.group_bytes), lane * 16
-        self.q = memory.shared_address(self.q_smem) + of_pair + of_lane
-        self.scales = memory.shared_address(self.scales_smem) + self.first_pair * (2 * ROWS * 8)
-        q_at, squares = memory.address(q_gmem), real(0)
-        for k in range(2 * sizes.per_warp):
-            group = self.pair[k // 2] * 2 + k % 2
-            counts = self.first_pair + k // 2 < sizes.pairs
-            source = memory.at_byte(q_at, group, sizes.group_bytes, of_lane)
-            for half in range(sizes.group_bytes // 512):
-                memory.copy_async(self.q + k * sizes.group_bytes, source, 16, at=half * 512)
-            scale = memory.load(scales_gmem, group, lane % 16 // 2, lane % 2)
-            scale = as_word(select(counts, scale, 0.0))
-            memory.store_shared([scale], self.scales + lane % 16 * 4, k * ROWS * 8)
-            if sizes.normed:
-                square = memory.load(squares_gmem, group, self.g)
-                squares = squares + select(counts, square, 0.0)
+@functools.partial(jax.jit, static_argnames="bits")
+def quantize_rows(
+    x: jax.Array, layers: jax.Array, gamma: jax.Array | None, bits: int
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Quantize activations, symmetric per group of 128: x, or x gamma[i] with gamma of float32 [L, K].
+
+    x       float32 [rows, K], 1 to 8 rows; K a multiple of 128
+    layers  int32 [2 or more], the second is i
+    Returns q int32 [K / 128, bits / 8, 2, 32, 4] (for lane 4 g + t, byte b of words 0..3 of half 0 and 1:
+    columns 32 t + 8 b + 0..3 and + 4..7 of row g; the digit of the lowest 8 bits first), scales float32
+    [K / 128, 8, 2] (s / 64 and -s sum q of each row) and squares float32 [K / 128, 8] (sum of x^2). Rows that
+    are not there have scales of 0.
+    """
+    rows, columns = x.shape
+    groups, digits = columns // GROUP, bits // 8
+    return launch(
+        functools.partial(_quantize_group, rows=rows, bits=bits),
+        {"x_gmem": x, "layers_gmem": None if gamma is None else layers, "gamma_gmem": gamma},
+        {
+            "q_gmem": jax.ShapeDtypeStruct((groups, digits, 2, 32, 4), jnp.int32),
+            "scales_gmem": jax.ShapeDtypeStruct((groups, MMA_COLUMNS, 2), jnp.float32),
+            "squares_gmem": jax.ShapeDtypeStruct((groups, MMA_COLUMNS), jnp.float32),
+        },
+        name="quantize_rows",
+        blocks=groups,
+        threads=128,
+    )
+
+
+def _quantize_group(x_gmem, layers_gmem, gamma_gmem, q_gmem, scales_gmem, squares_gmem, *, rows, bits):
+    thread, group = integer(lanes.thread()), integer(lanes.block())
+    # 16 threads a row, 8 neighbouring columns each: part c has byte c % 4 of the words of t = c / 4.
+    row, part = thread // 16, thread % 16
+    t, b = part // 4, part % 4
+    column = index(group * GROUP + part * 8)
+
+    def load(ref, row):
+        return [v for half in (0, 4) for v in memory.load_reals(4, ref, [row, column + half])]
+
+    x = load(x_gmem, minimum(row, rows - 1))
+    squares = lanes.warp_sum_real(sum_of_squares(x), lanes=16)
+    if gamma_gmem is not None:
+        gamma = load(gamma_gmem, memory.load(layers_gmem, 1))
+        x = [v * w for v, w in zip(x, gamma, strict=True)]
+    top = 2 ** (bits - 1) - 1
+    largest = largest_of_group(x, lambda v: lanes.largest_of_warp(v, 16))
+    q = magic_words(x, top, largest)
+    sum_of_q = lanes.warp_sum_real(total(q) + -8 * MAGIC_WORD % 2**32, lanes=16)
+    for digit, half in itertools.product(range(bits // 8), (0, 1)):
+        (own,), word = packed_digits(q[4 * half :][:4], digit), integer(0)
+        for lane in range(4):  # byte b of each of four lanes' words: one word of this lane
+            other = lanes.from_quad(own, thread % 32, lane)
+            word = word | (other >> b * 8 & 0xFF) << 8 * lane
+        memory.store(word, q_gmem, group, digit, half, row * 4 + t, b)
+    with lanes.when(part == 0):
+        scale = select(row < rows, largest * (1 / top), 0.0)
+        at = [index(group), index(row)]
+        memory.store(scale * (2 / UNIT), scales_gmem, *at, 0)
+        memory.store(-(scale * real(sum_of_q)), scales_gmem, *at, 1)
+        memory.store(squares, squares_gmem, *at)
+
+
+class SharedRows:
+    """Integers and statistics of up to eight rows of this warp's groups, in shared memory (byte_product.Eight
+    has those that are in registers)."""
+
+    def __init__(
+        self, p: ByteProduct, me: LaneColumns, quantized_gmem, integers_smem, statistics_smem, sums_smem
+    ):
+        """Ask for all, and wait."""
+        q_gmem, statistics_gmem, squares_gmem = quantized_gmem
+        first_group, self.digits, squares = me.warp * (2 * p.per_warp), p.bits // 8, real(0)
+        self.group_bytes = self.digits * DIGIT_BYTES
+        lane_bytes = me.lane * 16
+        self.q = memory.shared_address(integers_smem) + integer(first_group * self.group_bytes + lane_bytes)
+        self.at = memory.shared_address(statistics_smem) + integer(first_group * STATISTIC_BYTES)
+        source = memory.address(q_gmem)
+        for k, (p_h, group) in enumerate(me.scale_group.items()):
+            own = memory.at_byte(source, integer(group), self.group_bytes, integer(lane_bytes))
+            for half in range(self.group_bytes // 512):
+                memory.copy_async(self.q + k * self.group_bytes, own, 16, at=half * 512)
+            statistic = memory.load(statistics_gmem, group, me.lane % 16 // 2, me.lane % 2) * me.count[p_h]
+            memory.store_shared(
+                [as_word(statistic)], self.at + integer(me.lane % 16 * 4), k * STATISTIC_BYTES
+            )
+            if p.normed:
+                squares = fma(memory.load(squares_gmem, group, me.g), me.count[p_h], squares)
         memory.commit_copies()
-        if sizes.normed:
-            memory.store(squares, self.squares_smem, self.g * sizes.warps + self.warp)
+        if p.normed:
+            with lanes.when(me.g < p.rows):
+                memory.store(squares, sums_smem, me.g * p.busy + me.warp + p.sums)
         memory.wait_copies(0)
         lanes.warp_barrier()
 
-    def multiply(self, loaded: list) -> dict:
-        """Weights of a round -> this warp's sums {(j, m): [row g, g + 8][row of x 2 t, 2 t + 1]}."""
-        digits = self.sizes.bits // 8
-        y = {(j, m): [[real(0)] * 2 for _ in range(2)] for j, m, _ in self.items}
-        for p, h in itertools.product(range(self.sizes.per_warp), (0, 1)):
-            at = (2 * p + h) * self.sizes.group_bytes
-            b = [
-                [
-                    word
-                    for half in (0, 1)
-                    for word in memory.load_shared(4, self.q, at + digit * 1024 + half * 512)
-                ]
-                for digit in range(digits)
-            ]
-            stats = memory.load_shared(4, self.scales + self.t * 16, (2 * p + h) * ROWS * 8)
-            stats = [as_real(v) for v in stats]
-            for n, (j, m, of) in enumerate(self.items):
-                if of != p:
-                    continue
-                words, d = loaded[3 * n], lanes.halves(loaded[3 * n + 1 + h])
-                bits = [bits_as_bytes(lanes.element(words, 2 * h + r)) for r in (0, 1)]
-                sums = multiply_group(bits, b)
-                for r, c in itertools.product((0, 1), (0, 1)):
-                    product = fma(sums[2 * r + c], stats[2 * c], stats[2 * c + 1])
-                    y[j, m][r][c] = fma(d[r], product, y[j, m][r][c])
-        return y
+    def integers(self, p: int, h: int) -> list:
+        """Per 8 bits eight words."""
+        at = (2 * p + h) * self.group_bytes
+        halves = range(at, at + self.group_bytes, 512)
+        words = [word for half in halves for word in memory.load_shared(4, self.q, half)]
+        return [words[8 * digit :][:8] for digit in range(self.digits)]
 
-    def place(self, j, m, row):
-        """Where the sums of a tile, a matrix and a row of x begin."""
-        matrices = self.sizes.matrices
-        return (j * (matrices * ROWS) + m * ROWS + row) * _sums_of_row(self.sizes.warps)
+    def statistics(self, me: LaneColumns, p: int, h: int) -> list:
+        words = memory.load_shared(4, self.at + integer(me.t * 16), (2 * p + h) * STATISTIC_BYTES)
+        return [as_real(word) for word in words]
 
-    def store_sums(self, y: dict):
-        for (j, m), of_tile in y.items():
-            for r, c in itertools.product((0, 1), (0, 1)):
-                at = self.place(integer(j), m, self.t * 2 + c) + self.warp * 16 + self.g + 8 * r
-                memory.store(of_tile[r][c], self.sums_smem, at)
 
-    def store_outputs(self, first):
-        """Of a round, one thread each."""
-        sizes = self.sizes
-
-        def over_warps(ref, at, stride):
-            return epilogue.over_warps(lambda w: memory.load(ref, at + w * stride), sizes.warps)
-
-        def one(at, carry):
-            at = integer(at)
-            inside, row, j = at % 16, at // 16 % sizes.rows, at // 16 // sizes.rows
-            n = index((self.first_tile + first + j) * 16 + inside)
-            y = [
-                over_warps(self.sums_smem, self.place(j, m, row) + inside, 16) for m in range(sizes.matrices)
-            ]
-            norm = None
-            if sizes.normed:
-                squares = over_warps(self.squares_smem, row * sizes.warps, 1)
-                norm = epilogue.inverse_rms(squares, sizes.columns, sizes.eps)
-            y = epilogue.output(y, norm, sizes.activation)
-            if self.residual_gmem is not None:
-                y = y + memory.load(self.residual_gmem, row, n)
-            memory.store(y, self.out_gmem, row, n)
-            return carry
-
-        last = minimum(integer(sizes.together), self.count - first)
-        lanes.loop(self.thread, last * (16 * sizes.rows), 32 * sizes.warps, [], one)
+run = Rounds.run

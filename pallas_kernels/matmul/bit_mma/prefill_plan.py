@@ -5,7 +5,7 @@ import itertools
 from typing import NamedTuple
 
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul.bit_mma.activations import GROUP
+from pallas_kernels.matmul.bit_mma.product import GROUP
 from pallas_kernels.matmul.prefill import clocks_of_sums
 
 STEP = 4  # products of a step: of as many groups with 8 bits, of half as many with 16
@@ -48,10 +48,10 @@ def planned(
     multiprocessors, shared, summed   as for bit_prefill_sm90
     """
     few = min(m, 64)
-    of_tokens = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
-    of_splits = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
+    tile_shapes = ((3, few), (2, few)) + ((2, 128),) * (m >= 128)
+    split_counts = [1] if matrices == 2 else [s for s in range(1, steps + 1) if steps % s == 0]
     best = []
-    for (warpgroups, tokens), splits in itertools.product(of_tokens, of_splits):
+    for (warpgroups, tokens), splits in itertools.product(tile_shapes, split_counts):
         tiles = -(-m // tokens) * -(-n // (warpgroups * 64 // matrices)) * splits
         step = STEP_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens
         clocks = -(-tiles // multiprocessors) * (steps / splits * step + TILE_CLOCKS)

@@ -55,8 +55,8 @@ from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Plan, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
-WIDTH = 32  # float32 of a swizzled row of results: 128 bytes
-MOST_AHEAD = 32  # tokens of a tile of which two products have room in registers
+RESULT_COLUMNS = 32  # float32 of a swizzled row of results: 128 bytes
+MOST_OVERLAPPED = 32  # tokens of a tile of which two products have room in registers
 
 
 @functools.partial(
@@ -100,7 +100,7 @@ def bit_prefill_sm90(
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
-    whole = n + -n % WIDTH  # as TMA counts results
+    whole = n + -n % RESULT_COLUMNS  # as TMA counts results
     added, after = (residual, None) if splits == 1 else (None, residual)
     if added is not None:
         operands.append(jnp.pad(added, ((0, m - len(added)), (0, whole - n))))
@@ -112,9 +112,9 @@ def bit_prefill_sm90(
         "words_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 128), jnp.uint32),
         "d_smem": plgpu.SMEM((slots, matrices, tiles, pairs, 16), jnp.uint32),
         "full_smem": plgpu.SMEM((slots, 2), jnp.int32),  # mbarriers, of activations
-        "weights_here": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=slots),
+        "weights_full": plgpu.Barrier(num_arrivals=2 * matrices, num_barriers=slots),
         "free": plgpu.Barrier(num_arrivals=warpgroups, num_barriers=slots),
-        "residual_here": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
+        "residual_full": plgpu.Barrier(num_arrivals=1, num_barriers=warpgroups),
     }  # fmt: skip
     kernel = plgpu.kernel(
         functools.partial(
@@ -137,7 +137,7 @@ def bit_prefill_sm90(
 
 def _body(
     q_gmem, scale_gmem, layer_gmem, *refs,
-    q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_here, free, residual_here,
+    q_smem, out_smem, scale_smem, words_smem, d_smem, full_smem, weights_full, free, residual_full,
     plan, matrices, planes, steps, pairs, added, grid, blocks, activation,
 ):  # fmt: skip
     weights = [(refs[2 * i], refs[2 * i + 1]) for i in range(matrices)]
@@ -179,21 +179,21 @@ def _body(
                     @pl.when(step == min(1, steps - 1))  # by now the tile before has left
                     def _residual():
                         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        here = residual_here.at[warpgroup]
-                        plgpu.copy_gmem_to_smem(residual.at[place], out_smem.at[warpgroup], here)
+                        barrier = residual_full.at[warpgroup]
+                        plgpu.copy_gmem_to_smem(residual.at[place], out_smem.at[warpgroup], barrier)
 
                 q = tuple(q_smem.at[slot, *divmod(product, planes)] for product in range(STEP))
-                plgpu.barrier_wait(weights_here.at[slot])
-                of_slot = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
+                plgpu.barrier_wait(weights_full.at[slot])
+                slot_refs = [ref.at[slot] for ref in (words_smem, d_smem, scale_smem, full_smem)]
                 # pyrefly: ignore[bad-argument-count]
-                sums = _add_step(sums, lax.rem(lax.div(at, slots), 2), *of_slot, q)
+                sums = _add_step(sums, lax.rem(lax.div(at, slots), 2), *slot_refs, q)
                 plgpu.barrier_arrive(free.at[slot])
                 return sums
 
             start = plgpu.layout_cast(jnp.zeros((64, tokens), jnp.float32), plgpu.Layout.WGMMA)
             sums = lax.fori_loop(0, steps, one_step, start)
             if added:
-                plgpu.barrier_wait(residual_here.at[warpgroup])
+                plgpu.barrier_wait(residual_full.at[warpgroup])
             else:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             _store(sums, out_smem.at[warpgroup], activation, added)
@@ -213,7 +213,7 @@ def _body(
         def _tile(i):
             token = token_of(i)
             tiles = words_smem.shape[2]
-            of_tile = pl.ds(column_of(i) * tiles, tiles)
+            tile_range = pl.ds(column_of(i) * tiles, tiles)
             first = split_of(i) * steps
 
             @pl.loop(0, steps)
@@ -228,8 +228,8 @@ def _body(
                 _bring_step(first + step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem)
                 for w, refs in enumerate(weights):
                     for source, target in zip(refs, (words_smem, d_smem), strict=True):
-                        source = source.at[layer, of_tile, pl.ds((first + step) * pairs, pairs)]
-                        plgpu.copy_gmem_to_smem(source, target.at[slot, w], weights_here.at[slot])
+                        source = source.at[layer, tile_range, pl.ds((first + step) * pairs, pairs)]
+                        plgpu.copy_gmem_to_smem(source, target.at[slot, w], weights_full.at[slot])
 
 
 def _init_barriers(full_smem):
@@ -246,7 +246,7 @@ def _init_barriers(full_smem):
 def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_smem):
     """Ask for a step of a tile's activations, for a slot: of each group and plane one block of memory, and
     one of scales, each by a lane of one warp."""
-    _, of_step, planes, tokens, _ = q_smem.shape
+    _, step_groups, planes, tokens, _ = q_smem.shape
     numbers, plain = (plgpu.Layout.WG_SPLAT,) * 3, plgpu.RefType()
 
     @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, plgpu.RefType(swizzled(1)), plain, plain))
@@ -262,7 +262,7 @@ def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
             lanes.warp_barrier()
             with lanes.when(lane < STEP):
                 h, plane = lane // planes, lane % planes
-                group = plane * groups + step * of_step + h
+                group = plane * groups + step * step_groups + h
                 part = slot * STEP + lane
                 first = index(group) * m + index(token)
                 words = first * (GROUP // 4)
@@ -301,8 +301,8 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
             """Of each of a pair of groups the words and d of this lane's rows: g and g + 8 of a tile, or one
             of them of both matrices."""
             at = [(w, tile, pair) for w in range(matrices)]
-            four = [memory.load_words(4, words_smem, [*of_w, number * 4]) for of_w in at]
-            d = [[memory.load(d_smem, *of_w, index(g) + 8 * h) for of_w in at] for h in (0, 1)]
+            four = [memory.load_words(4, words_smem, [*place, number * 4]) for place in at]
+            d = [[memory.load(d_smem, *place, index(g) + 8 * h) for place in at] for h in (0, 1)]
             if matrices == 1:
                 return [(four[0][2 * h :][:2], lanes.halves(d[h][0])) for h in (0, 1)]
             words = [[select(second, v[2 * h + 1], v[2 * h]) for v in four] for h in (0, 1)]
@@ -326,7 +326,7 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
                 y[at] = fma(fma(whole, d[r], less[r]), s[j // 2][2 * (j % 2) + e], y[at])
 
         memory.mbarrier_wait(memory.shared_address(full_smem), turn.registers.item())
-        ahead = []  # products on their way: where registers have room, one is scaled while the next is made
+        pending = []  # products on their way: where registers have room, one is scaled while the next is made
         for i, q in enumerate(q_smem):
             group, plane = divmod(i, planes)
             if i % (2 * planes) == 0:
@@ -334,11 +334,11 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
             if plane == 0:
                 words, d = weights[group % 2]
                 bytes_ = _weights(words)
-            ahead.append((i, d, _multiply(bytes_, q, tokens, unsigned=plane > 0)))
-            if len(ahead) > (tokens <= MOST_AHEAD):
-                i, d_then, product = ahead.pop(0)
-                scale(i, d_then, _arrived(product, len(ahead)))
-        for i, d_then, product in ahead:
+            pending.append((i, d, _multiply(bytes_, q, tokens, unsigned=plane > 0)))
+            if len(pending) > (tokens <= MOST_OVERLAPPED):
+                i, d_then, product = pending.pop(0)
+                scale(i, d_then, _arrived(product, len(pending)))
+        for i, d_then, product in pending:
             scale(i, d_then, _arrived(product, 0))
         pair = ir.VectorType.get((2,), f32())
         pairs = [vector.from_elements(pair, y[i : i + 2]) for i in range(0, len(y), 2)]
@@ -412,15 +412,15 @@ def _store(sums, out_smem, activation: Activation | None, added: bool):
             swizzle = row << 2
             for r in range(2 // matrices):
                 output = warp * (16 // matrices) + g + 8 * r
-                at = [index(i) for i in (output // WIDTH, row, output % WIDTH ^ swizzle)]
+                at = [index(i) for i in (output // RESULT_COLUMNS, row, output % RESULT_COLUMNS ^ swizzle)]
                 places = [[j, *at] for j in range(len(values) // 2)]
-                there = [memory.load(out_smem, *place) for place in places] if added else []
+                residual = [memory.load(out_smem, *place) for place in places] if added else []
                 for j, place in enumerate(places):
                     if activation is not None:
                         y = activation(values[2 * j][e], values[2 * j + 1][e], math=FAST)
                     else:
                         y = values[2 * j + r][e]
-                    memory.store(y + there[j] if added else y, out_smem, *place)
+                    memory.store(y + residual[j] if added else y, out_smem, *place)
 
     store(sums, out_smem)
 

@@ -32,7 +32,7 @@ from pallas_kernels.gpu.values import (
 )
 from pallas_kernels.matmul import prologue
 from pallas_kernels.matmul.epilogue import inverse_rms
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 WIDTH = 8  # places of a piece, which a lane has at a time: 16 bytes of float16
 
@@ -67,7 +67,7 @@ def activations_float16(
     orders = group if isinstance(group, tuple) else (group,)
     assert orders in ((None,), (16,), (32,), (32, 16)), orders
     if group is not None:
-        width += -columns % COLUMNS
+        width += -columns % TILE_COLUMNS
     warps = prologue.warps_of_block(m, width)
     rounded = jax.ShapeDtypeStruct((stored, width), jnp.float16)
     results = {"a_gmem": rounded}

@@ -22,7 +22,7 @@ from pallas_kernels.matmul.epilogue import inverse_rms
 from pallas_kernels.matmul.int_mma.activations_float16 import WIDTH, power_of_two
 from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, LANES, WORDS, RotatedColumns
 from pallas_kernels.rotation import Rotation
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 MOST_WARPS = 20  # of a block: 100 registers are left to each lane
 WARPS_OF_PART = 4
@@ -47,7 +47,7 @@ def activations_rotated(
              its argument
     """
     rows, columns = x.shape
-    places = columns + (-columns % COLUMNS if rounded and group is not None else 0)
+    places = columns + (-columns % TILE_COLUMNS if rounded and group is not None else 0)
     chunks, parts = -(-places // CHUNK), 1
     if not rounded and rows <= prologue.FEW_ROWS:
         warps, parts = WARPS_OF_PART, -(-chunks // WARPS_OF_PART)

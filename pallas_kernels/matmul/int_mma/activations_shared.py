@@ -33,7 +33,7 @@ from pallas_kernels.gpu.values import (
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
 from pallas_kernels.matmul.int_mma.rotated_columns import CHUNK, RotatedColumns
 from pallas_kernels.matmul.quantize_activations import largest_of_group, magic_words, packed_digits
-from pallas_kernels.tiles import COLUMNS, Lanes
+from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 
 class WarpActivations(NamedTuple):
@@ -64,7 +64,7 @@ class WarpActivations(NamedTuple):
     def load(self, s):
         """Begin to load the pass at this warp's step s: (steps, {(step, row): 8 values}, gammas of steps)."""
         step = self._steps_at(s)
-        column = [index(v * COLUMNS + of(self.lane) * 8) for v in step]
+        column = [index(v * TILE_COLUMNS + of(self.lane) * 8) for v in step]
         gammas = []
         if self.gamma_gmem is not None:  # first: x may have to be waited for
             gammas = eights(self.gamma_gmem, [(self.norm_layer, c) for c in column])
@@ -105,7 +105,7 @@ class WarpActivations(NamedTuple):
     def _store_pass(self, squares, s, passes, q, stats):
         lane, group, sizes = of(self.lane), self.format_lanes.activation_group, self.sizes
         stat_words = int_decode_plan.stat_words(self.format_lanes, sizes.bits)
-        groups = sizes.steps * COLUMNS // group
+        groups = sizes.steps * TILE_COLUMNS // group
         step, x, gammas = passes
         for u in range(self.at_once):
             for row in range(self.sizes.rows):
@@ -120,12 +120,12 @@ class WarpActivations(NamedTuple):
                         squares[row] = squares[row] + select(counts, sum_of_squares(v), 0.0)
                         v = [a * b for a, b in zip(v, gammas[u], strict=True)]
                     words, group_stats = _quantize(v, self.format_lanes, self.sizes.bits)
-                at = q + step[u] * COLUMNS + lane * 8 + row * self.sizes.row_bytes
+                at = q + step[u] * TILE_COLUMNS + lane * 8 + row * self.sizes.row_bytes
                 for digit, pair in enumerate(words):
                     memory.store_shared(pair, at, digit * self.sizes.padded * self.sizes.row_bytes)
                 chunk, inside = divmod(row, self.sizes.width)
                 with lanes.when(lane % (group // 8) == 0):
-                    at_group = step[u] * (COLUMNS // group) + lane // (group // 8)
+                    at_group = step[u] * (TILE_COLUMNS // group) + lane // (group // 8)
                     at = stats + at_group * (self.sizes.width * 4 * stat_words)
                     at = at + (chunk * groups * self.sizes.width + inside) * 4 * stat_words
                     padding = group_stats[:1] * (len(group_stats) == 3)

@@ -31,7 +31,7 @@ def units(format_lanes: Lanes, fields: dict[str, Any], lane) -> list[Unit]:
     for u, eight in enumerate(scales(format_lanes, fields, lane)):
         values = [eight.scale] + ([eight.minimum] if eight.minimum is not None else [])
         assert len(values) == 1 + format_lanes.minimums
-        out.append(Unit(a[8 * u : 8 * u + 8], values, eight.of_lane or _fetched(values)))
+        out.append(Unit(a[8 * u : 8 * u + 8], values, eight.fetch or _fetched(values)))
     return out
 
 

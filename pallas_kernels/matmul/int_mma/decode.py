@@ -50,7 +50,7 @@ from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotate
 from pallas_kernels.matmul.int_mma.activations_shared import eights
 from pallas_kernels.matmul.int_mma.decode_ring import Share
 from pallas_kernels.rotation import Rotation
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 MOST_CHUNKS = 32  # of 1,024 columns that blocks rotate, each for itself: two rounds of 16 warps
 
@@ -59,7 +59,7 @@ def rotates(format: str, columns: int, rows: int) -> bool:
     """Whether blocks rotate so many columns themselves: of few rows, while their weights are on their way."""
     format_lanes = formats.get(format).LANES
     alike = (
-        columns % COLUMNS == 0
+        columns % TILE_COLUMNS == 0
         and format_lanes.activation_group == rotated_columns.LANES
         and not format_lanes.whole_scales
     )
@@ -100,7 +100,7 @@ def _launches(
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
         n = residual.shape[-1]
-        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % ROWS)))
+        residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
     settings = {
         "formats_of": tuple(part[0].format for part in weights),
         "activation_bits": any_weight.products.activation_bits,
@@ -172,8 +172,8 @@ def int_decode(
     """
     rows, columns = x.shape
     steps, matrices = weights[0][0]["words"].shape[2], len(weights[0])
-    if columns < steps * COLUMNS:
-        padding = ((0, 0), (0, steps * COLUMNS - columns))
+    if columns < steps * TILE_COLUMNS:
+        padding = ((0, 0), (0, steps * TILE_COLUMNS - columns))
         x = jnp.pad(x, padding)
         gamma = None if gamma is None else jnp.pad(gamma, padding)
     planned = int_decode_plan.plan(
@@ -187,7 +187,7 @@ def int_decode(
     product = int_decode_plan.IntegerProduct(
         planned, rows, columns, matrices, eps, activation_bits, activation
     )
-    devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * ROWS), jnp.float32)
+    devices, out = 0, jax.ShapeDtypeStruct((rows, product.n_tiles * TILE_ROWS), jnp.float32)
     if peers is not None:
         devices, out = all_reduce.devices_of(peers), jax.ShapeDtypeStruct((1,), jnp.int32)
     warps = planned.warps
@@ -227,7 +227,7 @@ def _body(
     if devices:
         sender = all_reduce.Sender(sender_smem, devices)
         sender.prepare(peers_gmem, out_gmem)
-        width = product.n_tiles * ROWS
+        width = product.n_tiles * TILE_ROWS
 
         def store(y, row, n, _):
             sender.send(y, n + sent_before + row * width)

@@ -16,7 +16,7 @@ from pallas_kernels.matmul.int_mma.activations_shared import RotatedActivations,
 from pallas_kernels.matmul.int_mma.decode_columns import Columns, WholeColumns
 from pallas_kernels.matmul.int_mma.decode_ring import Ring, Share, Stream
 from pallas_kernels.matmul.int_mma.rotated_columns import RotatedColumns
-from pallas_kernels.tiles import ROWS
+from pallas_kernels.tiles import TILE_ROWS
 
 
 def scratch(products: Sequence[int_decode_plan.IntegerProduct]) -> dict[str, Any]:
@@ -94,7 +94,7 @@ class Block:
             first = integer(first)
             last = minimum(first + together, self.share.count)
             # Loaded before the product, where each thread has one output at most.
-            one_each = together * self.sizes.rows * ROWS <= self.sizes.plan.warps * 32
+            one_each = together * self.sizes.rows * TILE_ROWS <= self.sizes.plan.warps * 32
             prefetched = self.prefetched(index(self.thread), first) if one_each else None
             state = lanes.loop(
                 first, last, 1, state,
@@ -153,19 +153,19 @@ class Block:
 
     def sums_at(self, place, row, warp):
         """Where the 16 sums of a unit, a row and a warp begin: all indices."""
-        return ((place * self.sizes.padded + index(row)) * self.sizes.plan.warps + warp) * ROWS
+        return ((place * self.sizes.padded + index(row)) * self.sizes.plan.warps + warp) * TILE_ROWS
 
     def output(self, at, first):
         """Output number `at` of the tiles from `first` on: (tile from there, row of x, row of it, n)."""
-        inside, above = at % ROWS, at // ROWS
+        inside, above = at % TILE_ROWS, at // TILE_ROWS
         row, j = above % self.sizes.rows, above // self.sizes.rows
         tile = index(self.share.first_tile + first + self.part.above) + j
-        return j, row, inside, tile * ROWS + inside
+        return j, row, inside, tile * TILE_ROWS + inside
 
     def prefetched(self, at, first) -> list:
         """For output number `at`: the residual, and what `store` needs."""
         _, row, _, n = self.output(at, first)
-        n = minimum(n, self.sizes.n_tiles * ROWS - 1)
+        n = minimum(n, self.sizes.n_tiles * TILE_ROWS - 1)
         return [None if load is None else load(row, n) for load in (self.residual, self.prefetch)]
 
     def store_outputs(self, first, last, prefetched: list | None):
@@ -195,7 +195,7 @@ class Block:
             self.store(y if residual is None else y + residual, row, n, rest)
             return carry
 
-        outputs = index((last - first) * (sizes.rows * ROWS))
+        outputs = index((last - first) * (sizes.rows * TILE_ROWS))
         if prefetched is None:
             lanes.loop(self.thread, outputs, warps * 32, [], one)
         else:

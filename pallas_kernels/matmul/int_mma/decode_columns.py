@@ -7,7 +7,7 @@ from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.values import as_real, fma, integer, minimum, real, select
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.matmul.int_mma import decode_plan as int_decode_plan
-from pallas_kernels.tiles import COLUMNS
+from pallas_kernels.tiles import TILE_COLUMNS
 
 
 class Columns:
@@ -26,7 +26,7 @@ class Columns:
         slot, row = block.g // width, block.g % width
         row_begin, slot_begin = row * self.sizes.row_bytes, slot * (width * group)
         first_step = minimum(block.first_step, self.sizes.steps - 1)  # of warps that have none too
-        self.q = q + first_step * COLUMNS + row_begin + slot_begin + block.t * (group // 4)
+        self.q = q + first_step * TILE_COLUMNS + row_begin + slot_begin + block.t * (group // 4)
         # Factors 1 and 0 that ptxas does not know: unpacking keeps the units of logic busy, not of products.
         self.in_slot = [
             lanes.anew(select(slot == s, 1, 0)) if self.sizes.slots > 1 else None
@@ -35,7 +35,7 @@ class Columns:
         self.stat_words = int_decode_plan.stat_words(self.format_lanes, self.sizes.bits)
         # Groups of activations, of which each is of `shared_by` groups of weights; how many a step has.
         shared_by = self.format_lanes.activation_group // group
-        self.groups = COLUMNS // self.format_lanes.activation_group
+        self.groups = TILE_COLUMNS // self.format_lanes.activation_group
         if width == 1:
             self.neighbours, at = 1, block.t * (2 // shared_by)
         else:
@@ -51,7 +51,7 @@ class Columns:
         # One row of a warp's only step is the same for all its tiles; more would take too many registers.
         self.reused: dict[tuple[str, int], list] = {}
         if self.sizes.per_warp == self.sizes.width == self.sizes.bits // 8 == 1:
-            for u in range(COLUMNS // (8 * group)):
+            for u in range(TILE_COLUMNS // (8 * group)):
                 self.reused["operands", u] = self.operands(u, 0, 0, 0, self.q)
                 self.reused["stats", u] = self.stats_of(u, 0, 0, self.stats)
 
@@ -62,7 +62,7 @@ class Columns:
     def at_step(self, s) -> tuple:
         """q and stats at a step of this warp."""
         stats_bytes = self.groups * self.sizes.width * 4 * self.stat_words
-        return self.q + s * COLUMNS, self.stats + s * stats_bytes
+        return self.q + s * TILE_COLUMNS, self.stats + s * stats_bytes
 
     def multiply(self, words: dict, at_q, at_stats, y: list):
         """y += products of a tile's 256 columns; y[chunk][rows g, g + 8][results]."""

@@ -9,7 +9,7 @@ from pallas_kernels import device, formats
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.matmul.int_mma import rotated_columns
-from pallas_kernels.tiles import COLUMNS, Lanes
+from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 BLOCK_WARPS = (16, 12, 8, 4)
 MOST_DEPTH = 24  # items in a warp's ring
@@ -115,7 +115,7 @@ def plan(
     for w in BLOCK_WARPS:
         # The last is for the mailboxes of all_reduce.Sender, which most products do not have.
         taken = *scratch_bytes(placed, matrices, steps, padded, w, activation_bits), 1
-        taken += (4 * rotated_columns.words(rows, steps * COLUMNS, w),) if rotated else ()
+        taken += (4 * rotated_columns.words(rows, steps * TILE_COLUMNS, w),) if rotated else ()
         left = shared - shared_memory.bytes_taken(*taken)
         left -= left % shared_memory.ALIGNMENT
         depths = [min(MOST_DEPTH, left // (w * size)) for size in sizes]
@@ -152,7 +152,7 @@ class IntegerProduct:
     @property
     def steps(self) -> int:
         """Of 256 columns."""
-        return -(-self.columns // COLUMNS)
+        return -(-self.columns // TILE_COLUMNS)
 
     @property
     def width(self) -> int:
@@ -201,7 +201,7 @@ def stats_bytes(format: str, steps: int, padded: int, activation_bits: int) -> i
     format_lanes = formats.get(format).LANES
     return (
         steps
-        * COLUMNS
+        * TILE_COLUMNS
         // format_lanes.activation_group
         * padded
         * 4
@@ -210,7 +210,7 @@ def stats_bytes(format: str, steps: int, padded: int, activation_bits: int) -> i
 
 
 def row_bytes(steps: int) -> int:
-    return steps * COLUMNS + 32  # 32: neighbouring rows lie in other banks
+    return steps * TILE_COLUMNS + 32  # 32: neighbouring rows lie in other banks
 
 
 def lane_bytes(shape: tuple[int, ...]) -> int:

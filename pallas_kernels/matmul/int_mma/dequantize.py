@@ -26,7 +26,7 @@ from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
 from pallas_kernels.matmul.int_mma import float16 as int_float16
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 WARPS = 4  # of a block, each with one item: 16 rows x 256 columns
 
@@ -97,7 +97,7 @@ def int_dequantize(
         for formats_and_rows in choice_kinds:
             pieces, at, tile = [], row, 0
             for format, rows in formats_and_rows:
-                tiles = -(-rows // ROWS)
+                tiles = -(-rows // TILE_ROWS)
                 pieces.append(Piece(format, rows, at, tile, tiles))
                 at, tile = at + rows, tile + tiles
             choices.append(tuple(pieces))
@@ -155,8 +155,8 @@ def _dequantize(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns
     group = format_lanes.group
     g, t = lane // 4, lane % 4
     words = read(fields, layer, tile, step, lane)
-    rows = [tile * ROWS + g + 8 * r for r in (0, 1)]
-    column = step * COLUMNS + t * (group // 4)
+    rows = [tile * TILE_ROWS + g + 8 * r for r in (0, 1)]
+    column = step * TILE_COLUMNS + t * (group // 4)
     for u, unit in enumerate(int_bytes.units(format_lanes, words, lane)):
         for j in range(8):
             before = (8 * u + j) * group  # columns of the item before this group
@@ -164,9 +164,9 @@ def _dequantize(piece: Piece, fields, layer, tile, step, lane, out_gmem, columns
             halves = int_float16.pairs(unit.a[j], format_lanes.signed, *scales)
             for r, packed in enumerate(halves):
                 exists = []  # where the last tiles are not whole
-                if piece.rows % ROWS:
+                if piece.rows % TILE_ROWS:
                     exists.append(rows[r] < piece.rows)
-                if columns % COLUMNS:
+                if columns % TILE_COLUMNS:
                     exists.append(column + before < columns)
                 place = [index(rows[r] + piece.at), index(column + before)]
                 with lanes.when(functools.reduce(operator.and_, exists)) if exists else nullcontext():

@@ -23,7 +23,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_real, as_word, fma, index, integer, select
 from pallas_kernels.gpu.wgmma import STEP, half_fragment, lane
 from pallas_kernels.matmul.int_mma import bytes as int_bytes
-from pallas_kernels.tiles import COLUMNS, Lanes
+from pallas_kernels.tiles import TILE_COLUMNS, Lanes
 
 
 def pairs(words: list, signed: bool, scale: list, minimum: list | None = None) -> list[list]:
@@ -144,7 +144,7 @@ def _half_scales(format_lanes: Lanes, fields, number) -> list:
 
 def bytes_of_scales(format_lanes: Lanes) -> int:
     """Of 16 rows x 256 columns, as `put_scales` puts them."""
-    return COLUMNS // format_lanes.group * 16 * 4 * (1 + format_lanes.minimums)
+    return TILE_COLUMNS // format_lanes.group * 16 * 4 * (1 + format_lanes.minimums)
 
 
 def scales_of_warp(scales, warp, format_lanes: Lanes, g):

@@ -7,9 +7,9 @@ from typing import NamedTuple
 from pallas_kernels.gpu import shared_memory
 from pallas_kernels.gpu.wgmma import STEP, STEP_BYTES
 from pallas_kernels.matmul.prefill import clocks_of_sums
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
-STEPS = COLUMNS // STEP  # of what weights are brought at a time
+STEPS = TILE_COLUMNS // STEP  # of what weights are brought at a time
 WEIGHT_SLOTS = 2  # 256 columns of a tile's weights each
 STAGES = 2  # of a warpgroup's results on their way out
 PAIR = 2  # blocks of threads that share activations
@@ -86,7 +86,7 @@ def planned(
     for (warpgroups, blocks, tokens), splits in itertools.product(tilings, splits_to_try):
         outputs = PAIR * warpgroups * 64 * blocks // matrices
         rows = -(-m // tokens) if listed is None else listed.count
-        count, pairs = rows * -(-tiles * ROWS // outputs) * splits, multiprocessors // PAIR
+        count, pairs = rows * -(-tiles * TILE_ROWS // outputs) * splits, multiprocessors // PAIR
         item = blocks * (ITEM_CLOCKS + warpgroups * TOKEN_CLOCKS * tokens)
         clocks = items / splits * item + TILE_CLOCKS
         for stored, slots in shapes:
@@ -95,7 +95,7 @@ def planned(
                 continue  # the block that brings activations waits in the end until each slot is free again
             if shared_bytes(plan, matrices, words, scale_bytes) <= shared:
                 clocks *= 1 if slots >= STEPS else 1.2
-                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * ROWS, splits, summed)
+                clocks = -(-count // pairs) * clocks + clocks_of_sums(m * tiles * TILE_ROWS, splits, summed)
                 best.append((clocks, plan))
                 break
     return min(best)[1]

@@ -47,7 +47,7 @@ from pallas_kernels.matmul.int_mma.activations_float16 import activations_float1
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
 from pallas_kernels.matmul.int_mma.prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Plan, Tiles, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
-from pallas_kernels.tiles import COLUMNS, ROWS
+from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
 
 @functools.partial(
@@ -104,7 +104,7 @@ def int_prefill_sm90(
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows = -(-m // tokens) if listed is None else len(listed[0])
-    columns = -(-tiles * ROWS // (PAIR * warpgroups * blocks * outputs))
+    columns = -(-tiles * TILE_ROWS // (PAIR * warpgroups * blocks * outputs))
     pairs = min(multiprocessors // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
@@ -358,7 +358,7 @@ def _body(
             def _wait():
                 plgpu.barrier_wait(a_free.at[slot])
 
-            column = (split_of(i) * items + item) * COLUMNS + step * STEP
+            column = (split_of(i) * items + item) * TILE_COLUMNS + step * STEP
             where = (pl.ds(token, tokens), pl.ds(column, STEP))
             plgpu.copy_gmem_to_smem(
                 a_gmem.at[where], a_smem.at[slot], a_full.at[slot], collective_axes="member"

@@ -29,8 +29,7 @@ from pallas_kernels.experts import places
 from pallas_kernels.gpu import lanes, launch
 from pallas_kernels.gpu import values as gpu_values
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
-from pallas_kernels.matmul.bit_mma import decode_b1 as bit_decode_b1
-from pallas_kernels.matmul.bit_mma import decode_ring as bit_decode_ring
+from pallas_kernels.matmul.bit_mma import decode as bit_decode
 from pallas_kernels.matmul.bit_mma import decode_s8 as bit_decode_s8
 from pallas_kernels.matmul.int_mma import activations_float16, activations_rotated
 from pallas_kernels.matmul.int_mma import decode as int_decode
@@ -141,12 +140,7 @@ def lockstep(at_a_time: int | None = None):
     """Kernels run in numpy; at_a_time: blocks in step, for kernels whose blocks do not meet."""
     running = _Running(at_a_time)
     kernels = [
-        *(
-            (bit_decode_b1, "bit_decode_b1"),
-            (bit_decode_s8, "bit_decode_s8"),
-            (bit_decode_s8, "quantize_rows"),
-        ),
-        (bit_decode_ring, "bit_decode_ring"),
+        *((bit_decode, "bit_decode"), (bit_decode_s8, "quantize_rows")),
         *((int_decode, "int_decode"), (int_dequantize, "int_dequantize")),
         *((activations_int8, "activations_int8"), (activations_float16, "activations_float16")),
         (activations_rotated, "activations_rotated"),

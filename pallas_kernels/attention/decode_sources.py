@@ -1,0 +1,302 @@
+"""Where 16 keys and values of a warp come from. A launch has one kind of source:
+
+    Slots      the warp's shared memory, one place or two; a place is filled again as soon as it has been read
+    Doubled    registers, and the next 16 are on their way to others meanwhile
+    Registers  registers, which are loaded again as soon as they have been used
+    Memory     nothing is on its way: of wide heads a lane has no room for 16 keys and values
+
+Where a launch has room, those of at most 16 bits go to shared memory: what a lane loads goes through the
+multiprocessor's own cache, of which weights in shared memory leave 28 KB, and no more can be on its way; and
+what is on its way to registers keeps them from other warps (benchmarks/LOG.md).
+"""
+
+import dataclasses
+import functools
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from pallas_kernels.attention.decode_cache import Cache, place, stored_key, team_warp
+from pallas_kernels.attention.decode_keys import Warp
+from pallas_kernels.attention.decode_plan import KEYS, Plan
+from pallas_kernels.attention.decode_splits import Share
+from pallas_kernels.attention.decode_token import NewToken
+from pallas_kernels.gpu import lanes, memory, pairs
+from pallas_kernels.gpu.values import integer, long, maximum, minimum, real, select
+
+DOUBLED_BYTES = 128  # the widest keys of which a lane has room for 16, their values, and the next 16 of both
+WIDEST_AT_ONCE = 128  # the widest heads of which a lane has room for 16 keys and values
+
+
+def visit_bytes(plan: Plan, layout: ModuleType) -> int:
+    """Shared memory for 16 keys and values of a page; 0 if they go to registers."""
+    itemsize = jax.tree.leaves(layout.DTYPE)[0].itemsize
+    in_rows = itemsize <= 2 and plan.head_dim * itemsize >= 128
+    if plan.head_dim > WIDEST_AT_ONCE or plan.page_size % KEYS or not in_rows:
+        return 0
+    return 2 * KEYS * plan.head_dim * itemsize
+
+
+@dataclasses.dataclass
+class Source:
+    """A visit's 16 keys and values, from `base` on; the warp's next are `step` further.
+
+    carry  what the visit before left, and after `request_values` what this one leaves: traced values
+    """
+
+    warp: Warp
+    token: NewToken
+    base: Any
+    step: int
+    carry: Any
+
+    def __post_init__(self):
+        self.keys_at, self.values_at = self.warp.keys_of(self.base)
+        self.has_new = (self.warp.share.length - self.base < KEYS) & self.token.has_new
+        self.next = self.base + self.step
+        self.more = self.next < self.warp.share.stop
+
+    def keys(self) -> tuple[list, list, list]:
+        """(keys, their scales, scales of the values), the new ones in their place."""
+        stored, stored_scales = self._stored_keys()
+        scales = [[None if x is None else lanes.reals(x)[0] for x in each] for each in stored_scales]
+        placed = lambda: self.warp.with_new(self.token, self.keys_at, stored, scales)  # noqa: E731
+        self.placed, (key_scales, value_scales) = chosen(self.has_new, placed, [stored, scales])
+        return self.placed, key_scales, value_scales
+
+    def values(self) -> list:
+        warp, stored = self.warp, self._stored_values()
+        placed = lambda: warp.placed(self.token, 1, self.values_at, warp.value_part, stored)  # noqa: E731
+        self.placed = chosen(self.has_new, placed, stored)
+        return self.placed
+
+    def request_keys(self):
+        """When the keys have been used."""
+
+    def request_values(self):
+        """When the values have been used."""
+
+    def _stored_keys(self) -> tuple[list, list]:
+        """Keys, and scales of keys and of values, as they are stored."""
+        raise NotImplementedError
+
+    def _stored_values(self) -> list:
+        raise NotImplementedError
+
+
+class Memory(Source):
+    """carry: None."""
+
+    def _stored_keys(self):
+        self.page = self.warp.page_of(self.base)
+        return self.warp.fetch_keys(self.base, self.page), self.warp.fetch_scales(self.base, self.page)
+
+    def _stored_values(self):
+        return self.warp.fetch_values(self.base, self.page)
+
+
+class Registers(Source):
+    """carry: keys, scales and values as they are stored."""
+
+    def _stored_keys(self):
+        self.page = self.warp.page_of(self.next)
+        keys, self.scales, self.loaded_values = self.carry
+        return keys, self.scales
+
+    def _stored_values(self):
+        return self.loaded_values
+
+    def request_keys(self):
+        warp, at = self.warp, (self.next, self.page)
+        load = lambda: [warp.fetch_keys(*at), warp.fetch_scales(*at)]  # noqa: E731
+        self.loaded = chosen(self.more, load, [self.placed, self.scales])
+
+    def request_values(self):
+        load = lambda: self.warp.fetch_values(self.next, self.page)  # noqa: E731
+        self.carry = *self.loaded, chosen(self.more, load, self.placed)
+
+
+class Doubled(Source):
+    """carry: keys, scales and values as they are stored, and the page of the next."""
+
+    def _stored_keys(self):
+        stored, page = self.carry
+        page_after = self.warp.page_of(self.next + self.step)
+        load = lambda: self.warp.fetch(self.next, page)  # noqa: E731
+        self.carry = chosen(self.more, load, stored), page_after
+        keys, scales, self.loaded_values = stored
+        return keys, scales
+
+    def _stored_values(self):
+        return self.loaded_values
+
+
+@dataclasses.dataclass
+class Slots(Source):
+    """carry: address of the place, scales, and the page of the keys that will be copied to it.
+
+    flip  the place xor the warp's other one, 0 if this warp has none; None: no warp has
+    """
+
+    flip: Any = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.following = self.next
+        self.next = next_copied(self.following, self.step, self.flip)
+
+    def _stored_keys(self):
+        warp, (self.slot, scales, self.page) = self.warp, self.carry
+        self.page_after = warp.page_of(self.next + self.step)
+        page = lambda: self.page if self.flip is None else warp.page_of(self.following)  # noqa: E731
+        load = lambda: warp.fetch_scales(self.following, page())  # noqa: E731
+        self.scales = chosen(self.following < warp.share.stop, load, scales)
+        self._wait_oldest()
+        rows = [(warp.g, 0), (warp.g, 8)]
+        return self._copied(0, rows, warp.key_part), scales
+
+    def _stored_values(self):
+        self._wait_oldest()
+        rows = [(self.warp.t * 2 + i, more) for more in (0, 8) for i in (0, 1)]
+        return self._copied(1, rows, self.warp.value_part)
+
+    def request_keys(self):
+        copy_next(self.warp, 0, self.next, self.page, self.slot)
+
+    def request_values(self):
+        copy_next(self.warp, 1, self.next, self.page, self.slot)
+        slot = self.slot if self.flip is None else self.slot ^ self.flip
+        self.carry = slot, self.scales, self.page_after
+
+    def _wait_oldest(self):
+        """Until the oldest keys or values on their way to the warp's places have arrived."""
+        if self.flip is None:
+            memory.wait_copies(1)
+        else:
+            for condition, pending in ((self.flip == 0, 1), (self.flip != 0, 3)):
+                with lanes.when(condition):
+                    memory.wait_copies(pending)
+        lanes.warp_barrier()
+
+    def _copied(self, which: int, rows, parts):
+        warp = self.warp
+        element = jax.tree.leaves(warp.cache.keys)[0].type.element_type
+
+        def load(row, more, part):
+            at = part * warp.itemsize
+            address = piece_address(warp, which, self.slot, row, at // 16) + at % 16
+            words = memory.load_shared(2 * warp.itemsize, address, more * warp.row_bytes)
+            return [lanes.vector_of(words, element, 4 // warp.itemsize)]
+
+        return [[load(row, more, part) for part in parts] for row, more in rows]
+
+
+def begin(warp: Warp, first, step: int, slot, asked):
+    """Ask for a warp's first keys and values, from `first` on: (its source, without warp, token, base and
+    carry; what its first visit carries). slot and asked are `decode_warp.attend`'s."""
+    places, make = (warp.plan, warp.cache, warp.share, warp.layer), functools.partial
+    following = first + step
+    if slot is not None:
+        slot, flip = slot
+        copy_first(0, *places, slot, asked)
+        copy_first(1, *places, slot)
+        copied_next = next_copied(following, step, flip)
+        if flip is not None:
+            with lanes.when((first < warp.share.stop) & (flip != 0)):
+                for which in (0, 1):
+                    copy_next(warp, which, following, warp.share.second_page, slot ^ flip)
+        load = lambda: warp.fetch_scales(first, warp.first_page)  # noqa: E731
+        scales = chosen(first < warp.share.stop, load, zeros(warp)[1])
+        carry = slot, scales, warp.page_of(copied_next)
+        return make(Slots, step=step, flip=flip), carry
+    if warp.plan.head_dim > WIDEST_AT_ONCE:
+        return make(Memory, step=step), None
+    carry = chosen(first < warp.share.stop, lambda: warp.fetch(first, warp.first_page), zeros(warp))
+    if warp.row_bytes > DOUBLED_BYTES:
+        return make(Registers, step=step), carry
+    return make(Doubled, step=step), (carry, warp.page_of(following))
+
+
+def next_copied(following, step: int, flip):
+    """The first of the keys that are copied to the place of this visit's: with one place, the following; with
+    two, those of the visit after."""
+    return following if flip is None else following + select(flip != 0, step, 0)
+
+
+def zeros(warp: Warp):
+    """In place of what is fetched."""
+    leaves = jax.tree.leaves(warp.cache.keys)
+    element = max(leaves, key=lambda ref: len(ref.type.shape)).type.element_type
+    per_word = max(1, 32 // lanes.bits_of(element))
+    zero = lanes.vector_of([integer(0)] * (8 // per_word), element, per_word)
+    scales = [pairs.rounded_to_bfloat16([real(0)]) if len(leaves) > 1 else None] * 2
+    return [[[zero]] * len(warp.key_part)] * 2, [scales] * 2, [[[zero]] * len(warp.value_part)] * 4
+
+
+def chosen(condition, values, otherwise):
+    """values() where the condition holds for a whole warp, else `otherwise`: lists of lists of values."""
+    leaves, structure = jax.tree.flatten(otherwise)
+    if not leaves:
+        return otherwise
+    return jax.tree.unflatten(structure, lanes.choose(condition, lambda: jax.tree.leaves(values()), leaves))
+
+
+# Copies to shared memory
+
+
+def piece_address(warp: Warp, which: int, slot, row, piece, more: int = 0):
+    """Address of 16 bytes of key or value row + more, of which `more` has no bit at or below row's highest:
+    where no two of 8 lanes that read at once meet."""
+    at = (piece ^ (row & 6) ^ (row & 1) * 4) * 16 ^ (more & 6) * 16
+    return slot + row * warp.row_bytes + at + (more + which * KEYS) * warp.row_bytes
+
+
+def copy(warp: Warp, which: int, base, page, slot):
+    """16 keys (0) or values (1) of one page to a place, in rows."""
+    plan, length = warp.plan, warp.share.length
+    numbers = jax.tree.leaves((warp.cache.keys, warp.cache.values)[which])[0]
+    lane, pieces = integer(lanes.thread() % 32), warp.row_bytes // 16
+    row, piece, together = lane // pieces, lane % pieces, 32 // pieces
+    # They are of one page, from one address on; in place of a row that is not stored yet, the last.
+    base = stored_key(length, base)
+    last = maximum(length, 1) - 1 - base
+    source = memory.address_of(numbers, warp.place(base, piece * (16 // warp.itemsize), page))
+    for first in range(0, KEYS, together):
+        at = source + long(minimum(row + first, last) * (plan.kv_heads * warp.row_bytes))
+        memory.copy_async(piece_address(warp, which, slot, row, piece, first), at, 16)
+
+
+def copy_next(warp: Warp, which: int, base, page, slot):
+    """When all lanes have read what the place holds."""
+    lanes.warp_barrier()
+    with lanes.when(base < warp.share.stop):
+        copy(warp, which, base, page, slot)
+    memory.commit_copies()
+
+
+def copy_first(which: int, plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
+    """Ask for a warp's first keys (0) or values (1), if that has not been done."""
+    warp = Warp.locate(plan, cache, share, layer)
+    first = share.start + warp.number * KEYS
+    wanted = first < share.stop
+    if asked is not None:
+        wanted = wanted & ~asked
+    with lanes.when(wanted):
+        copy(warp, which, first, warp.first_page, slot)
+        memory.commit_copies()
+
+
+def prefetch(plan: Plan, cache: Cache, share: Share, layer):
+    """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
+    cache cannot hold beside the weights is read twice."""
+    lane, warp = integer(lanes.thread() % 32), integer(team_warp(plan))
+    key, half = lane // 2, lane % 2
+    part = half * (plan.head_dim // 2)
+
+    j = share.start + warp * KEYS + key
+    page = share.page if plan.page_size % KEYS == 0 else None
+    with lanes.when(j < share.stop):
+        at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
+        for ref in jax.tree.leaves((cache.keys, cache.values)):
+            memory.prefetch(ref, at[: len(ref.type.shape)])

@@ -1,0 +1,307 @@
+"""1-bit weights (Q1_0) times 1 to 24 rows of activations: what a block of threads does in a launch of its own
+(decode_b1.py, decode_s8.py, decode_ring.py) and in a phase of a step in one launch (step/decode_layers.py).
+
+An activation x is an integer q of 8 (or 16) bits times the scale s of its group of 128. A weight is
+d (2 b - 1) with one bit b each and one d per group and row. So over a group
+
+    sum_k w_k x_k = d (2 s sum_k b_k q_k - s sum_k q_k)
+
+The sum of b q is exact. Up to 4 rows it comes from the binary tensor cores (plane_product.py), which need no
+unpacking of weights but a product for each plane of bits of the activations; more rows from the integer ones
+(byte_product.py), for which bits of weights become bytes once for all rows.
+
+A block has `tiles` tiles of 16 rows of weights, as formats/q1_0.py lays them out. Its warps share the columns
+in pairs of groups; sums of a round of tiles meet in shared memory:
+
+    per round: weights -> products -> sums of each warp -> shared memory -> sum over warps, 1 / rms,
+               activation or residual -> out
+
+Weights come from registers, a ring of shared memory, or the shared memory of a step: `multiply` asks for them
+by tile, pair and group, and does not know which.
+
+Behind a step's phase nobody has a whole group of 128 activations, and if each block quantized all rows, it
+would do the work of all others again. So from 2 rows on a warp of some block has a row of a group, waits for
+its 128 numbers, quantizes them, and passes them on:
+
+    makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
+
+So o and down, which add to the residual stream, leave that to whoever quantizes it next, and their columns
+may be split over blocks too: whoever adds has the sums of several.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
+
+from pallas_kernels.activations import SILU, Activation
+from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.values import index, integer, minimum, real, select, sum_of_squares
+from pallas_kernels.matmul import epilogue
+
+GROUP = 128  # columns that share a scale, of weights and of activations
+PAIR_BYTES, SCALE_BYTES = 2 * GROUP * 16 // 8, 2 * 16 * 2  # words and scales of a tile's pair of groups
+MMA_COLUMNS = 8  # columns of the tensor core: rows of x in one product of bytes, planes in one of bits
+MOST_ROWS = 3 * MMA_COLUMNS
+MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
+
+
+class LaneColumns(NamedTuple):
+    """Where a lane stands in its block, and which columns its warp has.
+
+    pair         of this warp; another's where there are no more
+    scale_group  {(p, h): group of pair p}, as the weights' scales count them, with padding
+    x_group      the same, clipped to the last that activations have: (index, constant to be added)
+    count        {(p, h): 1.0, or 0.0 for a group that is another's or padding}
+    """
+
+    thread: Any
+    warp: Any
+    lane: Any
+    g: Any
+    t: Any
+    pair: list
+    scale_group: dict
+    x_group: dict
+    count: dict
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(abc.ABC):
+    """Rows of activations times the tiles of one matrix, or of two, gate and up, that a block has. Its
+    methods are called while a kernel is traced.
+
+    rows, columns      of the activations
+    n_tiles, pairs     of the matrix: tiles of 16 rows, pairs of groups of 128 columns
+    warps, tiles       of a block
+    splits      parts of the columns: a block has one, and `columns` and `pairs` are those of a part. So all
+                blocks read as much less of what is passed on; their sums go to whoever adds them to the
+                residual stream
+    round_tiles  of a round; None: as many as `together` finds room for
+    bits         of an activation, 8 or 16
+
+    Of each kind of product:
+    copies      of what is passed on, each for as many blocks: all ask for the same lines at once
+    most_tiles  of a round, of both matrices and each eight rows: so few have their sums in registers
+    most_products  of a round, of a tile with a group and eight rows each, where it is less: they are straight
+                code, and all of a layer's has to stay near the multiprocessor
+    """
+
+    copies: ClassVar[int]
+    most_tiles: ClassVar[int]
+    most_products: ClassVar[int]
+
+    rows: int
+    columns: int
+    n_tiles: int
+    pairs: int
+    warps: int
+    tiles: int
+    splits: int = 1
+    matrices: int = 1
+    normed: bool = False
+    eps: float = 0.0
+    bits: int = 8
+    activation: Activation = SILU
+    round_tiles: int | None = None
+
+    @property
+    @abc.abstractmethod
+    def words(self) -> int:
+        """Words that are passed on for a row of a group."""
+
+    @property
+    def group_words(self) -> int:
+        """Words that are passed on for all rows of a group."""
+        return self.rows * self.words
+
+    @property
+    def passed_words(self) -> int:
+        """Words that are passed on."""
+        return self.groups * self.group_words
+
+    @property
+    def per_warp(self) -> int:
+        """Pairs of a warp."""
+        return -(-self.pairs // self.warps)
+
+    @property
+    def groups(self) -> int:
+        """Groups of all splits."""
+        return self.splits * self.columns // GROUP
+
+    @property
+    def section_rows(self) -> int:
+        """Rows that are multiplied with each weight at once, of which a last section may have fewer."""
+        return self.rows
+
+    @property
+    def together(self) -> int:
+        """Tiles of a round: their sums meet in shared memory. Of more than 16 rows one: registers."""
+        if self.round_tiles is not None:
+            return self.round_tiles
+        room = MOST_SUMS // (self.matrices * self.section_rows * self.row_sums)
+        if self.section_rows > 2 * MMA_COLUMNS:
+            return 1
+        each = self.matrices * -(-self.section_rows // MMA_COLUMNS)
+        products = 2 * self.per_warp * each
+        most = max(1, min(self.tiles, room, self.most_tiles // each, self.most_products // products))
+        return -(-self.tiles // -(-self.tiles // most))
+
+    @property
+    def busy(self) -> int:
+        """Warps that have columns."""
+        return -(-self.pairs // self.per_warp)
+
+    def busy_warps(self, me: LaneColumns):
+        """For `with`: what they alone do."""
+        return contextlib.nullcontext() if self.busy == self.warps else lanes.when(me.warp < self.busy)
+
+    @property
+    def row_sums(self) -> int:
+        """Words of shared memory of a tile's sums for a row. Rows that are stored together lie in other
+        banks."""
+        return self.busy * 16 + (4 if self.rows > 1 else 0)
+
+    @property
+    def sums(self) -> int:
+        return self.together * self.matrices * self.section_rows * self.row_sums
+
+    @property
+    def scratch(self) -> int:
+        """float32 of shared memory: sums of a round, then squares [rows, warps]."""
+        return self.sums + self.rows * self.busy
+
+    def items(self) -> list[tuple[int, int]]:
+        """(tile u, matrix m) of a round."""
+        return list(itertools.product(range(self.together), range(self.matrices)))
+
+    def lane_columns(self) -> LaneColumns:
+        thread = lanes.thread()
+        warp, lane = thread // 32, thread % 32
+        g, t = lane // 4, lane % 4
+        first, groups = self.per_warp * warp, self.columns // GROUP
+        # Where every warp has as many whole pairs, addresses differ by constants alone.
+        even = self.per_warp * self.warps * 2 == groups
+        pair, scale_group, x_group, count = [], {}, {}, {}
+        for p in range(self.per_warp):
+            own = first + p
+            # In place of a pair beyond the last another's words are read, not all the last one's: all
+            # blocks do.
+            pair.append(own if even else index(integer(own) % self.pairs))
+            for h in (0, 1):
+                scale_group[p, h] = pair[p] * 2 + h
+                if even:
+                    x_group[p, h], count[p, h] = (first * 2, 2 * p + h), real(1)
+                else:
+                    x_group[p, h] = (minimum(scale_group[p, h], groups - 1), 0)
+                    count[p, h] = select(own * 2 + h < groups, 1.0, 0.0)
+        return LaneColumns(thread, warp, lane, g, t, pair, scale_group, x_group, count)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of so many tiles of a matrix as a block has: words of all, then scales of all."""
+        return self.tiles * self.pairs * (PAIR_BYTES + SCALE_BYTES)
+
+    def copy_to_shared(self, weights: tuple, source, count, address, first, mbarrier):
+        """By one thread: `count` tiles of a stack, refs of words and scales, from tile `source` on, to the
+        places from `first` on of those that begin at an address."""
+        for ref, each, begin in zip(
+            weights, (PAIR_BYTES, SCALE_BYTES), (0, self.tiles * self.pairs * PAIR_BYTES), strict=True
+        ):
+            to, each = address + begin, self.pairs * each
+            if not isinstance(first, int) or first:
+                to = integer(first * each) + to
+            memory.copy_to_shared(to, ref, source * (each // 4), integer(count * each), mbarrier)
+
+    def shared_words(self, smem, begin, tile, pair, lane):
+        """The lane's vector of a pair of groups of one of the tiles that begin at a word of shared memory."""
+        return memory.load_vector(
+            4, smem, [(tile * self.pairs + pair) * (PAIR_BYTES // 4) + lane * 4 + begin]
+        )
+
+    def shared_scales(self, smem, begin, tile, group, g):
+        """The float16 scales of rows g and g + 8 of a group of one of these tiles."""
+        at = (tile * (2 * self.pairs) + group) * (SCALE_BYTES // 8) + g
+        return memory.load(smem, at + (begin + self.tiles * self.pairs * (PAIR_BYTES // 4)))
+
+    def place(self, u, m, row):
+        """Where the sums of a tile of a round, a matrix and a row of a section begin."""
+        return ((u * self.matrices + m) * self.section_rows + row) * self.row_sums
+
+    def outputs(self, me: LaneColumns, first_row, first, first_tile) -> list:
+        """This thread's outputs of the section from `first_row` on and the round from tile `first` of the
+        block on, whose own first is `first_tile`: (whether there is such an output, u, row of the section,
+        index within the tile, n, row)."""
+        out, threads, rows = [], self.warps * 32, self.section_rows
+        for begin in range(0, self.together * rows * 16, threads):
+            at = me.thread + begin
+            inside, row, u = at % 16, at // 16 % rows, at // (16 * rows)
+            tile = first + u
+            valid = (u < self.together) & (tile < self.tiles) & (first_tile + tile < self.n_tiles)
+            x_row = row + first_row
+            if rows < self.rows:
+                valid = valid & (x_row < self.rows)
+            out.append((valid, u, row, inside, (first_tile + tile) * 16 + inside, x_row))
+        return out
+
+    def finish(self, scratch_smem, outputs: list, store: Callable, norms=None):
+        """After a block barrier: store(i, row, n, y) for each of `outputs`; norms: of each, where they are
+        known."""
+        for i, (valid, u, row, inside, n, x_row) in enumerate(outputs):
+            with lanes.when(valid):
+                places = [self.place(u, m, row) + inside for m in range(self.matrices)]
+                y = [self._over_warps(scratch_smem, at, 16) for at in places]
+                norm = norms[i] if norms else self.norm(scratch_smem, x_row)
+                store(i, x_row, n, epilogue.output(y, norm, self.activation))
+
+    def norm(self, scratch_smem, row):
+        """1 / rms of a row, after a block barrier; None where nothing is normed."""
+        if not self.normed:
+            return None
+        squares = self._over_warps(scratch_smem, row * self.busy + self.sums, 1)
+        return epilogue.inverse_rms(squares, self.columns, self.eps)
+
+    def _over_warps(self, scratch_smem, at, stride: int):
+        return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
+
+    def gather(self, group, load: Callable, gamma: Callable | None) -> tuple[list, Any]:
+        """This lane's `columns_of_lane` of x, times gamma, and the row's sum of x^2 over the group; load and
+        gamma as for `quantize`."""
+        columns = self.columns_of_lane(group)
+        weights = gamma(columns) if gamma else None
+        x = load(columns)
+        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
+        return [v * w for v, w in zip(x, weights, strict=True)] if weights else x, squares
+
+    @staticmethod
+    @abc.abstractmethod
+    def columns_of_lane(group) -> list[tuple]:
+        """Which of a group's columns a lane has that quantizes it: an index and a constant each."""
+
+    @abc.abstractmethod
+    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
+        """By a warp, a row of a group: (place among the group's words, word, condition or None) of each word.
+
+        load, gamma   columns (an index and a constant each) -> float32 of x and, behind a norm, its weights
+        """
+
+    @abc.abstractmethod
+    def receive(self, me: LaneColumns, first_row, load: Callable) -> Any:
+        """This warp's groups of the section from `first_row` on, when they have been passed on; load: places
+        (an index, a constant and how many words from there) -> words."""
+
+    @abc.abstractmethod
+    def store_squares(self, me: LaneColumns, first_row, x: Any, scratch_smem):
+        """Behind a norm, each row's sum of squares over this warp's groups."""
+
+    @abc.abstractmethod
+    def multiply(self, me: LaneColumns, x: Any, words: Callable, scales: Callable) -> dict:
+        """This warp's sums of a round, by (tile u, matrix m). words(m, u, p) is a tile's vector of a
+        pair, scales(m, u, p, h) its scales of a group."""
+
+    @abc.abstractmethod
+    def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
+        """Where `finish` finds them."""

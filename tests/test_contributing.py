@@ -1,0 +1,46 @@
+"""What contributors meet first: pre-commit, the workflow, issue forms."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+yaml = pytest.importorskip("yaml")  # not on every machine with a GPU
+
+ROOT = Path(__file__).parent.parent
+FORMS = sorted(path for path in (ROOT / ".github/ISSUE_TEMPLATE").glob("*.yml") if path.stem != "config")
+
+
+def test_pre_commit_has_the_ruff_that_ci_has():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        constraints = tomllib.load(file)["tool"]["uv"]["constraint-dependencies"]
+    (pinned,) = (line.removeprefix("ruff==") for line in constraints if line.startswith("ruff=="))
+    (repo,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert repo["rev"] == f"v{pinned}"
+    assert [hook["id"] for hook in repo["hooks"]] == ["ruff-check", "ruff-format"]
+
+
+def test_the_workflow_runs_all_of_ci():
+    (job,) = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"].values()
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["bash .ci/run"]
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        oldest = tomllib.load(file)["project"]["requires-python"].removeprefix(">=")
+    assert job["strategy"]["matrix"]["python"][0] == oldest and job["timeout-minutes"] <= 90
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.stem)
+def test_an_issue_form_has_what_github_asks_of_one(path):
+    form = yaml.safe_load(path.read_text())
+    assert form["name"] and form["description"] and form["labels"]
+    ids = [field["id"] for field in form["body"]]
+    assert len(ids) == len(set(ids)) and all(re.fullmatch(r"[\w-]+", id) for id in ids)
+    for field in form["body"]:
+        assert (
+            field["type"] in ("textarea", "input", "checkboxes", "dropdown") and field["attributes"]["label"]
+        )
+    assert any(field.get("validations", {}).get("required") for field in form["body"])
+
+
+def test_there_is_a_form_for_bugs_features_and_models():
+    assert [path.stem for path in FORMS] == ["bug", "feature", "model"]
