@@ -53,12 +53,13 @@ class Exchange:
         return memory.load_tagged(self.workspace, places, self.tag, at_once=True)
 
     def receive_each(self, starts: list) -> list:
-        """Wait for the number at each of these elements."""
-        return memory.load_tagged(self.workspace, [((at + self.begin, 0), 1) for at in starts], self.tag)
+        """Wait for the number at each element, an index and a constant."""
+        places = [((at + (constant + self.begin), 0), 1) for at, constant in starts]
+        return memory.load_tagged(self.workspace, places, self.tag)
 
     def receive_eights(self, starts: list) -> list[list]:
-        """Wait for the 8 neighbouring numbers from each of these elements on."""
-        places = [((at + self.begin, more), 4) for at in starts for more in (0, 4)]
+        """Wait for the 8 neighbouring numbers from each element, an index and a constant, on."""
+        places = [((at + (constant + self.begin), more), 4) for at, constant in starts for more in (0, 4)]
         numbers = memory.load_tagged(self.workspace, places, self.tag)
         return [numbers[k : k + 8] for k in range(0, len(numbers), 8)]
 
