@@ -40,9 +40,7 @@ def run(
 
     batch, (n, k) = x.shape[:-1], weights[0].shape
     x = x.reshape(-1, k).astype(jnp.float32)
-    gamma, gamma_index = (
-        stacks.whole(gamma[None], 0) if gamma is not None and gamma.ndim == 1 else (gamma, layer)
-    )
+    gamma, gamma_index = stacks.whole(*stacks.gamma_stack(gamma, layer))
     fields, index = stacks.whole(tuple(w.fields for w in weights), part_layer)
     shape = functools.partial(rows.Kernel, rows=len(x)) if len(x) <= FEW else panels.Kernel
     kernel = shape(
@@ -52,7 +50,7 @@ def run(
         eps=eps if gamma is not None else None,
         residual=residual is not None,
     )
-    index = jnp.stack([index, jnp.asarray(0 if gamma_index is None else gamma_index, jnp.int32)])
+    index = jnp.stack([index, gamma_index])
     operands = [x, index]
     if gamma is not None:
         operands.append(gamma.astype(jnp.float32))

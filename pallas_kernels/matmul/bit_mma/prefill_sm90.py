@@ -427,7 +427,7 @@ def _store(sums, out_smem, activation: Activation | None, added: bool):
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as integers (prefill.py)."""
-    gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+    gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits, rows=rows)
 
 
