@@ -19,7 +19,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import Activation
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
 
@@ -27,14 +26,7 @@ FEW = 6  # rows of activations up to which weights are multiplied where they are
 
 
 def run(
-    x: jax.Array,
-    weights: tuple[QTensor, ...],
-    part_layer,
-    layer,
-    gamma,
-    eps,
-    residual,
-    activation: Activation,
+    x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual, activation
 ) -> jax.Array:
     from pallas_kernels.cpu import panels, rows  # needs the extra `cpu`
 
