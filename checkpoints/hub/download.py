@@ -61,7 +61,7 @@ def listing(repo: str) -> tuple[str, list[File]]:
             raise ValueError("no commit")
     except (ValueError, LookupError, TypeError) as e:
         raise CheckpointError(
-            f"{repo}: what {endpoint()} answers is no list of files with sizes and hashes; "
+            f"{repo}: the answer of {endpoint()} is not a list of files with sizes and hashes; "
             "look at HF_ENDPOINT, and whether the network asks for a login"
         ) from e
     return commit, files

@@ -21,18 +21,29 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_cache import Cache, stored_key, team_warp
+from pallas_kernels.attention.decode_cache import Cache, LayerShare, Share, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
-from pallas_kernels.attention.decode_splits import Exchange, Share, combine
+from pallas_kernels.attention.decode_splits import Exchange, combine
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.values import exp, index, integer, maximum, minimum, of, select, total, true
+from pallas_kernels.gpu.values import (
+    ceil_divided,
+    exp,
+    index,
+    integer,
+    larger_signed,
+    maximum,
+    minimum,
+    not_negative,
+    select,
+    total,
+    true,
+)
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
 from pallas_kernels.matmul.bit_mma.activations import GROUP, columns_of_lane, store_group
 
@@ -57,7 +68,7 @@ def decode_attention(
 ) -> tuple[Any, cache_layouts.Pages, cache_layouts.Pages, jax.Array]:
     """The kernel behind pallas_kernels.attention.attend; arguments and results are described there.
 
-    qkv may be several arrays, columns beside columns, each [splits, rows or more, width]: parts that nobody
+    qkv may be several arrays whose columns are joined, each [splits, rows or more, width]: parts that nobody
     has added yet. With integers the output is
     (q, scale), as `activations_int8` makes them of it: by the same launch, where its blocks make whole
     groups."""
@@ -119,24 +130,16 @@ def _body(*refs, phase: "Attention", layout, structure, beside: int, slots: int)
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
     def kernel(ctx, *refs):
         qkv, refs = refs[:beside], refs[beside:]
-        cos, sin, *refs = refs if phase.turned else (None, None, *refs)
+        rotation, refs = (refs[:2], refs[2:]) if phase.turned else (None, refs)
         positions, table, layer_gmem, *refs = refs
-        q_gamma, k_gamma, *refs = refs if phase.normed else (None, None, *refs)
-        of_pages = structure.num_leaves
-        pages, workspace, *out, scratch_smem, slots_smem = refs[:of_pages], *refs[of_pages:]
-        keys, values = jax.tree.unflatten(structure, pages)
+        gammas, refs = (refs[:2], refs[2:]) if phase.normed else (None, refs)
+        pages, (workspace, *out, scratch_smem, slots_smem) = (
+            refs[: structure.num_leaves], refs[structure.num_leaves :],
+        )  # fmt: skip
+        pages = jax.tree.unflatten(structure, pages)
 
         def load_qkv(row, columns):
-            parts, *others = qkv
-            if others:
-                return [v for first, i in columns for v in load_beside(qkv, row, first, i)]
-            if len(parts.type.shape) == 2:
-                return [v for first, i in columns for v in memory.load_reals(4, parts, [row, first + i])]
-            splits = range(parts.type.shape[0])
-            of_each = (
-                [memory.load_reals(4, parts, [s, row, first + i]) for s in splits] for first, i in columns
-            )
-            return [total(of) for of_column in of_each for of in zip(*of_column, strict=True)]
+            return [v for first, i in columns for v in load_joined(qkv, row, first, i)]
 
         def store_out(value, row, n):
             if phase.gated:
@@ -154,7 +157,7 @@ def _body(*refs, phase: "Attention", layout, structure, beside: int, slots: int)
                     group = heads * groups + group
                     store_group(load(columns_of_lane(group)), row, group, *out)
 
-        cache = Cache(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
+        cache = Cache.from_refs(layout, pages, table, positions, rotation, gammas)
         layer = index(memory.load(layer_gmem, 0))
         # The layer before had another tag, and before the first there are zeros.
         tag = integer(layer % 3 + 1)
@@ -173,16 +176,20 @@ def _body(*refs, phase: "Attention", layout, structure, beside: int, slots: int)
     kernel(*refs)
 
 
-def load_beside(refs, row, first, i: int) -> list:
-    """4 float32 from column first + i on, of parts [splits, rows, width] that lie beside each other: their
-    sum, in order. Lanes may want different ones; a head is of one."""
+def load_joined(refs, row, first, i: int) -> list:
+    """4 float32 from column first + i on, of arrays whose columns are joined: [rows, width], or parts
+    [splits, rows, width], whose sum is taken in order. Lanes may ask for different ones; a head is of one."""
     begin, values = 0, []
     for ref in refs:
-        splits, _, width = ref.type.shape
-        inside = integer(first - begin) < width  # what is below 0 is large
-        at = select(inside, first - begin, index(0))
-        parts = [memory.load_reals(4, ref, [s, row, at + i]) for s in range(splits)]
-        added = [total(list(of)) for of in zip(*parts, strict=True)]
+        *splits, _, width = ref.type.shape
+        at = first
+        if len(refs) > 1:
+            inside = integer(first - begin) < width  # what is below 0 is large
+            at = select(inside, first - begin, index(0))
+        if not splits:
+            return memory.load_reals(4, ref, [row, at + i])
+        parts = [memory.load_reals(4, ref, [s, row, at + i]) for s in range(splits[0])]
+        added = [total(list(column)) for column in zip(*parts, strict=True)]
         if values:
             added = [select(inside, new, old) for new, old in zip(added, values, strict=True)]
         values = added
@@ -191,7 +198,7 @@ def load_beside(refs, row, first, i: int) -> list:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class Bounds:
     """What a team knows of its share from one layer to the next, as i32: few registers.
 
     position     of the new token, or -1
@@ -210,26 +217,25 @@ class Kept:
 class Attention(Plan):
     """The phase. Its methods are called while a kernel is traced."""
 
-    def keep(self, cache: Cache) -> Kept:
+    def keep(self, cache: Cache) -> Bounds:
         """Before the first layer."""
         _, row, _, split = self._owner()
         position = memory.load(cache.positions, row)
-        keys, _, _, splits = self._splits(position)
+        keys, length, splits = self._splits(position)
         # In whole 16, so that a warp's keys are of one page.
         first = self._first_key(keys)
-        chunk = of(arith.ceildivui(arith.ceildivui(keys - first, splits), index(KEYS))) * KEYS
+        chunk = ceil_divided(ceil_divided(keys - first, splits), KEYS) * KEYS
         start = minimum(keys, first + split * chunk)
         stop = minimum(keys, start + chunk)
-        length = index(arith.maxsi(position, integer(0)))
         pages = []
         for visit in (0, 1):
             base = stored_key(length, start + (team_warp(self) + visit * self.team) * KEYS)
             pages.append(memory.load(cache.table, row, base // self.page_size))
-        return Kept(position, integer(start), integer(stop), *pages)
+        return Bounds(position, integer(start), integer(stop), *pages)
 
     def run(
-        self, cache: Cache, kept: Kept, layer, smem, load_qkv, store_out, exchange, next_layer=None,
-        most_ahead=None, pass_on=None, behind_keys=None, slots=None, asked=None,
+        self, cache: Cache, bounds: Bounds, layer, smem, load_qkv, store_out, exchange, next_layer=None,
+        prefetch_below=None, pass_on=None, after_keys=None, slots=None, asked=None,
     ):  # fmt: skip
         """A layer's share of this team.
 
@@ -237,43 +243,44 @@ class Attention(Plan):
         store_out   (value, row, column)
         exchange    where splits meet (Exchange)
         next_layer  its first keys and values are asked for, into the L2 cache
-        most_ahead  if a row has fewer keys than its share of so many; None: always
+        prefetch_below  if a row has fewer keys than its share of so many; None: always
         pass_on     in place of store_out where a row has one split: called by all warps with the row, the
                     block of query heads, and columns (an index and a constant each) -> outputs
-        behind_keys  called by all threads when all keys have been read; of one team only
+        after_keys  called by all threads when all keys have been read; of one team only
         slots       a warp's places in shared memory by its number, as `attend` has `slot`; None: keys and
                     values go to registers
         asked       whether this warp's first keys have been asked for (`ask`)
         """
-        share = self._share(kept)
+        share = self._share(bounds)
         with lanes.when(share.split < share.splits):  # all threads of a team alike
             slot = None if slots is None else slots(integer(lanes.thread() // 32))
-            ahead = None
             if next_layer is not None:
-                few = true() if most_ahead is None else share.length < most_ahead // self.rows
-                ahead = next_layer, few
-            of_heads = attend(self, cache, share, layer, smem, slot, load_qkv, ahead, asked)
-            combine(self, share, smem, of_heads, store_out, exchange, pass_on, behind_keys)
+                few = true() if prefetch_below is None else share.length < prefetch_below // self.rows
+                next_layer = next_layer, few
+            work = LayerShare(self, cache, share, layer)
+            warp_heads = attend(work, smem, slot, load_qkv, next_layer, asked)
+            combine(self, share, smem, warp_heads, store_out, exchange, pass_on, after_keys)
 
-    def ask(self, cache: Cache, kept: Kept, layer, slots, late):
+    def ask(self, cache: Cache, bounds: Bounds, layer, slots, late):
         """Ask for the first keys of a layer, before `run`; not by warps that are late. (Values have time: to
         ask for them would keep back the making of q.)"""
-        share = self._share(kept)
+        share = self._share(bounds)
         with lanes.when((lanes.block() < self.blocks) & (share.split < share.splits)):
-            copy_first(0, self, cache, share, layer, slots(integer(lanes.thread() // 32))[0], late)
+            slot, _ = slots(integer(lanes.thread() // 32))
+            copy_first(0, LayerShare(self, cache, share, layer), slot, late)
 
-    def has_share(self, kept: Kept):
+    def has_share(self, bounds: Bounds):
         """Whether this block has a share of a layer's work."""
-        mine = lanes.block() < self.blocks
+        active = lanes.block() < self.blocks
         if self.teams > 1:  # the first team's is enough
-            return mine
-        return mine & (self._owner()[-1] < self._splits(kept.position)[-1])
+            return active
+        return active & (self._owner()[-1] < self._splits(bounds.position)[-1])
 
     @property
     def makes_groups(self) -> bool:
         """Whether each block makes whole groups of 128 outputs, and all of them, in whole fours."""
-        of_block, width = self.heads * self.head_dim, self.kv_heads * self.group * self.head_dim
-        return self.splits == 1 and not self.gated and of_block % GROUP == 0 and width % (4 * GROUP) == 0
+        outputs, width = self.heads * self.head_dim, self.kv_heads * self.group * self.head_dim
+        return self.splits == 1 and not self.gated and outputs % GROUP == 0 and width % (4 * GROUP) == 0
 
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""
@@ -282,22 +289,22 @@ class Attention(Plan):
     def _owner(self):
         """(owner, row, block of query heads, split) of this team; a split that no row has, of those without a
         share."""
-        block, of_row = lanes.block(), self.owners // self.rows
+        block, row_owners = lanes.block(), self.owners // self.rows
         owner, split = block // self.splits, block % self.splits
         if self.teams > 1:
             team = lanes.thread() // (32 * self.team)
-            owner = team * self.blocks + block if self.of_launch else block * self.teams + team
+            owner = team * self.blocks + block if self.one_launch else block * self.teams + team
             split = select(owner < self.owners, index(0), index(1))
         owner = minimum(owner, self.owners - 1)
-        return owner, owner // of_row, owner % of_row, split
+        return owner, owner // row_owners, owner % row_owners, split
 
     def _splits(self, position):
-        """(keys with the new one, keys before it, whether there is a new one, splits) of a row."""
-        active = of(arith.cmpi(arith.CmpIPredicate.sge, position, integer(0)))  # signed
-        length = index(arith.maxsi(position, integer(0)))
+        """(keys with the new one, if there is one, keys before it, splits) of a row."""
+        active = not_negative(position)
+        length = index(larger_signed(position, 0))
         keys = length + select(active, index(1), index(0))
         visible = keys - self._first_key(keys)
-        return keys, length, active, select(visible <= KEYS_PER_SPLIT, index(1), index(self.splits))
+        return keys, length, select(visible <= KEYS_PER_SPLIT, index(1), index(self.splits))
 
     def _first_key(self, keys):
         """The first key that a row's splits share out, of so many: the first of the 16 among which the window
@@ -305,10 +312,10 @@ class Attention(Plan):
         window = self.scores.window
         return 0 if window is None else (maximum(keys, window) - window) // KEYS * KEYS
 
-    def _share(self, kept: Kept) -> Share:
+    def _share(self, bounds: Bounds) -> Share:
         owner, row, heads, split = self._owner()
-        words = (kept.position, kept.start, kept.stop, kept.page)
+        words = (bounds.position, bounds.start, bounds.stop, bounds.page)
         position, start, stop, page = (lanes.anew(word) for word in words)
-        _, length, active, splits = self._splits(position)
-        pages = page, kept.second_page
-        return Share(owner, row, heads, split, splits, integer(length), active, start, stop, *pages)
+        _, length, splits = self._splits(position)
+        pages = page, bounds.second_page
+        return Share(owner, row, heads, split, splits, integer(length), start, stop, *pages)

@@ -1,13 +1,37 @@
-"""Where the keys and values are that a team of warps attends to; called while a kernel is traced."""
+"""What a team of warps attends to in a layer, and where it is; called while a kernel is traced."""
 
 import dataclasses
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from pallas_kernels.attention.decode_plan import Plan
-from pallas_kernels.attention.decode_splits import Share
+from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, maximum, minimum
+
+# A team: its shared memory, its warps and threads by number
+
+
+def team_warp(plan: Plan):
+    warp = lanes.thread() // 32
+    return warp if plan.teams == 1 else warp % plan.team
+
+
+def team_thread(plan: Plan):
+    return lanes.thread() if plan.teams == 1 else lanes.thread() % (32 * plan.team)
+
+
+def team_begin(plan: Plan):
+    return 0 if plan.teams == 1 else lanes.thread() // (32 * plan.team) * (plan.scratch // plan.teams)
+
+
+def team_barrier(plan: Plan) -> Callable[[], None]:
+    if plan.teams == 1:
+        return lanes.block_barrier
+    return lanes.warp_barrier if plan.team == 1 else lanes.warpgroup_barrier
+
+
+# Its keys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,27 +52,69 @@ class Cache:
     k_gamma: Any
 
     @classmethod
-    def of(cls, layout: ModuleType, pages, table, positions, rotation, gammas) -> "Cache":
-        """pages: of keys and of values; rotation: cos and sin; gammas: of q and of k, or None."""
-        (keys, values), (cos, sin), (q_gamma, k_gamma) = pages, rotation, gammas or (None, None)
+    def from_refs(cls, layout: ModuleType, pages, table, positions, rotation, gammas) -> "Cache":
+        """pages: of keys and of values; rotation: cos and sin, or None; gammas: of q and of k, or None."""
+        (keys, values), (cos, sin) = pages, rotation or (None, None)
+        q_gamma, k_gamma = gammas or (None, None)
         return cls(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
 
 
-def team_warp(plan: Plan):
-    """The warp's number in its team."""
-    warp = lanes.thread() // 32
-    return warp if plan.teams == 1 else warp % plan.team
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """A team's share of a layer's attention.
+
+    owner        row and block of query heads, as one number
+    row, heads   the two
+    split, splits
+    length       keys before the new one, i32
+    start, stop, page, second_page  see decode.Bounds
+    """
+
+    owner: Any
+    row: Any
+    heads: Any
+    split: Any
+    splits: Any
+    length: Any
+    start: Any
+    stop: Any
+    page: Any
+    second_page: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerShare:
+    """A team's share of one layer, in the cache."""
+
+    plan: Plan
+    cache: Cache
+    share: Share
+    layer: Any
+
+    def stored_key(self, j):
+        """Key j, or the last that is stored: of the same page, if a page's first 16 keys hold both."""
+        return stored_key(self.share.length, j)
+
+    def page_of(self, base):
+        """The page of 16 keys from `base` on; None where pages do not hold whole 16."""
+        if self.plan.page_size % KEYS:
+            return None
+        return memory.load(self.cache.table, self.share.row, self.stored_key(base) // self.plan.page_size)
+
+    @property
+    def first_page(self):
+        """`page_of` this warp's first 16 keys."""
+        return self.share.page if self.plan.page_size % KEYS == 0 else None
+
+    def place(self, j, part, page=None) -> list:
+        """Indices of element `part` of key j, whose page may be known."""
+        plan, share = self.plan, self.share
+        if page is None:
+            page = memory.load(self.cache.table, share.row, j // plan.page_size)
+        page = index(page)
+        kv_head = share.heads // (plan.group // plan.heads)
+        return [self.layer, page, j % plan.page_size, kv_head, part]
 
 
 def stored_key(length, j):
-    """Key j, or the last that is stored: of the same page, if a page's first 16 keys hold both."""
     return minimum(j, maximum(length, 1) - 1)
-
-
-def place(plan: Plan, cache: Cache, share: Share, layer, j, part, page=None) -> list:
-    """Indices of element `part` of key j, whose page may be known."""
-    if page is None:
-        page = memory.load(cache.table, share.row, j // plan.page_size)
-    page = index(page)
-    kv_head = share.heads // (plan.group // plan.heads)
-    return [layer, page, j % plan.page_size, kv_head, part]

@@ -6,24 +6,18 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.attention.decode_cache import Cache, place, stored_key, team_warp
-from pallas_kernels.attention.decode_plan import KEYS, Plan
-from pallas_kernels.attention.decode_splits import Share
-from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.attention.decode_cache import LayerShare, team_warp
+from pallas_kernels.gpu import lanes
 from pallas_kernels.gpu.values import index, integer, select
 
 
 @dataclasses.dataclass(frozen=True)
-class Warp:
-    """A warp's place in its team, a lane's in it, and where their keys and values are.
+class Warp(LayerShare):
+    """A warp of a team, by its number, and a lane of it.
 
     key_part    first dimensions of this lane's parts of a key, 8 each; value_part: of a value
     """
 
-    plan: Plan
-    cache: Cache
-    share: Share
-    layer: Any
     number: Any
     g: Any
     t: Any
@@ -31,26 +25,36 @@ class Warp:
     value_part: list
 
     @classmethod
-    def locate(cls, plan: Plan, cache: Cache, share: Share, layer) -> "Warp":
-        warp, lane = integer(team_warp(plan)), integer(lanes.thread() % 32)
+    def locate(cls, work: LayerShare, layer=None) -> "Warp":
+        """This warp and lane, in the layer of `work` or in another."""
+        plan, layer = work.plan, work.layer if layer is None else layer
+        number, lane = integer(team_warp(plan)), integer(lanes.thread() % 32)
         g, t = lane // 4, lane % 4
         key_part = [t * 8 + c for c in range(0, plan.head_dim, 32)]
         value_part = [g * 8 + c for c in range(0, plan.head_dim, 64)]
-        return cls(plan, cache, share, layer, warp, g, t, key_part, value_part)
+        return cls(plan, work.cache, work.share, layer, number, g, t, key_part, value_part)
 
     @property
     def heads(self) -> list:
-        """Of this lane's scores; behind the last head of a block there are more, which nobody reads."""
+        """The heads of this lane's scores; there are more than a block has, which nobody reads."""
         columns = self.plan.columns
         return [index(self.t)] if columns == 2 else [index(self.t) * 2 + i for i in (0, 1)]
 
-    def keys_of(self, base):
-        """Of 16 keys from `base` on: g and g + 8 as a lane's keys and scores, 2 t, 2 t + 1, 2 t + 8 and
-        2 t + 9 as its values."""
-        return (
-            [base + self.g + u * 8 for u in (0, 1)],
-            [base + self.t * 2 + i for i in (0, 1, 8, 9)],
-        )
+    @property
+    def itemsize(self) -> int:
+        return jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a head's key, or value."""
+        return self.plan.head_dim * self.itemsize
+
+    def keys_at(self, base):
+        """The keys of this lane's scores, of 16 from `base` on."""
+        return [base + self.g + u * 8 for u in (0, 1)]
+
+    def values_at(self, base):
+        return [base + self.t * 2 + i for i in (0, 1, 8, 9)]
 
     def sees(self, j):
         """Whether key j, not before the first of its 16 that is visible, has a score."""
@@ -60,67 +64,40 @@ class Warp:
 
     def fetch(self, base, page):
         """16 keys and values as they are stored, [key][part], and between them their scales; the last in
-        place of those that are not there yet."""
+        place of those that are not stored yet."""
         return self.fetch_keys(base, page), self.fetch_scales(base, page), self.fetch_values(base, page)
 
-    @property
-    def itemsize(self) -> int:
-        return jax.tree.leaves(self.cache.layout.DTYPE)[0].itemsize
-
-    @property
-    def row_bytes(self) -> int:
-        """Of a head's key, or value."""
-        return self.plan.head_dim * self.itemsize
-
     def fetch_keys(self, base, page):
-        return self.load(self.cache.keys, self.keys_of(base)[0], self.key_part, page)
+        return self._load(self.cache.keys, self.keys_at(base), self.key_part, page)
 
     def fetch_values(self, base, page):
-        return self.load(self.cache.values, self.keys_of(base)[1], self.value_part, page)
+        return self._load(self.cache.values, self.values_at(base), self.value_part, page)
 
     def fetch_scales(self, base, page):
         """Of keys, and of values: those of this lane's scores and weights, as they are stored: to widen them
         here would be to wait for them."""
-        scale, length = self.cache.layout.load_scale, self.share.length
-        heads = [self.place(stored_key(length, j), 0, page)[:-1] for j in self.keys_of(base)[0]]
+        heads = [self.place(self.stored_key(j), 0, page)[:-1] for j in self.keys_at(base)]
+        scale = self.cache.layout.load_scale
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
 
-    @property
-    def first_page(self):
-        """Of this warp's first 16 keys, as `page_of`."""
-        return self.share.page if self.plan.page_size % KEYS == 0 else None
+    def with_new_scales(self, token, js, scales):
+        """The new key's scales in their place among those of js."""
 
-    def page_of(self, base):
-        """Of 16 keys from `base` on; None where pages have no whole 16."""
-        if self.plan.page_size % KEYS:
-            return None
-        base = stored_key(self.share.length, base)
-        return memory.load(self.cache.table, self.share.row, base // self.plan.page_size)
+        def scale(which, j, old):
+            return None if old is None else select(j == self.share.length, token.scale(which), old)
 
-    def with_new(self, token, js, keys, scales):
-        """The new key, and scales, in their place among those of js."""
-        length = self.share.length
-        scales = [
-            [
-                None if old is None else select(j == length, token.scale(which), old)
-                for j, old in zip(js, of, strict=True)
-            ]
-            for which, of in enumerate(scales)
+        return [
+            [scale(which, *each) for each in zip(js, olds, strict=True)] for which, olds in enumerate(scales)
         ]
-        return [self.placed(token, 0, js, self.key_part, keys), scales]
 
-    def placed(self, token, which: int, js, parts, stored):
-        """The new key, or value, in its place among those of js."""
+    def with_new(self, token, which: int, js, parts, stored):
+        """The new key (0), or value (1), in its place among those of js."""
         new = [token.stored(which, index(part // 8), old) for part, old in zip(parts, stored[0], strict=True)]
         return [
-            jax.tree.map(lambda v, old, j=j: select(j == self.share.length, v, old), new, of_key)
-            for j, of_key in zip(js, stored, strict=True)
+            jax.tree.map(lambda v, old, j=j: select(j == self.share.length, v, old), new, key)
+            for j, key in zip(js, stored, strict=True)
         ]
 
-    def load(self, refs, js, parts, page):
-        at = lambda j, part: self.place(stored_key(self.share.length, j), part, page)  # noqa: E731
-        return [[self.cache.layout.load(refs, at(j, part)) for part in parts] for j in js]
-
-    def place(self, j, part, page=None):
-        """Of element `part` of key j, whose page may be known."""
-        return place(self.plan, self.cache, self.share, self.layer, j, part, page)
+    def _load(self, refs, js, parts, page):
+        place = lambda j, part: self.place(self.stored_key(j), part, page)  # noqa: E731
+        return [[self.cache.layout.load(refs, place(j, part)) for part in parts] for j in js]

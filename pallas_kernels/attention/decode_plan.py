@@ -39,7 +39,7 @@ class Plan:
 
     gated: bool = False  # behind each query lies its gate, by whose sigmoid outputs are multiplied
     scores: Scores = PLAIN
-    of_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
+    one_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
 
     @property
     def turned(self) -> bool:
@@ -74,14 +74,14 @@ class Plan:
         """Warps that share a split."""
         if self.owners <= self.most_blocks:
             return WARPS
-        if self.of_launch:
+        if self.one_launch:
             return WARPS // 2
         return 1 if 3 * self.owners >= 2 * WARPS * self.most_blocks else 4
 
     @property
     def warps(self) -> int:
         """Of a block."""
-        return WARPS if self.of_launch else max(4, self.team)
+        return WARPS if self.one_launch else max(4, self.team)
 
     @property
     def teams(self) -> int:
@@ -90,7 +90,7 @@ class Plan:
 
     @property
     def blocks(self) -> int:
-        if self.of_launch:  # all have a team before one has two
+        if self.one_launch:  # all have a team before one has two
             return min(self.owners * self.splits, self.most_blocks)
         return -(-self.owners * self.splits // self.teams)
 

@@ -17,10 +17,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.attention.decode_cache import Cache, place, stored_key, team_warp
+from pallas_kernels.attention.decode_cache import LayerShare, team_warp
 from pallas_kernels.attention.decode_keys import Warp
 from pallas_kernels.attention.decode_plan import KEYS, Plan
-from pallas_kernels.attention.decode_splits import Share
 from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, memory, pairs
 from pallas_kernels.gpu.values import integer, long, maximum, minimum, real, select
@@ -52,7 +51,7 @@ class Source:
     carry: Any
 
     def __post_init__(self):
-        self.keys_at, self.values_at = self.warp.keys_of(self.base)
+        self.key_js, self.value_js = self.warp.keys_at(self.base), self.warp.values_at(self.base)
         self.has_new = (self.warp.share.length - self.base < KEYS) & self.token.has_new
         self.next = self.base + self.step
         self.more = self.next < self.warp.share.stop
@@ -61,13 +60,18 @@ class Source:
         """(keys, their scales, scales of the values), the new ones in their place."""
         stored, stored_scales = self._stored_keys()
         scales = [[None if x is None else lanes.reals(x)[0] for x in each] for each in stored_scales]
-        placed = lambda: self.warp.with_new(self.token, self.keys_at, stored, scales)  # noqa: E731
+        warp, token, js = self.warp, self.token, self.key_js
+
+        def placed():
+            new_scales = warp.with_new_scales(token, js, scales)
+            return [warp.with_new(token, 0, js, warp.key_part, stored), new_scales]
+
         self.placed, (key_scales, value_scales) = chosen(self.has_new, placed, [stored, scales])
         return self.placed, key_scales, value_scales
 
     def values(self) -> list:
         warp, stored = self.warp, self._stored_values()
-        placed = lambda: warp.placed(self.token, 1, self.values_at, warp.value_part, stored)  # noqa: E731
+        placed = lambda: warp.with_new(self.token, 1, self.value_js, warp.value_part, stored)  # noqa: E731
         self.placed = chosen(self.has_new, placed, stored)
         return self.placed
 
@@ -195,12 +199,11 @@ class Slots(Source):
 def begin(warp: Warp, first, step: int, slot, asked):
     """Ask for a warp's first keys and values, from `first` on: (its source, without warp, token, base and
     carry; what its first visit carries). slot and asked are `decode_warp.attend`'s."""
-    places, make = (warp.plan, warp.cache, warp.share, warp.layer), functools.partial
-    following = first + step
+    following, make = first + step, functools.partial
     if slot is not None:
         slot, flip = slot
-        copy_first(0, *places, slot, asked)
-        copy_first(1, *places, slot)
+        copy_first(0, warp, slot, asked)
+        copy_first(1, warp, slot)
         copied_next = next_copied(following, step, flip)
         if flip is not None:
             with lanes.when((first < warp.share.stop) & (flip != 0)):
@@ -254,16 +257,16 @@ def piece_address(warp: Warp, which: int, slot, row, piece, more: int = 0):
 
 def copy(warp: Warp, which: int, base, page, slot):
     """16 keys (0) or values (1) of one page to a place, in rows."""
-    plan, length = warp.plan, warp.share.length
+    length = warp.share.length
     numbers = jax.tree.leaves((warp.cache.keys, warp.cache.values)[which])[0]
     lane, pieces = integer(lanes.thread() % 32), warp.row_bytes // 16
     row, piece, together = lane // pieces, lane % pieces, 32 // pieces
     # They are of one page, from one address on; in place of a row that is not stored yet, the last.
-    base = stored_key(length, base)
+    base = warp.stored_key(base)
     last = maximum(length, 1) - 1 - base
     source = memory.address_of(numbers, warp.place(base, piece * (16 // warp.itemsize), page))
     for first in range(0, KEYS, together):
-        at = source + long(minimum(row + first, last) * (plan.kv_heads * warp.row_bytes))
+        at = source + long(minimum(row + first, last) * (warp.plan.kv_heads * warp.row_bytes))
         memory.copy_async(piece_address(warp, which, slot, row, piece, first), at, 16)
 
 
@@ -275,28 +278,27 @@ def copy_next(warp: Warp, which: int, base, page, slot):
     memory.commit_copies()
 
 
-def copy_first(which: int, plan: Plan, cache: Cache, share: Share, layer, slot, asked=None):
+def copy_first(which: int, work: LayerShare, slot, asked=None):
     """Ask for a warp's first keys (0) or values (1), if that has not been done."""
-    warp = Warp.locate(plan, cache, share, layer)
-    first = share.start + warp.number * KEYS
-    wanted = first < share.stop
+    warp = Warp.locate(work)
+    first = work.share.start + warp.number * KEYS
+    missing = first < work.share.stop
     if asked is not None:
-        wanted = wanted & ~asked
-    with lanes.when(wanted):
+        missing = missing & ~asked
+    with lanes.when(missing):
         copy(warp, which, first, warp.first_page, slot)
         memory.commit_copies()
 
 
-def prefetch(plan: Plan, cache: Cache, share: Share, layer):
+def prefetch(work: LayerShare):
     """This warp's first 16 keys and values of a layer into the L2 cache, half a row a lane. No more: what the
     cache cannot hold beside the weights is read twice."""
-    lane, warp = integer(lanes.thread() % 32), integer(team_warp(plan))
+    lane, warp = integer(lanes.thread() % 32), integer(team_warp(work.plan))
     key, half = lane // 2, lane % 2
-    part = half * (plan.head_dim // 2)
+    part = half * (work.plan.head_dim // 2)
 
-    j = share.start + warp * KEYS + key
-    page = share.page if plan.page_size % KEYS == 0 else None
-    with lanes.when(j < share.stop):
-        at = place(plan, cache, share, layer, stored_key(share.length, j), part, page)
-        for ref in jax.tree.leaves((cache.keys, cache.values)):
+    j = work.share.start + warp * KEYS + key
+    with lanes.when(j < work.share.stop):
+        at = work.place(work.stored_key(j), part, work.first_page)
+        for ref in jax.tree.leaves((work.cache.keys, work.cache.values)):
             memory.prefetch(ref, at[: len(ref.type.shape)])

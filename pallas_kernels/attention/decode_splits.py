@@ -10,9 +10,10 @@ barrier (gpu/exchange.py): so all blocks of a launch must run at once.
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
+from pallas_kernels.attention.decode_cache import Share, team_barrier, team_begin, team_thread
 from pallas_kernels.attention.decode_plan import Plan
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange
@@ -20,46 +21,6 @@ from pallas_kernels.gpu.values import maximum as largest_of
 from pallas_kernels.gpu.values import minimum, select
 
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
-
-
-def team_thread(plan: Plan):
-    """The thread's number in its team."""
-    return lanes.thread() if plan.teams == 1 else lanes.thread() % (32 * plan.team)
-
-
-def team_begin(plan: Plan):
-    """Where the team's shared memory begins."""
-    return 0 if plan.teams == 1 else lanes.thread() // (32 * plan.team) * (plan.scratch // plan.teams)
-
-
-def team_barrier(plan: Plan) -> Callable[[], None]:
-    if plan.teams == 1:
-        return lanes.block_barrier
-    return lanes.warp_barrier if plan.team == 1 else lanes.warpgroup_barrier
-
-
-@dataclasses.dataclass(frozen=True)
-class Share:
-    """What a team has of a layer's attention.
-
-    owner        row and block of query heads, as one number
-    row, heads   the two
-    split, splits
-    length       keys before the new one, i32; active: whether the row has a new one
-    start, stop, page, second_page  as decode.Kept has them
-    """
-
-    owner: Any
-    row: Any
-    heads: Any
-    split: Any
-    splits: Any
-    length: Any
-    active: Any
-    start: Any
-    stop: Any
-    page: Any
-    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,16 +37,16 @@ class Block:
     thread: Any
 
     @classmethod
-    def of(cls, plan: Plan, smem, of_heads) -> "Block":
+    def store(cls, plan: Plan, smem, warp_heads) -> "Block":
         """The warps' (m, l, o) into shared memory."""
         self = cls(plan, smem, team_begin(plan), team_thread(plan))
         warp, g = self.thread // 32, self.thread % 32 // 4
-        for head, maximum, total, _ in of_heads:
+        for head, maximum, total, _ in warp_heads:
             with lanes.when((head < plan.heads) & (g == 0)):
                 for value, place in zip((maximum, total), self._places, strict=True):
                     memory.store(value, smem, head * plan.team + warp + place)
         team_barrier(plan)()  # all have read the new token, which lies where sums go
-        for head, _, _, o in of_heads:
+        for head, _, _, o in warp_heads:
             with lanes.when(head < plan.heads):
                 for c, values in enumerate(o):
                     for i in (0, 4):
@@ -106,7 +67,7 @@ class Block:
         head = element // self.plan.head_dim
         return element ^ (head & 1) * 4 ^ (head & 2) * 8
 
-    def of_head(self, g):
+    def combined(self, g):
         """(m, l, weights of its warps) of head g."""
         team = self.plan.team
         load = lambda at: memory.load_reals(min(4, team), self.smem, [at])  # noqa: E731
@@ -121,10 +82,10 @@ class Block:
         """Outputs of `count` (1, 2 or 4) neighbouring elements of [heads, head_dim], 0 without keys; m and l
         of their head."""
         plan = self.plan
-        largest, total, weights = self.of_head(element // plan.head_dim)
+        largest, total, weights = self.combined(element // plan.head_dim)
         at, size = self._spread(element) + self.begin, plan.heads * plan.head_dim
         sums = [memory.load_reals(count, self.smem, [at + w * size]) for w in range(plan.team)]
-        outputs = [quotient(weighted(weights, of_warps), total) for of_warps in zip(*sums, strict=True)]
+        outputs = [quotient(weighted(weights, warps), total) for warps in zip(*sums, strict=True)]
         return outputs, largest, total
 
     def outputs(self, use):
@@ -150,15 +111,15 @@ def quotient(x, total):
 
 
 def combine(
-    plan: Plan, share: Share, smem, of_heads, store_out, exchange: Exchange, pass_on=None, behind_keys=None
+    plan: Plan, share: Share, smem, warp_heads, store_out, exchange: Exchange, pass_on=None, after_keys=None
 ):  # fmt: skip
     """The warps' (head, m, l, o) of a lane's heads -> the split's -> with those of the other splits, the
-    output. A row's only split gives it to `pass_on` by warps, where that is not None; `behind_keys` is called
+    output. A row's only split gives it to `pass_on` by warps, where that is not None; `after_keys` is called
     when all warps have read their keys (decode.Attention.run)."""
     size = plan.heads * plan.head_dim
-    block = Block.of(plan, smem, of_heads)
-    if behind_keys is not None:
-        behind_keys()
+    block = Block.store(plan, smem, warp_heads)
+    if after_keys is not None:
+        after_keys()
 
     def store(element, outputs, *_):
         for i, output in enumerate(outputs):
@@ -179,8 +140,8 @@ def combine(
         def send(element, outputs, largest, total):
             exchange.send(begin + element, outputs)
             with lanes.when(element % plan.head_dim == 0):
-                of_head = select(total > 0.0, largest + lanes.log2(total), LOWEST)
-                exchange.send(begin + size + element // plan.head_dim, [of_head])
+                log_total = select(total > 0.0, largest + lanes.log2(total), LOWEST)
+                exchange.send(begin + size + element // plan.head_dim, [log_total])
 
         block.outputs(send)
         _make(plan, share, exchange, block.thread, store)
@@ -196,16 +157,16 @@ def _make(plan: Plan, share: Share, exchange: Exchange, thread, store):
     for first in range(0, fours, 32 * plan.team // together):
         number = thread // together + first
         four = share.split * fours + number
-        mine = (number < fours) & (four < size // 4)
+        exists = (number < fours) & (four < size // 4)
         element = minimum(four, size // 4 - 1) * 4
         head, places = element // plan.head_dim, []
         for s in range(0, splits, together):
             begin = (minimum(lane + s, splits - 1) + share.owner * splits) * plan.partial
             places += [((begin + element, 0), 4), ((begin + head, size), 1)]
         loaded = exchange.receive(places)
-        of_heads = [select(lane + s * together < splits, loaded[5 * s + 4], LOWEST) for s in range(per_lane)]
-        largest = lanes.largest_of_warp(functools.reduce(largest_of, of_heads), together)
-        weights = [lanes.exp2(m - largest) for m in of_heads]
+        totals = [select(lane + s * together < splits, loaded[5 * s + 4], LOWEST) for s in range(per_lane)]
+        largest = lanes.largest_of_warp(functools.reduce(largest_of, totals), together)
+        weights = [lanes.exp2(m - largest) for m in totals]
         sums = [functools.reduce(operator.add, weights)]
         for i in range(4):
             sums.append(
@@ -213,5 +174,5 @@ def _make(plan: Plan, share: Share, exchange: Exchange, thread, store):
             )
         total, *outputs = (lanes.warp_sum_real(v, together) for v in sums)
         inverse = lanes.reciprocal(total)
-        with lanes.when(mine & (lane == 0)):
+        with lanes.when(exists & (lane == 0)):
             store(element, [output * inverse for output in outputs])

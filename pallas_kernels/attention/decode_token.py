@@ -13,9 +13,7 @@ way have now.
 import dataclasses
 from typing import Any
 
-from pallas_kernels.attention.decode_cache import Cache, place, team_warp
-from pallas_kernels.attention.decode_plan import Plan
-from pallas_kernels.attention.decode_splits import Share
+from pallas_kernels.attention.decode_cache import LayerShare, team_warp
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
     as_real,
@@ -34,14 +32,10 @@ FIRST_WARP = 2  # that makes it, of a team: those before may have a second place
 
 
 @dataclasses.dataclass(frozen=True)
-class NewToken:
+class NewToken(LayerShare):
     """Where it lies in shared memory, from `begin` on, in words: of the queries' pairs [head, part, high or
     low, 4]; of key and value what is stored of them, [part, its words]; units of the queries; scales."""
 
-    plan: Plan
-    cache: Cache
-    share: Share
-    layer: Any
     smem: Any
     begin: Any
 
@@ -73,10 +67,10 @@ class NewToken:
         lane = lanes.thread() % 32
         number, part = lane // self.parts + first, lane % self.parts
         is_query, is_value = number < plan.heads, plan.heads < number
-        kv_head, of_query = share.heads // (plan.group // plan.heads), 1 + plan.gated
-        of_key = kv_head + of_query * plan.group * plan.kv_heads
-        of_key = of_key + select(is_value, index(plan.kv_heads), index(0))
-        head = select(is_query, (number + share.heads * plan.heads) * of_query, of_key)
+        kv_head, per_query = share.heads // (plan.group // plan.heads), 1 + plan.gated
+        key_head = kv_head + per_query * plan.group * plan.kv_heads
+        key_head = key_head + select(is_value, index(plan.kv_heads), index(0))
+        head = select(is_query, (number + share.heads * plan.heads) * per_query, key_head)
         gamma = None
         if plan.normed:
             at = self.layer * plan.head_dim + part * PART
@@ -99,22 +93,24 @@ class NewToken:
         with lanes.when(is_query):
             pairs = [layout.split(*query[i : i + 2]) for i in range(0, PART, 2)]
             for low, words in enumerate(zip(*pairs, strict=True)):
-                memory.store_reals(list(map(as_real, words)), self.smem, [self._of_query(number, part, low)])
+                memory.store_reals(
+                    list(map(as_real, words)), self.smem, [self._query_place(number, part, low)]
+                )
             if unit is not None:
                 with lanes.when(part == 0):
                     memory.store(unit, self.smem, self._units + number)
-        of_cache = [select(is_value, old, v) for old, v in zip(raw, x, strict=True)]
-        (stored,), scale = layout.narrow([of_cache], distances)
+        stored = [select(is_value, old, v) for old, v in zip(raw, x, strict=True)]
+        (stored,), scale = layout.narrow([stored], distances)
         with lanes.when(~is_query & (number < plan.heads + 2) & self.has_new):
             words = [as_real(word) for v in stored for word in lanes.words(v)]
-            at = select(is_value, index(plan.head_dim), index(0)) + self._of_stored(0) + part * len(words)
+            at = select(is_value, index(plan.head_dim), index(0)) + self._stored_place(0) + part * len(words)
             for i in range(0, len(words), 4):
                 memory.store_reals(words[i : i + 4], self.smem, [at + i])
             if scale is not None:
                 with lanes.when(part == 0):
                     at = select(is_value, index(1), index(0)) + self._scales
                     memory.store(scale, self.smem, at)
-            at = place(plan, self.cache, share, self.layer, share.length, part * PART, page)
+            at = self.place(share.length, part * PART, page)
             for refs, condition in ((self.cache.keys, ~is_value), (self.cache.values, is_value)):
                 with lanes.when(condition):
                     layout.store(stored, refs, at)
@@ -132,8 +128,8 @@ class NewToken:
         cos, sin = (memory.load_reals(PART, ref, [self.share.row, at]) for ref in refs)
         sin = [select(part < half, -v, v) for v in sin]
         if 2 * half < self.parts:  # only a part of a head is turned
-            here = part < 2 * half
-            cos, sin = [select(here, v, 1.0) for v in cos], [select(here, v, 0.0) for v in sin]
+            turns = part < 2 * half
+            cos, sin = [select(turns, v, 1.0) for v in cos], [select(turns, v, 0.0) for v in sin]
         return cos, sin
 
     @property
@@ -159,16 +155,16 @@ class NewToken:
 
     # Places
 
-    def _of_query(self, head, part, low):
+    def _query_place(self, head, part, low):
         return self.begin + ((head * self.parts + part) * 2 + low) * 4
 
-    def _of_stored(self, which: int):
+    def _stored_place(self, which: int):
         """Of the key, or of the value: as many words as a float32 would have."""
         return self.begin + (self.plan.heads + which) * self.plan.head_dim
 
     @property
     def _units(self):
-        return self._of_stored(2)
+        return self._stored_place(2)
 
     @property
     def _scales(self):
@@ -181,7 +177,7 @@ class NewToken:
         sum of. Each visit asks for them anew."""
         columns = self.plan.columns
         head, low = minimum(g // columns, self.plan.heads - 1), g % columns
-        address = memory.shared_address(self.smem) + integer(self._of_query(head, t, low)) * 4
+        address = memory.shared_address(self.smem) + integer(self._query_place(head, t, low)) * 4
         return [
             [
                 word
@@ -200,7 +196,7 @@ class NewToken:
     def stored(self, which: int, part, like):
         """A part of the new key, or value, as it is stored: a list as `like`."""
         sizes = [len(lanes.words(v)) for v in like]
-        at, out = part * sum(sizes) + self._of_stored(which), []
+        at, out = part * sum(sizes) + self._stored_place(which), []
         for old, size in zip(like, sizes, strict=True):
             loaded = [
                 word

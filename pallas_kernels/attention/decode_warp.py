@@ -18,48 +18,49 @@ Keys and values of a warp's first visit are on their way before q is there; thos
 as soon as the place that they go to has been read, of which a warp may have two (decode_keys.py).
 """
 
+import dataclasses
 import functools
 import operator
 
 import jax
 
 from pallas_kernels.attention import decode_sources
-from pallas_kernels.attention.decode_cache import Cache
+from pallas_kernels.attention.decode_cache import LayerShare, team_barrier, team_begin
 from pallas_kernels.attention.decode_keys import Warp
 from pallas_kernels.attention.decode_plan import KEYS, Plan
 from pallas_kernels.attention.decode_sources import Source, chosen
-from pallas_kernels.attention.decode_splits import LOWEST, Share, team_barrier, team_begin
+from pallas_kernels.attention.decode_splits import LOWEST
 from pallas_kernels.attention.decode_token import NewToken
 from pallas_kernels.gpu import lanes, tensor_cores
 from pallas_kernels.gpu.values import greatest, index, integer, maximum, real, select
 
 
-def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, ahead=None, asked=None):
+def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None):
     """(head, maximum, sum of weights, weighted values) of a warp's keys, for each of a lane's heads: of these
     values [c][i].
 
     slot        address of this warp's `visit_bytes` of shared memory, and the same xor that of its second, 0
                 if it has none, None if no warp has; None: keys and values go to registers
     load_qkv    (row, columns) -> list of float32, 4 from each column on (an index and a constant)
-    ahead       (a layer, whether its first keys and values are asked for, into the L2 cache), or None
+    next_layer  (a layer, whether its first keys and values are asked for, into the L2 cache), or None
     asked       whether this warp's first keys are on their way to the slot (`copy_first`); None: they are not
     """
-    warp = Warp.locate(plan, cache, share, layer)
+    plan, share, warp = work.plan, work.share, Warp.locate(work)
     first, step = share.start + warp.number * KEYS, KEYS * plan.team
     # Before q is asked for, which other blocks may still be making.
     source, carry = decode_sources.begin(warp, first, step, slot, asked)
-    if ahead is not None:
-        next_layer, wanted = ahead
-        with lanes.when(wanted):
-            decode_sources.prefetch(plan, cache, share, next_layer)
-    token = NewToken(plan, cache, share, layer, smem, team_begin(plan))
+    if next_layer is not None:
+        layer, few = next_layer
+        with lanes.when(few):
+            decode_sources.prefetch(dataclasses.replace(work, layer=layer))
+    token = NewToken(plan, work.cache, share, work.layer, smem, team_begin(plan))
     token.make(load_qkv)
     team_barrier(plan)()
 
     def next_visit(base, carry):
-        warp = Warp.locate(plan, cache, share, index(lanes.anew(integer(layer))))  # few registers
-        state, left = jax.tree.unflatten(structure, carry)
-        keys = source(warp, token, lanes.anew(integer(base)), carry=left)
+        warp = Warp.locate(work, index(lanes.anew(integer(work.layer))))  # few registers
+        state, carry = jax.tree.unflatten(structure, carry)
+        keys = source(warp, token, lanes.anew(integer(base)), carry=carry)
         return jax.tree.leaves((visit(keys, state), keys.carry))
 
     heads = warp.heads
@@ -69,12 +70,12 @@ def attend(plan: Plan, cache: Cache, share: Share, layer, smem, slot, load_qkv, 
     maxima, totals, o = jax.tree.unflatten(structure, carry)[0]
     totals = [lanes.warp_sum_real(total, 32, first=4) for total in totals]
     # Of results two columns of each row: of one head what is to be added, or of two heads.
-    rows = [of_columns(plan, o[i : i + 2]) for i in range(0, len(o), 2)]
-    values = [[of_head[i : i + 8] for i in range(0, len(of_head), 8)] for of_head in zip(*rows, strict=True)]
+    rows = [head_columns(plan, o[i : i + 2]) for i in range(0, len(o), 2)]
+    values = [[head[i : i + 8] for i in range(0, len(head), 8)] for head in zip(*rows, strict=True)]
     return list(zip(heads, maxima, totals, values, strict=True))
 
 
-def of_columns(plan: Plan, two) -> list:
+def head_columns(plan: Plan, two) -> list:
     """What this lane's heads have of a row of results, of which it has two columns."""
     return [two[0] + two[1]] if plan.columns == 2 else two
 
@@ -85,7 +86,7 @@ def visit(source: Source, state) -> tuple:
     warp, token, layout = source.warp, source.token, source.warp.cache.layout
     keys, key_scales, value_scales = source.keys()
     sums = multiplied(layout, token.queries(index(warp.g), index(warp.t)), keys)
-    scores = [of_columns(warp.plan, sums[i : i + 2]) for i in (0, 2)]  # [key][head]
+    scores = [head_columns(warp.plan, sums[i : i + 2]) for i in (0, 2)]  # [key][head]
     scores = [
         scaled([s if unit is None else s * unit for s in head], key_scales)
         for head, unit in zip(zip(*scores, strict=True), token.units(warp.heads), strict=True)
@@ -93,7 +94,7 @@ def visit(source: Source, state) -> tuple:
     capped = functools.partial(warp.plan.scores.capped, exp2=lanes.exp2, reciprocal=lanes.reciprocal)
     scores = [[capped(s) for s in head] for head in scores]
     source.request_keys()
-    valid = [warp.sees(j) for j in source.keys_at]
+    valid = [warp.sees(j) for j in source.key_js]
     scores = [[select(ok, s, LOWEST) for ok, s in zip(valid, head, strict=True)] for head in scores]
     largest = [greatest(with_exponents(head, value_scales)) - layout.WEIGHT_EXPONENT for head in scores]
     maxima, totals, o = raised(state, largest)
@@ -123,7 +124,7 @@ def with_exponents(scores, scales) -> list:
 def multiplied(layout, queries, keys) -> list:
     """Products of keys g and g + 8 with columns 2 t and 2 t + 1 of the queries, [key, column]."""
     c = [[real(0)] * 4 for _ in range(2)]  # a chain each for half of the dimensions
-    first, second = ([pair for part in of_key for pair in layout.pairs(part)] for of_key in keys)
+    first, second = ([pair for part in key for pair in layout.pairs(part)] for key in keys)
     for i in range(0, len(first), 2):
         for a in zip(first[i], second[i], first[i + 1], second[i + 1], strict=True):
             for b in queries:
@@ -139,9 +140,9 @@ def raised(state, largest):
     def scaled_to_new():
         maxima, totals, o = state
         new = [
-            maximum(m, lanes.largest_of_warp(of, 32, first=4)) for m, of in zip(maxima, largest, strict=True)
+            maximum(m, lanes.largest_of_warp(s, 32, first=4)) for m, s in zip(maxima, largest, strict=True)
         ]
-        keep = [lanes.exp2(m - of) for m, of in zip(maxima, new, strict=True)]
+        keep = [lanes.exp2(old - m) for old, m in zip(maxima, new, strict=True)]
         totals = [total * k for total, k in zip(totals, keep, strict=True)]
         return new, totals, [v * keep[i % len(keep)] for i, v in enumerate(o)]
 
@@ -155,7 +156,7 @@ def across_keys(layout, weights) -> list:
         high, low = layout.split(*weights[0])
         products = [[lanes.bytes_of(high, low, selector) for selector in (0x5410, 0x7632)]]
     else:
-        products = zip(*(layout.split(*of_key) for of_key in zip(*weights, strict=True)), strict=True)
+        products = zip(*(layout.split(*key) for key in zip(*weights, strict=True)), strict=True)
     return [[lanes.transposed_pairs(word) for word in words] for words in products]
 
 
@@ -163,11 +164,11 @@ def weighted(layout, weights, values, o) -> list:
     """The sums o, and the values weighted by pairs of weights added."""
     out = []
     for c in range(len(values[0])):
-        ahead, behind = (layout.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
+        lower, upper = (layout.pairs_across(values[k][c], values[k + 1][c]) for k in (0, 2))
         for i in range(0, 8, 2):
             at = 2 * (8 * c + i)
             acc = o[at : at + 4]
-            for a in zip(ahead[i], ahead[i + 1], behind[i], behind[i + 1], strict=True):
+            for a in zip(lower[i], lower[i + 1], upper[i], upper[i + 1], strict=True):
                 for b in weights:
                     acc = tensor_cores.add_product(acc, a, b, layout.OPERAND)
             out += acc

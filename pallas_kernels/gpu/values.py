@@ -142,6 +142,11 @@ def long(x: Any):
     return constant(i64(), x) if isinstance(x, int) else of(arith.extui(i64(), x))
 
 
+def not_negative(x):
+    """Whether an i32 with a sign is 0 or more."""
+    return of(arith.cmpi(arith.CmpIPredicate.sge, x, integer(0)))
+
+
 def true():
     return constant(i1(), 1)
 
@@ -189,6 +194,11 @@ def exp(x):
 
 def log(x):
     return of(mlir_math.log(x))
+
+
+def ceil_divided(x, y: Any):
+    """x / y, rounded up."""
+    return of(arith.ceildivui(x, _like(x, y)))
 
 
 def rsqrt(x):

@@ -40,7 +40,7 @@ from pallas_kernels.step.shapes import Phase, Shapes, Vector
 from pallas_kernels.step.shared_weights import SharedWeights
 from pallas_kernels.step.workspace import Workspace, begun, workspace_words
 
-MOST_AHEAD = 512  # keys of all rows: fewer are asked for a layer ahead, or they would wait behind weights
+MOST_EARLY_KEYS = 512  # of all rows: more are not requested a layer early, they would queue behind weights
 
 
 @functools.partial(jax.jit, static_argnames=("shapes", "interleaved"))
@@ -106,7 +106,7 @@ class _Step:
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
-        self.cache = Cache.of(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
         mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
@@ -147,8 +147,8 @@ class _Step:
         return self.weights.takes_part(phase)
 
     def _request_during(self, phase: Phase, layer):
-        """What can be asked for when the activations of a phase are there; where keys lie, when these have
-        been read."""
+        """Request what can be requested once the activations of a phase have arrived; weights that go where
+        keys lie, once these have been read."""
         if phase == Phase.QKV and self.has_slots:
             self.attention.ask(self.cache, self.kept, layer, self._slot, ~self._asked())
         self.weights.request_during(phase, layer)
@@ -196,9 +196,9 @@ class _Step:
                 workspace.ref, workspace_words(self.shapes), workspace.tag_written(Phase.ATTENTION, layer)
             ),
             next_layer=minimum(layer + 1, self.layers - 1),
-            most_ahead=MOST_AHEAD,
+            prefetch_below=MOST_EARLY_KEYS,
             pass_on=functools.partial(self._pass_on_attended, layer) if self.attends_groups else None,
-            behind_keys=after_keys,
+            after_keys=after_keys,
             slots=self._slot if self.has_slots else None,
             asked=self._asked(),
         )  # fmt: skip
@@ -207,12 +207,13 @@ class _Step:
             request()
 
     def _pass_on(self, phase: Phase, layer):
-        """What a phase reads, by a warp of some block for each row of a group."""
+        """Quantize what a phase reads, one warp of some block for each row of a group."""
 
         def pass_on(group, row):
-            load = lambda columns: self.workspace.receive(phase, layer, row, columns, 1, at_once=True)  # noqa: E731
             if phase in (Phase.QKV, Phase.GATE_UP):
-                load = lambda columns: self._residual(phase, layer, row, columns)  # noqa: E731
+                load = functools.partial(self._residual, phase, layer, row)
+            else:
+                load = functools.partial(self.workspace.receive, phase, layer, row, count=1, at_once=True)
             self._pass_on_group(phase, layer, group, row, load)
 
         if phase == Phase.O and self.attends_groups and self.attention.splits == 1:
@@ -220,7 +221,7 @@ class _Step:
         self._with_groups(phase, pass_on)
 
     def _with_groups(self, phase: Phase, use: Callable):
-        """use(group, row), by a warp of some block for each row of the groups that a phase reads."""
+        """Call use(group, row) in one warp of some block for each row of the groups that a phase reads."""
         p, warp = self.products[phase], lanes.thread() // 32
         items = p.groups * -(-p.rows // p.warps)  # of as many rows as a block has warps
         for first in range(0, items, self.shapes.blocks):
@@ -236,7 +237,8 @@ class _Step:
                 use(group, row)
 
     def _residual(self, phase: Phase, layer, row, columns) -> list:
-        """Of columns that this lane alone has, when what was made to be added is there, and is added."""
+        """The residual stream at columns that only this lane has, after it has waited for what is to be
+        added, and has added it."""
         places, width = [column + more for column, more in columns], self.shapes.width(Vector.X)
         x = [memory.load_written_by_others(self.x, row * width + at) for at in places]
         added = self.workspace.receive(phase, layer, row, columns, 1, at_once=True)
@@ -254,12 +256,10 @@ class _Step:
                 self._pass_on_group(Phase.O, layer, heads * groups + group, row, load)
 
     def _pass_on_group(self, phase: Phase, layer, group, row, load):
-        p, gamma = self.products[phase], self.gamma.get(phase)
-        words = p.quantize(
-            group, row, load,
-            gamma and (lambda columns: [memory.load(gamma, layer, at + i) for at, i in columns]),
-            self.workspace.tag_read(phase, layer),
-        )  # fmt: skip
+        p, ref, tag = self.products[phase], self.gamma.get(phase), self.workspace.tag_read(phase, layer)
+        columns = p.columns_of_lane(group)
+        gamma = None if ref is None else [memory.load(ref, layer, at + more) for at, more in columns]
+        words = p.quantize(row, load(columns), gamma, tag)
         self.workspace.pass_on(phase, [(group * p.group_words + at, *rest) for at, *rest in words], p)
 
     def _product(self, phase: Phase, layer):
@@ -283,7 +283,7 @@ class _Step:
             lanes.loop(0, p.rows, p.section_rows, [], one_section)
 
     def _activations(self, phase: Phase, layer, me: LaneColumns, first_row):
-        """What this warp multiplies, when it is there; weights of later phases are asked for then."""
+        """Wait for what this warp multiplies, then request weights of later phases."""
         p, workspace = self.products[phase], self.workspace
         if self.shapes.passes_on:
             split = self.weights.split(phase)
@@ -304,13 +304,13 @@ class _Step:
         return p.quantize_own(me, x, gamma)
 
     def _sums(self, phase: Phase):
-        """Where a phase's sums lie, and squares behind them."""
+        """Shared memory for a phase's sums and squares."""
         if phase == Phase.GATE_UP and self.shapes.sums_among_weights:
             return memory.Reals(self.weights.smem, 0)
         return self.scratch
 
     def _rounds(self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: tuple | None):
-        """A section's product with all of the block's tiles; outputs: those of the only round."""
+        """Multiply a section by all of the block's tiles; outputs: `_outputs` if there is one round only."""
         p, smem, ref = self.products[phase], self._sums(phase), self.weights.smem
         begin = [self.weights.begin[phase, m] // 4 for m in range(p.matrices)]
 
@@ -351,8 +351,8 @@ class _Step:
         return store
 
     def _added(self, phase: Phase, layer, outputs: list) -> list:
-        """To each of this thread's outputs, (row, n): of one row the residual, which is this block's own; the
-        bias."""
+        """What is added to each of this thread's outputs, (row, n): the bias, or with one row the residual,
+        which belongs to this block."""
         last = 16 * self.products[phase].n_tiles - 1
         if phase in (Phase.O, Phase.DOWN) and not self.shapes.passes_on:
             width = self.shapes.width(Vector.X)

@@ -9,9 +9,8 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_plan import KEYS, WARPS
 from pallas_kernels.gpu import shared_memory
-from pallas_kernels.matmul.bit_mma import plane_product
 from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
-from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
+from pallas_kernels.matmul.bit_mma.plane_product import MOST_PLANE_ROWS, PlaneProduct
 from pallas_kernels.matmul.bit_mma.product import (
     GROUP,
     MMA_COLUMNS,
@@ -75,7 +74,7 @@ class Shapes:
 
     @property
     def passes_on(self) -> bool:
-        """Whether activations are quantized once and passed on (product.py); of one row, each block
+        """Whether activations are quantized once and passed on (product.py). With one row, each block
         quantizes what it multiplies."""
         return self.rows > 1
 
@@ -85,7 +84,7 @@ class Shapes:
 
         def product(n, k, added=False, **rest):
             n_tiles = -(-n // 16)
-            kind = ByteProduct if self.rows > plane_product.MOST_ROWS else PlaneProduct
+            kind = ByteProduct if self.rows > MOST_PLANE_ROWS else PlaneProduct
             p = kind(
                 rows=self.rows, columns=k, n_tiles=n_tiles, pairs=-(-k // (2 * GROUP)), warps=WARPS,
                 tiles=-(-n_tiles // self.blocks), eps=self.eps, bits=self.bits, activation=self.activation,
@@ -104,12 +103,12 @@ class Shapes:
         return Attention(
             rows=self.rows, kv_heads=self.kv_heads, group=self.heads // self.kv_heads,
             head_dim=self.head_dim, page_size=page_size, pages=pages, most_blocks=self.blocks,
-            normed=normed, eps=self.eps, interleaved=interleaved, of_launch=True,
+            normed=normed, eps=self.eps, interleaved=interleaved, one_launch=True,
         )  # fmt: skip
 
     @property
     def begins(self) -> dict[tuple[Phase, int], int]:
-        """Of a phase's matrices in the shared memory for weights, in bytes."""
+        """The first byte of each phase's matrices in the shared memory for weights."""
         out, at = {}, 0
         for phase, p in self.products().items():
             for m in range(p.matrices):
@@ -119,14 +118,15 @@ class Shapes:
 
     @property
     def weight_bytes(self) -> int:
-        """Of shared memory, for a block's share of a layer."""
+        """Shared memory for a block's share of a layer's weights."""
         return sum(p.shared_bytes * p.matrices for p in self.products().values())
 
     @property
     def slots(self) -> list[int]:
-        """Where keys and values of attention's warps are in the shared memory for weights, in bytes: in place
-        of those of down and of q, k and v, which are asked for later, and behind all; none if there is no
-        room. Where there is more, the first warps have a second one (of 9 rows on there are no registers)."""
+        """The first byte of each slot for keys and values of attention's warps. Slots lie in the shared
+        memory for weights: in place of the weights of down and of q, k and v, which are requested later, and
+        after all weights. Empty if there is no room; with more room, the first warps have a second slot (from
+        9 rows on there are no registers for it)."""
         size, products = self.slot_bytes, self.products()
         within = lambda phase: [  # noqa: E731
             self.begins[phase, 0] + at for at in range(0, products[phase].shared_bytes - size + 1, size)
@@ -143,18 +143,19 @@ class Shapes:
 
     @property
     def early_slots(self) -> int:
-        """Of so many warps they do not lie in place of weights of q, k and v."""
+        """Warps whose first slot is not in place of the weights of q, k and v."""
         return sum(place >= self.begins[Phase.O, 0] for place in self.slots[:WARPS])
 
     @property
     def slot_bytes(self) -> int:
-        """Of 16 keys and values of 16 bits each."""
+        """Bytes of 16 keys and values of 16 bits each."""
         return 2 * KEYS * self.head_dim * 2
 
     @property
     def sums_among_weights(self) -> bool:
-        """Whether sums of gate and up, of more than 16 rows, lie in place of weights of q, k and v and of o,
-        which have been read and are asked for later; else in the scratch, as others' do."""
+        """Whether the sums of gate and up lie in place of the weights of q, k, v and o, which have been read
+        and are requested again later. They do with more than 16 rows; else they lie in the scratch, as others
+        do."""
         products = self.products()
         p, room = products[Phase.GATE_UP], products[Phase.QKV].shared_bytes + products[Phase.O].shared_bytes
         return self.rows > 2 * MMA_COLUMNS and 4 * p.scratch <= room
@@ -179,7 +180,7 @@ class Shapes:
         return 4 * self.scratch + 8 * len(Phase)
 
     def width(self, vector: Vector) -> int:
-        """Of a row of it, in the workspace."""
+        """Columns of a row of a vector in the workspace."""
         p = self.products()
         x = p[Phase.DOWN].n_tiles * 16
         return {
@@ -192,7 +193,7 @@ class Shapes:
         }[vector]
 
     def copies(self, vector: Vector) -> int:
-        """Of it in the workspace."""
+        """Copies of a vector in the workspace."""
         if vector in (Vector.O_SUMS, Vector.DOWN_SUMS):
             phase = Phase.O if vector == Vector.O_SUMS else Phase.DOWN
             return self.products()[phase].splits if self.passes_on else 0
@@ -200,8 +201,8 @@ class Shapes:
 
 
 def _split(p: Product, blocks: int) -> Product:
-    """The same with the most splits of the columns that give no warp more to do and, of up to eight rows, no
-    block rounds: of more, that blocks read less of what is passed on is worth them."""
+    """The same with its columns split as often as gives no warp more work. With up to eight rows a block must
+    still do its tiles in one round; with more rows, reading less of what is passed on is worth rounds."""
     for splits in range(MOST_SPLITS, 1, -1):
         if p.columns % (2 * GROUP * splits) or blocks < splits:
             continue

@@ -1,5 +1,5 @@
-"""A block's share of a layer's weights in shared memory, as a lane sees it: asked for by bulk copies, while
-phases before are at work.
+"""A block's share of a layer's weights in shared memory, as a lane sees it: bulk copies bring them while
+earlier phases run.
 
     [phase][matrix][words of the block's tiles, then their scales]        an mbarrier for each phase
 """
@@ -26,7 +26,7 @@ class SharedWeights:
         return lanes.block() // p.splits * p.tiles
 
     def split(self, phase: Phase):
-        """Of the columns, this block's."""
+        """This block's part of the columns."""
         return lanes.block() % self.products[phase].splits
 
     def takes_part(self, phase: Phase):

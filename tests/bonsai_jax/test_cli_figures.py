@@ -202,8 +202,8 @@ def test_profile_of_a_delta_net_has_its_phases():
     rows = list(profile.measure(model, 0, 1))
     assert [row.phase for row in rows[:3]] == ["delta inputs", "delta net", "delta output"]
     assert [row.phase for row in rows[3:]] == PHASES
-    held = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
-    assert 0.95 < held / params.decode_bytes(model.params, model.config) <= 1
+    read_bytes = sum(row.bytes for row in rows[:9] if row.phase not in ("attention", "delta net"))
+    assert 0.95 < read_bytes / params.decode_bytes(model.params, model.config) <= 1
     assert rows[1].bytes == 2 * memory.bytes_per_row(model.config, model.run)
 
 

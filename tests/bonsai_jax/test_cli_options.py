@@ -75,7 +75,7 @@ def test_a_run_config_takes_the_choices_and_no_other_value(name):
 
 
 def test_defaults_are_those_of_the_library():
-    assert options.RunOptions().config(context=0) == dataclasses.replace(RunConfig(), rows=1)
+    assert options.RunOptions().config(context=0) == dataclasses.replace(RunConfig(), batch_size=1)
     assert options.SamplingOptions().params() == SamplingParams()
     assert options.SamplingOptions(seed=7).params() == SamplingParams(seed=7)
 

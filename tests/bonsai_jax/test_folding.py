@@ -154,7 +154,7 @@ def test_a_file_without_a_contract_is_not_folded():
         ("version", True, "version is True; supported: 1, 2"),
         ("sign_mode", "identity", "sign_mode is 'identity'; with it sign_values are absent, or all 1"),
         ("sign_widths", 768, "sign_widths is 768; a list of widths"),
-        ("sign_widths", [512, 512], r"sign_widths is \[512, 512\]; each width must be there once"),
+        ("sign_widths", [512, 512], r"sign_widths is \[512, 512\]; each width must be given once"),
         ("sign_values", ["+"] * 768, r"sign_values is \['\+', .*; a list of numbers is expected"),
         ("weight_names", "blk.0.ffn_up.weight", "weight_names is 'blk.0.ffn_up.weight'; a list of names"),
         ("axis", None, "axis is missing"),

@@ -212,6 +212,24 @@ def test_steps_of_a_plan(a, b, more, steps):
     assert plan(s, requests) == f"a[0:4] b[0:4] in 4x8, ab x{steps}"
 
 
+@pytest.mark.parametrize(
+    ("width", "idle", "a", "b"),
+    [
+        (1, 5, (2, 2), (5, 5)),
+        (8, 1, (1, 2), (1, 8)),  # speculation draws 1 to 8 tokens in a step
+        (8, 5, (2, 2), (5, 16)),  # at most limits.steps in a plan
+    ],
+)
+def test_bounds_of_the_tokens_that_a_plan_draws(width, idle, a, b):
+    """a may draw 2 tokens more, b 30. Both have pages for the most that they may store."""
+    s = scheduler(width=width, **TOGETHER)
+    s.idle_steps = idle
+    requests = add(s, a=(4, 3), b=(4, 31))
+    s.plan()
+    assert [requests[name].flights[-1] for name in "ab"] == [a, b]
+    assert [len(requests[name].table) for name in "ab"] == [-(-(4 + most) // SIZE) for _, most in (a, b)]
+
+
 def test_one_step_while_a_prompt_is_pending():
     s = scheduler(pages=100, shapes=[(1, 8)])
     requests = add(s, a=(4, 30), b=(24, 9))

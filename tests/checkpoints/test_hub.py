@@ -135,7 +135,7 @@ def test_a_cut_download_goes_on_at_its_byte(hub):
     line = failure()
     assert (
         line.startswith(f"user/repo:Q8_0: {MODEL} stopped at 0.15 MB of 0.30 MB: ")
-        and "run it again to go on there" in line
+        and "run it again to continue there" in line
     )
     assert blobs() == {"partial": 150_000} and "offline; fetch it once" in failure(offline=True)
     assert fetch("user/repo:Q8_0").read_bytes() == BYTES
@@ -271,7 +271,7 @@ def test_a_link_that_is_there_already_is_as_good(hub):
 @pytest.mark.parametrize("name", ["../../../m-Q8_0.gguf", "/m-Q8_0.gguf", "a\\..\\m-Q8_0.gguf", "a//m.gguf"])
 def test_names_that_lead_out_of_the_cache_are_refused(hub, name, tmp_path):
     hub.files = {name: BYTES}
-    assert "is no list of files" in failure()
+    assert "is not a list of files" in failure()
     assert not list(tmp_path.rglob("*.gguf"))
 
 

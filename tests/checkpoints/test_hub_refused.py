@@ -52,9 +52,13 @@ REFUSALS = {
     "login page": (
         "listing",
         Fault(content=b"<html>"),
-        "is no list of files with sizes and hashes; look at HF",
+        "is not a list of files with sizes and hashes; look at HF",
     ),
-    "no hashes": ("listing", Fault(content=b'{"sha": "", "siblings": []}'), "is no list of files with sizes"),
+    "no hashes": (
+        "listing",
+        Fault(content=b'{"sha": "", "siblings": []}'),
+        "is not a list of files with sizes",
+    ),
     "no answer": ("listing", Fault(pause_s=1.0), "HUB cannot be reached: timed out; try again later"),
 }
 

@@ -93,7 +93,7 @@ def test_a_file_is_read_planned_inspected_and_run(tmp_path):
     write_gguf(tmp_path / "f32.gguf", checkpoint.metadata, exact)
     ids, logits = np.arange(12)[None] + 40, []
     for file in (path, tmp_path / "f32.gguf"):
-        model = bj.load(str(file), bj.RunConfig(activation_bits=16, rows=1))
+        model = bj.load(str(file), bj.RunConfig(activation_bits=16, batch_size=1))
         cache = bj.new_cache(model, 1, 32)
         logits.append(bj.jitted.extend(model.params, cache, ids, np.array([12]), model.config)[0])
         matrices = leaves(model.params.layers.wo)

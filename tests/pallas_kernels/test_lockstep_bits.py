@@ -72,3 +72,14 @@ def check(kernel, N, K, rows, kind, bits):
             1e-6, jnp.asarray(residual) if kind == "added" else None, SILU,
         )  # fmt: skip
     assert np.linalg.norm(got - want) < 1e-6 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tiles"),
+    [("sm_90", (6, 2, 3)), ("sm_80", (8, 2, 3)), ("sm_120", (4, 1, 2))],  # 132, 108 and 170 multiprocessors
+)
+def test_blocks_of_one_row_are_shared_out_to_the_multiprocessors_at_hand(gpu, tiles, monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS[gpu])
+    sizes = (12288, 4096), (4096, 12288), (5120, 17408)
+    plans = [decode_b1.RowByRow.plan(1, k, n // 16, k // 256) for n, k in sizes]
+    assert tuple(plan.tiles for plan in plans) == tiles

@@ -1,5 +1,5 @@
-"""Gemma 2 (2B, 9B, 27B): a Gemma 3 without QK-norm, with softcaps on scores and logits, one rope, and a window
-in every second layer."""
+"""Gemma 2 (2B, 9B, 27B): a Gemma 3 without QK-norm, with softcaps on scores and logits, one rope, and a
+window in every second layer."""
 
 from bonsai_jax.network.architectures import gemma3
 

@@ -123,8 +123,8 @@ def _windows_from_gguf(metadata, key: str, num_layers: int, default: int) -> lis
 
 
 def _ropes_from_huggingface(metadata, head_dim: int) -> dict[str, Rope]:
-    """The rope of each type of layer. transformers 5 lists both; before it, layers with a window had a base of
-    their own and no scaling."""
+    """The rope of each type of layer. transformers 5 lists both; before it, layers with a window had a base
+    of their own and no scaling."""
     both = metadata.get("rope_parameters") or {}
     if "full_attention" in both:
         return {

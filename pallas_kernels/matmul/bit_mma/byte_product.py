@@ -85,10 +85,10 @@ class ByteProduct(Product):
         """The first row of each eight, within a section."""
         return range(0, self.section_rows, MMA_COLUMNS)
 
-    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
+    def quantize(self, row, x: list, gamma: list | None, tag) -> list:
         lane = integer(lanes.thread() % 32)
         t, i = lane // 8, lane % 8
-        x, squares = self.gather(group, load, gamma)
+        x, squares = self.gamma_and_squares(x, gamma)
         largest = largest_of_group(x, lambda v: as_real(lanes.warp_max(as_word(v))))
         inverse = lanes.ratio(TOP, largest)
         q = [lanes.round_to_integer(v * inverse) for v in x]

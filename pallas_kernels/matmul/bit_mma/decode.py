@@ -30,8 +30,8 @@ class Decode(abc.ABC):
     def plan(
         cls, rows: int, columns: int, n_tiles: int, pairs: int, matrices: int = 1, bits: int = 8, **rest
     ) -> Self | None:
-        """For so many rows and columns of x, quantized to so many bits, and such matrices; the rest as in
-        Product. None where it is not for them."""
+        """The kernel for rows x columns of activations with so many bits, and such matrices; the rest as in
+        Product. None if it cannot run them."""
 
     @property
     def tiles(self) -> int:
@@ -41,16 +41,16 @@ class Decode(abc.ABC):
     @property
     @abc.abstractmethod
     def scratch(self) -> dict[str, Any]:
-        """plgpu.SMEM by the names that `block` has for them."""
+        """plgpu.SMEM, by the names of `block`'s arguments."""
 
     def operands(self, x: jax.Array, gamma: jax.Array | None, layers: jax.Array) -> dict[str, Any]:
-        """Activations, by the names that `block` has for them."""
+        """The activations, by the names of `block`'s arguments."""
         return {"x_gmem": x, "gamma_gmem": gamma}
 
     @abc.abstractmethod
     def block(self, *_: Any, **refs: Any):
-        """What a block of threads does, as one of its lanes sees it: with weights_gmem, layers_gmem,
-        residual_gmem, operands, out_gmem and scratch."""
+        """The body of the kernel, traced for one lane: refs are weights_gmem, layers_gmem, residual_gmem,
+        out_gmem, those of `operands` and those of `scratch`."""
 
     @classmethod
     def run(cls, x, weights, part_layer, layer, gamma, eps, residual, activation) -> jax.Array:
@@ -131,8 +131,8 @@ class RegisterBlock:
         self.me, self.first_tile = product.lane_columns(), lanes.block() * product.tiles
 
     def load_round(self, first) -> list:
-        """Weights of a round from this block's tile `first` on, all on their way at once: for each tile,
-        matrix and pair the words and both groups' scales."""
+        """Request the weights of the round that begins at this block's tile `first`: for each tile, matrix
+        and pair the words and both groups' scales."""
         p, me, out = self.product, self.me, []
         for u, m in p.items():
             (words, scales), tile = self.weights_gmem[m], minimum(self.first_tile + first + u, p.n_tiles - 1)
@@ -142,21 +142,21 @@ class RegisterBlock:
         return out
 
     def multiply(self, x, loaded: list) -> dict:
-        """This warp's sums of a round, of which all weights are there."""
+        """This warp's sums of a round."""
         p = self.product
         place = lambda m, u, k: 3 * ((u * p.matrices + m) * p.per_warp + k)  # noqa: E731
         words = lambda m, u, k: loaded[place(m, u, k)]  # noqa: E731
         return p.multiply(self.me, x, words, lambda m, u, k, h: loaded[place(m, u, k) + 1 + h])
 
     def added(self, outputs: list, row: int = 0) -> list:
-        """The residual of each of this thread's outputs, which are of rows from `row` on."""
+        """The residual at each of this thread's outputs, whose rows count from `row` on."""
         if self.residual_gmem is None:
             return []
         last = 16 * self.product.n_tiles - 1
         return [memory.load(self.residual_gmem, x_row + row, minimum(n, last)) for *_, n, x_row in outputs]
 
     def finish(self, sums_smem, outputs: list, added: list, row: int = 0):
-        """After a block barrier: outputs from their sums."""
+        """After a block barrier: sums to outputs."""
 
         def store(i, x_row, n, y):
             memory.store(y + added[i] if added else y, self.out_gmem, x_row + row, n)

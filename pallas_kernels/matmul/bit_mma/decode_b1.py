@@ -33,9 +33,9 @@ class RowByRow(Decode):
 
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
-        """With the least idle warps and, if there are enough tiles, as many blocks as multiprocessors, or a
-        few less: tiles come in multiples of 32. Of so many columns that eight warps would have more than two
-        tiles' loads, 16 quantize them."""
+        """With the fewest idle warps and, if there are enough tiles, a block on each multiprocessor. Their
+        number is rounded down to a multiple of 32, because most matrices have multiples of 32 tiles. 16 warps
+        quantize rows so wide that eight would have no room for two tiles' loads."""
         each = lambda w: -(-pairs // w)  # noqa: E731
         few = [w for w in (8, 4) if 2 * each(w) <= LOADS_PER_LANE]
         warps = min(few, key=lambda w: (each(w) * w, -w)) if few else 16

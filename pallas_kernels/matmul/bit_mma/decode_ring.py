@@ -1,15 +1,14 @@
-"""1-bit weights (Q1_0) of a large matrix, an output matrix above all, times 1 to 8 rows of activations: as
-many bytes on their way as shared memory holds.
+"""1-bit weights (Q1_0) of a large matrix, usually the output matrix, times 1 to 8 rows of activations, with
+as many bytes in flight as shared memory holds.
 
-decode_b1.py and decode_s8.py have weights in registers, so that a multiprocessor asks for the next ones
-when it has multiplied the last. Here each multiprocessor has one block, and the block its tiles of 16 rows in
-rounds, of which all stages of a ring of shared memory but one are under way at any time:
+In decode_b1.py and decode_s8.py weights are in registers, so a multiprocessor requests the next ones only
+when it has multiplied the last. Here each multiprocessor runs one block, which multiplies its tiles in
+rounds. All stages but one of a ring in shared memory are in flight at any time:
 
-    per round: its weights are there -> products, sums per warp -> shared memory
-               -> the stage is asked for a later round; sum over warps, 1 / rms -> out
+    per round: its weights have arrived -> products, sums per warp -> shared memory
+               -> the stage is refilled for a later round; sum over warps, 1 / rms -> out
 
-While the ring fills, the block quantizes all rows for itself, as a step's launch does for all blocks
-(product.py): on the binary tensor cores up to 4 rows, on the integer ones more.
+While the ring fills, each block quantizes all rows for itself.
 """
 
 import dataclasses
@@ -20,10 +19,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels.gpu import lanes, memory, shared_memory
 from pallas_kernels.gpu.values import index, integer, minimum
-from pallas_kernels.matmul.bit_mma import plane_product
 from pallas_kernels.matmul.bit_mma.byte_product import ByteProduct
 from pallas_kernels.matmul.bit_mma.decode import Decode
-from pallas_kernels.matmul.bit_mma.plane_product import PlaneProduct
+from pallas_kernels.matmul.bit_mma.plane_product import MOST_PLANE_ROWS, PlaneProduct
 from pallas_kernels.matmul.bit_mma.product import MMA_COLUMNS, PAIR_BYTES, SCALE_BYTES, LaneColumns
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
@@ -41,13 +39,13 @@ def refuses(n: int, k: int, matrices: int, bits: int) -> str | None:
     if n_tiles < least:
         return f"is for {TILE_ROWS * least} outputs or more, of which every block has rounds"
     pairs = -(-k // TILE_COLUMNS)
-    room = all(Ring.plan(rows, k, n_tiles, pairs) for rows in (1, plane_product.MOST_ROWS, MMA_COLUMNS))
+    room = all(Ring.plan(rows, k, n_tiles, pairs) for rows in (1, MOST_PLANE_ROWS, MMA_COLUMNS))
     return None if room else f"{MMA_COLUMNS} rows of {k} activations leave no room for weights"
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Decode):
-    """`product` is a round's; rounds of a block, and stages of its ring."""
+    """`product` is one round; `rounds` of a block, `stages` of its ring."""
 
     rounds: int
     stages: int
@@ -58,7 +56,7 @@ class Ring(Decode):
         """None where shared memory has no room for three stages."""
         if matrices > 1 or bits != 8:
             return None
-        kind = ByteProduct if rows > plane_product.MOST_ROWS else PlaneProduct
+        kind = ByteProduct if rows > MOST_PLANE_ROWS else PlaneProduct
         warps = min((8, 12), key=lambda w: -(-pairs // w) * w)
         each, plans = -(-n_tiles // device.multiprocessors()), []
         for tiles in range(1, min(each, max(1, ROUND_BYTES // (pairs * (PAIR_BYTES + SCALE_BYTES)))) + 1):
@@ -167,7 +165,7 @@ class _Block:
         )  # fmt: skip
 
     def request(self, number):
-        """A round's weights, by one thread, if there is such a round."""
+        """By one thread: request the weights of a round, if the block has so many rounds."""
         p, plan = self.product, self.plan
         first = number * p.tiles
         with lanes.when(first < self.count):
@@ -179,7 +177,7 @@ class _Block:
             p.copy_to_shared(self.weights, source, tiles, to, 0, mbarrier)
 
     def quantize(self):
-        """All rows of all groups, a warp each."""
+        """Quantize all rows of all groups, one per warp at a time."""
         p, warp = self.product, lanes.thread() // 32
         items = p.groups * p.rows
         each = -(-items // p.warps)
@@ -189,9 +187,7 @@ class _Block:
             own = [first + i * p.warps + warp for i in range(at_once)]
             loaded = [self.load(minimum(item, items - 1)) for item in own]
             for item, (group, row, x, gamma) in zip(own, loaded, strict=True):
-                gamma_columns = None if gamma is None else lambda _, gamma=gamma: gamma
-                words = p.quantize(group, row, lambda _, x=x: x, gamma_columns, integer(0))
-                for place, word, condition in words:
+                for place, word, condition in p.quantize(row, x, gamma, integer(0)):
                     valid = item < items if condition is None else (item < items) & condition
                     with lanes.when(valid):
                         at = group * p.group_words + index(place)

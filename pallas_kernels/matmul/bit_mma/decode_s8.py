@@ -1,10 +1,10 @@
 """1-bit weights (Q1_0) times up to 8 rows of activations, on the integer tensor cores, weights in registers:
 the bits of a word become bytes once, for all rows (product.py, byte_product.py).
 
-decode_b1.py counts bits of one row's eight planes, and each block of threads quantizes the row itself. Of
-more rows, each would cost as much again. Here no planes are made, and a launch of its own quantizes
-(`quantize_rows`): otherwise every multiprocessor would read all rows as float32, 52 MB for 8 rows of 12,288,
-more than the weights. The integers are the same.
+decode_b1.py counts the bits of one row's eight planes, and each block of threads quantizes the row itself, so
+every further row costs as much as the first. Here no planes are made, and a separate launch quantizes
+(`quantize_rows`): otherwise every multiprocessor would read all rows as float32, which is 52 MB for 8 rows of
+12,288 and more than the weights. The integers are the same.
 
 A block of threads has `tiles` tiles of 16 rows; its warps share the columns in pairs of groups:
 
@@ -65,7 +65,7 @@ class Rounds(Decode):
 
     @classmethod
     def plan(cls, rows, columns, n_tiles, pairs, matrices=1, bits=8, **rest):
-        """With the least idle warps; None where integers and sums are more than the shared memory."""
+        """With the fewest idle warps; None if integers and sums do not fit into shared memory."""
         warps = min((8, 12, 4), key=lambda w: -(-pairs // w) * w)
         tiles = -(-n_tiles // device.multiprocessors())
         most = max(1, min(tiles, LOADS_OF_ROUND // (matrices * -(-pairs // warps))))
@@ -190,7 +190,7 @@ class SharedRows:
     def __init__(
         self, p: ByteProduct, me: LaneColumns, quantized_gmem, integers_smem, statistics_smem, sums_smem
     ):
-        """Ask for all, and wait."""
+        """Copy them, and wait."""
         q_gmem, statistics_gmem, squares_gmem = quantized_gmem
         first_group, self.digits, squares = me.warp * (2 * p.per_warp), p.bits // 8, real(0)
         self.group_bytes = self.digits * DIGIT_BYTES

@@ -44,7 +44,7 @@ from pallas_kernels.matmul.bit_mma.product import GROUP, LaneColumns, Product
 from pallas_kernels.matmul.quantize_activations import largest_of_group
 
 PLANES = 8
-MOST_ROWS = 4  # of 5 on a row would have one column: more instructions than bytes take
+MOST_PLANE_ROWS = 4  # with 5, a row would have one column: more instructions than bytes take
 PLANE_WORDS = 32  # of a row of a group
 SUM, SUM_WORD = 1.5 * 2**23 + 2, 0x4B400002  # a float and its bits, of which a third is a whole number
 
@@ -85,9 +85,9 @@ class PlaneProduct(Product):
     def columns_of_lane(group) -> list[tuple]:
         return [(group * GROUP + lanes.thread() % 32, 32 * i) for i in range(4)]
 
-    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list:
+    def quantize(self, row, x: list, gamma: list | None, tag) -> list:
         lane, count = lanes.thread() % 32, self.products
-        x, squares = self.gather(group, load, gamma)
+        x, squares = self.gamma_and_squares(x, gamma)
         (plane,), scale, sum_of_q = bit_planes(x, lane, PLANES)  # lane 4 p + t: word t of plane p
         p, t = lane // 4, lane % 4
         i, place = p % count, p // count * 4 + t
@@ -135,8 +135,8 @@ class PlaneProduct(Product):
         return Rows(planes, scale, correction, squares)
 
     def own_columns(self, me: LaneColumns, load: Callable) -> dict:
-        """One row, nobody passes anything on: {(p, h, i): value} of this lane's columns, bit `lane` of word i
-        of each of its warp's groups.
+        """For one row that each block quantizes itself: {(p, h, i): value} of this lane's columns, bit `lane`
+        of word i of each of its warp's groups.
 
         load(columns) loads them all; a column is an index and a constant to be added.
         """
@@ -165,11 +165,11 @@ class PlaneProduct(Product):
         return Rows(planes, scale, correction, lanes.warp_sum_real(squares) if self.normed else squares)
 
     def _row(self, me: LaneColumns):
-        """Whose counts a lane has."""
+        """The row whose counts a lane has."""
         return me.t // (self.row_columns // 2)
 
     def _part(self, me: LaneColumns):
-        """Which of a row's columns, two each."""
+        """Which two of a row's columns a lane counts."""
         return me.t % (self.row_columns // 2)
 
     def store_squares(self, me: LaneColumns, first_row, x: Rows, scratch_smem):

@@ -6,27 +6,27 @@ d (2 b - 1) with one bit b each and one d per group and row. So over a group
 
     sum_k w_k x_k = d (2 s sum_k b_k q_k - s sum_k q_k)
 
-The sum of b q is exact. Up to 4 rows it comes from the binary tensor cores (plane_product.py), which need no
-unpacking of weights but a product for each plane of bits of the activations; more rows from the integer ones
-(byte_product.py), for which bits of weights become bytes once for all rows.
+The sum of b q is exact. For up to 4 rows the binary tensor cores compute it (plane_product.py): weights are
+never unpacked, but each plane of bits of the activations takes a product. For more rows the integer tensor
+cores do (byte_product.py): the bits of weights become bytes once for all rows.
 
-A block has `tiles` tiles of 16 rows of weights, as formats/q1_0.py lays them out. Its warps share the columns
-in pairs of groups; sums of a round of tiles meet in shared memory:
+A block has `tiles` tiles of 16 rows of weights, as formats/q1_0.py lays them out. Its warps split the columns
+between them, in pairs of groups, and their sums for a round of tiles meet in shared memory:
 
     per round: weights -> products -> sums of each warp -> shared memory -> sum over warps, 1 / rms,
                activation or residual -> out
 
-Weights come from registers, a ring of shared memory, or the shared memory of a step: `multiply` asks for them
-by tile, pair and group, and does not know which.
+Weights come from registers, from a ring of shared memory, or from the shared memory of a step. `multiply`
+asks for them by tile, pair and group and does not know which it is.
 
-Behind a step's phase nobody has a whole group of 128 activations, and if each block quantized all rows, it
-would do the work of all others again. So from 2 rows on a warp of some block has a row of a group, waits for
-its 128 numbers, quantizes them, and passes them on:
+No block of a step computes a whole group of 128 activations, and if every block quantized all rows, each
+would repeat the work of the others. So from 2 rows on, one warp of some block takes each row of a group: it
+waits for the 128 numbers, quantizes them, and passes them on:
 
-    makers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands of a product
+    producers, float32 -> [row of a group: gamma, largest, integers, sums] -> all blocks, operands
 
-So o and down, which add to the residual stream, leave that to whoever quantizes it next, and their columns
-may be split over blocks too: whoever adds has the sums of several.
+Products that add to the residual stream (o and down) leave the addition to the warp that quantizes it next.
+Their columns may be split over blocks too, because that warp can add several partial sums.
 """
 
 import abc
@@ -49,9 +49,9 @@ MOST_SUMS = 4752  # words of shared memory: tiles of a round have no more sums
 
 
 class LaneColumns(NamedTuple):
-    """Where a lane stands in its block, and which columns its warp has.
+    """A lane's position in its block, and the columns of its warp.
 
-    pair         of this warp; another's where there are no more
+    pair         pairs of this warp; in place of pairs beyond the last, those of another warp
     scale_group  {(p, h): group of pair p}, as the weights' scales count them, with padding
     x_group      the same, clipped to the last that activations have: (index, constant to be added)
     count        {(p, h): 1.0, or 0.0 for a group that is another's or padding}
@@ -70,23 +70,22 @@ class LaneColumns(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Product(abc.ABC):
-    """Rows of activations times the tiles of one matrix, or of two, gate and up, that a block has. Its
-    methods are called while a kernel is traced.
+    """Rows of activations times a block's tiles of one matrix, or of two (gate and up). Its methods are
+    called while a kernel is traced.
 
     rows, columns      of the activations
     n_tiles, pairs     of the matrix: tiles of 16 rows, pairs of groups of 128 columns
     warps, tiles       of a block
-    splits      parts of the columns: a block has one, and `columns` and `pairs` are those of a part. So all
-                blocks read as much less of what is passed on; their sums go to whoever adds them to the
-                residual stream
-    round_tiles  of a round; None: as many as `together` finds room for
+    splits       parts of the columns: a block has one, and `columns` and `pairs` are those of one part, so
+                 that each block reads less of what is passed on
     bits         of an activation, 8 or 16
+    round_tiles  tiles of a round; None: as many as there is room for (`together`)
 
     Of each kind of product:
-    copies      of what is passed on, each for as many blocks: all ask for the same lines at once
-    most_tiles  of a round, of both matrices and each eight rows: so few have their sums in registers
-    most_products  of a round, of a tile with a group and eight rows each, where it is less: they are straight
-                code, and all of a layer's has to stay near the multiprocessor
+    copies         of what is passed on, each for as many blocks, because all read the same lines at once
+    most_tiles     of a round, counting both matrices and each eight rows: their sums stay in registers
+    most_products  of a round, each a tile times a group of eight rows: they are straight-line code, and the
+                   code of a whole layer has to stay in the instruction cache
     """
 
     copies: ClassVar[int]
@@ -134,12 +133,13 @@ class Product(abc.ABC):
 
     @property
     def section_rows(self) -> int:
-        """Rows that are multiplied with each weight at once, of which a last section may have fewer."""
+        """Rows of a section: those that each weight is multiplied with at once. The last may have fewer."""
         return self.rows
 
     @property
     def together(self) -> int:
-        """Tiles of a round: their sums meet in shared memory. Of more than 16 rows one: registers."""
+        """Tiles of a round, whose sums meet in shared memory. With more than 16 rows there are registers for
+        one."""
         if self.round_tiles is not None:
             return self.round_tiles
         room = MOST_SUMS // (self.matrices * self.section_rows * self.row_sums)
@@ -156,12 +156,12 @@ class Product(abc.ABC):
         return -(-self.pairs // self.per_warp)
 
     def busy_warps(self, me: LaneColumns):
-        """For `with`: what they alone do."""
+        """For `with`: code that only these warps run."""
         return contextlib.nullcontext() if self.busy == self.warps else lanes.when(me.warp < self.busy)
 
     @property
     def row_sums(self) -> int:
-        """Words of shared memory of a tile's sums for a row. Rows that are stored together lie in other
+        """Words of shared memory for a tile's sums of one row. Rows that are stored together lie in different
         banks."""
         return self.busy * 16 + (4 if self.rows > 1 else 0)
 
@@ -202,12 +202,12 @@ class Product(abc.ABC):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of so many tiles of a matrix as a block has: words of all, then scales of all."""
+        """Shared memory of a block's tiles of one matrix: the words of all, then the scales of all."""
         return self.tiles * self.pairs * (PAIR_BYTES + SCALE_BYTES)
 
     def copy_to_shared(self, weights: tuple, source, count, address, first, mbarrier):
-        """By one thread: `count` tiles of a stack, refs of words and scales, from tile `source` on, to the
-        places from `first` on of those that begin at an address."""
+        """By one thread: copy `count` tiles, from tile `source` of a stack (refs of words and scales) on, to
+        the block's tiles from `first` on, which begin at an address of shared memory."""
         for ref, each, begin in zip(
             weights, (PAIR_BYTES, SCALE_BYTES), (0, self.tiles * self.pairs * PAIR_BYTES), strict=True
         ):
@@ -217,13 +217,13 @@ class Product(abc.ABC):
             memory.copy_to_shared(to, ref, source * (each // 4), integer(count * each), mbarrier)
 
     def shared_words(self, smem, begin, tile, pair, lane):
-        """The lane's vector of a pair of groups of one of the tiles that begin at a word of shared memory."""
+        """The lane's vector of a pair of groups, from tiles that begin at a word of shared memory."""
         return memory.load_vector(
             4, smem, [(tile * self.pairs + pair) * (PAIR_BYTES // 4) + lane * 4 + begin]
         )
 
     def shared_scales(self, smem, begin, tile, group, g):
-        """The float16 scales of rows g and g + 8 of a group of one of these tiles."""
+        """The float16 scales of rows g and g + 8 of a group, from the same tiles."""
         at = (tile * (2 * self.pairs) + group) * (SCALE_BYTES // 8) + g
         return memory.load(smem, at + (begin + self.tiles * self.pairs * (PAIR_BYTES // 4)))
 
@@ -232,9 +232,9 @@ class Product(abc.ABC):
         return ((u * self.matrices + m) * self.section_rows + row) * self.row_sums
 
     def outputs(self, me: LaneColumns, first_row, first, first_tile) -> list:
-        """This thread's outputs of the section from `first_row` on and the round from tile `first` of the
-        block on, whose own first is `first_tile`: (whether there is such an output, u, row of the section,
-        index within the tile, n, row)."""
+        """This thread's outputs in the section that begins at `first_row` and the round that begins at tile
+        `first` of the block, whose own tiles begin at `first_tile`: (whether the output exists, u, row within
+        the section, index within the tile, n, row)."""
         out, threads, rows = [], self.warps * 32, self.section_rows
         for begin in range(0, self.together * rows * 16, threads):
             at = me.thread + begin
@@ -248,8 +248,8 @@ class Product(abc.ABC):
         return out
 
     def finish(self, scratch_smem, outputs: list, store: Callable, norms=None):
-        """After a block barrier: store(i, row, n, y) for each of `outputs`; norms: of each, where they are
-        known."""
+        """After a block barrier: call store(i, row, n, y) for each of `outputs`; norms: 1 / rms of each, if
+        already known."""
         for i, (valid, u, row, inside, n, x_row) in enumerate(outputs):
             with lanes.when(valid):
                 places = [self.place(u, m, row) + inside for m in range(self.matrices)]
@@ -267,35 +267,29 @@ class Product(abc.ABC):
     def _over_warps(self, scratch_smem, at, stride: int):
         return epilogue.over_warps(lambda w: memory.load(scratch_smem, at + w * stride), self.busy)
 
-    def gather(self, group, load: Callable, gamma: Callable | None) -> tuple[list, Any]:
-        """This lane's `columns_of_lane` of x, times gamma, and the row's sum of x^2 over the group; load and
-        gamma as for `quantize`."""
-        columns = self.columns_of_lane(group)
-        weights = gamma(columns) if gamma else None
-        x = load(columns)
-        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
-        return [v * w for v, w in zip(x, weights, strict=True)] if weights else x, squares
-
     @staticmethod
     @abc.abstractmethod
     def columns_of_lane(group) -> list[tuple]:
-        """Which of a group's columns a lane has that quantizes it: an index and a constant each."""
+        """The columns of a group that a lane of the quantizing warp has: an index and a constant each."""
 
     @abc.abstractmethod
-    def quantize(self, group, row, load: Callable, gamma: Callable | None, tag) -> list[tuple]:
-        """By a warp, a row of a group: (place among the group's words, word, condition or None) of each word.
+    def quantize(self, row, x: list, gamma: list | None, tag) -> list[tuple]:
+        """By a warp: quantize a row of a group, of which x and gamma (None without a norm) are this lane's
+        columns. Returns (place among the group's words, word, condition or None) for each word."""
 
-        load, gamma   columns (an index and a constant each) -> float32 of x and, behind a norm, its weights
-        """
+    def gamma_and_squares(self, x: list, gamma: list | None) -> tuple[list, Any]:
+        """x gamma, and the sum of x^2 over a warp's group."""
+        squares = lanes.warp_sum_real(sum_of_squares(x)) if self.normed else real(0)
+        return [v * w for v, w in zip(x, gamma, strict=True)] if gamma else x, squares
 
     @abc.abstractmethod
     def receive(self, me: LaneColumns, first_row, load: Callable) -> Any:
-        """This warp's groups of the section from `first_row` on, when they have been passed on; load: places
-        (an index, a constant and how many words from there) -> words."""
+        """Wait for this warp's groups of the section that begins at `first_row`; load: places (an index, a
+        constant and how many words from there) -> words."""
 
     @abc.abstractmethod
     def store_squares(self, me: LaneColumns, first_row, x: Any, scratch_smem):
-        """Behind a norm, each row's sum of squares over this warp's groups."""
+        """Store each row's sum of squares over this warp's groups, if x is normed."""
 
     @abc.abstractmethod
     def multiply(self, me: LaneColumns, x: Any, words: Callable, scales: Callable) -> dict:
@@ -304,4 +298,4 @@ class Product(abc.ABC):
 
     @abc.abstractmethod
     def store_sums(self, me: LaneColumns, y: dict, scratch_smem):
-        """Where `finish` finds them."""
+        """Store this warp's sums where `finish` reads them."""
