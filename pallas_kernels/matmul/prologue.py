@@ -94,11 +94,10 @@ def loaded_row(load: Callable[..., list[list]], store_sum: Callable, in_row: lis
     ]
 
 
-def gamma_and_squares(load: Callable, x: list[list], gamma_gmem, layer_gmem, warp, shared_smem):
-    """This lane's pieces of the layer's gamma, and the sum of squares of x on its way in slot 0."""
+def gamma_and_squares(load: Callable, x: list[list], gamma_gmem, layer_gmem) -> tuple[list[list], Any]:
+    """This lane's pieces of the layer's gamma, and the warp's sum of squares of x."""
     gamma = load(gamma_gmem, 0 if layer_gmem is None else memory.load(layer_gmem, 0))
-    squares = lanes.warp_sum_real(sum_of_squares(flat(x)))
-    return gamma, OverWarps(squares, warp, shared_smem, slot=0)
+    return gamma, lanes.warp_sum_real(sum_of_squares(flat(x)))
 
 
 def flat(pieces: list[list]) -> list:

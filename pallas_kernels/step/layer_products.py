@@ -245,7 +245,7 @@ def _body(
 
     def send(y, vector: int, row, n, gamma):
         if not rounded[vector]:
-            exchanges[vector].send(row * widths[vector] + n, [y])
+            exchanges[vector].send(n, [y], row * widths[vector])
             return
         *words, squares = rounded_words(y, gamma, products[vector + 1].activation_group)
         with lanes.when(lanes.thread() % 8 == 0):

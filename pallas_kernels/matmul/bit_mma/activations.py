@@ -132,7 +132,8 @@ def _quantize_row(
     x = prologue.loaded_row(load, store_sum, [piece.in_row for piece in pieces], x_gmem, row)
     norm = None
     if gamma_gmem is not None:
-        gamma, squares = prologue.gamma_and_squares(load, x, gamma_gmem, layer_gmem, warp, shared_smem)
+        gamma, squares = prologue.gamma_and_squares(load, x, gamma_gmem, layer_gmem)
+        squares = prologue.OverWarps(squares, thread // 32, shared_smem, slot=0)
         x = [[v * w for v, w in zip(*piece, strict=True)] for piece in zip(x, gamma, strict=True)]
         norm = inverse_rms(squares.combined(operator.add), columns, eps)
     m = integer(row)

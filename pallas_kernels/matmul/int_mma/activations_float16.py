@@ -118,7 +118,8 @@ def _round_row(
 
     n = prologue.loaded_row(load, store_sum, in_row, x_gmem, row)
     if gamma_gmem is not None:
-        gamma, squares = prologue.gamma_and_squares(load, n, gamma_gmem, layer_gmem, warp, shared_smem)
+        gamma, squares = prologue.gamma_and_squares(load, n, gamma_gmem, layer_gmem)
+        squares = prologue.OverWarps(squares, warp, shared_smem, slot=0)
         norm = inverse_rms(squares.combined(operator.add), columns, eps)
         n = [[g * (v * norm) for v, g in zip(*piece, strict=True)] for piece in zip(n, gamma, strict=True)]
     largest = greatest([abs(v) for v in prologue.flat(n)])
