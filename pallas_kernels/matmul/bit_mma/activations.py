@@ -113,7 +113,6 @@ def _quantize_row(
     *, columns, places, warps, eps, bits,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
-    warp = thread // 32
     pieces = [
         _piece(thread + first, first + 32 * warps, columns)
         for first in range(0, places // PIECE_COLUMNS, 32 * warps)
