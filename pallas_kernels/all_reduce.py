@@ -23,13 +23,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax._src.lib.mlir.dialects import arith
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import as_real, as_word, i32, i64, index, integer, long, of
+from pallas_kernels.gpu.values import as_real, as_word, i32, index, integer, long, low_word
 
 BLOCKS, THREADS = 32, 128
 COUNT_BYTES = 128  # of the number of the last call: a cache line of its own
@@ -105,7 +104,7 @@ def receive(
         def one(pair):
             begin = pair * 2
             x = memory.load_reals(2, x_gmem, [begin])
-            at = _as_long(pair) * 16
+            at = long(pair) * 16
             places = [_slot(own, call, long(d), devices) + at for d in range(devices)]
 
             def attempt():
@@ -163,7 +162,7 @@ class Sender:
             me = long(memory.load(peers_gmem, 2 * (devices + 1)))
             slot = _slot(_address(peers_gmem, thread), call, me, devices)
             for i, word in enumerate((slot, slot >> 32)):
-                memory.store(of(arith.trunci(i32(), word)), self.smem, thread * 2 + i)
+                memory.store(low_word(word), self.smem, thread * 2 + i)
             with lanes.when(thread == 0):
                 memory.store(call, self.smem, 2 * devices)
                 with lanes.when(lanes.block() == 0):
@@ -171,7 +170,7 @@ class Sender:
 
     def send(self, value, at):
         """A float32 as word `at` (an index) of this call."""
-        offset = _as_long(at) * 8
+        offset = long(at) * 8
         call = memory.load(self.smem, 2 * self.devices)
         for d in range(self.devices):
             slot = _joined(*(memory.load(self.smem, 2 * d + i) for i in (0, 1)))
@@ -215,8 +214,3 @@ def _address(peers_gmem, row):
 def _joined(low, high):
     low, high = map(long, (low, high))
     return low | high << 32
-
-
-def _as_long(i):
-    """An index as i64."""
-    return of(arith.index_cast(i64(), i))
