@@ -27,10 +27,11 @@ from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, LayerShare, Share, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
-from pallas_kernels.attention.decode_splits import Exchange, combine
+from pallas_kernels.attention.decode_splits import combine
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.gpu import lanes, memory, shared_memory
+from pallas_kernels.gpu.exchange import Exchange
 from pallas_kernels.gpu.values import (
     ceil_divided,
     exp,

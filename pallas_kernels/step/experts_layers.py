@@ -337,7 +337,7 @@ class _Layer:
     def _receive(self, vector: int, places: list) -> list[list]:
         """Wait for 8 float32 from each (row, column) of a vector on."""
         exchange = Exchange(self.launch.workspace, self._begin(vector), self.tag)
-        return exchange.receive_eights([at for _, at in places])
+        return exchange.receive_eights([(at, 0) for _, at in places])
 
     def _weighted(self, places: list) -> list[list]:
         """What down is multiplied by."""
