@@ -86,8 +86,9 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         bits=run.activation_bits,
         split=split,
         widths=tuple(layer.mixer.output_width for layer in config.layers),
-        plain=_is_plain(plan),
+        plain=len(config.groups("attention")) == 1 and not (config.delta_net or config.attention.gated),
         folded=folded,
+        post_norms=any(s.field == "post_norm" and t for s, t in plan.description.tensors.items()),
     )
 
 
@@ -95,11 +96,3 @@ def _is_whole(plan: LoadPlan, stack: Stack) -> bool:
     """Whether a stack has all tensors of its array, joined."""
     specs = [s for s in plan.description.tensors if (s.kind, s.array) == (stack.kind, stack.array)]
     return len(stack.fields) == len([s for s in specs if plan.description.tensors[s]])
-
-
-def _is_plain(plan: LoadPlan) -> bool:
-    """Whether all layers are one group of attention without gates, with a norm before each half and none
-    after: what the launches of all layers compute."""
-    config = plan.config
-    after = any(s.field == "post_norm" and t for s, t in plan.description.tensors.items())
-    return len(config.groups("attention")) == 1 and not (config.delta_net or config.attention.gated or after)
