@@ -51,10 +51,11 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         (kind, group, array)
         for kind in config.kinds
         for group in range(len(config.groups(kind)))
-        for array in kinds.get(kind).PRODUCTS
+        for array in kinds.get(kind).PRODUCTS or ()
     ]
     channels = {layer.channels for layer in config.layers}
-    joined = len(channels) == 1 and all(key in stacks for key in used)
+    joined = len(channels) == 1 and all(kinds.get(kind).PRODUCTS for kind in config.kinds)
+    joined = joined and all(key in stacks for key in used)
     members = [m for key in used if joined for layer in stacks[key].members for m in layer]
     matrices = [m for key in used if joined for part in stacks[key].parts for m in part]
     folded = any(member.folded for member in members)
@@ -67,7 +68,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
     def layer_products(number: int):
         for half in config.layers[number].halves:
             group, index = config.position(number, half)
-            for array in kinds.get(half.kind).PRODUCTS:
+            for array in kinds.get(half.kind).PRODUCTS or ():
                 stack = stacks[half.kind, group, array]
                 part = stack.parts[stack.where[index][0]]
                 yield tuple((matrix.problem.format, matrix.problem.n) for matrix in part)
