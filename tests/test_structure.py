@@ -145,6 +145,13 @@ def known_start(argument: ast.expr, name: str) -> str:
     return start
 
 
+def test_only_one_folder_imports_private_parts_of_jax():
+    """An upgrade of jax then is a matter of pallas_kernels/gpu."""
+    for package in FORBIDDEN:
+        for path in (ROOT / package).rglob("*.py"):
+            assert "jax._src" not in path.read_text() or path.parent == ROOT / "pallas_kernels" / "gpu", path
+
+
 def test_files_do_not_import_in_a_circle():
     files = {
         ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path

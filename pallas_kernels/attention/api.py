@@ -48,8 +48,8 @@ def attend(
     impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
     prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "reference", or your own
     window, scale, softcap  as for `attention`
-    gated      behind each query head in qkv, which is H D wider, lies its gate, as wide: outputs are
-               multiplied by its sigmoid
+    gated      each query head in qkv, which is H D wider, is followed by its gate, as wide: outputs are
+               multiplied by the sigmoid of the gate
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
                to layer, each once, it spares each launch a memset that it would wait for; None: its own
     taps       {name: x -> x}, what is done to a value on its way: "q", "k", "v" [B, T, heads, D] as
@@ -69,11 +69,12 @@ def attend(
         )
     *_, kv_heads, head_dim = check("attend", qkv, k_pages, v_pages, block_table, positions)
     B, T, width = qkv.shape
-    of_kv = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
-    if width <= 2 * kv_heads * head_dim or (width - 2 * kv_heads * head_dim) % of_kv:
+    per_kv_head = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
+    if width <= 2 * kv_heads * head_dim or (width - 2 * kv_heads * head_dim) % per_kv_head:
         raise ValueError(
             f"attend: qkv is {width} wide; with {kv_heads} KV heads of {head_dim} in the cache it must be "
-            f"{2 * kv_heads * head_dim} for them and a multiple of {of_kv} for queries{' and gates' * gated}"
+            f"{2 * kv_heads * head_dim} for them and a multiple of {per_kv_head} for "
+            f"queries{' and gates' * gated}"
         )
     heads = (width // head_dim - 2 * kv_heads) // (1 + gated)
     kernel = selection.get(Attention, impl if T == 1 else prefill_impl)
@@ -91,7 +92,7 @@ def attend(
         gammas = norms if norms[0] is not None else None
         if within_lanes:
             cos, sin = (x[:, 0] for x in rotation)
-        else:  # ahead of it
+        else:  # before the kernel
             q, k, v = split(qkv.reshape(B, T, -1, head_dim))
             if norms[0] is not None and norms[1] is not None:
                 q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
@@ -112,7 +113,7 @@ def attend(
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
-    q, k = map(cache_layouts.of(k_pages).rotate, (q, k))
+    q, k = map(cache_layouts.recognize(k_pages).rotate, (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
     attends = functools.partial(attention, taps=taps) if inner else kernel
@@ -133,9 +134,9 @@ def empty_workspace(rows: int, heads: int, k_pages: Pages) -> Int[Array, "words"
 
 def _ungated(qkv: jax.Array, heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Queries, keys and values without gates; and the gates, [B, T, H D]."""
-    of_heads, rest = jnp.split(qkv, (2 * heads * head_dim,), axis=-1)
-    of_heads = of_heads.reshape(*of_heads.shape[:-1], heads, 2, head_dim)
-    q, gate = (of_heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
+    query_heads, rest = jnp.split(qkv, (2 * heads * head_dim,), axis=-1)
+    query_heads = query_heads.reshape(*query_heads.shape[:-1], heads, 2, head_dim)
+    q, gate = (query_heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
     return jnp.concatenate([q, rest], axis=-1), gate
 
 

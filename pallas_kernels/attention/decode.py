@@ -27,10 +27,11 @@ from pallas_kernels import cache_layouts, device
 from pallas_kernels.attention.decode_cache import Cache, LayerShare, Share, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
-from pallas_kernels.attention.decode_splits import Exchange, combine
+from pallas_kernels.attention.decode_splits import combine
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.gpu import lanes, memory, shared_memory
+from pallas_kernels.gpu.exchange import Exchange
 from pallas_kernels.gpu.values import (
     ceil_divided,
     exp,
@@ -91,7 +92,7 @@ def decode_attention(
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     workspace = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if workspace is None else workspace)
     refs, structure = jax.tree.flatten(pages)
-    layout, out_type = cache_layouts.of(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    layout, out_type = cache_layouts.recognize(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
     if integers and phase.makes_groups:
         out_type = tuple(activations_int8.results_of(batch, width).values())
     slots = _slots_of_warp(phase, layout)

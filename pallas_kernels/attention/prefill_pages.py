@@ -30,7 +30,7 @@ def run_by(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
     cache of any layout that has PREFILL."""
 
     def op(scores: Scores, q, k_pages, v_pages, block_table, positions, layer):
-        if cache_layouts.name_of(k_pages) != cache_layouts.of(k_pages).PREFILL:
+        if cache_layouts.name_of(k_pages) != cache_layouts.recognize(k_pages).PREFILL:
             k_pages, v_pages, block_table, layer = as_float16(
                 k_pages, v_pages, block_table, positions, layer, scores.window
             )
@@ -57,7 +57,10 @@ def as_float16(
 
     Arguments as for `attention`, of a layout whose numbers are one float16 each before they are scaled.
     """
-    layout, (*_, page_size, kv_heads, head_dim) = cache_layouts.of(k_pages), cache_layouts.shape(k_pages)
+    layout, (*_, page_size, kv_heads, head_dim) = (
+        cache_layouts.recognize(k_pages),
+        cache_layouts.shape(k_pages),
+    )
     rows, width = block_table.shape
     heads = page_size * kv_heads
     # Keys of a row, up to the last that a kernel visits.
@@ -83,10 +86,10 @@ def as_float16(
                     at = minimum(at, heads * head_dim - EACH)  # the last twice: the same bits
                     head = at // head_dim
                     place = [head // kv_heads, head % kv_heads]
-                    there = [memory.load(layer, 0), source, *place]
+                    stored_at = [memory.load(layer, 0), source, *place]
                     places.append([0, lanes.block(), *place, at % head_dim])
-                    stored = layout.load(refs, [*there, at % head_dim])
-                    loaded.append((stored, layout.load_scale(refs, there)))
+                    stored = layout.load(refs, [*stored_at, at % head_dim])
+                    loaded.append((stored, layout.load_scale(refs, stored_at)))
                 for (stored, scale), place in zip(loaded, places, strict=True):
                     (scale,) = lanes.reals(scale)
                     pairs = [lanes.halves(pair) for (pair,) in layout.pairs(stored)]

@@ -41,10 +41,10 @@ class Exchange:
     begin: int
     tag: Any
 
-    def send(self, at, values: list):
-        """1, 2 or 4 neighbouring numbers from element `at` on."""
+    def send(self, at, values: list, row_begin: Any = 0):
+        """1, 2 or 4 neighbouring numbers from element `at` of the row that begins at `row_begin` on."""
         words = [memory.tagged(value, self.tag) for value in values]
-        memory.store_words_for_others(words, self.workspace, at + self.begin)
+        memory.store_words_for_others(words, self.workspace, at + (row_begin + self.begin))
 
     def receive(self, places) -> list:
         """Wait for the numbers at ((element, constant), count) places. All are loaded again and again: it is
@@ -53,12 +53,13 @@ class Exchange:
         return memory.load_tagged(self.workspace, places, self.tag, at_once=True)
 
     def receive_each(self, starts: list) -> list:
-        """Wait for the number at each of these elements."""
-        return memory.load_tagged(self.workspace, [((at + self.begin, 0), 1) for at in starts], self.tag)
+        """Wait for the number at each element, an index and a constant."""
+        places = [((at + (constant + self.begin), 0), 1) for at, constant in starts]
+        return memory.load_tagged(self.workspace, places, self.tag)
 
     def receive_eights(self, starts: list) -> list[list]:
-        """Wait for the 8 neighbouring numbers from each of these elements on."""
-        places = [((at + self.begin, more), 4) for at in starts for more in (0, 4)]
+        """Wait for the 8 neighbouring numbers from each element, an index and a constant, on."""
+        places = [((at + (constant + self.begin), more), 4) for at, constant in starts for more in (0, 4)]
         numbers = memory.load_tagged(self.workspace, places, self.tag)
         return [numbers[k : k + 8] for k in range(0, len(numbers), 8)]
 

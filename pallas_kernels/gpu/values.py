@@ -141,11 +141,11 @@ def long(x: Any):
     """A number, an index, or an unsigned i32, as i64."""
     if isinstance(x, int):
         return constant(i64(), x)
-    return of((arith.index_cast if x.type == ir.IndexType.get() else arith.extui)(i64(), x))
+    return of(arith.extui(i64(), x) if x.type == i32() else arith.index_cast(i64(), x))
 
 
 def low_word(x):
-    """The low half of an i64, as i32."""
+    """The low half of an i64 as i32."""
     return of(arith.trunci(i32(), x))
 
 

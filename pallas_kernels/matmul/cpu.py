@@ -19,7 +19,6 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import Activation
 from pallas_kernels.matmul import stacks
 from pallas_kernels.qtensor import QTensor
 
@@ -27,22 +26,13 @@ FEW = 6  # rows of activations up to which weights are multiplied where they are
 
 
 def run(
-    x: jax.Array,
-    weights: tuple[QTensor, ...],
-    part_layer,
-    layer,
-    gamma,
-    eps,
-    residual,
-    activation: Activation,
+    x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual, activation
 ) -> jax.Array:
     from pallas_kernels.cpu import panels, rows  # needs the extra `cpu`
 
     batch, (n, k) = x.shape[:-1], weights[0].shape
     x = x.reshape(-1, k).astype(jnp.float32)
-    gamma, gamma_index = (
-        stacks.whole(gamma[None], 0) if gamma is not None and gamma.ndim == 1 else (gamma, layer)
-    )
+    gamma, gamma_index = stacks.whole(*stacks.gamma_stack(gamma, layer))
     fields, index = stacks.whole(tuple(w.fields for w in weights), part_layer)
     shape = functools.partial(rows.Kernel, rows=len(x)) if len(x) <= FEW else panels.Kernel
     kernel = shape(
@@ -52,7 +42,7 @@ def run(
         eps=eps if gamma is not None else None,
         residual=residual is not None,
     )
-    index = jnp.stack([index, jnp.asarray(0 if gamma_index is None else gamma_index, jnp.int32)])
+    index = jnp.stack([index, gamma_index])
     operands = [x, index]
     if gamma is not None:
         operands.append(gamma.astype(jnp.float32))

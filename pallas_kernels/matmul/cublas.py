@@ -29,7 +29,7 @@ def prologue(x: jax.Array, weights: Weights, layer, gamma, eps: float) -> tuple[
     if made and any(w.tiled for w in leaves(weights)):
         from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16  # only GPUs need it
 
-        gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+        gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
         a, scale = activations_float16(x, gamma, index, eps)
         return a, scale[:, None]
     gamma = gamma[layer] if gamma is not None and gamma.ndim == 2 else gamma

@@ -161,7 +161,7 @@ def rotated_input(
         from pallas_kernels.matmul.int_mma import activations_rotated, rotated_columns  # only GPUs need it
 
         if rotated_columns.refuses(w.rotation, x.shape[-1]) is None:
-            gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+            gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
             rows = x.reshape(-1, x.shape[-1])
             n = activations_rotated.activations_rotated(rows, w.rotation, gamma, index, eps)
             return n.reshape(x.shape), None

@@ -2,6 +2,7 @@
 so that it is read once. What activations_int8.py and activations_float16.py share; each has its own pieces of
 a row, a list of float32 that a lane has at a time."""
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import select, total
+from pallas_kernels.gpu.values import select, sum_of_squares, total
 
 MOST = 48  # float32 of a row that a lane has
 # Rows of a decode step, at most, and what a lane then has: alone on a multiprocessor, a block has more lanes.
@@ -69,29 +70,34 @@ def launch_rows(
     )
 
 
-Load = Callable[..., list[list]]  # (ref, indices of a row) -> this lane's pieces of it
+def loaded_row(load: Callable[..., list[list]], store_sum: Callable, in_row: list, x_gmem, row) -> list[list]:
+    """This lane's pieces of a row of x; of Parts their sum, in order, which is stored. Zeros where a piece is
+    not in the row.
 
-
-def row_of(load: Load, x_gmem, row) -> list[list]:
-    """This lane's pieces of a row of x, or of Parts, added in order."""
-    if not isinstance(x_gmem, Parts):
-        return load(x_gmem, row)
-    parts, residual = x_gmem
-    terms = [load(parts, s, row) for s in range(parts.type.shape[0])]
-    terms = terms if residual is None else [load(residual, row), *terms]
-    return [[total(list(v)) for v in zip(*piece, strict=True)] for piece in zip(*terms, strict=True)]
-
-
-def zeros_behind(pieces: list[list], in_row: list) -> list[list]:
-    """Pieces, or zeros where they are not in the row: a condition each, or None where every lane's is."""
+    load       (ref, indices of a row) -> this lane's pieces of it
+    store_sum  (number of a piece, its values), for Parts
+    in_row     whether each piece is; None where every lane's is
+    """
+    if isinstance(x_gmem, Parts):
+        parts, residual = x_gmem
+        terms = [load(parts, s, row) for s in range(parts.type.shape[0])]
+        terms = terms if residual is None else [load(residual, row), *terms]
+        x = [[total(list(v)) for v in zip(*piece, strict=True)] for piece in zip(*terms, strict=True)]
+        for number, inside in enumerate(in_row):
+            with contextlib.nullcontext() if inside is None else lanes.when(inside):
+                store_sum(number, x[number])
+    else:
+        x = load(x_gmem, row)
     return [
         values if inside is None else [select(inside, v, 0.0) for v in values]
-        for values, inside in zip(pieces, in_row, strict=True)
+        for values, inside in zip(x, in_row, strict=True)
     ]
 
 
-def gamma_of_layer(load: Load, gamma_gmem, layer_gmem) -> list[list]:
-    return load(gamma_gmem, 0 if layer_gmem is None else memory.load(layer_gmem, 0))
+def gamma_and_squares(load: Callable, x: list[list], gamma_gmem, layer_gmem) -> tuple[list[list], Any]:
+    """This lane's pieces of the layer's gamma, and the warp's sum of squares of x."""
+    gamma = load(gamma_gmem, 0 if layer_gmem is None else memory.load(layer_gmem, 0))
+    return gamma, lanes.warp_sum_real(sum_of_squares(flat(x)))
 
 
 def flat(pieces: list[list]) -> list:

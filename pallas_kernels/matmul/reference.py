@@ -4,20 +4,12 @@ kernel."""
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.activations import Activation
 from pallas_kernels.norm import rms_norm
 from pallas_kernels.qtensor import QTensor, dequantize
 
 
 def run(
-    x: jax.Array,
-    weights: tuple[QTensor, ...],
-    part_layer,
-    layer,
-    gamma,
-    eps,
-    residual,
-    activation: Activation,
+    x: jax.Array, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual, activation
 ) -> jax.Array:
     """Norm, dequantize, multiply in float32. One matrix, or two for activation(x G.T, x U.T).
 

@@ -23,7 +23,7 @@ def narrowed(stack: Any, layer) -> tuple[Any, jax.Array | None]:
     return stack, jnp.asarray(layer, jnp.int32)
 
 
-def of_gamma(gamma: jax.Array | None, layer) -> tuple[jax.Array | None, Any]:
+def gamma_stack(gamma: jax.Array | None, layer) -> tuple[jax.Array | None, Any]:
     """gamma, [L, K] or [K] or None, as one of the stacks above, and its layer."""
     if gamma is None or gamma.ndim == 1:
         return gamma, None

@@ -151,7 +151,7 @@ def experts_layers(
     empty = jnp.zeros(sum(widths[1:]) + attention.partials, jnp.int32)
     workspace, x_ref = jax.new_ref(jnp.concatenate([first[0], empty])), jax.new_ref(x)
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
-    layout = cache_layouts.of(inputs.k_pages)
+    layout = cache_layouts.recognize(inputs.k_pages)
     smem = {
         name: plgpu.SMEM((size,), jnp.int32 if name in ("q_smem", "chosen_smem") else jnp.float32)
         for name, size in scratch_words(planned.products, experts, attention.scratch).items()
@@ -337,7 +337,7 @@ class _Layer:
     def _receive(self, vector: int, places: list) -> list[list]:
         """Wait for 8 float32 from each (row, column) of a vector on."""
         exchange = Exchange(self.launch.workspace, self._begin(vector), self.tag)
-        return exchange.receive_eights([at for _, at in places])
+        return exchange.receive_eights([(at, 0) for _, at in places])
 
     def _weighted(self, places: list) -> list[list]:
         """What down is multiplied by."""

@@ -237,15 +237,15 @@ def _body(
         """Wait for 8 float32 from each (row, column) of a vector on, or words of 8 integers."""
         if rounded[vector]:
             return exchanges[vector].receive_fours([at // 2 for _, at in places])
-        return exchanges[vector].receive_eights([at + row * widths[vector] for row, at in places])
+        return exchanges[vector].receive_eights([(at, row * widths[vector]) for row, at in places])
 
     def receive_each(vector: int, places: list) -> list:
         """Wait for a float32 from each (row, column) of a vector."""
-        return exchanges[vector].receive_each([at + row * widths[vector] for row, at in places])
+        return exchanges[vector].receive_each([(at, row * widths[vector]) for row, at in places])
 
     def send(y, vector: int, row, n, gamma):
         if not rounded[vector]:
-            exchanges[vector].send(row * widths[vector] + n, [y])
+            exchanges[vector].send(n, [y], row * widths[vector])
             return
         *words, squares = rounded_words(y, gamma, products[vector + 1].activation_group)
         with lanes.when(lanes.thread() % 8 == 0):

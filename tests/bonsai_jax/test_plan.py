@@ -90,11 +90,12 @@ def test_steps_of_many_rows_have_the_schedule_of_their_number(name, monkeypatch)
 
 
 def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):
-    *_, plan = planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms")
-    of_rows = [plan.step.schedule(rows) for rows in (1, 8, 9, 256, 257)]
-    assert of_rows == ["launches"] * 2 + ["layer_gemms"] * 2 + ["launches"]
+    step = step_plan(planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms"))
+    schedules = [step.schedule(rows) for rows in (1, 8, 9, 256, 257)]
+    assert schedules == ["launches"] * 2 + ["layer_gemms"] * 2 + ["launches"]
+    refused = planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms", activation_bits=16)
     with pytest.raises(NotImplementedError, match="schedule='layer_gemms' cannot run"):
-        planned("synth:bonsai-1.7b:q1_0", monkeypatch, schedule="layer_gemms", activation_bits=16)
+        step_plan(refused)
 
 
 def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):

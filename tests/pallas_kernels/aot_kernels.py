@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import Products, QTensor, cache_layouts, delta, device
+from pallas_kernels import SILU, Products, QTensor, cache_layouts, delta, device
 from pallas_kernels.attention import prefill_pages
 from pallas_kernels.attention.decode import decode_attention
 from pallas_kernels.attention.scores import PLAIN
@@ -115,13 +115,15 @@ def many_rows(n, k, matrices, rows, bits=8):
     return f, (q, scale, weights, jax.ShapeDtypeStruct((), jnp.int32), residual)
 
 
-def many_rows_of_integers(format, n, k, matrices, rows):
+def many_rows_of_integers(format, n, k, matrices, rows, activation=SILU):
     fields = tiles_of(format, n, k, 3)
     residual = jax.ShapeDtypeStruct((rows, n), jnp.float32) if matrices == 1 and n == 4096 else None
 
     def f(a, scale, weights, layer, residual):
         gpu = {"multiprocessors": device.multiprocessors(), "shared": device.shared_bytes()}
-        return int_prefill_sm90(a, scale, weights, layer, n, residual, format=format, **gpu)
+        return int_prefill_sm90(
+            a, scale, weights, layer, n, residual, format=format, activation=activation, **gpu
+        )
 
     a, scale = jax.ShapeDtypeStruct((rows, k), jnp.float16), jax.ShapeDtypeStruct((rows,), jnp.float32)
     return f, (a, scale, (fields,) * matrices, jax.ShapeDtypeStruct((), jnp.int32), residual)
@@ -148,7 +150,7 @@ def many_queries(kernel, heads, kv_heads, head_dim, tokens, layout="bfloat16", s
     )  # fmt: skip
 
 
-def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
+def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None, activation=SILU):
     """As `product`, for formats of the integer kernel; without an index, as in a decode step."""
     rotation = rotation_of(k, heads) if folded else None
     fields = tiles_of(format, n, k, 1)
@@ -158,7 +160,7 @@ def integers(format, n, k, matrices, rows, bits=8, folded=False, heads=None):
     def f(x, weights, gamma, residual, rotation):
         return int_decode(
             x, (weights,), None, formats_of=(format,), gamma=gamma, eps=1e-6, residual=residual,
-            rotation=rotation, activation_bits=bits, shared=device.shared_bytes(),
+            rotation=rotation, activation=activation, activation_bits=bits, shared=device.shared_bytes(),
         )  # fmt: skip
 
     return f, (jax.ShapeDtypeStruct((rows, k), jnp.float32), (fields,) * matrices, gamma, residual, rotation)

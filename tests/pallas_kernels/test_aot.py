@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from pallas_kernels import cache_layouts, formats
+from pallas_kernels import GELU, GELU_TANH, cache_layouts, formats
 from pallas_kernels.attention.prefill_sm80 import mma_attention
 from pallas_kernels.attention.prefill_sm90 import prefill_attention
 from pallas_kernels.attention.scores import Scores
@@ -55,6 +55,7 @@ HOT = {
     "many queries, by mma": lambda: many_queries(mma_attention, 32, 8, 128, 2048),
     "many queries of 64, by mma": lambda: many_queries(mma_attention, 14, 2, 64, 2048),
     "q4_k gate and up": lambda: integers("q4_k", 12288, 4096, 2, 1),
+    "q4_k gate and up, GELU by tanh": lambda: integers("q4_k", 12288, 4096, 2, 1, activation=GELU_TANH),
     "q4_k gate and up, 8 rows": lambda: integers("q4_k", 12288, 4096, 2, 8),
     "q4_k down, 16 bits": lambda: integers("q4_k", 4096, 12288, 1, 1, 16),
     "q6_k output matrix, 8 rows": lambda: integers("q6_k", 151669, 4096, 1, 8),
@@ -102,6 +103,9 @@ HOT_ON_HOPPER = {
         for format in LAYOUTS
     },
     "many: gate and up": lambda: many_rows(12288, 4096, 2, 2048),
+    "many: q4_k gate and up, GELU": lambda: many_rows_of_integers(
+        "q4_k", 12288, 4096, 2, 2048, activation=GELU
+    ),
     "many: down": lambda: many_rows(4096, 12288, 1, 2048),
     "many: out": lambda: many_rows(4096, 4096, 1, 512),
     "many: gate and up, 16 rows": lambda: many_rows(12288, 4096, 2, 16),

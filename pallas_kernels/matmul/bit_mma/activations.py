@@ -16,7 +16,6 @@ rows are in the order in which a lane of wgmma's needs them: row 8 b + 2 t + e i
 A kernel that has made a group of a row itself stores it by `store_group`, and this launch is spared.
 """
 
-import contextlib
 import functools
 import operator
 from typing import Any, NamedTuple
@@ -25,7 +24,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, minimum, sum_of_squares
+from pallas_kernels.gpu.values import index, integer, minimum
 from pallas_kernels.matmul import prologue
 from pallas_kernels.matmul.bit_mma.product import GROUP
 from pallas_kernels.matmul.epilogue import inverse_rms
@@ -125,22 +124,16 @@ def _quantize_row(
     def load(ref, *row):
         return [[memory.load(ref, *row, start + 8 * i) for i in range(PIECE_COLUMNS)] for start in starts]
 
-    x = prologue.row_of(load, x_gmem, row)
-    if sum_gmem is not None:
-        for values, start, piece in zip(x, starts, pieces, strict=True):
-            with contextlib.nullcontext() if piece.in_row is None else lanes.when(piece.in_row):
-                for i, v in enumerate(values):
-                    memory.store(v, sum_gmem, row, start + 8 * i)
-    x = prologue.zeros_behind(x, [piece.in_row for piece in pieces])
+    def store_sum(number, values):
+        for i, v in enumerate(values):
+            memory.store(v, sum_gmem, row, starts[number] + 8 * i)
+
+    x = prologue.loaded_row(load, store_sum, [piece.in_row for piece in pieces], x_gmem, row)
     norm = None
     if gamma_gmem is not None:
-        gamma = prologue.gamma_of_layer(load, gamma_gmem, layer_gmem)
-        squares = lanes.warp_sum_real(sum_of_squares(prologue.flat(x)))
+        gamma, squares = prologue.gamma_and_squares(load, x, gamma_gmem, layer_gmem)
         squares = prologue.OverWarps(squares, thread // 32, shared_smem, slot=0)
-        x = [
-            [v * w for v, w in zip(values, weights, strict=True)]
-            for values, weights in zip(x, gamma, strict=True)
-        ]
+        x = [[v * w for v, w in zip(*piece, strict=True)] for piece in zip(x, gamma, strict=True)]
         norm = inverse_rms(squares.combined(operator.add), columns, eps)
     m = integer(row)
     for values, piece in zip(x, pieces, strict=True):

@@ -62,7 +62,7 @@ class Decode(abc.ABC):
         x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
         matrices = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
         matrices, part = stacks.whole(matrices, part_layer)
-        gamma, norm_layer = stacks.whole(*stacks.of_gamma(gamma, layer))
+        gamma, norm_layer = stacks.whole(*stacks.gamma_stack(gamma, layer))
         if residual is not None:
             residual = jnp.pad(residual.reshape(-1, n), ((0, 0), (0, -n % TILE_ROWS)))
         # The third keeps XLA from making equal constants by a kernel of their own, a launch a layer.

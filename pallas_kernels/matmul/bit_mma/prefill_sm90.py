@@ -35,8 +35,6 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.lib.mlir import ir
-from jax._src.lib.mlir.dialects import vector
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.mosaic.gpu import mma_utils
@@ -47,7 +45,7 @@ from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import FAST
-from pallas_kernels.gpu.values import as_real, f32, fma, i32, index, integer, of, select
+from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, select
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
@@ -251,7 +249,7 @@ def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
 
     @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, plgpu.RefType(swizzled(1)), plain, plain))
     def bring(ctx, numbers, q_gmem, scale_gmem, *in_shared):
-        step, token, slot = (of(v.registers.item()) for v in numbers)
+        step, token, slot = (integer(v.registers.item()) for v in numbers)
         q_smem, scale_smem, full = map(memory.shared_address, in_shared)
         lane = integer(lanes.thread()) % 128
         full = full + slot * 8
@@ -340,8 +338,7 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
                 scale(i, d_then, _arrived(product, len(pending)))
         for i, d_then, product in pending:
             scale(i, d_then, _arrived(product, 0))
-        pair = ir.VectorType.get((2,), f32())
-        pairs = [vector.from_elements(pair, y[i : i + 2]) for i in range(0, len(y), 2)]
+        pairs = [lanes.real_vector(y[i : i + 2]) for i in range(0, len(y), 2)]
         return fragment(pairs, (64, tokens), fragments.WGMMA_LAYOUT)
 
     return add(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem)
@@ -427,7 +424,7 @@ def _store(sums, out_smem, activation: Activation | None, added: bool):
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as integers (prefill.py)."""
-    gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+    gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     return activations_int8(x, gamma, index, eps, bits=weights[0].products.activation_bits, rows=rows)
 
 

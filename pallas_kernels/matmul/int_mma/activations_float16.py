@@ -28,7 +28,6 @@ from pallas_kernels.gpu.values import (
     maximum,
     minimum,
     select,
-    sum_of_squares,
     true,
 )
 from pallas_kernels.matmul import prologue
@@ -113,22 +112,16 @@ def _round_row(
     def load(ref, *row):
         return [_load(ref, row, piece) for piece in source]
 
-    n = prologue.row_of(load, x_gmem, row)
-    if sum_gmem is not None:
-        for values, piece, inside in zip(n, source, in_row, strict=True):
-            with lanes.when(true() if inside is None else inside):
-                for i in range(0, WIDTH, 4):
-                    memory.store_reals(values[i : i + 4], sum_gmem, [row, index(piece * WIDTH) + i])
-    n = prologue.zeros_behind(n, in_row)
+    def store_sum(number, values):
+        for i in range(0, WIDTH, 4):
+            memory.store_reals(values[i : i + 4], sum_gmem, [row, index(source[number] * WIDTH) + i])
+
+    n = prologue.loaded_row(load, store_sum, in_row, x_gmem, row)
     if gamma_gmem is not None:
-        gamma = prologue.gamma_of_layer(load, gamma_gmem, layer_gmem)
-        squares = lanes.warp_sum_real(sum_of_squares(prologue.flat(n)))
+        gamma, squares = prologue.gamma_and_squares(load, n, gamma_gmem, layer_gmem)
         squares = prologue.OverWarps(squares, warp, shared_smem, slot=0)
         norm = inverse_rms(squares.combined(operator.add), columns, eps)
-        n = [
-            [g * (v * norm) for v, g in zip(values, of_piece, strict=True)]
-            for values, of_piece in zip(n, gamma, strict=True)
-        ]
+        n = [[g * (v * norm) for v, g in zip(*piece, strict=True)] for piece in zip(n, gamma, strict=True)]
     largest = greatest([abs(v) for v in prologue.flat(n)])
     largest = prologue.OverWarps(lanes.largest_of_warp(largest), warp, shared_smem, slot=1)
     scale, inverse = power_of_two(largest.combined(maximum))

@@ -96,7 +96,7 @@ def _launches(
     """Of each launch, with as many rows as there is room for, its result."""
     any_weight = weights[0][0]
     parts, index = stacks.narrowed(tuple(tuple(w.fields for w in part) for part in weights), part_layer)
-    gamma, norm_index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+    gamma, norm_index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     x = x.astype(jnp.float32).reshape(-1, x.shape[-1])
     if residual is not None:
         n = residual.shape[-1]

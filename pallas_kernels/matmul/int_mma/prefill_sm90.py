@@ -394,7 +394,7 @@ def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> t
     """Activations as float16 in the order of columns above (prefill.py); for weights with groups of 32 and
     with groups of 16 in the one order and in the other (`order_of`)."""
     group, *others = sorted({_group(w) for w in weights}, reverse=True)
-    gamma, index = stacks.narrowed(*stacks.of_gamma(gamma, layer))
+    gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
     if (rotation := weights[0].rotation) is not None:
         assert not others
         return activations_rotated(x, rotation, gamma, index, eps, rounded=True, group=group)
