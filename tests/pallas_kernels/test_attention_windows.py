@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts, device
+from pallas_kernels import attend, cache_layouts, device, selection
 from pallas_kernels.attention import prefill_pages
-from pallas_kernels.attention.api import _many_queries
-from pallas_kernels.attention.scores import Scores
+from pallas_kernels.problems import Attention
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import numbers_of, pages_of
@@ -126,7 +125,9 @@ def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layo
     k_pages, v_pages, table, keys, values = ring(rng, layout, positions, window, page_size, Hkv, D)
     q = rng.standard_normal((2, T, H, D)).astype(ml_dtypes.bfloat16).astype(np.float32)
     places = table, positions.astype(np.int32), 1
-    got = np.float64(_many_queries(impl, Scores(window, scale, softcap), q, k_pages, v_pages, *places))
+    scores = {"window": window, "scale": scale, "softcap": softcap}
+    attends = selection.get(Attention, impl)
+    got = np.float64(attends(q, k_pages, v_pages, *places, num_keys=int(positions.max()) + 1, **scores))
     rounding = ROUNDING["float16" if layout == "int8" else layout]
     for row in (0, 1):
         want = naive_attention(q[row], keys[row], values[row], positions[row], window, scale, softcap)
