@@ -32,8 +32,9 @@ from pathlib import Path
 import numpy as np
 
 import bonsai_jax as bj
-from bonsai_jax import card, machine
+from bonsai_jax import machine
 from bonsai_jax.measure import bench
+from bonsai_jax.weights.memory import cache_bytes
 from bonsai_jax.weights.read import blocks
 from checkpoints import Tensor, open_checkpoint, write_gguf
 from checkpoints.demo import demo_path
@@ -178,7 +179,7 @@ def answered(path: str) -> dict[str, int]:
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, PROMPT).tolist()
     for _ in bj.stream(model, ids, max_new_tokens=NEW, ignore_eos=True):
         pass
-    return {"peak": machine.peak_memory(), "cache": card.cache_bytes(model.config, model.run)}
+    return {"peak": machine.peak_memory(), "cache": cache_bytes(model.config, model.run)}
 
 
 def environment(folder: Path, programs: str) -> dict[str, str]:

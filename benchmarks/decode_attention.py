@@ -18,7 +18,7 @@ import one_op
 
 from bonsai_jax import ModelConfig
 from bonsai_jax.measure import bench
-from bonsai_jax.network import architectures
+from bonsai_jax.network import architectures, rope
 from checkpoints import open_checkpoint
 from pallas_kernels import attend, cache_layouts, device, problems, selection
 from pallas_kernels.attention import empty_workspace
@@ -32,39 +32,36 @@ def measure_one(
     arguments: argparse.Namespace, model: str, config: ModelConfig, rows: int, keys: int, dtype: str
 ) -> one_op.Row:
     page_size = arguments.page_size
-    heads = (config.attention.num_heads, config.attention.num_kv_heads, config.attention.head_dim)
+    a = config.attention
+    heads = (a.num_heads, a.num_kv_heads, a.head_dim)
     impl = selection.choose(problems.Attention(device.platform(), "decode", *heads, page_size, dtype))
     if keys % page_size:
         raise SystemExit(f"--keys {keys} is no multiple of the page size of {page_size}")
-    of_head = cache_layouts.bytes_per_head(dtype, config.attention.head_dim)
-    moved = 2 * rows * keys * config.attention.num_kv_heads * of_head
+    moved = 2 * rows * keys * a.num_kv_heads * cache_layouts.bytes_per_head(dtype, a.head_dim)
     layers = one_op.layers_for(arguments, moved)
     pages = rows * keys // page_size
 
     draw = iter(jax.random.split(jax.random.key(0), 5))
-    shape = (layers, pages, page_size, config.attention.num_kv_heads, config.attention.head_dim)
+    shape = (layers, pages, page_size, a.num_kv_heads, a.head_dim)
     stored = jax.jit(lambda key: cache_layouts.get(dtype).quantize(jax.random.normal(key, shape)))
     k_pages, v_pages = (stored(next(draw)) for _ in range(2))
-    qkv = jax.random.normal(next(draw), (rows, 1, config.attention.q_width + 2 * config.attention.kv_width))
+    qkv = jax.random.normal(next(draw), (rows, 1, a.q_width + 2 * a.kv_width))
     table = jax.random.permutation(next(draw), pages).reshape(rows, -1).astype(jnp.int32)
     gammas = None, None
     if config.architecture == "qwen3":
         both = jax.random.split(next(draw))
-        gammas = tuple(1 + 0.1 * jax.random.normal(key, (layers, config.attention.head_dim)) for key in both)
+        gammas = tuple(1 + 0.1 * jax.random.normal(key, (layers, a.head_dim)) for key in both)
     positions = jnp.full((rows, 1), keys - 1, jnp.int32)
-    angle = positions[..., None] * config.attention.rope.base ** (
-        -jnp.arange(config.rope_pairs) / config.rope_pairs
-    )
     rest = {
-        "rotation": (jnp.cos(angle), jnp.sin(angle)),
-        "interleaved": config.attention.rope.interleaved,
+        "rotation": rope.rotation(a.rope, rope.frequencies(a.rope), positions),
+        "interleaved": a.rope.interleaved,
         "norms": gammas,
         "eps": EPS,
         "num_keys": keys,
     }
 
     def attend_all(pages, impl):
-        out, workspace = None, empty_workspace(rows, config.attention.num_heads, pages[0])
+        out, workspace = None, empty_workspace(rows, a.num_heads, pages[0])
         for layer in range(layers):
             out, *pages, workspace = attend(
                 qkv, *pages, table, positions, layer, **rest, impl=impl, workspace=workspace

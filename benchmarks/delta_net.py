@@ -17,10 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 import one_op
 
-from bonsai_jax.config import DeltaConfig
+from bonsai_jax.config import RunConfig
 from bonsai_jax.measure import bench
 from bonsai_jax.network import architectures
-from bonsai_jax.weights import plan
+from bonsai_jax.network.kinds.delta_net import DeltaNet
 from checkpoints import open_checkpoint
 from pallas_kernels import delta_net, selection
 from pallas_kernels.delta import Gates
@@ -30,7 +30,7 @@ LIMIT = 1e-3  # of chunks, which multiply TF32; tests hold a step to less
 
 
 @functools.partial(jax.jit, static_argnums=range(5))  # one program, not one for each array
-def drawn(d: DeltaConfig, hidden: int, layers: int, rows: int, tokens: int):
+def drawn(d: DeltaNet, hidden: int, layers: int, rows: int, tokens: int):
     """Arguments of `delta_net` behind many tokens, of numbers as a model has them."""
     draw = iter(jax.random.split(jax.random.key(0), 12))
     normal = lambda *shape: jax.random.normal(next(draw), shape)  # noqa: E731
@@ -49,7 +49,7 @@ def drawn(d: DeltaConfig, hidden: int, layers: int, rows: int, tokens: int):
 
 
 def measure_one(
-    arguments: argparse.Namespace, model: str, d: DeltaConfig, hidden: int, rows: int, tokens: int, impl: str
+    arguments: argparse.Namespace, model: str, d: DeltaNet, hidden: int, rows: int, tokens: int, impl: str
 ) -> one_op.Row:
     kept = d.v_heads * d.k_dim * d.v_dim + (d.conv - 1) * d.qkv_width
     written = d.v_heads * d.k_dim * d.v_dim + min(tokens, d.conv) * d.qkv_width
@@ -99,7 +99,7 @@ def measure(arguments: argparse.Namespace) -> Iterator[one_op.Row]:
             raise SystemExit(f"{model} has no layers with a gated delta net; bonsai-27b has")
         for rows in map(int, arguments.rows.split(",")):
             for tokens in map(int, arguments.tokens.split(",")):
-                problem = plan.delta_problems(config.delta_net)[tokens > 1]
+                problem = config.delta_net.problems(RunConfig())[tokens > 1]
                 for impl in dict.fromkeys((selection.choose(problem), "reference")):
                     yield measure_one(arguments, model, config.delta_net, config.hidden, rows, tokens, impl)
 

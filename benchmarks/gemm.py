@@ -41,7 +41,7 @@ from bonsai_jax.measure import bench
 from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
 from pallas_kernels import LayerStack, QTensor, dequantize, formats, gated, matmul
-from pallas_kernels.matmul.execute import module
+from pallas_kernels.matmul.execute import kernel_of
 
 CALL_OPERATIONS = 0.6e12  # at 600 TFLOP/s, cuBLAS's best on an H200, a millisecond
 CHECKED = 64  # rows that are compared with the definition
@@ -113,11 +113,6 @@ def all_layers(x, y, weights: list[LayerStack], layers: int, added: bool):
     return y, others
 
 
-def kernel_of(w: QTensor, rows: jax.Array):
-    """The module of what multiplies as many rows."""
-    return module(w.products.kernel(len(rows)))
-
-
 def all_gemms(given, y, weights: list[LayerStack], layers: int, added: bool):
     """Their GEMMs alone. `given`: (a, scale) of the first product and of the last, as their kernels'
     prologues make them. Returns also what SwiGLU makes in each layer, which nobody reads here."""
@@ -125,9 +120,9 @@ def all_gemms(given, y, weights: list[LayerStack], layers: int, added: bool):
     others = []
     for layer in range(layers):
         if two:
-            others.append(kernel_of(two[0], y).gemm(*given[0], tuple(two), layer, None))
+            others.append(kernel_of(two[0], y).module.gemm(*given[0], tuple(two), layer, None))
         others.append(None if added else y)
-        y = kernel_of(last, y).gemm(*given[-1], (last,), layer, y if added else None)
+        y = kernel_of(last, y).module.gemm(*given[-1], (last,), layer, y if added else None)
     return y, others
 
 
@@ -210,7 +205,7 @@ class Product:
         self.apart = self.kernel not in ("reference", "cpu")  # a GEMM behind a prologue
         if self.apart:
             self.given = [
-                kernel_of(w[0], x).prologue(x, w, None, None, 0.0)
+                kernel_of(w[0], x).module.prologue(x, w, None, None, 0.0)
                 for x, w in zip(self.xs, factors, strict=True)
             ]
         self.dense_x = {dtype: {x.shape[1]: as_dense(x, dtype) for x in self.xs} for dtype in DENSE}

@@ -233,10 +233,10 @@ class Products:
         )
 
     def all(self) -> Iterator[one_op.Row]:
-        c = self.config
-        yield self.product("qkv", (c.q_width + 2 * c.kv_width, c.hidden), normed=True)
-        yield self.product("attention output", (c.hidden, c.q_width), normed=False)
-        down = self.product("down", (c.hidden, c.ffn), normed=False)
+        c, a = self.config, self.config.attention
+        yield self.product("qkv", (a.q_width + 2 * a.kv_width, c.hidden), normed=True)
+        yield self.product("attention output", (c.hidden, a.q_width), normed=False)
+        down = self.product("down", (c.hidden, c.mlp.ffn), normed=False)
         yield self.feed_forward(down)
         yield down
         yield self.product("head", (c.vocab_size, c.hidden), normed=True, added=False)

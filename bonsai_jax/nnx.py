@@ -4,7 +4,7 @@
     from bonsai_jax.nnx import LanguageModel
 
     module = LanguageModel(bj.load("model.gguf"))
-    graphdef, state = nnx.split(module)    # state["weights"]["layers"]["wo"]["parts"]["0"]["fields"]["qs"]
+    graphdef, state = nnx.split(module)    # state["weights"]["layers"]["mlp"]["0"]["up"]["parts"]["0"] ...
     logits, _ = nnx.jit(lambda module, tokens: module(tokens), graph_updates=False)(module, tokens)
 
 It is a view: its variables are the arrays of `Model.params`, without a copy. Their type is `Weight` rather
@@ -36,8 +36,8 @@ class Weight(nnx.Variable):
 class LanguageModel(nnx.Module):
     """The weights of a model as nnx variables, nested as `Params` is.
 
-    weights  nnx.Dict, ["layers"]["wo"]["parts"]["0"]["fields"]["qs"] and so on: Params' fields by name,
-             tuples by number
+    weights  nnx.Dict, ["layers"]["mlp"]["0"]["up"]["parts"]["0"]["fields"]["qs"] and so on: Params' fields by
+             name, tuples by number
     config   ModelConfig
     """
 

@@ -25,7 +25,7 @@ except ImportError:
 # "demo" is SmolLM2; or "model.gguf", a Hugging Face folder, "user/repo:Q1_0". Tests put a tiny model here.
 SOURCE = os.environ.get("NOTEBOOK_MODEL", "demo")
 model = bj.load(SOURCE)
-model.config
+model.config.attention  # as the file says it is; layers alike have settings alike
 
 # %% [markdown]
 # ## Generate
@@ -62,9 +62,9 @@ for attempt in ("compiling", "compiled"):
 
 # %%
 packed = bj.load(SOURCE, bj.RunConfig(weights="packed"))
-layers = packed.params.layers
-for name in ("wo", "w_gate", "w_up", "w_down"):
-    stack = getattr(layers, name)
+(attention,), (mlp,) = packed.params.layers.attention, packed.params.layers.mlp
+stacks = {"output": attention.o, "gate": mlp.gate, "up": mlp.up, "down": mlp.down}
+for name, stack in stacks.items():
     weights = len(stack.where) * stack.shape[0] * stack.shape[1]
     print(f"{name:7} {len(stack.where)} layers of {stack.shape[0]} x {stack.shape[1]}, "
           f"{stack.parts[0].format}: {8 * stack.nbytes / weights:.3f} bits a weight")  # fmt: skip
@@ -104,9 +104,7 @@ if plt:
 # Which implementation was chosen for a product, and why not another:
 
 # %%
-product = problems.Matmul(
-    device.platform(), layers.attention[0].o.parts[0].format, *layers.attention[0].o.shape
-)
+product = problems.Matmul(device.platform(), attention.o.parts[0].format, *attention.o.shape)
 for verdict in selection.explain(product):
     print("->" if verdict.taken else "  ", verdict.kernel, "-", verdict.reason)
 

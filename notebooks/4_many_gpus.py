@@ -119,14 +119,15 @@ for name, tokens in answers.items():
 # %% [markdown]
 # ## What a device holds
 #
-# A split matrix lies in shards. Of every layer's `w_up`, each of the tensor parallel devices has its rows:
+# A split matrix lies in shards. Of every layer's `up`, each of the tensor parallel devices has its rows:
 
 # %%
-w_up = models[f"tensor {PARTS}"].params.layers.mlp[0].up.parts[0].fields["qs"]
-print("w_up, [layers, outputs, blocks, codes]:", w_up.shape)
-for piece in w_up.addressable_shards:
+(mlp,) = models[f"tensor {PARTS}"].params.layers.mlp
+up = mlp.up.parts[0].fields["qs"]
+print("up, [layers, outputs, blocks, codes]:", up.shape)
+for piece in up.addressable_shards:
     rows = piece.index[1]
-    print(f"  {piece.device}: outputs {rows.start or 0} to {rows.stop or w_up.shape[1]}")
+    print(f"  {piece.device}: outputs {rows.start or 0} to {rows.stop or up.shape[1]}")
 
 
 def bytes_by_device(tree):
@@ -148,9 +149,7 @@ weights, caches = {}, {}
 for name, sharded in models.items():
     state = bj.new_state(sharded, ROWS, 256, bj.SamplingParams(), NEW)
     weights[name] = max(bytes_by_device(sharded.params).values()) / 1e6
-    caches[name] = (
-        max(bytes_by_device((state.cache.attention[0].k, state.cache.attention[0].v)).values()) / 1e6
-    )
+    caches[name] = max(bytes_by_device(state.cache.attention).values()) / 1e6
     print(f"{name:18} weights {weights[name]:7.2f} MB, cache {caches[name]:6.2f} MB on the fullest device")
 assert weights[f"tensor {PARTS}"] < 1.25 * weights["one device"] / PARTS
 assert caches[f"data {DEVICES}"] == caches["one device"] / DEVICES

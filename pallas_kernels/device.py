@@ -9,19 +9,24 @@ import dataclasses
 
 import jax
 
+from pallas_kernels.gpu import driver
+
 
 @dataclasses.dataclass(frozen=True)
 class Device:
     """What kernels are chosen and planned for.
 
     platform         "sm_90" for a GPU of compute capability 9.0, else "cpu" or "tpu"
-    multiprocessors  each runs a block of threads at a time, or several small ones
+    multiprocessors  that this process may use: each runs a block of threads at a time, or several small ones.
+                     No persistent launch has more blocks, so that all of them run at once
     shared_bytes     the most shared memory that a block may ask for
+    whole            the multiprocessors that the GPU has; None: this process may use all
     """
 
     platform: str
     multiprocessors: int
     shared_bytes: int
+    whole: int | None = None
 
 
 # A GPU of each compute capability, to compile for without having one. Shared memory: CUDA C++ Programming
@@ -49,7 +54,14 @@ def default() -> Device:
     if used.platform != "gpu":
         return dataclasses.replace(GPUS["sm_90"], platform=used.platform)
     platform = "sm_" + used.compute_capability.replace(".", "")
-    return Device(platform, used.core_count, used.shared_memory_per_block_optin)
+    return _usable(used, platform)
+
+
+def _usable(gpu, platform: str) -> Device:
+    """This process's share of a GPU: under MPS the driver may give it a part of the multiprocessors."""
+    share = min(driver.multiprocessors(gpu.local_hardware_id) or gpu.core_count, gpu.core_count)
+    whole = gpu.core_count if share < gpu.core_count else None
+    return Device(platform, share, gpu.shared_memory_per_block_optin, whole)
 
 
 def _used() -> jax.Device:

@@ -1,7 +1,11 @@
-"""What is asked of a kernel: one dataclass for each op, with the sizes from which selection.py chooses."""
+"""What is asked of a kernel: one dataclass for each op, with the sizes from which selection.py chooses.
+
+CALL of a problem lists the arguments of a candidate's `run`, keywords after the star. "": `run` has arguments
+of each candidate's own, and nobody can register more of them.
+"""
 
 import dataclasses
-from typing import Literal
+from typing import ClassVar, Literal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,8 +18,13 @@ class Matmul:
     matrices  2 for SwiGLU's gate and up
     bits      to which kernels may round activations
     mixed     whether other layers of its stack, or what it is joined with, have other formats
+
+    run(...) -> norm(x) W.T + residual for one matrix, activation(norm(x) G.T, norm(x) U.T) for two: float32
+    [*batch, N], for x [*batch, K] and a tuple of QTensors. `part_layer` indexes their stacks and `layer`
+    gamma: the two differ where a file mixes formats, and None means no stack. Without gamma there is no norm.
     """
 
+    CALL: ClassVar[str] = "x, weights, part_layer, layer, gamma, eps, residual, activation"
     platform: str
     format: str
     n: int
@@ -39,6 +48,7 @@ class Experts:
     folded  whether inputs must be rotated before
     """
 
+    CALL: ClassVar[str] = ""
     platform: str
     kernel: str
     whole: bool = False
@@ -56,8 +66,14 @@ class Attention:
     scale   of scores; None: 1 / sqrt(head_dim)
     softcap  scores are softcap tanh(score / softcap); None: they are not bounded
     rotated  values of a head that rope turns; None: all
+
+    run(...) -> float32 [B, T, H, D], as attention/reference.py describes. Queries are rotated, and the pages
+    have the new keys and values already.
     """
 
+    CALL: ClassVar[str] = (
+        "q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap"
+    )
     platform: str
     phase: Literal["decode", "prefill"]
     heads: int
@@ -95,6 +111,7 @@ class Step:
                 one of each
     """
 
+    CALL: ClassVar[str] = ""
     platform: str
     rows: int
     hidden: int
@@ -120,8 +137,12 @@ class Step:
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The draw of each row's next token from logits over a vocabulary."""
+    """The draw of each row's next token from logits over a vocabulary.
 
+    run(...) -> tokens, seen, counts, as sampling/api.py describes.
+    """
+
+    CALL: ClassVar[str] = "logits, rules, keys, positions"
     platform: str
     vocabulary: int
 
@@ -134,8 +155,11 @@ class DeltaNet:
     """A gated delta net of one token a row ("decode") or of many ("prefill").
 
     conv  tokens that its convolution sees
+
+    run(...) -> y, states, tails, as delta/api.py describes; weights are conv, decay, dt and norm by name.
     """
 
+    CALL: ClassVar[str] = "qkv_z, gates, states, tails, positions, layer, weights, eps, grouped"
     platform: str
     phase: Literal["decode", "prefill"]
     k_heads: int

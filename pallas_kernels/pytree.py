@@ -34,9 +34,9 @@ def serializable[T](node: type[T]) -> type[T]:
     def from_state_dict(tree, state: dict[str, Any]):
         values = {name: getattr(tree, name) for name in names}
         keys = {name: jax.random.key_impl(v) for name, v in values.items() if _is_key(v)}
-        found = serialization.from_state_dict(values | dict.fromkeys(keys), state)
-        words = {name: jax.random.wrap_key_data(found[name], impl=impl) for name, impl in keys.items()}
-        return tree.replace(**found | words)
+        restored = serialization.from_state_dict(values | dict.fromkeys(keys), state)
+        words = {name: jax.random.wrap_key_data(restored[name], impl=impl) for name, impl in keys.items()}
+        return tree.replace(**restored | words)
 
     serialization.register_serialization_state(node, to_state_dict, from_state_dict, override=True)
     return node

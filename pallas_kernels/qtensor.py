@@ -21,19 +21,16 @@ class Products:
     kernels          (most rows of activations, kernel), ascending; None in the last: any number of rows
     activation_bits  8 or 16: kernels may round activations to so many bits, in groups of 128 columns (1-bit
                      weights) or of the columns that share a scale. 16 is nearly exact
+    tiled            whether a kernel reads the format's tiles; if not, blocks as they stand in the file
     """
 
     kernels: tuple[tuple[int | None, str], ...] = ((None, "reference"),)
     activation_bits: int = 8
+    tiled: bool = False
 
     def kernel(self, rows: int) -> str:
         """The kernel for this number of rows of activations."""
         return next(kernel for most, kernel in self.kernels if most is None or rows <= most)
-
-    @property
-    def tiled(self) -> bool:
-        """Whether a kernel reads the format's tiles; if not, the fields are those of the file's blocks."""
-        return any(kernel not in ("reference", "cublas", "cpu") for _, kernel in self.kernels)
 
     def __str__(self):
         first, parts = 1, []

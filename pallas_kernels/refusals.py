@@ -1,6 +1,6 @@
 """Why a kernel cannot run a problem: for each kernel a function that gives the reason, or None where it can.
 
-`selection.CANDIDATES` asks them. How many rows of activations a kernel of Matmul is for stands there.
+Candidates ask them (selection.py); the numbers of rows that a kernel is for stand there.
 """
 
 import importlib.util
@@ -9,14 +9,14 @@ from pallas_kernels import cache_layouts, device, formats
 from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Parts, Problem, Sampling, Step
 from pallas_kernels.tiles import TILE_COLUMNS
 
-STEP_ROWS = 256  # of a decode step, at most
 NEEDS_LLVM = "needs the package llvmlite: install the extra `cpu`"
+NEEDS_TRITON = "needs the package jax-triton: install the extra `triton`"
 NEEDS_HOPPER = "needs Hopper's tensor core instructions (compute capability 9.0)"
 NEEDS_AMPERE = "needs an NVIDIA GPU of compute capability 8.0 or newer"
 
 
-def never(problem: Problem) -> None:
-    """Of what runs every problem."""
+def no_reason(problem: Problem) -> None:
+    """For fallbacks: never refuses."""
     return None
 
 
@@ -40,21 +40,21 @@ def bit_decode_s8(problem: Matmul) -> str | None:
 
 
 def bit_decode_b1(problem: Matmul) -> str | None:
-    return _of_family("bit", problem)
+    return _family("bit", problem)
 
 
 def bit_prefill_sm90(problem: Matmul) -> str | None:
-    if reason := _on_hopper(problem) or _of_family("bit", problem):
+    if reason := _on_hopper(problem) or _family("bit", problem):
         return reason
     return "its tiles are 64 outputs" if -(-problem.n // 16) % 4 else None
 
 
 def int_decode(problem: Matmul) -> str | None:
-    return _of_family("int", problem)
+    return _family("int", problem)
 
 
 def int_prefill_sm90(problem: Matmul) -> str | None:
-    return _on_hopper(problem) or _of_family("int", problem)
+    return _on_hopper(problem) or _family("int", problem)
 
 
 def cublas(problem: Matmul) -> str | None:
@@ -73,7 +73,7 @@ def cpu_matmul(problem: Matmul) -> str | None:
     return _needs_llvm()
 
 
-def _of_family(family: str, problem: Matmul) -> str | None:
+def _family(family: str, problem: Matmul) -> str | None:
     if reason := _since_ampere(problem):
         return reason
     if (own := formats.family(problem.format)) is None:
@@ -117,6 +117,16 @@ def prefill_attention_sm80(problem: Attention) -> str | None:
     if problem.head_dim > 128:
         return f"head_dim is {problem.head_dim}; the kernel has 64 and 128"
     return _many_queries(problem)
+
+
+def triton_attention(problem: Attention) -> str | None:
+    if reason := _since_ampere(problem):
+        return reason
+    if problem.cache_dtype not in ("float16", "bfloat16"):
+        return f"the cache is {problem.cache_dtype}; the kernel reads float16 and bfloat16"
+    if problem.head_dim % 8 or problem.head_dim > 256:
+        return f"head_dim is {problem.head_dim}; the kernel has multiples of 8, to 256"
+    return NEEDS_TRITON if importlib.util.find_spec("jax_triton") is None else None
 
 
 def cpu_attention(problem: Attention) -> str | None:
@@ -171,7 +181,7 @@ def one_launch(problem: Step) -> str | None:
         return reason
     if problem.layers is None:
         return "not all layers' weights are Q1_0, joined by layer"
-    if others := _not_of_family("bit", problem.layers):
+    if others := _others_than("bit", problem.layers):
         return f"not all layers' weights are Q1_0, joined by layer: {others}"
     if reason := _plain_scores(problem.attention) or _plain(problem) or _turned(problem.attention):
         return reason
@@ -179,7 +189,7 @@ def one_launch(problem: Step) -> str | None:
 
     a = problem.attention
     sizes = (problem.rows, problem.hidden, problem.ffn, a.heads, a.kv_heads, a.head_dim)
-    return Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses()
+    return _in_this_share(Shapes(*sizes, blocks=device.multiprocessors(), bits=problem.bits).refuses())
 
 
 def _one_launch_with_experts(problem: Step) -> str | None:
@@ -193,10 +203,11 @@ def _one_launch_with_experts(problem: Step) -> str | None:
 
     assert problem.layers is not None and problem.experts is not None
     a, (count, used) = problem.attention, problem.experts
-    return experts_plan.refuses(
+    reason = experts_plan.refuses(
         problem.hidden, problem.ffn, (a.heads, a.kv_heads, a.head_dim),
         experts_plan.Experts(count, used, True), problem.bits, problem.layers,
     )  # fmt: skip
+    return _in_this_share(reason)
 
 
 def layer_products(problem: Step) -> str | None:
@@ -210,10 +221,10 @@ def layer_products(problem: Step) -> str | None:
     rest = {"bits": problem.bits, "rotated": problem.folded}
     alike = dict.fromkeys(zip(problem.inputs_of_o, problem.layers, (*problem.layers[1:], None), strict=True))
     reasons = (
-        refuses(problem.rows, width, problem.hidden, problem.ffn, layer, behind, **rest)
-        for width, layer, behind in alike
+        refuses(problem.rows, width, problem.hidden, problem.ffn, layer, following, **rest)
+        for width, layer, following in alike
     )
-    return next(filter(None, reasons), None)
+    return _in_this_share(next(filter(None, reasons), None))
 
 
 def layer_gemms(problem: Step) -> str | None:
@@ -221,8 +232,6 @@ def layer_gemms(problem: Step) -> str | None:
         return reason
     if reason := _several_phases(problem) or _plain(problem):
         return reason
-    if not 9 <= problem.rows <= STEP_ROWS:
-        return f"is for 9 to {STEP_ROWS} rows"
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
     if problem.bits != 8:
@@ -236,6 +245,17 @@ def layer_gemms(problem: Step) -> str | None:
     if any(formats.family(format) == "bit" and n % 64 for format, n in pieces):
         return "its tiles are 64 outputs"
     return _plain_scores(problem.attention) or _turned(problem.attention)
+
+
+def _in_this_share(reason: str | None) -> str | None:
+    """Why there is no room for all blocks, with the remedy where the process has a part of the GPU."""
+    gpu = device.default()
+    if reason is None or gpu.whole is None:
+        return reason
+    return (
+        f"{reason}; all blocks must run at once, and MPS gives this process {gpu.multiprocessors} of the "
+        f"GPU's {gpu.whole} multiprocessors: raise its active thread percentage"
+    )
 
 
 def _several_phases(problem: Step) -> str | None:
@@ -266,7 +286,7 @@ def _in_tiles(problem: Step) -> str | None:
     """Why not all products are int_decode's, or None."""
     if problem.layers is None:
         return "q, k and v of a layer are not joined, or a matrix is not stored in a kernel's tiles"
-    if others := _not_of_family("int", problem.layers):
+    if others := _others_than("int", problem.layers):
         return f"not all layers' weights have 2 to 8 bits: {others}"
     sizes = [("hidden", problem.hidden), ("feed-forward", problem.ffn)]
     for what, size in (*sizes, *(("q", width) for width in problem.inputs_of_o)):
@@ -275,9 +295,10 @@ def _in_tiles(problem: Step) -> str | None:
     return None
 
 
-def _not_of_family(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
-    found = {format for layer in layers for parts in layer for format, _ in parts}
-    return ", ".join(sorted(format for format in found if formats.family(format) != family))
+def _others_than(family: str, layers: tuple[tuple[Parts, ...], ...]) -> str:
+    """Formats of other families."""
+    stored = {format for layer in layers for parts in layer for format, _ in parts}
+    return ", ".join(sorted(format for format in stored if formats.family(format) != family))
 
 
 # DeltaNet and Sampling

@@ -15,7 +15,7 @@ class Rotation(struct.PyTreeNode):
 
     signs  float32 +-1 [K]; None: all 1
     flips  int32, the same as kernels read it: bit j of word 32 c + l is set where column 1024 c + 32 j + l
-           has -1. None: no kernel rotates (`of` makes both)
+           has -1. None: no kernel rotates (`from_signs` makes both)
     block  values that H, the normalized Walsh-Hadamard transform in Sylvester's order, is of; a power of two
     heads  (repeats, k heads): P brings x, [repeats, k heads, width] as it lies, to [k heads, repeats, width];
            None: it stays
@@ -31,7 +31,7 @@ class Rotation(struct.PyTreeNode):
     flips: Int[Array, "words"] | None = None
 
     @classmethod
-    def of(cls, signs: np.ndarray, block: int, heads: tuple[int, int] | None = None) -> "Rotation":
+    def from_signs(cls, signs: np.ndarray, block: int, heads: tuple[int, int] | None = None) -> "Rotation":
         """With flips."""
         return cls(jnp.asarray(signs, jnp.float32), block, heads, flips=jnp.asarray(flips_of(signs)))
 

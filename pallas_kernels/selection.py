@@ -2,7 +2,7 @@
 
     op         weights or cache    rows                        GPU        kernel
     Matmul     1 bit, large        1 to 8                      9.0        bit_decode_ring
-               bit (1 bit)          1 to 3                      from 8.0   bit_decode_b1
+               bit (1 bit)         1 to 3                      from 8.0   bit_decode_b1
                                    4 to 8                                 bit_decode_s8, or bit_decode_b1
                                    from 9                      9.0        bit_prefill_sm90
                int (2 to 8 bits)   1 to 8, 1 to 16             from 8.0   int_decode
@@ -16,12 +16,13 @@
     Attention  any                 1 query of each sequence    from 8.0   decode
                8 or 16 bits        more                        9.0        prefill_sm90
                8 or 16, to 128     more                        from 8.0   prefill_sm80
+               16 bits             any, with the extra         from 8.0   triton
                any                 1 query of each sequence    none       cpu
                any                 other                       or none    reference
     Step       bit                 1 to 24, if they have room  from 9.0   one_launch
                int, with experts   1, if it has room           from 8.0   one_launch
-               int                 as many as have room        from 8.0   layer_products
-               bit, int             9 to 256                    9.0        layer_gemms
+               int                 1, 2, if they have room     from 8.0   layer_products
+               bit, int            9 to 256                    9.0        layer_gemms
                any                 other                       any        launches
     DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
                float32             more                        from 8.0   delta_chunks
@@ -30,18 +31,26 @@
                any                 any                         or none    reference
 
 A family is what a format's file says its tiles are for (pallas_kernels/formats). Problems are in problems.py,
-and why a kernel cannot run one in refusals.py. CANDIDATES are asked in their order: the first that can takes
-the problem.
+and why a kernel cannot run one in refusals.py. A candidate is one object: its refusal, its rows and its call.
+They are asked in order of preference: the first that can takes the problem. `register` adds one of your own.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Callable
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, get_args
 
 from pallas_kernels import cache_layouts, device, formats, refusals
 from pallas_kernels.problems import Attention, DeltaNet, Experts, Matmul, Problem, Sampling, Step
 from pallas_kernels.qtensor import Products, QTensor, tile
 
 FIRST = "the first that can run it"
+STEP_ROWS = 256  # the most rows of a decode step that a schedule is for
+Range = tuple[int, int | None]  # the first and the last number of rows; None: any number from the first on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,70 +66,178 @@ class Verdict:
 class Candidate:
     """A kernel that may run an op.
 
-    refuses      why it cannot run a problem; None: it can
-    first, last  rows of activations that it is for; None: any number from the first on
-    range_of     of a problem, in place of the two
-    pallas       whether it is a Pallas kernel; else XLA's own code
+    name     unique within its op; plans, `inspect` and errors show it
+    op       the dataclass of its problems (problems.py), which says how `run` is called
+    refuses  problem -> why the kernel cannot run it; None: it can
+    run      the function, or its place as "package.module:function", which is imported at the first call:
+             kernels take a while to import, and only GPUs need them. None: the op's own code does the work
+             (a schedule of a step is in bonsai_jax)
+    rows     the rows of activations (Matmul, Experts) or sequences (Step) that it is for, or a function that
+             returns them for a problem
+    pallas   whether impl="pallas" admits it: a Pallas kernel, or cuBLAS for a GEMM
+    tiled    whether it reads a matrix in its format's tiles; others take any layout that they find
+    fused    whether `run` includes what precedes the op in a layer, with arguments of its own
+    offers   further functions of its module, which the op's code calls where a candidate has them
+    detail   problem -> what `explain` adds to the verdict of the candidate that was taken
     """
 
-    refuses: Callable[..., str | None]
-    first: int = 1
-    last: int | None = None
-    range_of: Callable[..., tuple[int, int | None]] | None = None
+    name: str
+    op: type[Any]
+    refuses: Callable[[Any], str | None]
+    run: Callable[..., Any] | str | None
+    rows: Range | Callable[[Any], Range] = (1, None)
     pallas: bool = True
+    tiled: bool = False
+    fused: bool = False
+    offers: tuple[str, ...] = ()
+    detail: Callable[[Any], str] = lambda problem: ""
 
-    def rows(self, problem: Problem) -> tuple[int, int | None]:
-        """The first and the last number of rows that it is for."""
-        return self.range_of(problem) if self.range_of else (self.first, self.last)
+    def range(self, problem: Problem) -> Range:
+        """`rows` for a problem."""
+        return self.rows(problem) if callable(self.rows) else self.rows
+
+    @property
+    def module(self) -> ModuleType:
+        """The module of `run`, where that is a place."""
+        return importlib.import_module(str(self.run).partition(":")[0])
+
+    def __call__(self, *arguments, **keywords):
+        run = getattr(self.module, self.run.partition(":")[2]) if isinstance(self.run, str) else self.run
+        assert run is not None, self.name
+        return run(*arguments, **keywords)
 
 
-def _rows_of_kq_prefill(problem: Matmul) -> tuple[int, int | None]:
-    """It rounds activations to float16: to more bits than 8, but to fewer than 16. In a loop of layers, as
-    prefill's, XLA branches by the format that a layer has, and the GPU waits for the host."""
-    return 9 if problem.bits == 8 else 17, refusals.STEP_ROWS if problem.mixed else None
+def _int_prefill_rows(problem: Matmul) -> Range:
+    """Activations become float16, which is more precise than 8 bits and less than 16. In a loop over layers
+    with mixed formats, which prefill has, XLA branches on the format, and the GPU waits for the host."""
+    return 9 if problem.bits == 8 else 17, STEP_ROWS if problem.mixed else None
 
 
-# In order of preference.
-CANDIDATES: dict[type, dict[str, Candidate]] = {
-    Matmul: {
-        "bit_decode_ring": Candidate(refusals.bit_decode_ring, 1, 8),
-        "bit_decode_s8": Candidate(refusals.bit_decode_s8, 4, 8),
-        "bit_decode_b1": Candidate(refusals.bit_decode_b1, 1, 8),
-        "int_prefill_sm90": Candidate(refusals.int_prefill_sm90, range_of=_rows_of_kq_prefill),
-        "int_decode": Candidate(refusals.int_decode, 1, 16),
-        "bit_prefill_sm90": Candidate(refusals.bit_prefill_sm90, 9),
-        "cublas": Candidate(refusals.cublas, 9, pallas=False),
-        "cpu": Candidate(refusals.cpu_matmul, pallas=False),
-        "reference": Candidate(refusals.never, pallas=False),
-    },
-    Experts: {
-        "grouped": Candidate(refusals.grouped, 17),
-        "int_experts": Candidate(refusals.int_experts),
-        "tiles": Candidate(refusals.never, pallas=False),
-    },
-    Attention: {
-        "decode": Candidate(refusals.decode_attention),
-        "prefill_sm90": Candidate(refusals.prefill_attention_sm90),
-        "prefill_sm80": Candidate(refusals.prefill_attention_sm80),
-        "cpu": Candidate(refusals.cpu_attention, pallas=False),
-        "reference": Candidate(refusals.never, pallas=False),
-    },
-    Step: {
-        "one_launch": Candidate(refusals.one_launch),
-        "layer_products": Candidate(refusals.layer_products),
-        "layer_gemms": Candidate(refusals.layer_gemms),
-        "launches": Candidate(refusals.never),
-    },
-    DeltaNet: {
-        "delta_step": Candidate(refusals.delta_step),
-        "delta_chunks": Candidate(refusals.delta_chunks),
-        "reference": Candidate(refusals.never, pallas=False),
-    },
-    Sampling: {
-        "two_launches": Candidate(refusals.two_launches),
-        "reference": Candidate(refusals.never, pallas=False),
-    },
-}
+def _dequantized_by(problem: Matmul) -> str:
+    if problem.format == "f16":
+        return ": float16 weights as they are"
+    by = "a kernel" if formats.family(problem.format) == "int" else "XLA"
+    return f": {by} dequantizes a layer's matrix to float16"
+
+
+def _prefill_operand(problem: Attention) -> str:
+    operand = cache_layouts.get(problem.cache_dtype).PREFILL
+    return f": keys and values dequantized to {operand}" * (operand != problem.cache_dtype)
+
+
+def _our_own() -> Iterator[Candidate]:
+    """Ops in any order, an op's candidates in order of preference."""
+    rules, xla = refusals, functools.partial(Candidate, pallas=False)
+
+    bit, ints = "pallas_kernels.matmul.bit_mma", "pallas_kernels.matmul.int_mma"
+    tiled = functools.partial(Candidate, tiled=True)
+    yield tiled("bit_decode_ring", Matmul, rules.bit_decode_ring, f"{bit}.decode_ring:run", (1, 8))
+    yield tiled("bit_decode_s8", Matmul, rules.bit_decode_s8, f"{bit}.decode_s8:run", (4, 8))
+    yield tiled("bit_decode_b1", Matmul, rules.bit_decode_b1, f"{bit}.decode_b1:run", (1, 8))
+    int_prefill = f"{ints}.prefill_sm90:run", _int_prefill_rows
+    yield tiled("int_prefill_sm90", Matmul, rules.int_prefill_sm90, *int_prefill, offers=("rotates",))
+    offers = ("rotates", "run_below", "run_and_send")
+    yield tiled("int_decode", Matmul, rules.int_decode, f"{ints}.decode:run", (1, 16), offers=offers)
+    yield tiled("bit_prefill_sm90", Matmul, rules.bit_prefill_sm90, f"{bit}.prefill_sm90:run", (9, None))
+    cublas = "pallas_kernels.matmul.cublas:run", (9, None)
+    yield Candidate("cublas", Matmul, rules.cublas, *cublas, offers=("run_stacks",), detail=_dequantized_by)
+    yield xla("cpu", Matmul, rules.cpu_matmul, "pallas_kernels.matmul.cpu:run")
+    yield xla("reference", Matmul, rules.no_reason, "pallas_kernels.matmul.reference:run")
+
+    grouped = "pallas_kernels.experts.grouped:feed_forward", (17, None)
+    yield Candidate("grouped", Experts, rules.grouped, *grouped, fused=True)
+    one_launch = "pallas_kernels.experts.int_experts:run"
+    yield Candidate("int_experts", Experts, rules.int_experts, one_launch, offers=("most_rows",))
+    yield xla("tiles", Experts, rules.no_reason, None)
+
+    decode, prefill = (f"pallas_kernels.attention.{phase}" for phase in ("decode", "prefill"))
+    yield Candidate("decode", Attention, rules.decode_attention, f"{decode}:decode_attention", fused=True)
+    reads = functools.partial(Candidate, detail=_prefill_operand)
+    yield reads("prefill_sm90", Attention, rules.prefill_attention_sm90, f"{prefill}_sm90:run")
+    yield reads("prefill_sm80", Attention, rules.prefill_attention_sm80, f"{prefill}_sm80:run")
+    yield xla("triton", Attention, rules.triton_attention, "pallas_kernels.attention.triton:run")
+    yield xla("cpu", Attention, rules.cpu_attention, "pallas_kernels.attention.cpu:run")
+    yield xla("reference", Attention, rules.no_reason, "pallas_kernels.attention.reference:attention")
+
+    # One launch has three times the columns of a tensor core; more rows of layer_products are not measured
+    # (LOG.md); fewer than 9 have matrix products of their own.
+    yield Candidate("one_launch", Step, rules.one_launch, None, rows=(1, 24))
+    yield Candidate("layer_products", Step, rules.layer_products, None, rows=(1, 2))
+    yield Candidate("layer_gemms", Step, rules.layer_gemms, None, rows=(9, STEP_ROWS))
+    yield Candidate("launches", Step, rules.no_reason, None)
+
+    delta = "pallas_kernels.delta"
+    yield Candidate("delta_step", DeltaNet, rules.delta_step, f"{delta}.step:run")
+    yield Candidate("delta_chunks", DeltaNet, rules.delta_chunks, f"{delta}.chunks:run")
+    yield xla("reference", DeltaNet, rules.no_reason, f"{delta}.reference:run")
+
+    sampling = "pallas_kernels.sampling"
+    yield Candidate("two_launches", Sampling, rules.two_launches, f"{sampling}.kernel:run")
+    yield xla("reference", Sampling, rules.no_reason, f"{sampling}.reference:draw")
+
+
+# In order of preference. Changed by `register` and `unregister` alone.
+_CANDIDATES: list[Candidate] = list(_our_own())
+
+
+def candidates(op: type[Problem]) -> tuple[Candidate, ...]:
+    """The candidates of an op, in order of preference."""
+    return tuple(candidate for candidate in _CANDIDATES if candidate.op is op)
+
+
+def get(op: type[Problem], name: str) -> Candidate:
+    """A candidate by its name. Raises ValueError, with the names that the op has."""
+    for candidate in candidates(op):
+        if candidate.name == name:
+            return candidate
+    names = ", ".join(candidate.name for candidate in candidates(op))
+    raise ValueError(
+        f"{op.__name__} has no candidate {name!r}; it has {names}. Your own come with `selection.register`"
+    )
+
+
+def register(candidate: Candidate, before: str = "reference") -> None:
+    """Make a kernel of yours a candidate, in order of preference before the one named.
+
+    For Matmul, Attention, DeltaNet and Sampling. `run` is called with the arguments that the op's problem
+    lists (problems.py), while JAX traces. Register before a model is loaded: the choice is made at load, and
+    functions that are already compiled do not change. Raises ValueError for another op, a name that the op
+    has already, an unknown `before`, and for rows or functions that the op cannot use.
+    """
+    op, error = candidate.op, f"register: candidate {candidate.name!r}"
+    able = [problem for problem in get_args(Problem) if problem.CALL]
+    if op not in able:
+        names = ", ".join(problem.__name__ for problem in able)
+        raise ValueError(f"{error}: op is {op!r}; it must be one of {names} of problems.py")
+    if candidate.fused or candidate.offers:
+        raise ValueError(f"{error}: fused and offers are for our own candidates; leave them out")
+    if any(other.name == candidate.name for other in candidates(op)):
+        raise ValueError(f"{error}: {op.__name__} has one of that name; `unregister` it, or choose another")
+    if not callable(candidate.rows):
+        first, last = candidate.rows
+        if first < 1 or (last is not None and last < first):
+            raise ValueError(f"{error}: rows are {candidate.rows}; give (first, last), or (first, None)")
+    _check_call(error, "refuses", candidate.refuses, "problem")
+    if not isinstance(candidate.run, str):
+        _check_call(error, "run", candidate.run, op.CALL)
+    _CANDIDATES.insert(_CANDIDATES.index(get(op, before)), candidate)
+
+
+def unregister(candidate: Candidate) -> None:
+    """Undo `register`. Raises ValueError for a candidate that is not registered."""
+    if candidate not in _CANDIDATES:
+        raise ValueError(f"unregister: candidate {candidate.name!r} is not registered")
+    _CANDIDATES.remove(candidate)
+
+
+def _check_call(error: str, what: str, function, arguments: str) -> None:
+    """Raise ValueError where a function cannot be called with arguments of these names."""
+    positional, _, keywords = (part.strip(", ") for part in arguments.partition("*"))
+    names = [[name.strip() for name in part.split(",") if name] for part in (positional, keywords)]
+    try:
+        inspect.signature(function).bind(*names[0], **dict.fromkeys(names[1]))
+    except TypeError as reason:
+        raise ValueError(f"{error}: {what} must be a function of ({arguments}): {reason}") from None
 
 
 def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict]:
@@ -131,21 +248,22 @@ def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict
           of a candidate
     """
     verdicts, taken = [], False
-    for name, candidate in CANDIDATES[type(problem)].items():
+    rows = problem.rows if isinstance(problem, Step) else rows
+    for candidate in candidates(type(problem)):
         reason = candidate.refuses(problem)
-        first, last = candidate.rows(problem)
+        first, last = candidate.range(problem)
         if not first <= rows <= (last or rows):
             to = f" to {last}" if last else " on"
             reason = reason or f"is for {first}{to} rows"
-        if reason is None and not _admits(impl, name, candidate, rows):
+        if reason is None and not _admits(impl, candidate):
             reason = f"{impl} was asked for"
         if reason is None and taken:
             reason = "comes later"
         if reason is None:
             taken = True
-            verdicts.append(Verdict(name, True, FIRST + _how(problem, name)))
+            verdicts.append(Verdict(candidate.name, True, FIRST + candidate.detail(problem)))
         else:
-            verdicts.append(Verdict(name, False, reason))
+            verdicts.append(Verdict(candidate.name, False, reason))
     return verdicts
 
 
@@ -156,25 +274,56 @@ def choose(problem: Problem, rows: int = 1, impl: str = "auto") -> str:
     for verdict in verdicts:
         if verdict.taken:
             return verdict.kernel
-    candidates = CANDIDATES[type(problem)]
-    reasons = {v.reason for v in verdicts if _admits(impl, v.kernel, candidates[v.kernel], rows)}
-    asked = "schedule" if isinstance(problem, Step) else "impl"
+    asked = zip(verdicts, candidates(type(problem)), strict=True)
+    reasons = {verdict.reason for verdict, candidate in asked if _admits(impl, candidate)}
+    option = "schedule" if isinstance(problem, Step) else "impl"
     able = next(verdict.kernel for verdict in explain(problem, rows) if verdict.taken)
-    able += "" if asked == "schedule" else ', by impl="auto"'  # names of kernels are no values of impl
+    able += "" if option == "schedule" else ', by impl="auto"'  # names of kernels are no values of impl
     raise NotImplementedError(
-        f"{asked}={impl!r} cannot run {problem}: {'; '.join(sorted(reasons))}. What can: {able}"
+        f"{option}={impl!r} cannot run {problem}: {'; '.join(sorted(reasons))}. What can: {able}"
     )
 
 
 def products(problem: Matmul, impl: str = "auto") -> Products:
     """The kernel for every number of rows. Errors as for `choose`."""
-    candidates = CANDIDATES[Matmul].values()
-    ranges = [c.rows(problem) for c in candidates]
+    ranges = [candidate.range(problem) for candidate in candidates(Matmul)]
     firsts = sorted({first for first, _ in ranges} | {last + 1 for _, last in ranges if last})
     chosen = [choose(problem, rows, impl) for rows in firsts]
     changes = [i for i in range(len(firsts)) if i + 1 == len(firsts) or chosen[i] != chosen[i + 1]]
     lasts = [firsts[i + 1] - 1 if i + 1 < len(firsts) else None for i in changes]
-    return Products(tuple((last, chosen[i]) for last, i in zip(lasts, changes, strict=True)), problem.bits)
+    kernels = tuple((last, chosen[i]) for last, i in zip(lasts, changes, strict=True))
+    return Products(kernels, problem.bits, any(get(Matmul, kernel).tiled for _, kernel in kernels))
+
+
+def schedules(problem: Step, impl: str = "auto") -> tuple[tuple[int, str], ...]:
+    """The schedule for every number of rows: (most rows, schedule), ascending; more rows have "launches".
+
+    problem  of any number of rows
+    impl     "auto", or the name of a schedule. Raises NotImplementedError, with the reasons, where that can
+             run no number of rows
+    """
+    chosen: list[tuple[int, str]] = []
+    rows = 0  # what has a schedule already
+
+    def refused(rows: int, name: str) -> bool:
+        verdicts = explain(dataclasses.replace(problem, rows=rows), impl=impl)
+        return not any(verdict.taken and verdict.kernel == name for verdict in verdicts)
+
+    for candidate in candidates(Step):
+        first, last = candidate.range(problem)
+        if last is None:
+            continue  # "launches"
+        first = max(first, rows + 1)
+        end = bisect.bisect_left(
+            range(last + 1), True, lo=first, key=functools.partial(refused, name=candidate.name)
+        )
+        if end > first:
+            chosen += [(first - 1, "launches")] * (first > rows + 1) + [(end - 1, candidate.name)]
+            rows = end - 1
+    if not chosen and impl != "auto":
+        first, _ = get(Step, impl).range(problem)
+        choose(dataclasses.replace(problem, rows=first), impl=impl)
+    return tuple(chosen)
 
 
 def for_device(w: QTensor, *, matrices: int = 1, bits: int = 8, impl: str = "auto") -> QTensor:
@@ -185,21 +334,6 @@ def for_device(w: QTensor, *, matrices: int = 1, bits: int = 8, impl: str = "aut
     return (tile(w) if chosen.tiled else w).replace(products=chosen)
 
 
-def _admits(impl: str, name: str, candidate: Candidate, rows: int) -> bool:
+def _admits(impl: str, candidate: Candidate) -> bool:
     """Whether `impl` allows a candidate."""
-    if impl == "pallas":
-        return candidate.pallas or (name == "cublas" and rows > 1)
-    return impl in ("auto", name)
-
-
-def _how(problem: Problem, name: str) -> str:
-    """How cuBLAS gets at the weights, and a kernel of prefill at keys and values."""
-    if isinstance(problem, Attention) and name.startswith("prefill"):
-        operand = cache_layouts.get(problem.cache_dtype).PREFILL
-        return f": keys and values dequantized to {operand}" * (operand != problem.cache_dtype)
-    if name != "cublas" or not isinstance(problem, Matmul):
-        return ""
-    if problem.format == "f16":
-        return ": float16 weights as they are"
-    by = "a kernel" if formats.family(problem.format) == "int" else "XLA"
-    return f": {by} dequantizes a layer's matrix to float16"
+    return candidate.pallas if impl == "pallas" else impl in ("auto", candidate.name)

@@ -14,7 +14,7 @@ XLA_FLAGS += " --xla_cpu_parallel_codegen_split_count=1"
 FIRST = (
     *("test_parallel.py", "test_oracle.py"),
     # What forgets compiled programs (`optimized`, jax.clear_caches), before others have many.
-    *("test_formats.py", "test_ops.py", "test_layers.py", "test_cache_layouts.py", "test_shared_memory.py"),
+    *("test_formats.py", "test_ops.py", "test_rope.py", "test_cache_layouts.py", "test_shared_memory.py"),
     *("test_engine.py", "test_oracle_lengths.py"),
     *("test_docs.py", "test_recipes.py", "test_decoding.py", "test_qwen35.py", "test_text.py"),
     *("test_cli.py", "test_cpu.py", "test_cli_figures.py", "test_params.py", "test_speculation.py"),

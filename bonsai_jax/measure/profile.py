@@ -136,9 +136,10 @@ class Work:
 
 
 def _phases(model: Model, depth: int, rows: int, tokens: int) -> Iterator[Work]:
-    """The phases of a step, in the order in which a layer has them."""
+    """The phases of a step, in the order in which a layer has them: those that mix tokens first."""
     config, params = model.config, model.params
-    for kind in config.kinds:
+    halves = [layer.mixer for layer in config.layers] + [layer.channels for layer in config.layers]
+    for kind in dict.fromkeys(half.kind for half in halves):
         for number, group in enumerate(config.groups(kind)):
             several = len(config.groups(kind)) > 1
             for work in PHASES[kind](model, group, number, depth, rows, tokens):

@@ -9,23 +9,18 @@ A fused launch runs models whose layers are one group of what mixes channels; wh
 refusals of pallas_kernels.
 """
 
-import bisect
 import dataclasses
 
 from bonsai_jax.network import kinds
 from bonsai_jax.weights.plan import LoadPlan, Stack
-from pallas_kernels import device, problems, refusals, selection
-
-# Rows of a step, first and most: of one launch three times the columns of a tensor core; more of
-# layer_products are not measured (LOG.md); fewer than 9 have products of their own.
-ROWS_OF_STEP = {"one_launch": (1, 24), "layer_products": (1, 2), "layer_gemms": (9, refusals.STEP_ROWS)}
+from pallas_kernels import device, problems, selection
 
 
 @dataclasses.dataclass(frozen=True)
 class StepPlan:
     """How a decode step is launched.
 
-    schedules  (most rows, schedule) in order, each a key of ROWS_OF_STEP or "launches", as are more rows
+    schedules  (most rows, schedule) in order, each a candidate of problems.Step; more rows have "launches"
     unrolled   whether layers are straight code, which a GPU captures as one graph, but a loop not; else
                they are scanned
     """
@@ -42,22 +37,7 @@ def step_plan(plan: LoadPlan) -> StepPlan:
     cannot run."""
     problem, run = step_problem(plan), plan.run
     tiled = any(matrix.products.tiled for stack in plan.stacks for part in stack.parts for matrix in part)
-    fewest, _ = ROWS_OF_STEP.get(run.schedule, (1, 1))
-    # Raises if the schedule that was asked for cannot run.
-    selection.choose(dataclasses.replace(problem, rows=fewest), impl=run.schedule)
-    schedules, rows = [], 0
-    for schedule, (first, most) in ROWS_OF_STEP.items():
-
-        def ends(n: int, schedule=schedule) -> bool:
-            verdicts = selection.explain(dataclasses.replace(problem, rows=n), impl=run.schedule)
-            return not any(verdict.taken and verdict.kernel == schedule for verdict in verdicts)
-
-        first = max(first, rows + 1)
-        end = bisect.bisect_left(range(most + 1), True, lo=first, key=ends)
-        if end > first:
-            schedules += [(first - 1, "launches")] * (first > rows + 1) + [(end - 1, schedule)]
-            rows = end - 1
-    return StepPlan(tuple(schedules), unrolled=tiled)
+    return StepPlan(selection.schedules(problem, run.schedule), unrolled=tiled)
 
 
 def step_problem(plan: LoadPlan) -> problems.Step:

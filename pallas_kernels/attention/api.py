@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention import cpu
+from pallas_kernels import cache_layouts, device, selection
 from pallas_kernels.attention.reference import NO_TAPS, apply_rope, attention, check, write_pages
 from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.norm import rms_norm
+from pallas_kernels.problems import Attention
 
 TAPS = ("rot_q", "rot_k", "scores", "pattern")  # what kernels keep to themselves
 EXACT = ("reference", "cpu")  # the kernel of CPUs leaves what it cannot do to the reference
@@ -45,11 +45,11 @@ def attend(
     qkv        as projected, [B, T, (H + 2 Hkv) D]: query heads, key heads, value heads
     norms      gamma of QK-norm for q and k, rms_norm per head; None for models without it
     rotation   cos and sin of the new tokens' angles, for rope
-    impl       for one token a row: "decode" (decode.py), "cpu" (cpu.py) or "reference"
-    prefill_impl  for more: "prefill_sm90", "prefill_sm80" or "reference"
+    impl       the candidate for one token a row (selection.py): "decode", "cpu", "reference", or your own
+    prefill_impl  the candidate for more: "prefill_sm90", "prefill_sm80", "reference", or your own
     window, scale, softcap  as for `attention`
-    gated      behind each query head in qkv, which is H D wider, lies its gate, as wide: outputs are
-               multiplied by its sigmoid
+    gated      each query head in qkv, which is H D wider, is followed by its gate, as wide: outputs are
+               multiplied by the sigmoid of the gate
     workspace  of the kernel of one token a row (`empty_workspace`), where its blocks meet. Handed from layer
                to layer, each once, it spares each launch a memset that it would wait for; None: its own
     taps       {name: x -> x}, what is done to a value on its way: "q", "k", "v" [B, T, heads, D] as
@@ -67,19 +67,20 @@ def attend(
             f"attend: taps on {', '.join(inner)} with impl={impl!r}, prefill_impl={prefill_impl!r}: a kernel "
             "keeps them to itself; they need 'reference'"
         )
-    scores = Scores(window, scale, softcap)
     *_, kv_heads, head_dim = check("attend", qkv, k_pages, v_pages, block_table, positions)
     B, T, width = qkv.shape
-    of_kv = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
-    if width <= 2 * kv_heads * head_dim or (width - 2 * kv_heads * head_dim) % of_kv:
+    per_kv_head = (1 + gated) * kv_heads * head_dim  # a query head and its gate, for each KV head
+    if width <= 2 * kv_heads * head_dim or (width - 2 * kv_heads * head_dim) % per_kv_head:
         raise ValueError(
             f"attend: qkv is {width} wide; with {kv_heads} KV heads of {head_dim} in the cache it must be "
-            f"{2 * kv_heads * head_dim} for them and a multiple of {of_kv} for queries{' and gates' * gated}"
+            f"{2 * kv_heads * head_dim} for them and a multiple of {per_kv_head} for "
+            f"queries{' and gates' * gated}"
         )
     heads = (width // head_dim - 2 * kv_heads) // (1 + gated)
-    pairs, by_kernel, gate = rotation[0].shape[-1], impl == "decode" and T == 1, None
+    kernel = selection.get(Attention, impl if T == 1 else prefill_impl)
+    pairs, gate = rotation[0].shape[-1], None
     within_lanes = 2 * pairs == head_dim or not (interleaved or pairs % 32)  # as the kernel's lanes have them
-    if gated and not (by_kernel and within_lanes and not taps):
+    if gated and not (kernel.fused and within_lanes and not taps):
         qkv, gate = _ungated(qkv, heads, head_dim)
         width = qkv.shape[-1]
     split = functools.partial(jnp.split, indices_or_sections=(heads, heads + kv_heads), axis=2)
@@ -87,13 +88,11 @@ def attend(
         parts = zip(("q", "k", "v"), split(qkv.reshape(B, T, -1, head_dim)), strict=True)
         parts = [taps[name](x) if name in taps else x for name, x in parts]
         qkv = jnp.concatenate(parts, axis=2).reshape(B, T, width)
-    if by_kernel:
-        from pallas_kernels.attention.decode import decode_attention  # only GPUs need it
-
+    if kernel.fused:
         gammas = norms if norms[0] is not None else None
         if within_lanes:
             cos, sin = (x[:, 0] for x in rotation)
-        else:  # ahead of it
+        else:  # before the kernel
             q, k, v = split(qkv.reshape(B, T, -1, head_dim))
             if norms[0] is not None and norms[1] is not None:
                 q, k = rms_norm(q, norms[0][layer], eps), rms_norm(k, norms[1][layer], eps)
@@ -101,10 +100,10 @@ def attend(
             qkv, gammas = jnp.concatenate([q, k, v], axis=2).reshape(B, T, width), None
             cos = sin = None
         gates_too = gated and gate is None
-        kernel = functools.partial(
-            decode_attention, eps=eps, interleaved=interleaved, gated=gates_too, scores=scores
+        attends = functools.partial(
+            kernel, eps=eps, interleaved=interleaved, gated=gates_too, scores=Scores(window, scale, softcap)
         )
-        out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(kernel)(
+        out, k_pages, v_pages, used = jax.custom_batching.sequential_vmap(attends)(
             qkv[:, 0], k_pages, v_pages, block_table, positions[:, 0], layer, cos, sin, gammas, workspace
         )
         return _output(out[:, None], heads, taps, gate), k_pages, v_pages, None if workspace is None else used
@@ -114,23 +113,14 @@ def attend(
     q, k = (apply_rope(x, *rotation, interleaved) for x in (q, k))
     q = taps["rot_q"](q) if "rot_q" in taps else q
     k = taps["rot_k"](k) if "rot_k" in taps else k
-    q, k = map(cache_layouts.of(k_pages).rotate, (q, k))
+    q, k = map(cache_layouts.recognize(k_pages).rotate, (q, k))
     k_pages = write_pages(k_pages, k, block_table, positions, layer)
     v_pages = write_pages(v_pages, v, block_table, positions, layer)
-    if prefill_impl != "reference" and T > 1:
-        kernel = functools.partial(_many_queries, prefill_impl, scores)
-        kernel = jax.custom_batching.sequential_vmap(kernel)
-        out = kernel(q, k_pages, v_pages, block_table, positions, layer)
-    elif impl == "cpu" and T == 1 and not inner:
-        out = cpu.run(
-            q, k_pages, v_pages, block_table, positions, layer,
-            num_keys=num_keys, window=window, scale=scale, softcap=softcap,
-        )  # fmt: skip
-    else:
-        out = attention(
-            q, k_pages, v_pages, block_table, positions, layer,
-            num_keys=num_keys, window=window, scale=scale, softcap=softcap, taps=taps,
-        )  # fmt: skip
+    attends = functools.partial(attention, taps=taps) if inner else kernel
+    out = attends(
+        q, k_pages, v_pages, block_table, positions, layer,
+        num_keys=num_keys, window=window, scale=scale, softcap=softcap,
+    )  # fmt: skip
     return _output(out, heads, taps, gate), k_pages, v_pages, workspace
 
 
@@ -142,23 +132,11 @@ def empty_workspace(rows: int, heads: int, k_pages: Pages) -> Int[Array, "words"
     return jnp.zeros(heads_at_work * (head_dim + 2), jnp.int32)
 
 
-def _many_queries(impl: str, scores: Scores, q, k_pages, v_pages, block_table, positions, layer) -> jax.Array:
-    """`attention` by a kernel of prefill."""
-    from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90  # only GPUs need them
-
-    kernels = {"prefill_sm90": prefill_sm90.prefill_attention, "prefill_sm80": prefill_sm80.mma_attention}
-    if cache_layouts.name_of(k_pages) != cache_layouts.of(k_pages).PREFILL:
-        k_pages, v_pages, block_table, layer = prefill_pages.as_float16(
-            k_pages, v_pages, block_table, positions, layer, scores.window
-        )
-    return kernels[impl](q, k_pages, v_pages, block_table, positions, layer, scores)
-
-
 def _ungated(qkv: jax.Array, heads: int, head_dim: int) -> tuple[jax.Array, jax.Array]:
     """Queries, keys and values without gates; and the gates, [B, T, H D]."""
-    of_heads, rest = jnp.split(qkv, (2 * heads * head_dim,), axis=-1)
-    of_heads = of_heads.reshape(*of_heads.shape[:-1], heads, 2, head_dim)
-    q, gate = (of_heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
+    query_heads, rest = jnp.split(qkv, (2 * heads * head_dim,), axis=-1)
+    query_heads = query_heads.reshape(*query_heads.shape[:-1], heads, 2, head_dim)
+    q, gate = (query_heads[..., i, :].reshape(*qkv.shape[:-1], -1) for i in range(2))
     return jnp.concatenate([q, rest], axis=-1), gate
 
 

@@ -34,8 +34,8 @@ def run(
 
     @op.defjvp
     def derivative(primals, tangents):
-        of_pages = lambda *moving: exact(*moving, *primals[3:])  # noqa: E731
-        return op(*primals), jax.jvp(of_pages, primals[:3], tangents[:3])[1]
+        changing = lambda *arrays: exact(*arrays, *primals[3:])  # noqa: E731
+        return op(*primals), jax.jvp(changing, primals[:3], tangents[:3])[1]
 
     layer, keys = jnp.asarray(layer, jnp.int32), jnp.asarray(num_keys, jnp.int32)
     return op(q.astype(jnp.float32), k_pages, v_pages, block_table, positions, layer, keys)
@@ -47,7 +47,7 @@ def _kernel(q, k_pages, v_pages, block_table, positions, layer, *, scores: Score
     (rows, _, heads, head_dim), (*_, page_size, kv_heads, _) = q.shape, shape(k_pages)
     # Of keys and of values: numbers, then their scales where they have some (cache_layouts/int8.py).
     arrays = list(zip(jax.tree.leaves(k_pages), jax.tree.leaves(v_pages), strict=True))
-    dtypes = [str(of_keys.dtype) for of_keys, _ in arrays]
+    dtypes = [str(field.dtype) for field, _ in arrays]
     dtype, scales = dtypes if len(dtypes) == 2 else (*dtypes, None)
     kernel = keys.Kernel(
         dtype, scales, heads // kv_heads, head_dim, scores.factor(head_dim), scores.window, scores.softcap

@@ -92,7 +92,7 @@ def decode_attention(
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     workspace = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if workspace is None else workspace)
     refs, structure = jax.tree.flatten(pages)
-    layout, out_type = cache_layouts.of(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    layout, out_type = cache_layouts.recognize(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
     if integers and phase.makes_groups:
         out_type = tuple(activations_int8.results_of(batch, width).values())
     slots = _slots_of_warp(phase, layout)

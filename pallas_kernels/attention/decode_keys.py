@@ -74,8 +74,8 @@ class Warp(LayerShare):
         return self._load(self.cache.values, self.values_at(base), self.value_part, page)
 
     def fetch_scales(self, base, page):
-        """Of keys, and of values: those of this lane's scores and weights, as they are stored: to widen them
-        here would be to wait for them."""
+        """The scales of this lane's keys and values, as they are stored: a lane that widens them waits for
+        memory."""
         heads = [self.place(self.stored_key(j), 0, page)[:-1] for j in self.keys_at(base)]
         scale = self.cache.layout.load_scale
         return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]

@@ -17,7 +17,7 @@ THREADS, WARPS = 256, 8
 KEYS = 16  # of a warp at a time
 BLOCKS_AT_ONCE = 4  # of 4 warps on a multiprocessor: 128 registers a thread
 MOST_HEADS = 7  # of a block: the eighth row of lanes has the new key
-KEYS_PER_SPLIT = KEYS * WARPS  # at most of a row's only one: that much is on its way before q is there
+KEYS_PER_SPLIT = KEYS * WARPS  # at most, if a row has one split: as many are on their way before q arrives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,9 +35,9 @@ class Plan:
     normed: bool
     eps: float
     interleaved: bool
-    pairs: int | None = None  # of a head that rope turns, here; None: all; 0: q and k are as they come
+    pairs: int | None = None  # that rope turns in a head; None: all; 0: none, q and k are turned already
 
-    gated: bool = False  # behind each query lies its gate, by whose sigmoid outputs are multiplied
+    gated: bool = False  # each query is followed by its gate, by whose sigmoid outputs are multiplied
     scores: Scores = PLAIN
     one_launch: bool = False  # a phase of a launch, whose blocks have 8 warps and all run at once
 

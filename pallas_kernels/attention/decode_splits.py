@@ -58,7 +58,7 @@ class Block:
 
     @property
     def _places(self):
-        """Where maxima and totals [heads, warps] begin, behind the sums."""
+        """Where maxima and totals [heads, warps] begin, after the sums."""
         return [self.begin + self.plan.sums + k * self.plan.heads * self.plan.team for k in (0, 1)]
 
     def _spread(self, element):

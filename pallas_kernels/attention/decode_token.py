@@ -174,7 +174,7 @@ class NewToken(LayerShare):
 
     def queries(self, g, t):
         """Pairs of column g, of this lane's dimensions: a list of words for each product that scores are the
-        sum of. Each visit asks for them anew."""
+        sum of. Each visit loads them again."""
         columns = self.plan.columns
         head, low = minimum(g // columns, self.plan.heads - 1), g % columns
         address = memory.shared_address(self.smem) + integer(self._query_place(head, t, low)) * 4

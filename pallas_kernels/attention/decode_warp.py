@@ -14,8 +14,8 @@ dimensions of values, are the 16 rows of a tensor core. Of its 8 columns a head 
 low parts, and lane 4 g + t head t; of 5 to 7 heads each has one, the parts are multiplied one after the
 other, and the lane has heads 2 t and 2 t + 1.
 
-Keys and values of a warp's first visit are on their way before q is there; those of a later one are asked for
-as soon as the place that they go to has been read, of which a warp may have two (decode_keys.py).
+Keys and values of a warp's first visit are on their way before q arrives; those of later visits are requested
+as soon as their place has been read (decode_sources.py).
 """
 
 import dataclasses
@@ -115,8 +115,8 @@ def scaled(numbers, scales) -> list:
 
 
 def with_exponents(scores, scales) -> list:
-    """log2 of what 2^score is behind the scale of its value: the largest is what weights are held against, so
-    that with their scales they stay in range. A scale below 2^-60 counts as that."""
+    """log2 of 2^score times the scale of its value: weights are relative to the largest of them, so that with
+    their scales they stay in range. A scale below 2^-60 counts as that."""
     pairs = zip(scores, scales, strict=True)
     return [s if scale is None else s + lanes.log2(maximum(scale, 2.0**-60)) for s, scale in pairs]
 

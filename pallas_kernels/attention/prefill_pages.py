@@ -5,11 +5,15 @@ A block takes one page of a row, a thread 8 neighbouring numbers at a time. Page
 out: memory has room for all of them, but time goes by what is read.
 """
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from pallas_kernels import cache_layouts
+from pallas_kernels.attention.scores import Scores
 from pallas_kernels.cache_layouts import Pages
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
@@ -19,6 +23,24 @@ THREADS = 128
 EACH = 8  # numbers of a thread
 AT_ONCE = 4  # of them on their way together
 KEYS = 128  # kernels of prefill visit so many at a time, the last of them masked: they must be numbers
+
+
+def run_by(kernel: Callable[..., jax.Array]) -> Callable[..., jax.Array]:
+    """The `run` (problems.Attention) of a kernel that multiplies pages of 16 bits as they are stored, for a
+    cache of any layout that has PREFILL."""
+
+    def op(scores: Scores, q, k_pages, v_pages, block_table, positions, layer):
+        if cache_layouts.name_of(k_pages) != cache_layouts.recognize(k_pages).PREFILL:
+            k_pages, v_pages, block_table, layer = as_float16(
+                k_pages, v_pages, block_table, positions, layer, scores.window
+            )
+        return kernel(q, k_pages, v_pages, block_table, positions, layer, scores)
+
+    def run(*arrays, num_keys, window, scale, softcap) -> jax.Array:
+        attends = functools.partial(op, Scores(window, scale, softcap))
+        return jax.custom_batching.sequential_vmap(attends)(*arrays)
+
+    return run
 
 
 def as_float16(
@@ -35,7 +57,10 @@ def as_float16(
 
     Arguments as for `attention`, of a layout whose numbers are one float16 each before they are scaled.
     """
-    layout, (*_, page_size, kv_heads, head_dim) = cache_layouts.of(k_pages), cache_layouts.shape(k_pages)
+    layout, (*_, page_size, kv_heads, head_dim) = (
+        cache_layouts.recognize(k_pages),
+        cache_layouts.shape(k_pages),
+    )
     rows, width = block_table.shape
     heads = page_size * kv_heads
     # Keys of a row, up to the last that a kernel visits.
@@ -61,10 +86,10 @@ def as_float16(
                     at = minimum(at, heads * head_dim - EACH)  # the last twice: the same bits
                     head = at // head_dim
                     place = [head // kv_heads, head % kv_heads]
-                    there = [memory.load(layer, 0), source, *place]
+                    stored_at = [memory.load(layer, 0), source, *place]
                     places.append([0, lanes.block(), *place, at % head_dim])
-                    stored = layout.load(refs, [*there, at % head_dim])
-                    loaded.append((stored, layout.load_scale(refs, there)))
+                    stored = layout.load(refs, [*stored_at, at % head_dim])
+                    loaded.append((stored, layout.load_scale(refs, stored_at)))
                 for (stored, scale), place in zip(loaded, places, strict=True):
                     (scale,) = lanes.reals(scale)
                     pairs = [lanes.halves(pair) for (pair,) in layout.pairs(stored)]

@@ -2,7 +2,7 @@
 compute capability 8.0 has (mma.sync): for those that are not Hopper, which have prefill_sm90.py's wgmma.
 
 A block has 64 queries of one head, for one warpgroup. All its threads bring keys and values from their pages,
-64 at a time, a step ahead (cp.async); nothing of the cache is copied or gathered in memory.
+64 at a time, one step early (cp.async); nothing of the cache is copied or gathered in memory.
 
     per step of 64 keys:   S = Q K^T  (mma)  -> mask -> online softmax in float32 (base 2)
                            O = O c + P V  (mma, P in registers)
@@ -19,7 +19,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
-from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, capped, ranges, softmax_step, visible
+from pallas_kernels.attention import prefill_pages, prefill_tiles
+from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
 from pallas_kernels.attention.scores import PLAIN, Scores
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import index, integer, minimum, of
@@ -50,7 +51,7 @@ def mma_attention(
     Returns float32 [B, T, H, D].
     """
     B, T, H, D = q.shape
-    tiles, layout = Tiles.of(q, k_pages.shape[3], parts=1), cache_layouts.of(k_pages)
+    tiles, layout = Tiles.share_out(q, k_pages.shape[3], parts=1), cache_layouts.recognize(k_pages)
     q, positions, steps = tiles.prepared(q, positions, KEYS, layout, scores)
     kernel = plgpu.kernel(
         functools.partial(_body, tiles=tiles, layout=layout, group=H // k_pages.shape[3], scores=scores),
@@ -77,17 +78,12 @@ def _body(
     row = lax.axis_index("rows")
     tile = tiles.count - 1 - lax.axis_index("tiles")  # the longest first
     head = lax.axis_index("heads")
-    stretches = ranges([steps_gmem[row, tile, i] for i in range(steps_gmem.shape[-1])])
+    stretches = prefill_tiles.ranges([steps_gmem[row, tile, i] for i in range(steps_gmem.shape[-1])])
     start, stop = stretches[0][0], stretches[-1][1]
     queries = pl.ds(tile * QUERIES, QUERIES)
-    rows, D = ACC.reduce(1), k_smem.shape[-1]
     my_q = plgpu.load(q_gmem.at[row, queries, head], layout=LHS, optimized=False)
-    position = plgpu.load(positions_gmem.at[row, queries], layout=rows, optimized=False)
-    carry = (
-        plgpu.layout_cast(jnp.zeros((QUERIES, D), jnp.float32), ACC),
-        plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), rows),
-        plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
-    )
+    position = plgpu.load(positions_gmem.at[row, queries], layout=ACC.reduce(1), optimized=False)
+    carry = prefill_tiles.start_of_sums(k_smem.shape[-1], ACC)
 
     def bring(step):
         slot = lax.rem(step, SLOTS)
@@ -105,19 +101,17 @@ def _body(
         pl.when(step + 1 < stop)(lambda: bring(step + 1))
         k = plgpu.load(k_smem.at[slot].transpose((1, 0)), layout=RHS)
         s = plgpu.mma(plgpu.layout_cast(jnp.zeros((QUERIES, KEYS), jnp.float32), ACC), my_q, k)
-        s = capped(s, scores)
+        s = prefill_tiles.capped(s, scores)
         if masked:
-            s = visible(s, position, step * KEYS, ACC, scores)
-        out, maximum, total, p = softmax_step(s, out, maximum, total, layout, scores)
+            s = prefill_tiles.visible(s, position, step * KEYS, ACC, scores)
+        out, maximum, total, p = prefill_tiles.softmax_step(s, out, maximum, total, layout, scores)
         v = plgpu.load(v_smem.at[slot], layout=RHS)
         return plgpu.mma(out, _as_operand(p), v), maximum, total
 
     for first, end, masked in stretches:
         carry = lax.fori_loop(first, end, functools.partial(visit, masked=masked), carry)
     out, _, total = carry
-    out = out / lax.broadcast_in_dim(total, out.shape, [0])
-    seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0  # else it was padding: 0 / 0
-    out_gmem[row, queries, head] = jnp.where(seen, out, 0.0)
+    out_gmem[row, queries, head] = prefill_tiles.results(out, total, position)
 
 
 def _bring(numbers, source, table_gmem, target):
@@ -146,20 +140,20 @@ def bring_by_lane(numbers, source, table, target):
     key, piece = thread // pieces, thread % pieces
 
     def address_of(token):
-        # Behind the table's end anything will do: it is masked.
+        # Past the table's end any page will do: its keys are masked.
         page = minimum(token // page_size, table.type.shape[1] - 1)
         page = layer * pages + memory.load(table, index(row), index(page))
         place = page * page_size + token % page_size
         return memory.at_byte(memory.address(source), place, kv_heads * D * 2, kv_head * (2 * D) + piece * 16)
 
     r = key % 8
-    there = memory.shared_address(target) + key // 8 * (D * 16) + piece // 8 * 1024
-    there = there + r * 128 + (piece % 8 ^ r) * 16
+    place = memory.shared_address(target) + key // 8 * (D * 16) + piece // 8 * 1024
+    place = place + r * 128 + (piece % 8 ^ r) * 16
     first = address_of(step * KEYS + key)
-    of_one_page = page_size % KEYS == 0
+    one_page = page_size % KEYS == 0
     for done in range(0, KEYS, at_once):
-        at = first + done * (kv_heads * D * 2) if of_one_page else address_of(step * KEYS + key + done)
-        memory.copy_async(there + done * (D * 2), at, 16)
+        at = first + done * (kv_heads * D * 2) if one_page else address_of(step * KEYS + key + done)
+        memory.copy_async(place + done * (D * 2), at, 16)
 
 
 def _as_operand(p):
@@ -184,3 +178,6 @@ def _arrived():
         lanes.block_barrier()
 
     arrived()
+
+
+run = prefill_pages.run_by(mma_attention)

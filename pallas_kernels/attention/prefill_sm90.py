@@ -22,8 +22,8 @@ schedule is that of jax's own attention_mgpu.py). Who waits for whom:
     k_free, v_free [slot]   memory, for both warpgroups to have multiplied what the slot held two steps before
     turn           each warpgroup for the other: who has issued Q K, for the other to be done with its softmax
 
-Keys behind the last position that a tile of queries can see are never visited, and only steps that some of
-its queries cannot see whole are masked. Against the reference, queries and softmax weights are rounded to the
+A tile visits the steps between the first key and the last that its queries see, and masks only those of which
+some query does not see all keys. Against the reference, queries and softmax weights are rounded to the
 layout's OPERAND, as the cache's keys and values are.
 """
 
@@ -39,7 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles, capped, ranges, softmax_step, visible
+from pallas_kernels.attention import prefill_pages, prefill_tiles
+from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
 from pallas_kernels.attention.scores import PLAIN, Scores
 
 TMA_KEYS = 64  # of a copy: a page, or a part of one
@@ -47,7 +48,7 @@ SLOTS = 2  # steps of keys, and of values, in shared memory
 
 
 def keys_of_step(head_dim: int) -> int:
-    """Of wide heads fewer, for which shared memory and a lane's registers have room beside its 128 sums."""
+    """Fewer keys for wide heads, so that shared memory and a lane's 128 sums still fit."""
     return 128 if head_dim <= 128 else 64
 
 
@@ -67,7 +68,7 @@ def prefill_attention(
 
     Returns float32 [B, T, H, D].
     """
-    tiles, layout = Tiles.of(q, k_pages.shape[3]), cache_layouts.of(k_pages)
+    tiles, layout = Tiles.share_out(q, k_pages.shape[3]), cache_layouts.recognize(k_pages)
     B, T, H, D = q.shape
     keys = keys_of_step(D)
     q, positions, steps = tiles.prepared(q, positions, keys, layout, scores)
@@ -109,7 +110,7 @@ def _body(
     *, q_smem, k_smem, v_smem, q_full, k_full, v_full, k_free, v_free, turn,
     tiles, blocks, layout, group, page_size, scores,
 ):  # fmt: skip
-    work = Work.of(q_gmem.shape, tiles, blocks, steps_gmem)
+    work = Work.share_out(q_gmem.shape, tiles, blocks, steps_gmem)
     keys, values = Slots(k_gmem, k_smem, k_full, k_free), Slots(v_gmem, v_smem, v_full, v_free)
     warpgroup = lax.axis_index("warpgroup")
 
@@ -143,7 +144,7 @@ class Work:
     steps_gmem: Any
 
     @classmethod
-    def of(cls, shape: tuple[int, ...], tiles: Tiles, blocks: int, steps_gmem) -> "Work":
+    def share_out(cls, shape: tuple[int, ...], tiles: Tiles, blocks: int, steps_gmem) -> "Work":
         rows, _, heads, _ = shape
         heads //= tiles.heads
         items = heads * tiles.count * rows
@@ -157,8 +158,8 @@ class Work:
         """Of this block's i-th item: whether there is one, row, tile, first head. The longest first; who has
         the longest of a round has the shortest of the next."""
         number = i * self.blocks + jnp.where(lax.rem(i, 2) == 0, self.block, self.blocks - 1 - self.block)
-        last, of_tile = jnp.minimum(number, self.items - 1), self.heads * self.rows
-        tile, rest = self.tiles.count - 1 - lax.div(last, of_tile), lax.rem(last, of_tile)
+        last, per_tile = jnp.minimum(number, self.items - 1), self.heads * self.rows
+        tile, rest = self.tiles.count - 1 - lax.div(last, per_tile), lax.rem(last, per_tile)
         return (
             number < self.items,
             lax.div(rest, self.heads),
@@ -171,7 +172,7 @@ class Work:
         exists, row, tile, _ = self.item(i)
         stop = jnp.where(exists, self.steps_gmem[row, tile, 0], 0)
         rest = range(1, self.steps_gmem.shape[-1])
-        return ranges([stop, *(jnp.minimum(self.steps_gmem[row, tile, n], stop) for n in rest)])
+        return prefill_tiles.ranges([stop, *(jnp.minimum(self.steps_gmem[row, tile, n], stop) for n in rest)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,7 +185,7 @@ class Slots:
     free: Any
 
     @property
-    def of_step(self) -> int:
+    def step_keys(self) -> int:
         return self.smem.shape[1]
 
 
@@ -200,11 +201,11 @@ class Queries:
     full: Any
 
     @property
-    def mine(self):
+    def own_smem(self):
         return self.smem.at[self.warpgroup]
 
     @property
-    def here(self):
+    def arrived(self):
         return self.full.at[self.warpgroup]
 
     def place(self, work: Work, i):
@@ -214,14 +215,14 @@ class Queries:
         return row, pl.ds(work.tiles.first_query(tile, self.warpgroup), QUERIES), head
 
     def bring(self, work: Work, i):
-        plgpu.copy_gmem_to_smem(self.gmem.at[self.place(work, i)], self.mine, self.here)
+        plgpu.copy_gmem_to_smem(self.gmem.at[self.place(work, i)], self.own_smem, self.arrived)
 
 
 def _multiply(
     work: Work, queries: Queries, keys: Slots, values: Slots, turn, layout: ModuleType, scores: Scores
 ):
     """A warpgroup of the two that compute."""
-    rows, D = plgpu.Layout.WGMMA.reduce(1), queries.gmem.shape[-1]
+    rows = plgpu.Layout.WGMMA.reduce(1)
 
     def take_turns():
         plgpu.barrier_arrive(turn)
@@ -233,16 +234,16 @@ def _multiply(
         slot = lax.rem(before + step, SLOTS)
 
         def multiply(acc):
-            plgpu.wgmma(acc, queries.mine, keys.smem.at[slot].transpose((1, 0)))
+            plgpu.wgmma(acc, queries.own_smem, keys.smem.at[slot].transpose((1, 0)))
             take_turns()
             return acc[...]
 
-        s = pl.run_scoped(multiply, plgpu.ACC((QUERIES, keys.of_step), jnp.float32))
+        s = pl.run_scoped(multiply, plgpu.ACC((QUERIES, keys.step_keys), jnp.float32))
         plgpu.barrier_arrive(keys.free.at[slot])
-        s = capped(s, scores)
+        s = prefill_tiles.capped(s, scores)
         if masked:
-            s = visible(s, position, step * keys.of_step, plgpu.Layout.WGMMA, scores)
-        carry = softmax_step(s, out, maximum, total, layout, scores)
+            s = prefill_tiles.visible(s, position, step * keys.step_keys, plgpu.Layout.WGMMA, scores)
+        carry = prefill_tiles.softmax_step(s, out, maximum, total, layout, scores)
         out, new, total, p = lax.optimization_barrier(carry)
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(values.full.at[slot])
@@ -260,18 +261,13 @@ def _multiply(
         return out, new, total
 
     def attend(i, before):
-        there, *_ = work.item(i)
+        exists, *_ = work.item(i)
         stretches = work.ranges(i)
         start, stop = stretches[0][0], stretches[-1][1]
-        mine = queries.place(work, i)
-        row, some, _ = mine
-        position = plgpu.load(queries.positions_gmem.at[row, some], layout=rows, optimized=False)
-        carry = (
-            plgpu.layout_cast(jnp.zeros((QUERIES, D), jnp.float32), plgpu.Layout.WGMMA),
-            plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), rows),
-            plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
-        )
-        plgpu.barrier_wait(queries.here)
+        place = queries.place(work, i)
+        position = plgpu.load(queries.positions_gmem.at[place[:2]], layout=rows, optimized=False)
+        carry = prefill_tiles.start_of_sums(queries.gmem.shape[-1], plgpu.Layout.WGMMA)
+        plgpu.barrier_wait(queries.arrived)
         pl.when(stop > start)(lambda: plgpu.barrier_wait(keys.full.at[lax.rem(before, SLOTS)]))
         before -= start
         step = functools.partial(visit, before=before, stop=stop, position=position)
@@ -280,16 +276,14 @@ def _multiply(
         out, _, total = carry
         pl.when(i + 1 < work.rounds)(lambda: queries.bring(work, i + 1))
 
-        @pl.when(there)
+        @pl.when(exists)
         def _store():
-            seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0  # else it was padding: 0 / 0
-            of_total = lax.broadcast_in_dim(total, out.shape, [0])
-            queries.out_gmem[mine] = jnp.where(seen, out / of_total, 0.0)
+            queries.out_gmem[place] = prefill_tiles.results(out, total, position)
 
         return before + stop
 
     queries.bring(work, 0)
-    pl.when(queries.warpgroup == 1)(take_turns)  # warpgroup 0 is a turn ahead
+    pl.when(queries.warpgroup == 1)(take_turns)  # warpgroup 0 begins
     lax.fori_loop(0, work.rounds, attend, jnp.int32(0))
     pl.when(queries.warpgroup == 0)(take_turns)
 
@@ -309,9 +303,9 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
         def _step(step):
             slot = lax.rem(before + step, SLOTS)
             pages = []
-            for n in range(keys.of_step // TMA_KEYS):
-                part = step * (keys.of_step // TMA_KEYS) + n
-                # Behind the table's end anything will do: it is masked.
+            for n in range(keys.step_keys // TMA_KEYS):
+                part = step * (keys.step_keys // TMA_KEYS) + n
+                # Past the table's end any page will do: its keys are masked.
                 page = table_gmem[row, jnp.minimum(lax.div(part, parts), table_gmem.shape[1] - 1)]
                 pages.append((page, lax.rem(part, parts) * TMA_KEYS))
             for slots in (keys, values):
@@ -330,3 +324,6 @@ def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group
         return before + stop
 
     lax.fori_loop(0, work.rounds, bring, jnp.int32(0))
+
+
+run = prefill_pages.run_by(prefill_attention)

@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     count: int
 
     @classmethod
-    def of(cls, q: jax.Array, kv_heads: int, parts: int = 2) -> "Tiles":
+    def share_out(cls, q: jax.Array, kv_heads: int, parts: int = 2) -> "Tiles":
         T, H = q.shape[1:3]
         heads = parts if (H // kv_heads) % parts == 0 else 1
         queries = parts * QUERIES // heads
@@ -52,7 +52,7 @@ class Tiles(NamedTuple):
         return q, positions, jnp.stack(bounds, axis=-1)
 
     def first_query(self, tile, part):
-        """Of a part's 64, in its head."""
+        """The first of a part's 64, in its head."""
         return tile * self.queries + (0 if self.heads == 2 else part * QUERIES)
 
     def head(self, first_head, part):
@@ -65,11 +65,27 @@ def ranges(bounds: list) -> list[tuple]:
     bounds  the end of a tile's steps; the end of those before the first key that comes after some query; and
             with a window its first step, and the first that starts inside the window of all its queries
     """
-    stop, whole_stop, *of_window = bounds
-    if not of_window:
+    stop, whole_stop, *window_bounds = bounds
+    if not window_bounds:
         return [(0, whole_stop, False), (whole_stop, stop, True)]
-    start, whole = of_window
+    start, whole = window_bounds
     return [(start, whole, True), (whole, whole_stop, False), (whole_stop, stop, True)]
+
+
+def start_of_sums(D: int, layout) -> tuple:
+    """(out, maximum, total) of queries that have seen no keys; `layout` of their scores in registers."""
+    rows = layout.reduce(1)
+    return (
+        plgpu.layout_cast(jnp.zeros((QUERIES, D), jnp.float32), layout),
+        plgpu.layout_cast(jnp.full((QUERIES,), -jnp.inf, jnp.float32), rows),
+        plgpu.layout_cast(jnp.zeros((QUERIES,), jnp.float32), rows),
+    )
+
+
+def results(out, total, position):
+    """The outputs of queries at these positions: 0 for padding, which would be 0 / 0."""
+    seen = lax.broadcast_in_dim(position, out.shape, [0]) >= 0
+    return jnp.where(seen, out / lax.broadcast_in_dim(total, out.shape, [0]), 0.0)
 
 
 def capped(products, scores: Scores):

@@ -34,7 +34,7 @@ def attention(
 
     out = softmax(scale q k^T, over keys at positions <= the query's) v
 
-    q            queries behind rope, rotated as the layout of the pages has it (cache_layouts: rotate)
+    q            queries after rope, rotated as the layout of the pages has it (cache_layouts: rotate)
     k_, v_pages  the whole cache, [L, pages, page_size, Hkv, D] as its layout stores it (cache_layouts);
                  `layer` picks the layer inside, nothing is sliced out for it
     block_table  int32, the page that holds tokens [i * page_size, (i + 1) * page_size) of a row
@@ -180,10 +180,10 @@ def check(op: str, x, k_pages, v_pages, block_table, positions) -> tuple[int, ..
     for name, ids in {"block_table": block_table, "positions": positions}.items():
         if not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(f"{op}: {name} is {ids.dtype}; it holds integers: .astype(jnp.int32)")
-    of_keys, of_values = (cache_layouts.shape(pages) for pages in (k_pages, v_pages))
-    if len(of_keys) != 5 or of_keys != of_values:
+    k_shape, v_shape = (cache_layouts.shape(pages) for pages in (k_pages, v_pages))
+    if len(k_shape) != 5 or k_shape != v_shape:
         raise ValueError(
-            f"{op}: k_pages are {list(of_keys)} and v_pages {list(of_values)}; both are one cache's, "
+            f"{op}: k_pages are {list(k_shape)} and v_pages {list(v_shape)}; both are one cache's, "
             "[layers, pages, page_size, KV heads, head_dim]"
         )
     if positions.shape != x.shape[:2]:
@@ -196,4 +196,4 @@ def check(op: str, x, k_pages, v_pages, block_table, positions) -> tuple[int, ..
             f"{op}: block_table is {list(block_table.shape)}; {x.shape[0]} rows need "
             f"[{x.shape[0]}, pages of a row]"
         )
-    return of_keys
+    return k_shape

@@ -8,7 +8,7 @@ defines
     OPERAND     jnp.bfloat16 or jnp.float16, which tensor cores multiply
     PREFILL     the layout that kernels of prefill multiply as it lies: this one; "float16", in which rows get
                 what they see of it beforehand (attention/prefill_pages.py); None: they cannot
-    rotate      queries or keys, float32 [..., head_dim] behind rope -> the same times an orthogonal matrix:
+    rotate      queries or keys, float32 [..., head_dim] after rope -> the same times an orthogonal matrix:
                 what scores are made of, and what is stored of keys
     quantize    float32 [..., head_dim] -> what is stored of it; finite numbers stay finite
     dequantize  its inverse, float32 [..., head_dim]; zeros are stored as finite numbers
@@ -50,19 +50,19 @@ Pages = Float[Array, "L pages page_size Hkv D"] | dict[str, Array]
 
 
 def names() -> list[str]:
-    """Every layout there is a file for."""
+    """The names of all layouts."""
     return sorted(m.name for m in pkgutil.iter_modules(__path__))
 
 
 @functools.cache
 def get(name: str) -> ModuleType:
-    """The module of the layout called `name`. Raises NotImplementedError, with a list of those there are."""
+    """The module of the layout called `name`. Raises NotImplementedError, with a list of all layouts."""
     if name not in names():
         raise NotImplementedError(f"cache layout {name!r} is not supported; supported: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
-def of(pages: Pages) -> ModuleType:
+def recognize(pages: Pages) -> ModuleType:
     """The module of the layout that these pages have. Raises NotImplementedError for what none has."""
     dtypes = jax.tree.map(lambda array: array.dtype, pages)
     for name in names():
@@ -74,13 +74,13 @@ def of(pages: Pages) -> ModuleType:
 
 
 def name_of(pages: Pages) -> str:
-    """The name of the layout that these pages have; raises as `of`."""
-    return of(pages).__name__.rpartition(".")[2]
+    """The name of the layout that these pages have; raises as `recognize`."""
+    return recognize(pages).__name__.rpartition(".")[2]
 
 
 def shape(pages: Pages) -> tuple[int, ...]:
     """(layers, pages, page_size, KV heads, head_dim)."""
-    return jax.eval_shape(of(pages).dequantize, pages).shape
+    return jax.eval_shape(recognize(pages).dequantize, pages).shape
 
 
 def empty(name: str, shape: tuple[int, ...]) -> Pages:
@@ -95,12 +95,12 @@ def bytes_per_head(name: str, head_dim: int) -> int:
 
 def read(pages: Pages, at: tuple) -> Float[Array, "... D"]:
     """What is stored `at` these indices, as float32."""
-    return of(pages).dequantize(jax.tree.map(lambda array: array[at], pages))
+    return recognize(pages).dequantize(jax.tree.map(lambda array: array[at], pages))
 
 
 def write(pages: Pages, new: Float[Array, "... D"], at: tuple) -> Pages:
     """Pages with `new` stored `at` these indices; those out of bounds are dropped."""
-    stored = of(pages).quantize(new)
+    stored = recognize(pages).quantize(new)
     return jax.tree.map(lambda array, values: array.at[at].set(values, mode="drop"), pages, stored)
 
 

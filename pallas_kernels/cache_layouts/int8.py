@@ -122,9 +122,9 @@ def pairs_across(a, b):
     from pallas_kernels.gpu import lanes
 
     out = []
-    for of_a, of_b in zip(lanes.words(a[0]), lanes.words(b[0]), strict=True):
+    for a_word, b_word in zip(lanes.words(a[0]), lanes.words(b[0]), strict=True):
         for selector in (0x5410, 0x7632):  # two neighbours of a, then of b
-            both = lanes.bytes_of(of_a, of_b, selector)
+            both = lanes.bytes_of(a_word, b_word, selector)
             for word in (both, both >> 8):
                 number = lanes.halves_of_code(word, 0x00FF00FF, 0x00800080)
                 out.append([lanes.half_less(number, lanes.half_twice(1152))])

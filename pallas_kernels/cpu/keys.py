@@ -110,10 +110,10 @@ class _Writer:
         if kernel.window is not None:
             first = end - kernel.window
             first = first.compared("<", 0).select(constant(b, I64, 0), first)
-        of_unit = row * kv_heads + kv_head
-        scores = ffi.result(frame, 1).at(of_unit * (4 * kernel.group) * (room + LANES))
+        unit = row * kv_heads + kv_head
+        scores = ffi.result(frame, 1).at(unit * (4 * kernel.group) * (room + LANES))
         stride = (room + LANES) * 4
-        head = of_unit * kernel.group
+        head = unit * kernel.group
         wide = vector(F32, kernel.head_dim)
         at_once = max(1, min(kernel.group, MOST * LANES // kernel.head_dim))
         for start in range(0, kernel.group, at_once):
@@ -182,10 +182,10 @@ class _Writer:
             start = i * page_size
             low = start.compared("<", first).select(first, start)
             high = (start + page_size).compared("<", end).select(start + page_size, end)
-            of_page = ((layer * num_pages + page) * page_size) * kv_heads + kv_head  # heads before it
-            numbers, scales = ffi.argument(frame, what).at(of_page * head), None
+            heads_before = ((layer * num_pages + page) * page_size) * kv_heads + kv_head
+            numbers, scales = ffi.argument(frame, what).at(heads_before * head), None
             if self.scale is not None:
-                scales = ffi.argument(frame, what - KEYS + KEY_SCALES).at(of_page * SCALE_BYTES)
+                scales = ffi.argument(frame, what - KEYS + KEY_SCALES).at(heads_before * SCALE_BYTES)
             with loop(low, high) as s:
                 at = (s - start) * kv_heads
                 stored = numbers.at(at * head).load(vector(self.stored, self.kernel.head_dim))

@@ -1,14 +1,10 @@
 """What a layer with a gated delta net does between its projections."""
 
-import functools
-
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.delta import reference
+from pallas_kernels import selection
 from pallas_kernels.delta.reference import Gates
-from pallas_kernels.norm import rms_norm
+from pallas_kernels.problems import DeltaNet
 
 
 def delta_net(
@@ -45,32 +41,13 @@ def delta_net(
     layer      picks the layer of states, tails and weights
     decay      -exp(A_log): below 0
     grouped    v head h uses k head h // (Hv / Hk); else h % Hk
-    impl       for one token a row: "delta_step" (step.py) or "reference"
-    prefill_impl  for more: "delta_chunks" (chunks.py) or "reference"
+    impl       the candidate for one token a row (selection.py): "delta_step", "reference"
+    prefill_impl  the candidate for more: "delta_chunks", "reference"
     Returns y, and states and tails with the layer's own replaced (in place, where they are donated).
 
     One token a row is the recurrence as it is written; more go in chunks of 64, by products of matrices and
     a triangular solve (the WY form), at HIGHEST: the same numbers but for rounding.
     """
     weights = {"conv": conv, "decay": decay, "dt": dt, "norm": norm}
-    if impl == "delta_step" and qkv_z.shape[1] == 1:
-        from pallas_kernels.delta.step import delta_step  # only GPUs need it
-
-        kernel = functools.partial(delta_step, eps=eps, grouped=grouped)
-        of_rows = gates._replace(x=gates.x[:, 0]) if isinstance(gates, Gates) else gates[:, 0]
-        y, states, tails = jax.custom_batching.sequential_vmap(kernel)(
-            qkv_z[:, 0], of_rows, states, tails, positions[:, 0], layer, weights
-        )
-        return y[:, None], states, tails
-    if isinstance(gates, Gates):
-        x = rms_norm(gates.x, gates.gamma[layer], eps)
-        dense = gates.weights[layer].astype(jnp.float32)
-        gates = jnp.einsum("...k,nk->...n", x, dense, precision=jax.lax.Precision.HIGHEST)
-    recur = None
-    if prefill_impl == "delta_chunks" and qkv_z.shape[1] > 1:
-        from pallas_kernels.delta.chunks import delta_chunks  # only GPUs need it
-
-        recur = jax.custom_batching.sequential_vmap(functools.partial(delta_chunks, grouped=grouped))
-    return reference.delta_net(
-        qkv_z, gates, states, tails, positions, layer, **weights, eps=eps, grouped=grouped, recur=recur
-    )
+    run = selection.get(DeltaNet, impl if qkv_z.shape[1] == 1 else prefill_impl)
+    return run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped)

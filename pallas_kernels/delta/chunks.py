@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.delta import reference
 from pallas_kernels.gpu import lanes, memory, tensor_cores
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.shared_memory import bytes_taken
@@ -54,6 +55,12 @@ def _scratch(K: int) -> dict[str, int]:
         "v_smem": CHUNK * SHORT,
         "gates_smem": 2 * CHUNK,
     }
+
+
+def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool):
+    """delta.delta_net of many tokens a row: the reference with the kernel for its recurrence."""
+    recur = jax.custom_batching.sequential_vmap(functools.partial(delta_chunks, grouped=grouped))
+    return reference.run(qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, recur=recur)
 
 
 @functools.partial(jax.jit, static_argnames="grouped")
@@ -113,31 +120,31 @@ def _body(qk, v, gates, states, layer, fresh, o, *, k_heads: int, K: int, V: int
     source = Source(qk, v, gates, thread, row, head, ((k_head + k_heads) * K, k_head * K), head * V + column)
     place = index(memory.load(layer, 0)), row, head, column
 
-    held = memory.load(fresh, row) == 0
-    S = lanes.choose(held, lambda: me.load_state(states, *place), [real(0)] * (K // 4))
+    begun = memory.load(fresh, row) == 0
+    S = lanes.choose(begun, lambda: me.load_state(states, *place), [real(0)] * (K // 4))
     source.bring_values(me, index(0))
 
     def chunk(c, carry):
-        S, ahead = carry[: K // 4], carry[K // 4 :]
+        S, loaded = carry[: K // 4], carry[K // 4 :]
         following = minimum(c + 1, chunks - 1)
         memory.wait_copies(0)
         lanes.block_barrier()  # values are there, and nobody reads the chunk before
-        source.store_tokens(me, ahead)
+        source.store_tokens(me, loaded)
         me.share_state(S)
         lanes.block_barrier()
-        kept = me.multiply()
+        from_state = me.multiply()
         with lanes.when(me.has_keys):
-            me.store_right_side(kept)
+            me.store_right_side(from_state)
             lanes.warp_barrier()
             me.invert()
         lanes.block_barrier()
         source.bring_values(me, following)
-        ahead = source.load(me, following)  # not before: sums of products need the registers
+        loaded = source.load(me, following)  # not before: sums of products need the registers
         me.solve()
         lanes.block_barrier()
         with lanes.when(~me.has_keys):
-            source.store(me, c, o, me.outputs(kept))
-        return [*me.updated(S), *ahead]
+            source.store(me, c, o, me.outputs(from_state))
+        return [*me.updated(S), *loaded]
 
     S = lanes.loop(0, chunks, 1, [*S, *source.load(me, index(0))], chunk)[: K // 4]
     memory.wait_copies(0)
@@ -155,8 +162,8 @@ class Source:
     thread: Any
     row: Any
     head: Any
-    of_qk: tuple
-    of_v: Any
+    qk_columns: tuple
+    v_column: Any
 
     @property
     def tokens(self) -> int:
@@ -164,9 +171,9 @@ class Source:
 
     def _pieces(self, me: "Lane"):
         """(token of a chunk, column) of this thread's fours of keys, and of queries."""
-        of_row = me.K // 4
-        at_once = THREADS // of_row
-        return [(self.thread // of_row + r, self.thread % of_row * 4) for r in range(0, CHUNK, at_once)]
+        each = me.K // 4  # threads of a row
+        at_once = THREADS // each
+        return [(self.thread // each + r, self.thread % each * 4) for r in range(0, CHUNK, at_once)]
 
     def _token(self, c, i):
         """The i-th of a chunk; the last for those behind it, whose gates are 0."""
@@ -174,11 +181,11 @@ class Source:
 
     def load(self, me: "Lane", c) -> list:
         """A chunk's keys and queries, and gates: this thread's part."""
-        found = [memory.load(self.gates, self.row, self.head, c, self.thread % (2 * CHUNK))]
-        for first in self.of_qk:
+        loaded = [memory.load(self.gates, self.row, self.head, c, self.thread % (2 * CHUNK))]
+        for first in self.qk_columns:
             for i, column in self._pieces(me):
-                found += memory.load_reals(4, self.qk, [self.row, self._token(c, i), first + column])
-        return found
+                loaded += memory.load_reals(4, self.qk, [self.row, self._token(c, i), first + column])
+        return loaded
 
     def store_tokens(self, me: "Lane", loaded: list):
         """What was loaded into shared memory."""
@@ -197,7 +204,7 @@ class Source:
             i = self.thread // pieces + r
             to = memory.shared_address(me.v_smem) + integer(i * SHORT + piece) * 4
             token = self.row * self.tokens + self._token(c, i)
-            offset = integer(self.of_v + piece) * 4
+            offset = integer(self.v_column + piece) * 4
             at = memory.at_byte(memory.address(self.v), integer(token), 4 * size, offset)
             memory.copy_async(to, at, 16)
         memory.commit_copies()
@@ -207,7 +214,7 @@ class Source:
             token = c * CHUNK + me.tokens[half]
             with lanes.when(token < self.tokens):
                 for j, tile in enumerate(outputs):
-                    column = self.of_v + me.t * 2 + 8 * j
+                    column = self.v_column + me.t * 2 + 8 * j
                     memory.store_reals(tile[2 * half : 2 * half + 2], o, [self.row, token, column])
 
 
@@ -245,7 +252,7 @@ class Lane:
         first = self.warp % (WARPS // 2) * 16 + self.g
         return [first, first + 8]
 
-    def of_tokens(self, which: int) -> list:
+    def token_gates(self, which: int) -> list:
         """G (0) or b (1) of those two."""
         return [memory.load(self.gates_smem, token + which * CHUNK) for token in self.tokens]
 
@@ -278,32 +285,32 @@ class Lane:
 
         sums = lanes.loop(0, self.K, 32, [real(0)] * (4 * tiles), step)
         self._store_decayed(sums[: 2 * tiles])
-        kept = [lanes.exp2(of_row) for of_row in self.of_tokens(0) for _ in range(2)]
+        decays = [lanes.exp2(sum) for sum in self.token_gates(0) for _ in range(2)]
         rest = sums[2 * tiles :]
-        return [[x * e for x, e in zip(rest[i : i + 4], kept, strict=True)] for i in range(0, 2 * tiles, 4)]
+        return [[x * e for x, e in zip(rest[i : i + 4], decays, strict=True)] for i in range(0, 2 * tiles, 4)]
 
     def _store_decayed(self, sums: list):
         for j in range(CHUNK // 8):
             first = self.t * 2 + 8 * j
-            of_columns = memory.load_reals(2, self.gates_smem, [first])
-            for half, (token, of_row, b) in enumerate(
-                zip(self.tokens, self.of_tokens(0), self.of_tokens(1), strict=True)
+            column_sums = memory.load_reals(2, self.gates_smem, [first])
+            for half, (token, row_sum, b) in enumerate(
+                zip(self.tokens, self.token_gates(0), self.token_gates(1), strict=True)
             ):
                 stop = token + select(self.has_keys, index(0), 1)
                 factor = select(self.has_keys, -b, 1.0)
                 out = []
-                for e, of_column in enumerate(of_columns):
+                for e, column_sum in enumerate(column_sums):
                     seen = first + e < stop
-                    decay = lanes.exp2(select(seen, of_row - of_column, 0.0))
+                    decay = lanes.exp2(select(seen, row_sum - column_sum, 0.0))
                     x = factor * decay * sums[4 * j + 2 * half + e]
                     out.append(tensor_cores.tf32(select(seen, x, 0.0)))
                 row = self.warp * 16 + self.g + 8 * half
                 memory.store_reals(out, self.am_smem, [row * SHORT + first])
 
-    def store_right_side(self, kept: list):
+    def store_right_side(self, from_state: list):
         """R, transposed."""
-        for half, (token, b) in enumerate(zip(self.tokens, self.of_tokens(1), strict=True)):
-            for j, tile in enumerate(kept):
+        for half, (token, b) in enumerate(zip(self.tokens, self.token_gates(1), strict=True)):
+            for j, tile in enumerate(from_state):
                 column = self.t * 2 + 8 * j
                 values = memory.load_reals(2, self.v_smem, [token * SHORT + column])
                 for e, x in enumerate(values):
@@ -354,14 +361,14 @@ class Lane:
             memory.store(tensor_cores.tf32(x), self.d_smem, at)
         lanes.warp_barrier()
 
-    def outputs(self, kept: list) -> list:
+    def outputs(self, tiles: list) -> list:
         for k in range(0, CHUNK, 8):
             a = self.left(self.am_smem, SHORT, self.warp * 16, k)
-            kept = [
+            tiles = [
                 tensor_cores.add_product_tf32(tile, a, self.right(self.d_smem, SHORT, 8 * j, k))
-                for j, tile in enumerate(kept)
+                for j, tile in enumerate(tiles)
             ]
-        return kept
+        return tiles
 
     # S, transposed: of each warp all columns and K / 8 rows, in tiles of 16 columns and 8 rows.
 
@@ -398,11 +405,11 @@ class Lane:
 
     def updated(self, S) -> list:
         end = memory.load(self.gates_smem, CHUNK - 1)
-        kept = lanes.exp2(end)
-        S = [s * kept for s in S]
+        decay = lanes.exp2(end)
+        S = [s * decay for s in S]
         for i in range(0, CHUNK, 8):
             token = self.t * 2 + i
-            weights = [lanes.exp2(end - of) for of in memory.load_reals(2, self.gates_smem, [token])]
+            weights = [lanes.exp2(end - gate) for gate in memory.load_reals(2, self.gates_smem, [token])]
             first = token * self.wide + self._row + self.g
 
             def key(e, n, first=first, weights=weights):
@@ -410,8 +417,8 @@ class Lane:
                 return tensor_cores.tf32(x * weights[e])
 
             keys = {n: [key(e, n) for e in (0, 1)] for n in range(0, self.K // WARPS, 8)}
-            of_columns = {m: self.left(self.d_smem, SHORT, m, i) for m in range(0, COLUMNS, 16)}
+            updates = {m: self.left(self.d_smem, SHORT, m, i) for m in range(0, COLUMNS, 16)}
             for tile, (m, n) in enumerate(self._tiles()):
                 at = slice(4 * tile, 4 * tile + 4)
-                S[at] = tensor_cores.add_product_tf32(S[at], of_columns[m], keys[n])
+                S[at] = tensor_cores.add_product_tf32(S[at], updates[m], keys[n])
         return S

@@ -26,13 +26,18 @@ class Gates(NamedTuple):
     weights: Float[Array, "L 2*Hv H"]
 
 
-def delta_net(
-    qkv_z, gates, states, tails, positions, layer, conv, decay, dt, norm, eps, grouped, recur=None
+def run(
+    qkv_z, gates, states, tails, positions, layer, weights, eps, grouped, recur=None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """delta.delta_net's definition: arguments and results are described there; gates are made.
+    """delta.delta_net's definition: arguments and results are described there.
 
-    recur  in place of the recurrence of many tokens (chunks.delta_chunks)
+    weights  conv, decay, dt and norm by name
+    recur    in place of the recurrence of many tokens (chunks.delta_chunks)
     """
+    if isinstance(gates, Gates):
+        x = rms_norm(gates.x, gates.gamma[layer], eps)
+        dense = gates.weights[layer].astype(jnp.float32)
+        gates = jnp.einsum("...k,nk->...n", x, dense, precision=EXACT)
     B, T, _ = qkv_z.shape
     Hv, K, V = states.shape[2:]
     qkv, z = jnp.split(qkv_z, (tails.shape[-1],), axis=-1)
@@ -41,17 +46,18 @@ def delta_net(
     valid = positions >= 0
     fresh = positions[:, 0] == 0
     seen, tail = _seen(qkv.astype(jnp.float32), tails[layer], positions)
-    weights = conv[layer]
+    conv = weights["conv"][layer]
     # Apart, so that XLA makes each as it reads it, and not first both.
     qk, v = (
-        jax.nn.silu(sum(of[..., part] * weights[part, i] for i, of in enumerate(seen)))
+        jax.nn.silu(sum(x[..., part] * conv[part, i] for i, x in enumerate(seen)))
         for part in (slice(2 * Hk * K), slice(2 * Hk * K, None))
     )
     qk, v = qk.reshape(B, T, 2, Hk, K), v.reshape(B, T, Hv, V)
     qk = qk / jnp.maximum(jnp.sqrt(jnp.sum(qk * qk, -1, keepdims=True)), eps)
     qk = qk * jnp.array([K**-0.5, 1.0])[:, None, None]
     b = jnp.where(valid[..., None], jax.nn.sigmoid(beta), 0.0)
-    g = jnp.where(valid[..., None], decay[layer] * jax.nn.softplus(alpha + dt[layer]), 0.0)
+    g = weights["decay"][layer] * jax.nn.softplus(alpha + weights["dt"][layer])
+    g = jnp.where(valid[..., None], g, 0.0)
     if recur is None:
         times = Hv // Hk  # v heads of a k head
         qk = jnp.repeat(qk, times, axis=3) if grouped else jnp.tile(qk, (1, 1, 1, times, 1))
@@ -60,7 +66,7 @@ def delta_net(
         states = states.at[layer].set(S)
     else:
         o, states = recur(qk, v, b, g, states, layer, fresh)
-    y = rms_norm(o, norm[layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
+    y = rms_norm(o, weights["norm"][layer], eps) * jax.nn.silu(z.reshape(B, T, Hv, V))
     return y.reshape(B, T, Hv * V), states, tails.at[layer].set(tail)
 
 
@@ -90,11 +96,11 @@ def _one_token(q, k, v, b, g, S, fresh):
     so that the old S is read for both products at once, and the new one is only written.
     """
     q, k, v, b, g = (x[:, 0] for x in (q, k, v, b, g))
-    kept = jnp.exp(g)[..., None]  # [B, H, 1]
-    old = jnp.where(fresh, 0.0, kept[..., None] * S)
-    of_k, of_q = (jnp.where(fresh[..., 0], 0.0, jnp.sum(S * x[..., None], axis=-2)) for x in (k, q))
-    d = b[..., None] * (v - kept * of_k)
-    o = kept * of_q + jnp.sum(k * q, axis=-1, keepdims=True) * d
+    decay = jnp.exp(g)[..., None]  # [B, H, 1]
+    old = jnp.where(fresh, 0.0, decay[..., None] * S)
+    k_product, q_product = (jnp.where(fresh[..., 0], 0.0, jnp.sum(S * x[..., None], axis=-2)) for x in (k, q))
+    d = b[..., None] * (v - decay * k_product)
+    o = decay * q_product + jnp.sum(k * q, axis=-1, keepdims=True) * d
     return o[:, None], old + k[..., None] * d[..., None, :]
 
 
@@ -122,17 +128,17 @@ def _chunks(q, k, v, b, g, S, fresh):
     between = jnp.exp(jnp.where(later, G[..., :, None] - G[..., None, :], -jnp.inf))  # [chunks, B, H, t, i]
     product = lambda a, b: jnp.einsum("nbhtk,nbhik->nbhti", a, b, precision=EXACT)  # noqa: E731
     A = jnp.tril(b[..., None] * between * product(k, k), -1)
-    wanted = jnp.concatenate([b[..., None] * v, (b * jnp.exp(G))[..., None] * k], axis=-1)
-    solved = jax.lax.linalg.triangular_solve(A, wanted, left_side=True, lower=True, unit_diagonal=True)
+    right_sides = jnp.concatenate([b[..., None] * v, (b * jnp.exp(G))[..., None] * k], axis=-1)
+    solved = jax.lax.linalg.triangular_solve(A, right_sides, left_side=True, lower=True, unit_diagonal=True)
     U, W = jnp.split(solved, (v.shape[-1],), axis=-1)
     M = between * product(q, k)
     end = G[..., -1:]
 
-    def chunk(S, of):
-        U, W, M, from_S, to_S, kept = of
+    def chunk(S, parts):
+        U, W, M, from_S, to_S, end_decay = parts
         D = U - jnp.matmul(W, S, precision=EXACT)
         o = jnp.matmul(from_S, S, precision=EXACT) + jnp.matmul(M, D, precision=EXACT)
-        return kept[..., None] * S + jnp.einsum("bhik,bhiv->bhkv", to_S, D, precision=EXACT), o
+        return end_decay[..., None] * S + jnp.einsum("bhik,bhiv->bhkv", to_S, D, precision=EXACT), o
 
     each = U, W, M, jnp.exp(G)[..., None] * q, jnp.exp(end - G)[..., None] * k, jnp.exp(end)
     S, o = jax.lax.scan(chunk, jnp.where(fresh, 0.0, S), each)

@@ -47,6 +47,16 @@ WARPS = THREADS // 32
 CONV = 4  # tokens that the convolution sees: a vector of weights
 
 
+def run(qkv_z, gates, states, tails, positions, layer, weights, eps: float, grouped: bool):
+    """delta.delta_net of one token a row."""
+    kernel = functools.partial(delta_step, eps=eps, grouped=grouped)
+    gates = gates._replace(x=gates.x[:, 0]) if isinstance(gates, Gates) else gates[:, 0]
+    y, states, tails = jax.custom_batching.sequential_vmap(kernel)(
+        qkv_z[:, 0], gates, states, tails, positions[:, 0], layer, weights
+    )
+    return y[:, None], states, tails
+
+
 @functools.partial(jax.jit, static_argnames=("eps", "grouped"))
 def delta_step(
     qkv_z: jax.Array,
@@ -122,7 +132,7 @@ def _body(
         z = memory.load(qkv_z, row, head * V + column + tails.type.shape[3])
         channels = _Channels(head, heads, K, V, tails.type.shape[3], grouped)
         seen = [
-            _Seen.of(channels, first, qkv_z, tails, weights["conv"], row, layer, position)
+            _Seen.load(channels, first, qkv_z, tails, weights["conv"], row, layer, position)
             for first in range(0, channels.count, THREADS)
         ]
         parts = [] if to_make is None else _parts_of_gates(to_make, row, layer, head, heads)
@@ -137,7 +147,7 @@ def _body(
         lanes.block_barrier()
 
         k, q = ([memory.load_reals(4, u_smem, [first + at + i]) for i in range(0, count, 4)] for at in (K, 0))
-        k, q = ([x for four in of for x in four] for of in (k, q))
+        k, q = ([x for four in fours for x in four] for fours in (k, q))
         for which, x in enumerate((k, q)):
             sums = [
                 functools.reduce(lambda so_far, i: fma(S[i][j], x[i], so_far), range(count), real(0))
@@ -150,7 +160,7 @@ def _body(
             alpha, beta = (memory.load(made, row, head + i * heads) for i in (0, 1))
         else:
             alpha, beta = _gates(gates_smem, to_make.x.type.shape[1], eps)
-        kept = exp(decay * _softplus(alpha + dt))
+        retained = exp(decay * _softplus(alpha + dt))
         b = lanes.reciprocal(exp(-beta) + 1)
         per_q, per_k = (
             minimum(rsqrt(total([memory.load(squares_smem, w + i) for i in range(K // 32)])), 1 / eps)
@@ -159,31 +169,31 @@ def _body(
         per_q = per_q * K**-0.5
         o = real(0)
 
-        def of_column():
+        def column_output():
             groups = products_smem.type.shape[0] // (2 * V)
-            of_k, of_q = (
+            k_product, q_product = (
                 total([memory.load(products_smem, column + (2 * r + i) * V) for r in range(groups)])
                 for i in (0, 1)
             )
             v = memory.load(u_smem, column + 2 * K)
-            d = b * (v - kept * per_k * of_k)
+            d = b * (v - retained * per_k * k_product)
             # Of both, this lane's parts of the whole heads.
-            mine = lanes.thread() % 32
-            of_lane = [[memory.load(u_smem, mine + (at + i)) for i in range(0, K, 32)] for at in (0, K)]
-            together = lanes.warp_sum_real(total([a * e for a, e in zip(*of_lane, strict=True)]))
-            o = kept * per_q * of_q + together * per_q * per_k * d
+            lane = lanes.thread() % 32
+            q_and_k = [[memory.load(u_smem, lane + (at + i)) for i in range(0, K, 32)] for at in (0, K)]
+            together = lanes.warp_sum_real(total([a * e for a, e in zip(*q_and_k, strict=True)]))
+            o = retained * per_q * q_product + together * per_q * per_k * d
             memory.store(d * per_k, d_smem, column)
             squares = lanes.warp_sum_real(o * o)
-            with lanes.when(mine == 0):
+            with lanes.when(lane == 0):
                 memory.store(squares, o_smem, column // 32)
             return [o]
 
-        (o,) = lanes.choose(thread < V, of_column, [o])
+        (o,) = lanes.choose(thread < V, column_output, [o])
         lanes.block_barrier()
         d = memory.load_reals(4, d_smem, [c * 4])
         for i in range(count):
             memory.store_reals(
-                [fma(k[i], e, kept * s) for e, s in zip(d, S[i], strict=True)], states, place(i)
+                [fma(k[i], e, retained * s) for e, s in zip(d, S[i], strict=True)], states, place(i)
             )
         with lanes.when(thread < V):
             mean = total([memory.load(o_smem, w) for w in range(V // 32)]) * (1 / V)
@@ -207,8 +217,8 @@ class _Channels:
 
     def place(self, i):
         """Among all, of the i-th."""
-        of_key = i % self.K + self.k_head * self.K + select(i < self.K, index(0), self.keys)
-        return select(i < 2 * self.K, of_key, self.head * self.V + i + (self.values - 2 * self.K))
+        qk_place = i % self.K + self.k_head * self.K + select(i < self.K, index(0), self.keys)
+        return select(i < 2 * self.K, qk_place, self.head * self.V + i + (self.values - 2 * self.K))
 
     def stores(self, i):
         """Whether this head stores it in the tail."""
@@ -228,7 +238,7 @@ class _Seen:
     place: list
 
     @classmethod
-    def of(cls, channels: _Channels, first: int, qkv_z, tails, conv, row, layer, position) -> "_Seen":
+    def load(cls, channels: _Channels, first: int, qkv_z, tails, conv, row, layer, position) -> "_Seen":
         i = lanes.thread() + first
         at = channels.place(minimum(i, channels.count - 1))
         weights = memory.load_reals(CONV, conv, [layer, at, 0])
@@ -259,9 +269,9 @@ def _parts_of_gates(gates: Any, row, layer, head, heads: int) -> list:
     for first in range(0, hidden, 4 * THREADS):
         at = lanes.thread() * 4 + first
         inside = at < hidden
-        there = select(inside, at, 0)
-        places = (gates.x, [row, there]), (gates.gamma, [layer, there])
-        places += tuple((gates.weights, [layer, head + which * heads, there]) for which in (0, 1))
+        start = select(inside, at, 0)
+        places = (gates.x, [row, start]), (gates.gamma, [layer, start])
+        places += tuple((gates.weights, [layer, head + which * heads, start]) for which in (0, 1))
         x, *rest = (memory.load_reals(4, ref, place) for ref, place in places)
         parts.append([[select(inside, v, 0.0) for v in x], *rest])
     return parts

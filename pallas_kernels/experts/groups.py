@@ -23,6 +23,7 @@ from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.matmul.execute import differentiated, product, same_part
 from pallas_kernels.problems import Experts
 from pallas_kernels.qtensor import LayerStack, QTensor, leaves
+from pallas_kernels.selection import Candidate
 
 MOST_ROWS = 256  # of a tile
 STRAIGHT = 64  # most tiles that are straight code on a GPU, which would wait for the host in a loop
@@ -68,16 +69,15 @@ def feed_forward(
     where = [w.where if isinstance(w, LayerStack) else None for w in stacks[:2]]
     formats = [[part.format for part in leaves(w)] for w in stacks[:2]]
     alike = where[0] == where[1] and formats[0] == formats[1]
-    if _chosen(leaves(stacks), x.size // x.shape[-1], alike) != "grouped":
+    whole = _chosen(leaves(stacks), x.size // x.shape[-1], alike)
+    if not whole.fused:
         return None
-    from pallas_kernels.experts import grouped  # only GPUs need it
-
     known = layer if isinstance(layer, int) else None
 
     @jax.custom_batching.sequential_vmap
     def op(x, weights, stacks, indices):
         chosen, index = indices
-        return grouped.feed_forward(x, stacks, chosen, weights, index if known is None else known, activation)
+        return whole(x, stacks, chosen, weights, index if known is None else known, activation)
 
     indices = chosen, layer if known is None else None
     return differentiated(op, exactly)(x, weights, stacks, indices)
@@ -109,11 +109,10 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
     rows = x.reshape(-1, x.shape[-1])
     pairs_of_row = pairs.size // len(rows)
     valid = (pairs >= 0) & (pairs < experts)
-    most_rows, kernel = MOST_ROWS, None
-    if skips and _chosen(weights, 1) == "int_experts":
-        from pallas_kernels.experts import int_experts as kernel  # only GPUs need it
-
-        most_rows = kernel.most_rows(weights)
+    kernel, most_rows = _chosen(weights, 1), MOST_ROWS
+    in_one_launch = skips and "most_rows" in kernel.offers
+    if in_one_launch:
+        most_rows = kernel.module.most_rows(weights)
     tiles = tiles_of(jnp.where(valid, pairs, experts), experts, most_rows)
 
     def multiplied(expert, tile_pairs):
@@ -126,9 +125,9 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
         zeros = lambda *_: jnp.zeros((len(tile_pairs), n), jnp.float32)  # noqa: E731
         return None, jax.lax.cond(expert < experts, multiplied, zeros, expert, tile_pairs)
 
-    if kernel is not None:
+    if in_one_launch:
         which = jnp.where(tiles.expert < experts, first + tiles.expert, -1)
-        y = kernel.run(rows, weights, which, tiles.pairs // pairs_of_row, activation)
+        y = kernel(rows, weights, which, tiles.pairs // pairs_of_row, activation)
     elif device.platform().startswith("sm_") and len(tiles.expert) <= STRAIGHT:
         each = zip(jnp.minimum(tiles.expert, experts - 1), tiles.pairs, strict=True)
         y = jnp.stack([multiplied(expert, tile_pairs) for expert, tile_pairs in each])
@@ -138,12 +137,12 @@ def _tiled(skips: bool, x, weights: tuple[QTensor, ...], chosen, index, activati
     return y.reshape(*chosen.shape, n)
 
 
-def _chosen(weights: Sequence[QTensor], tokens: int, alike: bool = False) -> str:
+def _chosen(weights: Sequence[QTensor], tokens: int, alike: bool = False) -> Candidate:
     """The candidate for so many tokens; alike: gate and up, of a whole feed-forward's weights."""
     kernel, *others = dict.fromkeys(w.products.kernel(1) for w in weights)
     folded = any(w.rotation is not None for w in weights)
     problem = Experts(device.platform(), kernel, whole=alike and not others, folded=folded)
-    return selection.choose(problem, tokens)
+    return selection.get(Experts, selection.choose(problem, tokens))
 
 
 def rows_of_tile(pairs: int, experts: int, most: int = MOST_ROWS) -> int:

@@ -34,16 +34,16 @@ def launch(
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
         def traced(ctx, *refs):
             rest = iter(refs)
-            of = {
+            named = {
                 name: jax.tree.unflatten(tree, [next(rest) for _ in range(tree.num_leaves)])
                 for name, tree in trees.items()
             }
-            body(**of, **dict(zip(names, rest, strict=True)))
+            body(**named, **dict(zip(names, rest, strict=True)))
 
         traced(*refs)
 
     out_type = tuple(results.values())
-    made = plgpu.kernel(
+    kernel_call = plgpu.kernel(
         kernel,
         out_type=out_type[0] if len(out_type) == 1 else out_type,
         grid=(blocks,),
@@ -54,4 +54,4 @@ def launch(
         scratch_types=list((scratch or {}).values()),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )
-    return made(*(leaf for operand in operands.values() for leaf in jax.tree.leaves(operand)))
+    return kernel_call(*(leaf for operand in operands.values() for leaf in jax.tree.leaves(operand)))

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels import formats
 from pallas_kernels.activations import SILU, Activation
-from pallas_kernels.matmul.execute import kernel_of, module, product, rotated_input
+from pallas_kernels.matmul.execute import kernel_of, product, rotated_input
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, dequantize
 from pallas_kernels.tiles import TILE_ROWS
 
@@ -83,14 +83,11 @@ def sent_product(
     if isinstance(layer, int):
         part, i = w.where[layer]
         piece = w.parts[part]
-        if (
-            isinstance(piece, QTensor)
-            and piece.shape[0] % TILE_ROWS == 0
-            and kernel_of(piece, x) == "int_decode"
-        ):
-            return module("int_decode").run_and_send(
-                rotated_input(x, piece, layer, kernel="int_decode")[0], piece, i, peers
-            )
+        if isinstance(piece, QTensor) and piece.shape[0] % TILE_ROWS == 0:
+            kernel = kernel_of(piece, x)
+            if "run_and_send" in kernel.offers:
+                x, _ = rotated_input(x, piece, layer, None, 0.0, kernel)
+                return kernel.module.run_and_send(x, piece, i, peers)
     return [all_reduce.send(matmul(x, w, layer), peers)]
 
 

@@ -48,7 +48,7 @@ def gemm(
     return y if residual is None else y + residual
 
 
-run = in_two_phases(prologue, gemm)
+run = run_stacks = in_two_phases(prologue, gemm)
 
 
 def to_float16(weights: Weights, layer) -> jax.Array:

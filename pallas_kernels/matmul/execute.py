@@ -3,23 +3,24 @@ and a rule for vmap, which kernels lack."""
 
 import functools
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import formats
+from pallas_kernels import formats, selection
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.norm import rms_norm
+from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import LayerStack, QTensor, Rows, leaves
+from pallas_kernels.selection import Candidate
 
-# A module of this folder that is named in Products has
+# A kernel in Products is the name of a candidate (selection.py), called as problems.Matmul describes. Beside
+# `run` it may offer
 #
-#     run(x, weights, part_layer, layer, gamma, eps, residual, activation) -> y
-#
-# for x [*batch, K] and one QTensor, or two, whose outputs the activation combines: `part_layer` indexes their
-# stacks and `layer` gamma. They differ where a file mixes formats. A rotation that weights still have is left
-# to the module.
+#     rotates(format, columns, rows) -> bool  whether it rotates inputs itself: weights keep their rotation
+#     run_stacks                              `run` for LayerStacks and Rows: it finds a layer's format itself
+#     run_below(x, pieces, part_layer, layer, gamma, eps)  matrices rows below rows, in one launch
+#     run_and_send(x, w, part_layer, peers)                the product, into mailboxes (all_reduce.py)
 
 
 def product(
@@ -71,35 +72,9 @@ def differentiated(
     return op
 
 
-def kernel_of(w: QTensor, x: jax.Array) -> str:
+def kernel_of(w: QTensor, x: jax.Array) -> Candidate:
     """The kernel that multiplies x, [*batch, K], with a matrix."""
-    return w.products.kernel(x.size // x.shape[-1])
-
-
-def module(kernel: str) -> ModuleType:
-    """The module of a kernel. Imported here, because those of Pallas take a while and only GPUs need them."""
-    match kernel:
-        case "bit_decode_b1":
-            from pallas_kernels.matmul.bit_mma import decode_b1 as found
-        case "bit_decode_ring":
-            from pallas_kernels.matmul.bit_mma import decode_ring as found
-        case "bit_decode_s8":
-            from pallas_kernels.matmul.bit_mma import decode_s8 as found
-        case "bit_prefill_sm90":
-            from pallas_kernels.matmul.bit_mma import prefill_sm90 as found
-        case "int_decode":
-            from pallas_kernels.matmul.int_mma import decode as found
-        case "int_prefill_sm90":
-            from pallas_kernels.matmul.int_mma import prefill_sm90 as found
-        case "cublas":
-            from pallas_kernels.matmul import cublas as found
-        case "cpu":
-            from pallas_kernels.matmul import cpu as found
-        case "reference":
-            from pallas_kernels.matmul import reference as found
-        case _:
-            raise ValueError(f"there is no kernel {kernel!r} (selection.CANDIDATES)")
-    return found
+    return selection.get(Matmul, w.products.kernel(x.size // x.shape[-1]))
 
 
 def _is_zero(tangent) -> bool:
@@ -156,10 +131,12 @@ def _of_layer(
     """
     rows = x.size // x.shape[-1]
     folded = {w.rotation is not None for w in leaves(weights)}
-    if not exact and len(folded) == 1 and {w.products.kernel(rows) for w in leaves(weights)} == {"cublas"}:
-        # It finds a layer's format itself: as branches of XLA's a GPU waits for the host.
-        x, gamma = rotated_input(x, leaves(weights)[0], layer, gamma, eps, "cublas")
-        return module("cublas").run(x, weights, layer, layer, gamma, eps, residual, activation)
+    kernels = {w.products.kernel(rows) for w in leaves(weights)}
+    if not exact and len(folded) == len(kernels) == 1:
+        kernel = selection.get(Matmul, kernels.pop())
+        if "run_stacks" in kernel.offers:  # a branch of XLA's on the format makes a GPU wait for the host
+            x, gamma = rotated_input(x, leaves(weights)[0], layer, gamma, eps, kernel)
+            return kernel.module.run_stacks(x, weights, layer, layer, gamma, eps, residual, activation)
     if len(weights) == 1:
         (w,) = weights
         if isinstance(w, QTensor):
@@ -172,14 +149,14 @@ def _of_layer(
 
 
 def rotated_input(
-    x: jax.Array, w: QTensor, layer, gamma: jax.Array | None = None, eps: float = 0.0, kernel="reference"
+    x: jax.Array, w: QTensor, layer, gamma: jax.Array | None, eps: float, kernel: Candidate
 ) -> tuple[jax.Array, jax.Array | None]:
     """x [*batch, K] and gamma for the kernel that multiplies; for folded weights norm(x), rotated, float32,
     and no gamma."""
     if w.rotation is None:
         return x, gamma
     x = x.astype(jnp.float32)
-    if kernel not in ("reference", "cpu"):
+    if kernel.pallas:
         from pallas_kernels.matmul import stacks  # only GPUs need it
         from pallas_kernels.matmul.int_mma import activations_rotated, rotated_columns  # only GPUs need it
 
@@ -193,18 +170,15 @@ def rotated_input(
     return w.rotation(x), None
 
 
-def _rotates(kernel: str, w: QTensor, x: jax.Array) -> bool:
+def _rotates(kernel: Candidate, w: QTensor, x: jax.Array) -> bool:
     """Whether a kernel rotates its inputs itself."""
-    if w.rotation is None:
+    if w.rotation is None or "rotates" not in kernel.offers:
         return False
-    able = kernel == "int_prefill_sm90"  # as it rounds them
-    if kernel == "int_decode":
-        able = module(kernel).rotates(w.format, w.shape[1], x.size // x.shape[-1])
-    if able:
-        from pallas_kernels.matmul.int_mma import rotated_columns  # only GPUs need it
+    if not kernel.module.rotates(w.format, w.shape[1], x.size // x.shape[-1]):
+        return False
+    from pallas_kernels.matmul.int_mma import rotated_columns  # only GPUs need it
 
-        able = rotated_columns.refuses(w.rotation, w.shape[1]) is None
-    return able
+    return rotated_columns.refuses(w.rotation, w.shape[1]) is None
 
 
 def same_part(gate, up, layer) -> tuple[tuple[QTensor, QTensor], int | jax.Array | None] | None:
@@ -231,11 +205,12 @@ def _part(exact: bool, x, w: QTensor | Rows, part_layer, layer, gamma, eps, resi
     if isinstance(w, QTensor):
         return _run(exact, x, (w,), part_layer, layer, gamma, eps, residual)
     # Folded are all pieces or none (plan.py).
-    kernel = "reference" if exact else kernel_of(w.pieces[0], x)
+    kernel = _reference() if exact else kernel_of(w.pieces[0], x)
     x, gamma = rotated_input(x, w.pieces[0], layer, gamma, eps, kernel)
     w = Rows(tuple(piece.replace(rotation=None) for piece in w.pieces))
-    if not exact and residual is None and all(kernel_of(piece, x) == "int_decode" for piece in w.pieces):
-        return module("int_decode").run_below(x, w.pieces, part_layer, layer, gamma, eps)
+    alike = residual is None and all(kernel_of(piece, x) == kernel for piece in w.pieces)
+    if alike and "run_below" in kernel.offers:
+        return kernel.module.run_below(x, w.pieces, part_layer, layer, gamma, eps)
     y = [_run(exact, x, (piece,), part_layer, layer, gamma, eps, None) for piece in w.pieces]
     y = jnp.concatenate(y, axis=-1)
     return y if residual is None else y + residual
@@ -245,8 +220,12 @@ def _run(
     exact: bool, x, weights: tuple[QTensor, ...], part_layer, layer, gamma, eps, residual,
     activation: Activation = SILU,
 ) -> jax.Array:  # fmt: skip
-    kernel = "reference" if exact else kernel_of(weights[0], x)
+    kernel = _reference() if exact else kernel_of(weights[0], x)
     if not _rotates(kernel, weights[0], x):
         x, gamma = rotated_input(x, weights[0], layer, gamma, eps, kernel)
         weights = tuple(w.replace(rotation=None) for w in weights)
-    return module(kernel).run(x, weights, part_layer, layer, gamma, eps, residual, activation)
+    return kernel(x, weights, part_layer, layer, gamma, eps, residual, activation)
+
+
+def _reference() -> Candidate:
+    return selection.get(Matmul, "reference")

@@ -1,10 +1,9 @@
 """The draw of a token for every row."""
 
-import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from pallas_kernels.sampling import reference
+from pallas_kernels import selection
+from pallas_kernels.problems import Sampling
 from pallas_kernels.sampling.rules import Rules
 
 
@@ -26,15 +25,11 @@ def draw(
                its position and the token's id alone (Threefry-2x32 of the position makes a key, with which
                the id is counted): a row is drawn the same in any batch
     positions  of the tokens drawn, in their rows
-    impl       "two_launches" (kernel.py) or "reference"
+    impl       a candidate (selection.py): "two_launches", "reference"
     Returns int32 tokens, then `seen` and `counts` with them (in place, where they are donated). Of equal
     scores the lowest id wins. Under vmap kernels are launched once for each entry.
 
     A token stays if fewer than k are likelier, and if those that are have less than p of the sum: so ties
     stay or go together, and nothing needs to be sorted.
     """
-    if impl == "reference":
-        return reference.draw(logits, rules, keys, positions)
-    from pallas_kernels.sampling.kernel import draw as kernel  # only GPUs need it
-
-    return jax.custom_batching.sequential_vmap(kernel)(logits.astype(jnp.float32), rules, keys, positions)
+    return selection.get(Sampling, impl)(logits, rules, keys, positions)

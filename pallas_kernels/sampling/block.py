@@ -51,7 +51,7 @@ class Block:
         """Of float32, always in the same order."""
         place = self.place(len(numbers)) if place is None else place
         words = [as_word(lanes.warp_sum_real(x)) for x in numbers]
-        return [_tree(list(map(as_real, of_warps))) for of_warps in self.gathered(words, place)]
+        return [_tree(list(map(as_real, per_warp))) for per_warp in self.gathered(words, place)]
 
     def best(self, score, token):
         """(score, token) of the largest score; of several the lowest token."""
@@ -68,26 +68,26 @@ class Block:
 
             def tried():
                 candidate = t | integer(1) << 31 - integer(bit)
-                found = amount(candidate, first + bit % 2 * WARPS)
-                reached = found >= least
-                return [select(reached, candidate, t), select(reached & (found <= most), 0, 1)]
+                value = amount(candidate, first + bit % 2 * WARPS)
+                reached = value >= least
+                return [select(reached, candidate, t), select(reached & (value <= most), 0, 1)]
 
             return lanes.choose(looking != 0, tried, carry)
 
         return lanes.loop(0, lanes.anew(integer(32)), 1, [integer(0), integer(1)], one)[0]
 
 
-def listed(there: list, items: list, counts_smem, list_smem):
+def listed(conditions: list, items: list, counts_smem, list_smem):
     """Items whose condition holds into a list in shared memory, in the order of items: thread t has t, t +
     THREADS, ... Returns how many they are; a barrier must follow."""
-    ballots = [lanes.ballot(condition) for condition in there]
+    ballots = [lanes.ballot(condition) for condition in conditions]
     warp = lanes.thread() // 32
     with lanes.when(lanes.thread() % 32 == 0):
         for i, ballot in enumerate(ballots):
             memory.store(lanes.ones(ballot), counts_smem, warp + WARPS * i)
     lanes.block_barrier()
-    firsts, count = before_this_warp(counts_smem, len(there))
-    for condition, item, ballot, first in zip(there, items, ballots, firsts, strict=True):
+    firsts, count = before_this_warp(counts_smem, len(conditions))
+    for condition, item, ballot, first in zip(conditions, items, ballots, firsts, strict=True):
         with lanes.when(condition):
             memory.store(integer(item), list_smem, first + lanes.ones(ballot & lower_lanes()))
     return count
@@ -122,9 +122,9 @@ def greatest(words: list):
 def best_of_lane(pairs: list):
     """(score, token) of the largest score; of several the lowest token."""
     score, token = pairs[0]
-    for other, of_it in pairs[1:]:
-        better = (other > score) | (other == score) & (of_it < token)
-        score, token = select(better, other, score), select(better, of_it, token)
+    for other, other_token in pairs[1:]:
+        better = (other > score) | (other == score) & (other_token < token)
+        score, token = select(better, other, score), select(better, other_token, token)
     return score, token
 
 

@@ -50,6 +50,11 @@ AT_A_TIME = 4  # groups that a warp reads at a time
 LOWEST = -3e38  # instead of -inf, of which differences are no numbers
 
 
+def run(logits, rules: Rules, keys, positions):
+    """pallas_kernels.sampling.draw, with a launch for each entry of vmap."""
+    return jax.custom_batching.sequential_vmap(draw)(logits.astype(jnp.float32), rules, keys, positions)
+
+
 @jax.jit
 def draw(
     logits: jax.Array, rules: Rules, keys: jax.Array, positions: jax.Array
@@ -68,11 +73,9 @@ def draw(
         "positions": positions,
     }
     shape = lambda dtype: jax.ShapeDtypeStruct((rows, groups), dtype)  # noqa: E731
-    run = max(
-        1, min(4, rows * groups // 8192)
-    )  # groups that a warp has: more where there are more than warps
+    run = max(1, min(4, rows * groups // 8192))  # groups of a warp: several where there are many
     warps = rows * -(-groups // run)
-    found = launch(
+    scanned = launch(
         functools.partial(_scan, run=run),
         operands,
         {
@@ -88,7 +91,7 @@ def draw(
     names = ("maxima", "sums", "winners", "scores")
     tokens = launch(
         _draw,
-        {**operands, **dict(zip(names, found, strict=True))},
+        {**operands, **dict(zip(names, scanned, strict=True))},
         {"tokens": jax.ShapeDtypeStruct((rows,), jnp.int32)},
         name="sampling_draw",
         blocks=rows,
@@ -112,14 +115,11 @@ def _scan(logits, rules, keys, positions, maxima, sums, winners, scores, *, run:
     number = warp // runs
     with lanes.when(number < rows):
         row = Row(logits, rules, keys, positions, number)
-        mine = [minimum(warp % runs * run + i, groups - 1) for i in range(run)]
-        read = [row.read(group) for group in mine]
-        for group, values in zip(mine, read, strict=True):
+        own = [minimum(warp % runs * run + i, groups - 1) for i in range(run)]
+        read = [row.read(group) for group in own]
+        for group, values in zip(own, read, strict=True):
             values = row.changed(group, values)
-            largest = values[0]
-            for x in values[1:]:
-                largest = maximum(largest, x)
-            largest = lanes.largest_of_warp(largest)
+            largest = lanes.largest_of_warp(greatest(values))
             from_here = maximum(largest, LOWEST)
             weight = lanes.warp_sum_real(total([row.weight(x, from_here) for x in values]))
             with lanes.when(lanes.thread() % 32 == 0):
@@ -141,7 +141,7 @@ def _draw(
     row, block = Row(logits, rules, keys, positions, lanes.block()), Block(partial_smem)
     groups = maxima.type.shape[1]
     per_thread = -(-groups // THREADS)
-    mine = [lanes.thread() + i * THREADS for i in range(per_thread)]
+    own = [lanes.thread() + i * THREADS for i in range(per_thread)]
 
     def store(token):
         token = minimum(token, row.vocabulary - 1)  # whatever NaN has made of it
@@ -150,25 +150,23 @@ def _draw(
             memory.store(true(), rules.seen, row.row, token)
             memory.store(memory.load(rules.counts, row.row, token) + 1, rules.counts, row.row, token)
 
-    def of_groups(ref, otherwise):
+    def group_words(ref, otherwise):
         """A word of each of this thread's groups."""
-        return [
-            select(g < groups, memory.load(ref, row.row, minimum(g, groups - 1)), otherwise) for g in mine
-        ]
+        return [select(g < groups, memory.load(ref, row.row, minimum(g, groups - 1)), otherwise) for g in own]
 
-    largest = of_groups(maxima, -float("inf"))
+    largest = group_words(maxima, -float("inf"))
     with lanes.when(row.truncates_nothing):
-        found = best_of_lane(list(zip(of_groups(scores, 0), of_groups(winners, 0), strict=True)))
-        store(block.best(*found)[1])
+        best = best_of_lane(list(zip(group_words(scores, 0), group_words(winners, 0), strict=True)))
+        store(block.best(*best)[1])
     with lanes.when(~row.truncates_nothing):
-        keys = [select(g < groups, sortable(x), 0) for g, x in zip(mine, largest, strict=True)]
-        (of_warps,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
-        peak = number(greatest(of_warps))
+        keys = [select(g < groups, sortable(x), 0) for g, x in zip(own, largest, strict=True)]
+        (per_warp,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
+        peak = number(greatest(per_warp))
         needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
         count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
         t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
-        there = [(key >= t) & (g < groups) for g, key in zip(mine, keys, strict=True)]
-        count = listed(there, mine, counts_smem, groups_smem)
+        reaching = [(key >= t) & (g < groups) for g, key in zip(own, keys, strict=True)]
+        count = listed(reaching, own, counts_smem, groups_smem)
         # Also a barrier, behind which the list is read.
         lanes.block_barrier()
         few = count <= CANDIDATES
@@ -202,12 +200,12 @@ def _draw(
         in_top_k = present & (above < row.k)
         no_top_k = row.k == row.vocabulary
 
-        def of_all():
-            weights = of_groups(sums, 0.0)
+        def whole_row():
+            weights = group_words(sums, 0.0)
             return [total([w * row.weight(m, peak) for w, m in zip(weights, largest, strict=True)])]
 
-        share = lanes.choose(no_top_k, of_all, [select(in_top_k, weight, 0.0)])[0]
-        everything, of_candidates = block.sums([share, weight])
+        share = lanes.choose(no_top_k, whole_row, [select(in_top_k, weight, 0.0)])[0]
+        everything, candidates_sum = block.sums([share, weight])
         target = row.top_p * everything
         keep = (
             in_top_k
@@ -215,7 +213,7 @@ def _draw(
             & (weight >= row.min_p)
         )
         by_top_k = row.k <= n
-        by_top_p = no_top_k & (row.top_p < 1) & (of_candidates >= target)
+        by_top_p = no_top_k & (row.top_p < 1) & (candidates_sum >= target)
         by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(number(t), peak) < row.min_p)
         enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
         with lanes.when(enough):
@@ -236,24 +234,24 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
         listed = [memory.load(groups_smem, minimum(entry, count - 1)) for entry in entries]
         read = [row.read(group) for group in listed]
         values = [row.changed(group, x) for group, x in zip(listed, read, strict=True)]
-        there = [
+        reaching = [
             [
                 (entry < count) & (sortable(x) >= t) & (i < row.vocabulary)
-                for x, i in zip(of_group, row.ids(group), strict=True)
+                for x, i in zip(group_values, row.ids(group), strict=True)
             ]
-            for entry, of_group, group in zip(entries, values, listed, strict=True)
+            for entry, group_values, group in zip(entries, values, listed, strict=True)
         ]
-        ballots = [[lanes.ballot(condition) for condition in of_group] for of_group in there]
+        ballots = [[lanes.ballot(condition) for condition in conditions] for conditions in reaching]
         with lanes.when(lanes.thread() % 32 == 0):
-            for r, of_group in enumerate(ballots):
-                found = total([lanes.ones(ballot) for ballot in of_group])
-                memory.store(found, counts_smem, warp + WARPS * r)
+            for r, group_ballots in enumerate(ballots):
+                reached = total([lanes.ones(ballot) for ballot in group_ballots])
+                memory.store(reached, counts_smem, warp + WARPS * r)
         lanes.block_barrier()
-        before, found = before_this_warp(counts_smem, AT_A_TIME)
+        before, added = before_this_warp(counts_smem, AT_A_TIME)
         for r in range(AT_A_TIME):
             at = base + before[r]
             for x, i, condition, ballot in zip(
-                values[r], row.ids(listed[r]), there[r], ballots[r], strict=True
+                values[r], row.ids(listed[r]), reaching[r], ballots[r], strict=True
             ):
                 place = at + lanes.ones(ballot & lower_lanes())
                 with lanes.when(condition & (place < CANDIDATES)):
@@ -261,7 +259,7 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
                     memory.store(i, ids_smem, place)
                 at = at + lanes.ones(ballot)
         lanes.block_barrier()
-        return [base + found]
+        return [base + added]
 
     return lanes.loop(0, count, WARPS * AT_A_TIME, [integer(0)], some)[0]
 
@@ -274,15 +272,15 @@ def _among_all(row: Row, block: Block, maxima, peak):
         """carry = body(values, ids, carry) for every group that reaches t, shared out over warps."""
 
         def some(first, carry):
-            mine = [integer(first + WARPS * r) for r in range(at_a_time)]
-            there = [minimum(group, groups - 1) for group in mine]
-            keys = [sortable(memory.load(maxima, row.row, group)) for group in there]
-            reaches = [(group < groups) & (key >= t) for group, key in zip(mine, keys, strict=True)]
+            numbers = [integer(first + WARPS * r) for r in range(at_a_time)]
+            present = [minimum(group, groups - 1) for group in numbers]
+            keys = [sortable(memory.load(maxima, row.row, group)) for group in present]
+            reaches = [(group < groups) & (key >= t) for group, key in zip(numbers, keys, strict=True)]
             read = [
                 lanes.choose(ok, lambda group=group: row.read(group), [real(0)] * EACH)
-                for ok, group in zip(reaches, there, strict=True)
+                for ok, group in zip(reaches, present, strict=True)
             ]
-            for ok, group, logits in zip(reaches, there, read, strict=True):
+            for ok, group, logits in zip(reaches, present, read, strict=True):
                 one = lambda group=group, logits=logits, carry=carry: body(  # noqa: E731
                     row.changed(group, logits), row.ids(group), carry
                 )
@@ -306,9 +304,9 @@ def _among_all(row: Row, block: Block, maxima, peak):
             reach = [select(sortable(x) >= within, w, 0.0) for x, w in zip(values, weights, strict=True)]
             return [so_far[0] + total(reach)]
 
-        here = over_tokens(within, [real(0)], body)
+        partial = over_tokens(within, [real(0)], body)
         place = select(sums, 4, step % 2 + select(counts, 0, 2))
-        amount = block.sums(here, places + index(place) * WARPS)[0]
+        amount = block.sums(partial, places + index(place) * WARPS)[0]
         reached = amount >= least
         going_on = [select(reached, candidate, t), floor, least, select(reached & (amount == least), 0, 1)]
         # The likeliest stays, whatever top_p.
@@ -317,9 +315,9 @@ def _among_all(row: Row, block: Block, maxima, peak):
 
     def one(step, carry):
         step, looking = integer(step), carry.pop() != 0
-        wanted = looking & (step != 32) | (step == 32) & (row.top_p < 1)
+        runs = looking & (step != 32) | (step == 32) & (row.top_p < 1)
         none = integer(0)
-        return lanes.choose(wanted, lambda: tried(step, *carry), [*carry, none])
+        return lanes.choose(runs, lambda: tried(step, *carry), [*carry, none])
 
     k = real(minimum(row.k, row.vocabulary))
     begin = [zero, zero, k, select(row.k < row.vocabulary, 1, 0)]

@@ -93,9 +93,9 @@ class Row:
     def _biases(self, first):
         """Of 32 biases, this lane's: its token, or one beyond the vocabulary, and what it adds, as words."""
         width = self.rules.bias.type.shape[1]
-        mine = integer(first) + integer(lanes.thread() % 32)
-        at = self.row, minimum(mine, width - 1)
-        token = select(mine < width, memory.load(self.rules.bias_ids, *at), self.vocabulary)
+        entry = integer(first) + integer(lanes.thread() % 32)
+        at = self.row, minimum(entry, width - 1)
+        token = select(entry < width, memory.load(self.rules.bias_ids, *at), self.vocabulary)
         return [token, as_word(memory.load(self.rules.bias, *at))]
 
     def _biased(self, group, values: list, biases: list) -> list:
@@ -103,9 +103,9 @@ class Row:
         lane = integer(lanes.thread() % 32)
         token = biases[0] - integer(group) * GROUP  # from 0 to GROUP - 1: of this group
 
-        def one(of, values):
-            there, added = (lanes.from_lane(word, integer(of)) for word in (token, biases[1]))
-            return [select(there == lane + 32 * i, x + as_real(added), x) for i, x in enumerate(values)]
+        def one(bias, values):
+            place, added = (lanes.from_lane(word, integer(bias)) for word in (token, biases[1]))
+            return [select(place == lane + 32 * i, x + as_real(added), x) for i, x in enumerate(values)]
 
         some = lanes.any_lane(select((token < GROUP) & (biases[0] < self.vocabulary), 1, 0))
         count = lanes.anew(integer(32))  # not unrolled

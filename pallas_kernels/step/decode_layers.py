@@ -67,7 +67,7 @@ def decode_layers(
     x = pad(x, shapes.width(Vector.X))
     x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
-    layout, dtypes = cache_layouts.of(inputs.k_pages), (jnp.int32, jnp.float32)
+    layout, dtypes = cache_layouts.recognize(inputs.k_pages), (jnp.int32, jnp.float32)
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
@@ -117,7 +117,7 @@ class _Step:
         return self.shapes.passes_on and self.attention.heads * self.attention.head_dim % GROUP == 0
 
     def run(self):
-        self.kept = self.attention.keep(self.cache)
+        self.lane_state = self.attention.keep(self.cache)
         self.weights.prepare()
         lanes.loop(0, self.layers, 1, [], self._layer)
         if self.shapes.passes_on:  # what the last layer adds
@@ -150,10 +150,10 @@ class _Step:
         """Request what can be requested once the activations of a phase have arrived; weights that go where
         keys lie, once these have been read."""
         if phase == Phase.QKV and self.has_slots:
-            self.attention.ask(self.cache, self.kept, layer, self._slot, ~self._asked())
+            self.attention.ask(self.cache, self.lane_state, layer, self._slot, ~self._asked())
         self.weights.request_during(phase, layer)
         if phase == Phase.QKV:
-            without_keys = ~self.attention.has_share(self.kept) if self.has_slots else true()
+            without_keys = ~self.attention.has_share(self.lane_state) if self.has_slots else true()
             with lanes.when(without_keys):
                 self.weights.request_during(Phase.ATTENTION, layer)
 
@@ -187,7 +187,7 @@ class _Step:
         if self.has_slots and self.attention.teams == 1:
             after_keys = request
         self.attention.run(
-            self.cache, self.kept, layer, self.scratch,
+            self.cache, self.lane_state, layer, self.scratch,
             load_qkv=lambda row, columns: workspace.receive(
                 Phase.ATTENTION, layer, row, columns, 4, at_once=True
             ),

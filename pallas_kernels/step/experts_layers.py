@@ -151,7 +151,7 @@ def experts_layers(
     empty = jnp.zeros(sum(widths[1:]) + attention.partials, jnp.int32)
     workspace, x_ref = jax.new_ref(jnp.concatenate([first[0], empty])), jax.new_ref(x)
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
-    layout = cache_layouts.of(inputs.k_pages)
+    layout = cache_layouts.recognize(inputs.k_pages)
     smem = {
         name: plgpu.SMEM((size,), jnp.int32 if name in ("q_smem", "chosen_smem") else jnp.float32)
         for name, size in scratch_words(planned.products, experts, attention.scratch).items()

@@ -33,7 +33,7 @@ def test_the_cache_holds_nothing_of_a_kernel():
 def test_a_model_takes_every_layout(name):
     model = bj.load("synth:tiny-llama:q8_0", bj.RunConfig(cache_dtype=name, context=64, page_size=8))
     (stored,) = cache.empty(model.config, model.run, rows=1, context=8).attention
-    assert cache_layouts.of(stored.k) is cache_layouts.get(name)
+    assert cache_layouts.recognize(stored.k) is cache_layouts.get(name)
     stored_bytes = sum(a.nbytes for a in jax.tree.leaves((stored.k, stored.v)))
     assert memory.bytes_per_token(model.config, model.run) * 8 == stored_bytes
     assert np.isfinite(bj.logits(model, [1, 2, 3])).all()

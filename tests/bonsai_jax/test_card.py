@@ -80,6 +80,7 @@ def test_auto_is_decoded_where_it_fits_the_free_memory_of_a_cpu(with_memory, mon
         assert stored() == "decoded"
     with_memory(1000)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(gpu, "default", lambda: gpu.GPUS["sm_90"])
     assert stored() == "packed" and stored(weights="decoded") == "decoded"
 
 

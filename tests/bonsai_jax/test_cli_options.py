@@ -12,7 +12,7 @@ from bonsai_jax.cli import COMMANDS, options
 from bonsai_jax.cli.spread import spread
 from pallas_kernels import cache_layouts
 from pallas_kernels.problems import Step
-from pallas_kernels.selection import CANDIDATES
+from pallas_kernels.selection import candidates
 from tests.bonsai_jax.command_line import ROOT, run
 
 
@@ -52,7 +52,7 @@ def _app(command) -> typer.Typer:
 
 
 def test_choices_are_those_of_kernels():
-    assert get_args(choices.Schedule) == ("auto", *CANDIDATES[Step])
+    assert get_args(choices.Schedule) == ("auto", *(candidate.name for candidate in candidates(Step)))
     assert sorted(get_args(choices.CacheDtype)) == sorted(cache_layouts.names())
 
 

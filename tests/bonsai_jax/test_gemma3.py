@@ -106,7 +106,7 @@ def test_the_largest_models_have_a_scale_of_their_own():
 
 
 def test_windows_take_the_memory_of_a_ring():
-    """A window of 1,024 keys and a chunk of 512 take 25 pages in place of 512; what is allocated is counted."""
+    """A window of 1,024 keys and a chunk of 512 take 25 pages, not 512; what is allocated is counted."""
     config = architectures.config_of(open_checkpoint("synth:gemma3-12b:q4_k"))
     run = bj.RunConfig(batch_size=2, context=32768, cache_dtype="float16", impl="reference")
     cache = jax.eval_shape(lambda: kv.empty(config, run, 2, 32768))
@@ -166,9 +166,8 @@ def test_an_engine_shares_prefixes_by_checkpoints_of_rings(name):
         first = [engine.submit(ids, GREEDY, max_new_tokens=6).result() for ids in prompts]
         handles = [engine.submit(ids, GREEDY, max_new_tokens=6) for ids in prompts]
         again = [handle.result() for handle in handles]
-        cached = engine.stats.cached_tokens if hasattr(engine, "stats") else None
     assert [output.tokens for output in first] == want and [output.tokens for output in again] == want
-    assert cached is None or cached > 0
+    assert [output.cached_tokens > 0 for output in first] == [False, True, True]
 
 
 def test_speculation_draws_the_same_text():

@@ -233,7 +233,7 @@ def test_memory_counts_states():
         ("ssm.group_count", 3, "4 v heads do not divide into 3 k heads"),
         ("ssm.conv_kernel", 1, "sees 1 tokens"),
         ("attention.recurrent_layers", [1, 1], r"recurrent_layers is \[1, 1\]; a list of 4 values"),
-        ("rope.dimension_count", 63, "rope turns 63 values of a head of 64"),
+        ("rope.dimension_count", 63, "rope: 63 values of a head turn; expected an even number"),
         ("rope.scaling.type", "yarn", "'yarn'; supported: none"),
         ("attention.value_length", 32, r"value_length is 32, but only head_dim \(64\)"),
     ],

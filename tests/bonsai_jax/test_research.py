@@ -99,7 +99,7 @@ def by_hand(model, x):
         return np.stack([z.real, z.imag], -1).reshape(x.shape) if i else np.concatenate([z.real, z.imag], -1)
 
     D, H, Hkv = a.head_dim, a.num_heads, a.num_kv_heads
-    theta = rope.frequencies(a.rope).astype(np.float64)  # test_layers has its own oracles
+    theta = rope.frequencies(a.rope).astype(np.float64)  # test_rope has its own oracles
     n = norm(x, w.norm[LAYER])
     qkv = np.concatenate([n @ weight(stack).T for stack in w.qkv], axis=-1)
     qkv = (qkv if w.qkv_bias is None else qkv + np.asarray(w.qkv_bias[LAYER], np.float64)).reshape(T, -1, D)

@@ -356,6 +356,14 @@ def test_a_request_waits_while_another_computes_its_beginning():
     assert made == ["a[8:13] in 1x8", "b[12:13] in 1x8", "c[0:5] in 1x8", ""]
 
 
+def test_a_request_that_is_cancelled_while_it_waits_does_not_start():
+    s = scheduler(max_batch_size=1, row_sizes=(1,))
+    requests = add(s, a=(5, 1), b=(5, 1), c=(5, 1))
+    plan(s, requests)
+    s.end(requests["b"])
+    assert [plan(s, requests), plan(s, requests)] == ["c[0:5] in 1x8", ""]
+
+
 def test_a_cancelled_request_leaves_only_what_it_has_computed():
     s = scheduler(shapes=[(1, 8)])
     requests = add(s, a=(LONG, 1))

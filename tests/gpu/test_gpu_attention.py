@@ -77,7 +77,7 @@ def test_the_attention_kernel_is_the_reference(layout, H, Hkv, D, B, pages, inte
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 def test_prompts_read_a_cache_of_bytes(impl):
     problem = problems.Attention(device.platform(), "prefill", 32, 8, 128, 64, "int8")
-    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+    if reason := selection.get(problems.Attention, impl).refuses(problem):
         pytest.skip(reason)
     rng, B, T, depth = np.random.default_rng(6), 2, 300, 100
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
@@ -121,7 +121,7 @@ def test_many_queries_attend_as_the_reference_does(layout, H, Hkv, D, B, T, dept
     kernel = {"prefill_sm90": prefill_attention, "prefill_sm80": mma_attention}[impl]
     sizes = (H, Hkv, D, page_size, layout)
     problem = problems.Attention(device.platform(), "prefill", *sizes)
-    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+    if reason := selection.get(problems.Attention, impl).refuses(problem):
         pytest.skip(reason)
     rng = np.random.default_rng(H + T)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
@@ -167,7 +167,7 @@ def test_decode_sees_its_window(layout, window, scale, softcap, sizes, lengths, 
 @pytest.mark.parametrize("tokens", [140, 600])
 def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, page_size, tokens):
     problem = problems.Attention(device.platform(), "prefill", *sizes, page_size, "bfloat16", window=window)
-    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+    if reason := selection.get(problems.Attention, impl).refuses(problem):
         pytest.skip(reason)
     check_prefill(impl, window, scale, softcap, sizes, depth, page_size, tokens)
 
@@ -175,6 +175,6 @@ def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, pa
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 def test_prompts_read_the_windows_of_a_cache_of_bytes(impl):
     problem = problems.Attention(device.platform(), "prefill", 4, 2, 128, 64, "int8", window=100)
-    if reason := selection.CANDIDATES[problems.Attention][impl].refuses(problem):
+    if reason := selection.get(problems.Attention, impl).refuses(problem):
         pytest.skip(reason)
     check_prefill(impl, 100, 0.1, 5.0, (4, 2, 128), 400, 64, 300, layout="int8")

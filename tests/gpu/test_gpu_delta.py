@@ -82,7 +82,7 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
     if heads:
         n = n.reshape(rows, *heads, -1).swapaxes(1, 2).reshape(n.shape)
     n = ((signs * n).reshape(rows, -1, 1024) @ sylvester(1024)).reshape(n.shape)
-    rotation = Rotation.of(signs, 1024, heads)
+    rotation = Rotation.from_signs(signs, 1024, heads)
     norm = (jnp.asarray(gamma, jnp.float32), 1, 1e-6) if normed else ()
     got = activations_rotated(jnp.asarray(x), rotation, *norm)
     np.testing.assert_allclose(got, n, atol=2e-6 * np.sqrt((n**2).mean()) * 4)

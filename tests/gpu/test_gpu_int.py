@@ -203,7 +203,7 @@ def test_many_rows_of_integer_weights_are_their_definition(N, K, rows, kind, for
     """Of the weights rounded to float16, which the kernel has too, but where a scale is not float16 in the
     file."""
     problem = problems.Matmul(device.platform(), format, N, K)
-    if reason := selection.CANDIDATES[problems.Matmul]["int_prefill_sm90"].refuses(problem):
+    if reason := selection.get(problems.Matmul, "int_prefill_sm90").refuses(problem):
         pytest.skip(reason)
     rng = np.random.default_rng(N + rows)
     layers, layer = 3, 2

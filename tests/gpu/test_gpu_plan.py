@@ -20,7 +20,7 @@ import bonsai_jax as bj
 from bonsai_jax.network import architectures
 from bonsai_jax.weights import plan as load_plans
 from checkpoints import open_checkpoint
-from pallas_kernels import selection
+from pallas_kernels import problems, selection
 
 source, rows, tokens, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 model = bj.load(source, bj.RunConfig(schedule="launches", context=1024))
@@ -48,8 +48,7 @@ names = set()
 for plane in jax.profiler.ProfileData.from_file(file).planes:
     if "GPU" in plane.name:
         names |= {event.name for line in plane.lines for event in line.events}
-candidates = [item for each in selection.CANDIDATES.values() for item in each.items()]
-every = {name for name, candidate in candidates if candidate.pallas} - {"launches"}
+every = {c.name for c in selection.candidates(problems.Matmul) if c.tiled}
 planned = sorted((dense | head) & every | experts)
 print(json.dumps({"planned": planned, "attention": attends, "names": sorted(names)}))
 """

@@ -144,6 +144,47 @@ def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, pa
         check_prefill(impl, window, scale, softcap, sizes, depth, page_size, 140, layout)
 
 
+def without_pages(pages, table, row, count):
+    """Pages of which the first `count` of a row are not numbers."""
+    pages = np.array(pages)
+    pages[:, table[row, :count]] = np.nan
+    return pages
+
+
+@pytest.mark.parametrize("most", [1, 8])
+def test_decode_does_not_read_pages_before_the_window(most):
+    H, Hkv, D, page_size, window, length = 4, 2, 64, 16, 50, 300
+    rng, positions = np.random.default_rng(0), np.array([[length]], np.int32)
+    k_pages, v_pages, table, *_ = ring(rng, "float32", positions, None, page_size, Hkv, D)
+    op = functools.partial(
+        attend, rng.standard_normal((1, 1, (H + 2 * Hkv) * D)).astype(np.float32),
+        rotation=(np.ones((1, 1, D // 2), np.float32), np.zeros((1, 1, D // 2), np.float32)),
+        interleaved=False, norms=(None, None), eps=1e-6, num_keys=320, impl="decode", window=window,
+    )  # fmt: skip
+    cut = [without_pages(pages, table, 0, (length - window + 1) // page_size) for pages in (k_pages, v_pages)]
+    with lockstep(), mock.patch.object(device, "multiprocessors", lambda: most):
+        want, got = (op(*pages, table, positions, 1)[0] for pages in ((k_pages, v_pages), cut))
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
+def test_prefill_does_not_read_pages_before_the_windows(impl):
+    T, depth, window = 140, 500, 100
+    rng, positions = np.random.default_rng(1), np.arange(depth, depth + T, dtype=np.int32)[None]
+    k_pages, v_pages, table, *_ = ring(rng, "float16", positions, None, 64, 1, 64)
+    q = rng.standard_normal((1, T, 2, 64)).astype(np.float32)
+    first = (depth - window + 1) // 128 * 2  # steps have 128 keys at most
+    cut = [without_pages(pages, table, 0, first) for pages in (k_pages, v_pages)]
+    with interpreted():
+        want, got = (
+            np.asarray(_many_queries(impl, Scores(window), q, *pages, table, positions, 1))
+            for pages in ((k_pages, v_pages), cut)
+        )
+    np.testing.assert_array_equal(got, want)
+    assert np.isfinite(got).all()
+
+
 @pytest.mark.parametrize(("window", "page_size"), [(1, 64), (70, 24), (200, 256), (1000, 64)])
 def test_prefill_gets_the_pages_of_its_windows_as_float16(window, page_size):
     rng, T = np.random.default_rng(window), 30

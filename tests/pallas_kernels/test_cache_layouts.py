@@ -88,7 +88,7 @@ def test_a_cache_of_bytes_refuses_derivatives():
 def test_pages_say_what_they_are(name):
     shape = (3, 5, 7, 2, 128)
     pages = cache_layouts.empty(name, shape)
-    assert cache_layouts.of(pages) is cache_layouts.get(name)
+    assert cache_layouts.recognize(pages) is cache_layouts.get(name)
     assert cache_layouts.shape(pages) == shape
     assert not np.asarray(cache_layouts.read(pages, (0, 0))).any()
     assert all(a.shape[:4] == shape[:4] for a in jax.tree.leaves(pages))
@@ -98,7 +98,7 @@ def test_pages_say_what_they_are(name):
 
 def test_what_is_no_layout_is_refused():
     with pytest.raises(NotImplementedError, match=r"no layout of the cache has pages of int16; .*float32"):
-        cache_layouts.of(jnp.zeros((1, 1, 1, 1, 64), jnp.int16))
+        cache_layouts.recognize(jnp.zeros((1, 1, 1, 1, 64), jnp.int16))
     with pytest.raises(
         NotImplementedError, match=r"cache layout 'q3' is not supported; supported: .*float32"
     ):

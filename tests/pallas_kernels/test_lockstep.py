@@ -115,7 +115,7 @@ def test_the_kernel_in_lockstep_rotates_its_inputs(K, rows, heads, kind, bits):
     want = [norm * n @ np.float64(w.dense[1]).T for w in weights]
     want = want[0] / (1 + np.exp(-want[0])) * want[1] if kind == "gated" else want[0]
     residual = rng.standard_normal((rows, 32)).astype(np.float32) if kind == "added" else None
-    rotation = Rotation.of(signs, block, heads)
+    rotation = Rotation.from_signs(signs, block, heads)
     assert int_decode.rotates("ptq1_0", K, rows)
     with lockstep():
         got = int_decode.int_decode(

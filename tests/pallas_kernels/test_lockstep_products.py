@@ -63,7 +63,7 @@ def test_products_in_one_launch_are_those_of_launches(case):
     if of_folded:
         of_widths = ((width, of_folded[0]), (hidden, None), (ffn, None), (hidden, None))
         rotations = [
-            Rotation.of(rng.choice([-1, 1], columns), 256, heads)
+            Rotation.from_signs(rng.choice([-1, 1], columns), 256, heads)
             for columns, heads in of_widths[: len(weights)]
         ]
     attended, x = draw(rows, width), draw(rows, hidden)

@@ -225,7 +225,7 @@ def test_rows_in_lockstep_are_normed_rotated_and_rounded(columns, block, heads, 
     if heads:
         n = n.reshape(3, *heads, -1).swapaxes(1, 2).reshape(n.shape)
     n = ((signs * n).reshape(3, -1, block) @ sylvester(block)).reshape(n.shape)
-    rotation = Rotation.of(signs, block, heads)
+    rotation = Rotation.from_signs(signs, block, heads)
     norm = (jnp.asarray(gamma, jnp.float32), np.int32(1), 1e-6) if normed else ()
     with lockstep():
         got = activations_rotated.activations_rotated(x, rotation, *norm)

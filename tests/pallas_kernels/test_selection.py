@@ -2,14 +2,19 @@
 reasons."""
 
 import dataclasses
+import importlib.util
+import re
+from pathlib import Path
+from typing import get_args
 
+import jax.numpy as jnp
 import pytest
 
 from bonsai_jax.network import architectures
 from checkpoints import open_checkpoint
-from pallas_kernels import device, formats, selection
+from pallas_kernels import attend, device, formats, matmul, quantize, refusals, selection
 from pallas_kernels.problems import Attention, DeltaNet, Matmul, Sampling, Step
-from pallas_kernels.selection import choose, explain, products
+from pallas_kernels.selection import choose, explain, for_device, products
 
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MODELS = (
@@ -35,6 +40,15 @@ FALLS_BACK = {
        for format in WITHOUT_KERNEL},
     ("Phi-3-mini", ""): "head_dim is 96; the kernel has 64, 128 and 256",
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def without_extras(monkeypatch):
+    """What is chosen without the extra `triton`."""
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        refusals.importlib.util, "find_spec", lambda name: None if name == "jax_triton" else find(name)
+    )
 
 
 def problems(platform: str):
@@ -67,8 +81,8 @@ def refusal(problem) -> str | None:
 
 @pytest.mark.parametrize("platform", PLATFORMS)
 def test_what_falls_back_on_a_gpu_and_why(platform):
-    found = {key: reason for key, problem in problems(platform) if (reason := refusal(problem))}
-    assert found == FALLS_BACK
+    reasons = {key: reason for key, problem in problems(platform) if (reason := refusal(problem))}
+    assert reasons == FALLS_BACK
 
 
 def test_every_synthetic_model_is_in_the_list():
@@ -81,11 +95,11 @@ WITHOUT_KERNEL_ON_CPUS = ["iq1_m", "iq1_s", "iq2_s", "iq2_xs", "iq2_xxs", "iq3_s
 
 
 def test_what_falls_back_on_a_cpu_and_why():
-    found = {}
+    reasons = {}
     for (_, format), problem in problems("cpu"):
         if isinstance(problem, Matmul) and choose(problem) == "reference":
-            found[format] = next(v.reason for v in explain(problem) if v.kernel == "cpu")
-    assert found == {
+            reasons[format] = next(v.reason for v in explain(problem) if v.kernel == "cpu")
+    assert reasons == {
         **{
             name: f"no kernel for matmul of {name} on CPUs in this version" for name in WITHOUT_KERNEL_ON_CPUS
         },
@@ -202,6 +216,26 @@ def test_attention_of_other_widths_is_the_references(phase):
     assert choose(llama) != "reference"
     assert choose(dataclasses.replace(llama, window=512, scale=0.5, softcap=50.0)) == choose(llama)
     assert choose(dataclasses.replace(llama, head_dim=80)) == "reference"
+
+
+@pytest.mark.parametrize("phase", ["decode", "prefill"])
+def test_with_the_extra_triton_has_what_other_kernels_of_gpus_refuse(phase, monkeypatch):
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: name)
+    phi = Attention("sm_90", phase, 32, 32, 96, 64, "bfloat16")
+    assert choose(phi) == "triton" and choose(phi, impl="reference") == "reference"
+    assert choose(dataclasses.replace(phi, head_dim=128)) != "triton"
+    reasons = {
+        "needs an NVIDIA GPU of compute capability 8.0 or newer": {"platform": "cpu"},
+        "the cache is int8; the kernel reads float16 and bfloat16": {"cache_dtype": "int8"},
+        "head_dim is 288; the kernel has multiples of 8, to 256": {"head_dim": 288},
+    }
+    for reason, change in reasons.items():
+        (verdict,) = (v for v in explain(dataclasses.replace(phi, **change)) if v.kernel == "triton")
+        assert verdict.reason == reason
+    monkeypatch.undo()
+    monkeypatch.setattr(refusals.importlib.util, "find_spec", lambda name: None)
+    (verdict,) = (v for v in explain(phi) if v.kernel == "triton")
+    assert verdict.reason == "needs the package jax-triton: install the extra `triton`"
 
 
 def layer_of(formats, hidden=4096, ffn=12288):
@@ -338,3 +372,111 @@ def test_naming_what_cannot_run_is_an_error_with_the_reason():
 def test_it_is_explained_how_cublas_gets_at_the_weights(format, platform, how):
     (taken,) = (v for v in explain(Matmul(platform, format, 4096, 4096), rows=64) if v.taken)
     assert (taken.kernel, taken.reason) == ("cublas", f"{selection.FIRST}: {how}")
+
+
+def test_the_tables_name_every_candidate():
+    """That of selection.py, whose last column it is, and that of docs/kernels.md, but for fallbacks."""
+    names = {c.name for op in get_args(selection.Problem) for c in selection.candidates(op)}
+    header, *rows = str(selection.__doc__).split("\n\n")[1].splitlines()
+    kernels = [row[header.index("kernel") :] for row in rows]
+    assert {word for kernel in kernels for word in re.findall(r"(?:^|or )(\w+)", kernel)} == names
+    page = (Path(__file__).parents[2] / "docs" / "kernels.md").read_text()
+    assert {name for name in names if f"`{name}`" not in page} == {"tiles", "launches"}
+
+
+@pytest.mark.parametrize("op", [op for op in get_args(selection.Problem) if op.CALL])
+def test_candidates_are_called_with_what_their_problem_lists(op):
+    for candidate in selection.candidates(op):
+        if candidate.name == "triton":
+            continue  # needs its extra: test_triton.py
+        assert isinstance(candidate.run, str)
+        run = getattr(candidate.module, candidate.run.partition(":")[2])
+        assert all(callable(getattr(candidate.module, name)) for name in candidate.offers)
+        if not candidate.fused:
+            selection._check_call(candidate.name, "run", run, op.CALL)
+
+
+@pytest.fixture
+def register():
+    """selection.register, undone."""
+    made = []
+
+    def register(candidate, **rest):
+        selection.register(candidate, **rest)
+        made.append(candidate)
+
+    yield register
+    for candidate in made:
+        selection.unregister(candidate)
+
+
+def run_matmul(x, weights, part_layer, layer, gamma, eps, residual, activation):
+    return jnp.full((*x.shape[:-1], weights[0].shape[0]), 7.0)
+
+
+MINE = selection.Candidate("mine", Matmul, lambda problem: None, run_matmul, rows=(2, 4), pallas=False)
+
+
+def test_a_registered_candidate_is_explained_chosen_and_called(register):
+    w, x = quantize(jnp.ones((16, 256)), "q8_0"), jnp.ones((3, 256))
+    register(MINE, before="cpu")
+    verdicts = explain(Matmul("cpu", "q8_0", 16, 256), rows=3)
+    assert [v.kernel for v in verdicts][-3:] == ["mine", "cpu", "reference"]
+    assert [v.kernel for v in verdicts if v.taken] == ["mine"]
+    assert explain(Matmul("cpu", "q8_0", 16, 256))[-3].reason == "is for 2 to 4 rows"
+    chosen = for_device(w)
+    assert [chosen.products.kernel(rows) == "mine" for rows in (1, 2, 4, 5)] == [False, True, True, False]
+    assert not chosen.tiled and (matmul(x, chosen) == 7).all() and (matmul(x[0], chosen) != 7).all()
+    assert "mine for 2 to 4 rows" in str(chosen.products)
+
+
+def test_a_registered_candidate_attends(register):
+    def attends(q, k_pages, v_pages, block_table, positions, layer, *, num_keys, window, scale, softcap):
+        return jnp.full(q.shape, 2.0) * (scale or 1.0)
+
+    refuses = lambda problem: None if problem.head_dim == 80 else "is for heads of 80"  # noqa: E731
+    register(selection.Candidate("mine", Attention, refuses, attends, pallas=False))
+    assert choose(Attention("sm_90", "decode", 8, 4, 80, 16, "bfloat16")) == "mine"
+    assert choose(Attention("sm_90", "decode", 8, 4, 96, 16, "bfloat16")) == "reference"
+    pages = jnp.zeros((1, 2, 16, 1, 8))
+    positions, turned = jnp.zeros((1, 1), jnp.int32), (jnp.ones((1, 1, 4)), jnp.zeros((1, 1, 4)))
+    out, *_ = attend(
+        jnp.ones((1, 1, 32)), pages, pages, jnp.zeros((1, 1), jnp.int32), positions, 0, rotation=turned,
+        interleaved=False, norms=(None, None), eps=1e-6, num_keys=1, impl="mine", scale=3.0,
+    )  # fmt: skip
+    assert out.shape == (1, 1, 16) and (out == 6).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"op": Step}, "'mine': op is .*Step'>; it must be one of Matmul, Attention, Sampling, DeltaNet"),
+        ({"op": "matmul"}, "op is 'matmul'; it must be one of"),
+        ({"name": "cublas"}, "'cublas': Matmul has one of that name"),
+        ({"rows": (4, 2)}, r"rows are \(4, 2\)"),
+        ({"run": lambda x, weights: x}, "run must be a function of .x, weights, part_layer.*too many posi"),
+        ({"refuses": lambda: None}, "refuses must be a function of .problem."),
+        ({"offers": ("rotates",)}, "fused and offers are for our own"),
+    ],
+)
+def test_what_cannot_be_a_candidate_is_an_error_with_the_reason(change, error):
+    before = selection.candidates(Matmul)
+    with pytest.raises(ValueError, match=error):
+        selection.register(dataclasses.replace(MINE, **change))
+    with pytest.raises(ValueError, match="Matmul has no candidate 'theirs'; it has bit_decode_ring, "):
+        selection.register(MINE, before="theirs")
+    with pytest.raises(ValueError, match="candidate 'mine' is not registered"):
+        selection.unregister(MINE)
+    assert selection.candidates(Matmul) == before
+
+
+def test_each_number_of_rows_of_a_step_has_a_schedule(monkeypatch):
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    assert selection.schedules(STEP) == ((24, "one_launch"), (256, "layer_gemms"))
+    assert selection.schedules(KQ_STEP) == ((2, "layer_products"), (8, "launches"), (256, "layer_gemms"))
+    assert selection.schedules(STEP, "launches") == ()
+    assert selection.schedules(STEP, "layer_gemms") == ((8, "launches"), (256, "layer_gemms"))
+    with pytest.raises(NotImplementedError, match=r"schedule='layer_products' cannot run .*q1_0"):
+        selection.schedules(STEP, "layer_products")
+    with pytest.raises(NotImplementedError, match=r"schedule='one_launch' cannot run .*bulk copies"):
+        selection.schedules(dataclasses.replace(STEP, platform="sm_80"), "one_launch")

@@ -67,9 +67,8 @@ class RowByRow(Decode):
         loaded = block.load_round(index(0))
         for row, smem in enumerate(sums):
             x = p.quantize_own(me, columns(x_gmem, row) if row else first_row, gamma)
-            with p.busy_warps(me):
-                p.store_squares(me, index(0), x, smem)
-                p.store_sums(me, block.multiply(x, loaded), smem)
+            p.store_squares(me, index(0), x, smem)
+            p.store_sums(me, block.multiply(x, loaded), smem)
         lanes.block_barrier()
         for row, smem in enumerate(sums):
             block.finish(smem, outputs, added[row], row)

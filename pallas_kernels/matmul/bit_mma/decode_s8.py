@@ -111,8 +111,7 @@ class Rounds(Decode):
             following = block.load_round(first + p.together) if p.tiles > p.together else loaded
             outputs = p.outputs(me, index(0), first, block.first_tile)
             added = block.added(outputs)
-            with p.busy_warps(me):
-                p.store_sums(me, block.multiply([x], loaded), sums_smem)
+            p.store_sums(me, block.multiply([x], loaded), sums_smem)
             lanes.block_barrier()
             block.finish(sums_smem, outputs, added)
             lanes.block_barrier()

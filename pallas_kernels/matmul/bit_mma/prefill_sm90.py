@@ -45,7 +45,7 @@ from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.activation_math import FAST
-from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, of, select
+from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, select
 from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
@@ -249,7 +249,7 @@ def _bring_step(step, token, slot, q_gmem, scale_gmem, q_smem, scale_smem, full_
 
     @plgpu.inline_mgpu(arg_types=(numbers, plain, plain, plgpu.RefType(swizzled(1)), plain, plain))
     def bring(ctx, numbers, q_gmem, scale_gmem, *in_shared):
-        step, token, slot = (of(v.registers.item()) for v in numbers)
+        step, token, slot = (integer(v.registers.item()) for v in numbers)
         q_smem, scale_smem, full = map(memory.shared_address, in_shared)
         lane = integer(lanes.thread()) % 128
         full = full + slot * 8

@@ -79,7 +79,8 @@ class Product(abc.ABC):
     splits       parts of the columns: a block has one, and `columns` and `pairs` are those of one part, so
                  that each block reads less of what is passed on
     bits         of an activation, 8 or 16
-    round_tiles  tiles of a round; None: as many as there is room for (`together`)
+    round_tiles  tiles of a round whose weights are in registers; None: weights are in shared memory, and a
+                 round has as many tiles as there is room for (`together`)
 
     Of each kind of product:
     copies         of what is passed on, each for as many blocks, because all read the same lines at once
@@ -152,8 +153,9 @@ class Product(abc.ABC):
 
     @property
     def busy(self) -> int:
-        """Warps that have columns."""
-        return -(-self.pairs // self.per_warp)
+        """Warps that multiply: those that have columns, or all where weights are in registers, for which a
+        branch would leave less room."""
+        return -(-self.pairs // self.per_warp) if self.round_tiles is None else self.warps
 
     def busy_warps(self, me: LaneColumns):
         """For `with`: code that only these warps run."""

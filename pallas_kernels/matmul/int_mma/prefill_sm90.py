@@ -412,6 +412,11 @@ def _group(w) -> int:
     return formats.get(w.format).LANES.group
 
 
+def rotates(format: str, columns: int, rows: int) -> bool:
+    """The kernel that rounds activations rotates them too."""
+    return True
+
+
 def gemm(
     a, scale, weights, part_layer, residual, activation: Activation = SILU, summed: bool = True
 ) -> jax.Array:

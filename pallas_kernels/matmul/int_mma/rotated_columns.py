@@ -33,7 +33,7 @@ def refuses(rotation: Rotation, columns: int) -> str | None:
     if rotation.block > CHUNK:
         return f"{rotation.block} values are transformed together; the kernel has up to {CHUNK}"
     if rotation.signs is not None and rotation.flips is None:
-        return "its signs are no bits (Rotation.of)"
+        return "its signs are no bits (Rotation.from_signs)"
     repeats, k_heads = rotation.heads or (1, 1)
     if columns % LANES or columns // (repeats * k_heads) % LANES:
         return f"{columns} columns, or those of a head, are no multiple of {LANES}"

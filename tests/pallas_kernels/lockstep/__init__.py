@@ -150,7 +150,8 @@ def lockstep(at_a_time: int | None = None):
         (places, "expert_places"),
     ]
     for found in pkgutil.walk_packages(pallas_kernels.__path__, "pallas_kernels."):
-        importlib.import_module(found.name)  # formats and layouts import what they need when it is needed
+        if found.name != "pallas_kernels.attention.triton":  # needs its extra, and is no kernel of Mosaic's
+            importlib.import_module(found.name)  # formats and layouts import what they need when it is needed
     modules = [module for name, module in sys.modules.items() if name.startswith("pallas_kernels.")]
     with contextlib.ExitStack() as stack:
         for name, (real, fake) in running.patches().items():
