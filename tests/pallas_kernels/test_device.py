@@ -10,7 +10,7 @@ from pallas_kernels.device import GPUS, Device
 
 H100_WITH_LESS = SimpleNamespace(
     platform="gpu", compute_capability="9.0", core_count=114, shared_memory_per_block_optin=200 * 1024,
-    device_kind="NVIDIA H100 PCIe", local_hardware_id=0,
+    local_hardware_id=0,
 )  # fmt: skip
 
 
