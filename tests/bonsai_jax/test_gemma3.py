@@ -102,7 +102,7 @@ def test_on_a_gpu_kernels_attend_and_no_step_is_fused(monkeypatch):
     monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
     for name in NAMES:
         description = architectures.describe(open_checkpoint(f"synth:{name}:q4_k"))
-        run = load_plans.resolve(description, bj.RunConfig())
+        run = load_plans.resolve(description, bj.RunConfig(weights="packed", cache_dtype="float16"))
         step = schedules.step_plan(load_plans.planned(description, run))
         assert {step.schedule(rows) for rows in (1, 2, 8, 16, 64)} == {"launches"} and step.unrolled
         for group in description.config.groups("attention"):
@@ -175,7 +175,7 @@ def test_an_engine_shares_prefixes_by_checkpoints_of_rings(name):
     model, shared = tiny(name), prompt(700)
     prompts = [shared + prompt(n) for n in (3, 40, 90)]
     want = [text(model, ids, 6) for ids in prompts]
-    with bj.Engine(model, max_batch_size=2, context=1024) as engine:
+    with bj.Engine(model, max_batch_size=2, context=1024, checkpoints=8) as engine:
         first = [engine.submit(ids, GREEDY, max_new_tokens=6).result() for ids in prompts]
         handles = [engine.submit(ids, GREEDY, max_new_tokens=6) for ids in prompts]
         again = [handle.result() for handle in handles]

@@ -8,14 +8,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts, device, selection
-from pallas_kernels.attention import prefill_pages
-from pallas_kernels.problems import Attention
+from pallas_kernels import attend, cache_layouts, device
+from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
+from tests.pallas_kernels.naive_attention import naive_attention
 from tests.pallas_kernels.stacks import numbers_of, pages_of
 from tests.pallas_kernels.test_cache_layouts import ROUNDING
-from tests.pallas_kernels.test_ops import naive_attention
 
 OUTSIDE = 1e4  # stored where no query may look
 RUNS = {"prefill_sm80": prefill_sm80.run, "prefill_sm90": prefill_sm90.run}
@@ -125,10 +124,9 @@ def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layo
     positions = np.where(np.arange(T) < np.array([[T], [37]]), np.array([[depth], [5]]) + np.arange(T), -1)
     k_pages, v_pages, table, keys, values = ring(rng, layout, positions, window, page_size, Hkv, D)
     q = rng.standard_normal((2, T, H, D)).astype(ml_dtypes.bfloat16).astype(np.float32)
-    places = table, positions.astype(np.int32), 1
-    scores = {"window": window, "scale": scale, "softcap": softcap}
-    attends = selection.get(Attention, impl)
-    got = np.float64(attends(q, k_pages, v_pages, *places, num_keys=int(positions.max()) + 1, **scores))
+    arguments = q, k_pages, v_pages, table, positions.astype(np.int32), 1
+    rest = {"num_keys": depth + T, "window": window, "scale": scale, "softcap": softcap}
+    got = np.float64(RUNS[impl](*arguments, **rest))
     rounding = ROUNDING["float16" if layout == "int8" else layout]
     for row in (0, 1):
         want = naive_attention(q[row], keys[row], values[row], positions[row], window, scale, softcap)

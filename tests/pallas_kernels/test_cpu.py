@@ -20,8 +20,8 @@ from pallas_kernels.problems import Matmul
 from pallas_kernels.qtensor import Products
 from pallas_kernels.selection import choose, explain, for_device
 from tests.pallas_kernels import expected_blocks
+from tests.pallas_kernels.naive_attention import naive_attention
 from tests.pallas_kernels.stacks import numbers_of, pages_of
-from tests.pallas_kernels.test_ops import naive_attention
 
 FORMATS = [name for name in formats.names() if hasattr(formats.get(name), "CPU")]
 KINDS = ("plain", "normed", "added", "gated")

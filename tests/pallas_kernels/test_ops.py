@@ -20,6 +20,7 @@ from pallas_kernels import (
     quantize,
 )
 from tests.pallas_kernels import expected_blocks
+from tests.pallas_kernels.naive_attention import naive_attention
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -189,25 +190,6 @@ def test_quantize_then_multiply_is_near_the_exact_product():
         quantize(jnp.asarray(dense), "q2_k")
     with pytest.raises(ValueError, match="100 columns are not a multiple of its block of 32"):
         quantize(jnp.zeros((4, 100)), "q8_0")
-
-
-def naive_attention(q, k, v, positions, window=None, scale=None, softcap=None):
-    """One row, float64, query by query. q [T, H, D], k and v [S, Hkv, D]."""
-    T, H, D = q.shape
-    scale = 1 / np.sqrt(D) if scale is None else scale
-    out = np.zeros((T, H, D))
-    for t in range(T):
-        if positions[t] < 0:
-            continue
-        for h in range(H):
-            kv_head = h // (H // k.shape[1])
-            first = 0 if window is None else max(0, positions[t] + 1 - window)
-            keys, values = k[first : positions[t] + 1, kv_head], v[first : positions[t] + 1, kv_head]
-            scores = scale * keys @ q[t, h]
-            scores = scores if softcap is None else softcap * np.tanh(scores / softcap)
-            weights = np.exp(scores - scores.max())
-            out[t, h] = weights / weights.sum() @ values
-    return out
 
 
 @pytest.mark.parametrize(
