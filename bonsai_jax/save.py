@@ -28,8 +28,8 @@ FORMAT = "bonsai-jax state 2"
 def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     """Write a generation state, or a cache alone (a prefix that many will share), as a safetensors file.
 
-    Every array by the name of its field, "cache.k" or "sampler.counts"; random keys as their words. Metadata
-    says what it is, for `load_state`. The file appears, or is replaced, only when all is written.
+    Every array by the name of its field, "cache.attention.0.k" or "sampler.counts"; random keys as their words.
+    Metadata says what it is, for `load_state`. The file appears, or is replaced, only when all is written.
     """
     path = Path(path)
     if not isinstance(state, State | KVCache):
@@ -80,8 +80,7 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         raise ValueError(f"{path}: no state that bj.save_state wrote: its metadata does not say so")
     fields = unflatten_dict(arrays, sep=".")
     try:
-        of_cache = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
-        cache = _cache(of_cache, metadata)
+        cache = _cache(fields if metadata["kind"] == "KVCache" else fields.pop("cache"), metadata)
         _check_cache(path, cache, model)
         run = dataclasses.replace(model.run, page_size=cache.page_size)
         cache = kv.with_kernels(cache, model.config, run)
