@@ -131,7 +131,7 @@ def test_a_hugging_face_config_of_llama_3():
             )
         )
     with pytest.raises(
-        NotImplementedError, match="architecture 'rwkv' is not supported; supported: llama, qwen2, qwen3"
+        NotImplementedError, match="architecture 'rwkv' is not supported; supported: gemma2, gemma3, llama, qwen2, qwen3"
     ):
         architectures.config_of(Checkpoint("hf", "huggingface", {"model_type": "rwkv"}, {}))
 
