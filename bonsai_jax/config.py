@@ -183,7 +183,7 @@ class RunConfig:
                  is not for use "launches"
     weights      "packed": blocks stay as they are and are decoded where they are used; "decoded": float32,
                  decoded once at load; "auto": packed where kernels read them; on a CPU without a kernel for
-                 each matrix decoded, where free memory has room for it (card.explain_weights)
+                 each matrix decoded, where free memory has room for it (memory.explain_weights)
     activation_bits  8 or 16, to which kernels may round activations, per group of 16 to 128; 16 is nearly
                  exact. The reference rounds nothing
     all_reduce   how devices that share weights sum in a decode step: "mailbox", by writing into each

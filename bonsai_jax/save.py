@@ -28,8 +28,9 @@ FORMAT = "bonsai-jax state 2"
 def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     """Write a generation state, or a cache alone (a prefix that many will share), as a safetensors file.
 
-    Every array by the name of its field, "cache.k" or "sampler.counts"; random keys as their words. Metadata
-    says what it is, for `load_state`. The file appears, or is replaced, only when all is written.
+    Every array has the name of its field, "cache.attention.0.k" or "sampler.counts"; random keys are saved as
+    their words. Metadata says what the file is, for `load_state`. The file appears, or is replaced, only when
+    all is written.
     """
     path = Path(path)
     if not isinstance(state, State | KVCache):

@@ -113,3 +113,19 @@ def test_null_is_the_default():
     )
     attention = config.attention
     assert (attention.head_dim, attention.num_kv_heads, attention.rope.base) == (64, 4, 10000.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "windows"),
+    [
+        ({}, [512, 512, 512]),
+        ({"max_window_layers": 1}, [None, 512, 512]),  # Qwen2's: the layers before it see all keys
+        ({"use_sliding_window": False}, [None, None, None]),
+    ],
+)
+def test_a_sliding_window_is_that_of_its_layers_and_leaves_the_context_as_it_is(change, windows):
+    checkpoint = huggingface()
+    metadata = {**checkpoint.metadata, "sliding_window": 512, **change}
+    config = architectures.config_of(dataclasses.replace(checkpoint, metadata=metadata))
+    assert [layer.mixer.window for layer in config.layers] == windows
+    assert config.context_length == checkpoint.metadata["max_position_embeddings"] > 512

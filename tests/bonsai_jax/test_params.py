@@ -43,7 +43,7 @@ def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(sour
     """As on a GPU a program makes them of blocks: every array is compared."""
     from tests.bonsai_jax.test_oracle import as_file
 
-    with mock.patch.object(reading, "_as_it_lies", lambda *_: False):
+    with mock.patch.object(reading, "_as_in_file", lambda *_: False):
         made = bj.load(source)
     path = as_file(source, tmp_path / "model.gguf")
     compiled = []

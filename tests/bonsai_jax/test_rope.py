@@ -130,9 +130,8 @@ def test_a_hugging_face_config_of_llama_3():
                 checkpoint.tensors,
             )
         )
-    with pytest.raises(
-        NotImplementedError, match="architecture 'rwkv' is not supported; supported: llama, qwen2, qwen3"
-    ):
+    listed = "supported: gemma2, gemma3, llama, qwen2, qwen3"
+    with pytest.raises(NotImplementedError, match=f"architecture 'rwkv' is not supported; {listed}"):
         architectures.config_of(Checkpoint("hf", "huggingface", {"model_type": "rwkv"}, {}))
 
 

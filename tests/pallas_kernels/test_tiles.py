@@ -123,7 +123,7 @@ def test_what_lanes_read_is_the_weights(format):
                     memory.store(value, bytes_gmem, thread, 8 * u + i, part)
             # What each lane of the quad has, as it is fetched from there, and last what this one has.
             quad = lane & 0xFFFFFFFC
-            for t, values in enumerate([*(unit.of_lane(quad + t, t) for t in range(4)), unit.scales]):
+            for t, values in enumerate([*(unit.fetch(quad + t, t) for t in range(4)), unit.scales]):
                 for kind, r, h in np.ndindex(kinds, 2, 2):
                     memory.store(values[kind][r][h], scales_gmem, thread, u, t, *map(int, (kind, r, h)))
 
