@@ -163,7 +163,7 @@ def start_state(
             raise ValueError(
                 f"speculate={speculate!r} needs the draft layer; load the model with RunConfig(draft=True)"
             )
-        of_device = rows // placement.size(model.mesh, placement.DATA)
-        new = speculation.start(rows, cache.capacity, speculate, of_device)
+        device_rows = rows // placement.size(model.mesh, placement.DATA)
+        new = speculation.start(rows, cache.capacity, speculate, device_rows)
         state = state.replace(speculation=new)
     return parallel.place_state(state, model.mesh)

@@ -80,8 +80,8 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
         raise ValueError(f"{path}: no state that bj.save_state wrote: its metadata does not say so")
     fields = unflatten_dict(arrays, sep=".")
     try:
-        of_cache = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
-        cache = _cache(of_cache, metadata)
+        cache_fields = fields if metadata["kind"] == "KVCache" else fields.pop("cache")
+        cache = _cache(cache_fields, metadata)
         _check_cache(path, cache, model)
         run = dataclasses.replace(model.run, page_size=cache.page_size)
         cache = kv.with_kernels(cache, model.config, run)

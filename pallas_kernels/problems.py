@@ -105,6 +105,7 @@ class Step:
     widths      of each layer the inputs of o; (): as many as q is wide
     plain       whether all layers mix tokens by attention without gates
     folded      whether weights are folded (rotation.py)
+    post_norms  whether what a half of a layer adds to its input is normed first
     attention   of one query a row
     split       whether layers are split over devices, which add their parts within each
     experts     how many have a layer's gate, up and down, and how many of them a token uses; None: there is
@@ -123,6 +124,7 @@ class Step:
     widths: tuple[int, ...] = ()
     plain: bool = True
     folded: bool = False
+    post_norms: bool = False
     experts: tuple[int, int] | None = None
 
     def __str__(self):

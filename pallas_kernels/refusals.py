@@ -262,6 +262,8 @@ def _several_phases(problem: Step) -> str | None:
     """Why not even two phases of a layer can be one launch, or None."""
     if problem.split:
         return "between a layer's phases devices that share weights must add their parts"
+    if problem.post_norms:
+        return "what attention or the feed-forward adds is normed first, which the kernel does not do"
     return None
 
 

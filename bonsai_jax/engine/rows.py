@@ -241,13 +241,13 @@ def _take(
     cache, (by_row, by_layer, memory) = pool.cache, _parts(pool)
     begins = rows if begins is None else begins
 
-    def of_rows(tree):
+    def gathered(tree):
         return jax.tree.map(lambda x: x.at[rows].get(mode="clip", wrap_negative_indices=False), tree)
 
     def nothing(tree):
         return jax.tree.map(lambda x: jnp.zeros((len(rows), *x.shape[1:]), x.dtype), tree)
 
-    state = _with_memory(of_rows(by_row), _either(remembers, of_rows, nothing, memory))
+    state = _with_memory(gathered(by_row), _either(remembers, gathered, nothing, memory))
     states = jax.tree.map(lambda x: x.at[:, begins].get(mode="clip", wrap_negative_indices=False), by_layer)
     cache = _with_pages(state.cache.replace(delta_net=states, block_table=table), pool.cache)
     return state.replace(cache=cache)
@@ -298,8 +298,8 @@ def _with_ring_copies(cache: KVCache, source: Int[Array, "R"], to: Int[Array, "R
         size = kv.ring_size(state)
         moves = (source != to)[:, None]
         pages = [state.ring.at[rows, :size].get(mode="clip") for rows in (source, to)]
-        there = jnp.where(moves & (to < len(state.ring))[:, None], pages[1], state.num_pages)
-        return _copied(state, pages[0].reshape(-1), there.reshape(-1))
+        targets = jnp.where(moves & (to < len(state.ring))[:, None], pages[1], state.num_pages)
+        return _copied(state, pages[0].reshape(-1), targets.reshape(-1))
 
     def copied(state):
         if state.ring is None:

@@ -1,12 +1,12 @@
-"""The draft layer that a file may have (MTP, multi-token prediction): one more, behind the model, that
-foresees the token after the next (Qwen3.5; DeepSeek-AI 2024, section 2.2).
+"""The draft layer that a file may have (MTP, multi-token prediction): one more layer, after the model's, that
+predicts the token after the next (Qwen3.5; DeepSeek-AI 2024, section 2.2).
 
     x_i = W_join [norm(embed(token i + 1)), norm(h_i)];   h_i: what the model's head sees of token i
     y_i = one layer of attention over x_0 .. x_i and a feed-forward
-    token i + 2 ~ head(norm(y_i));   further ahead norm(y_i) stands for h_i + 1
+    token i + 2 ~ head(norm(y_i));   for later tokens norm(y_i) stands for h_i + 1
 
-It shares embedding and head with the model. Its keys and values lie in pages of their own, under the model's
-block table, those of x_i at place i: it follows whatever the model reads (`follow`), a token behind.
+It shares embedding and head with the model. Its keys and values have pages of their own under the model's
+block table, those of x_i at position i: it reads what the model reads, one token later (`follow`).
 """
 
 import jax
@@ -31,13 +31,13 @@ def follow(
     positions: Int[Array, "B T"],
     config: ModelConfig,
 ) -> KVCache:
-    """The cache, with the draft layer's keys and values of what the model has just read.
+    """The cache with the draft layer's keys and values for the tokens that the model has just read.
 
     hidden  what the decoder made of the tokens, not yet normed; the rest as for `decoder`
     """
     if params.draft is None or cache.draft is None:
         return cache
-    # A row's first token here goes with the last one before, of a row that begins with none.
+    # The first token here pairs with the hidden vector of the one before; a sequence that begins has none.
     place = jnp.where(positions[:, :1] > 0, positions[:, :1] - 1, -1)
     h = _model_norm(params, cache.draft.hidden[:, None], config)
     _, cache = _attended(params, cache, h, tokens[:, :1], place, config)
@@ -51,7 +51,8 @@ def follow(
 def rewound(
     cache: KVCache, before: KVCache, hidden: Float[Array, "B T H"], count: Int[Array, "B"]
 ) -> KVCache:
-    """The cache after `count` of a row's tokens, of which `hidden` are; `before` after none."""
+    """The cache after `count` of each row's tokens, whose hidden vectors are `hidden`; `before` is the cache
+    before them."""
     if cache.draft is None or before.draft is None:
         return cache
     last = jnp.take_along_axis(hidden, jnp.maximum(count - 1, 0)[:, None, None], 1)[:, 0]

@@ -51,10 +51,11 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         (kind, group, array)
         for kind in config.kinds
         for group in range(len(config.groups(kind)))
-        for array in kinds.get(kind).PRODUCTS
+        for array in kinds.get(kind).PRODUCTS or ()
     ]
     channels = {layer.channels for layer in config.layers}
-    joined = len(channels) == 1 and all(key in stacks for key in used)
+    joined = len(channels) == 1 and all(kinds.get(kind).PRODUCTS for kind in config.kinds)
+    joined = joined and all(key in stacks for key in used)
     members = [m for key in used if joined for layer in stacks[key].members for m in layer]
     matrices = [m for key in used if joined for part in stacks[key].parts for m in part]
     folded = any(member.folded for member in members)
@@ -67,7 +68,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
     def layer_products(number: int):
         for half in config.layers[number].halves:
             group, index = config.position(number, half)
-            for array in kinds.get(half.kind).PRODUCTS:
+            for array in kinds.get(half.kind).PRODUCTS or ():
                 stack = stacks[half.kind, group, array]
                 part = stack.parts[stack.where[index][0]]
                 yield tuple((matrix.problem.format, matrix.problem.n) for matrix in part)
@@ -86,8 +87,9 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         bits=run.activation_bits,
         split=split,
         widths=tuple(layer.mixer.output_width for layer in config.layers),
-        plain=_is_plain(plan),
+        plain=len(config.groups("attention")) == 1 and not (config.delta_net or config.attention.gated),
         folded=folded,
+        post_norms=any(s.field == "post_norm" and t for s, t in plan.description.tensors.items()),
     )
 
 
@@ -95,11 +97,3 @@ def _is_whole(plan: LoadPlan, stack: Stack) -> bool:
     """Whether a stack has all tensors of its array, joined."""
     specs = [s for s in plan.description.tensors if (s.kind, s.array) == (stack.kind, stack.array)]
     return len(stack.fields) == len([s for s in specs if plan.description.tensors[s]])
-
-
-def _is_plain(plan: LoadPlan) -> bool:
-    """Whether all layers are one group of attention without gates, with a norm before each half and none
-    after: what the launches of all layers compute."""
-    config = plan.config
-    after = any(s.field == "post_norm" and t for s, t in plan.description.tensors.items())
-    return len(config.groups("attention")) == 1 and not (config.delta_net or config.attention.gated or after)

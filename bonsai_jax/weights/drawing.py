@@ -30,8 +30,8 @@ def read(t: Source) -> Tensor | Gathered:
 
 
 def _rounded(count: int, weights: int, axes: int) -> int:
-    """So many blocks are drawn, that matrices of many shapes have one program, and vectors another. What is
-    drawn depends on its place alone, not on what is drawn behind it."""
+    """How many blocks to draw: rounded up, so that matrices of many shapes share one program, and vectors
+    another. A block depends on its position alone, not on how many follow it."""
     if count * weights > MOST:
         return count
     least = VECTOR if axes == 1 else LEAST

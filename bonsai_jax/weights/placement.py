@@ -177,8 +177,8 @@ class Placement:
         return None
 
     def blocks(self, t: Tensor | Gathered, share: "Share | None") -> jax.Array:
-        """A matrix's blocks over the mesh, uint8: the share of each device, which is all that is read of the
-        file, side by side."""
+        """A matrix's blocks over the mesh, uint8: the shares of all devices side by side. Nothing else of the
+        file is read."""
         data = t.data
 
         def read(index) -> np.ndarray:
@@ -197,13 +197,13 @@ class Placement:
         return jax.make_array_from_callback((rows, *data.shape[1:]), sharding, read)
 
     def made(self, make: Callable[[Any], QTensor], share: "Share | None", whole: tuple[bool, ...]):
-        """`make` on each device, of a tuple: of its share of the blocks, or where `whole` says so of what
-        every device has."""
+        """`make`, run on each device with a tuple of inputs: its share of each, or all of it where `whole`
+        says so."""
         spec = self._spec(share)
         return mapped(make, self.mesh, (self._sources(spec, whole),), spec)
 
     def placed(self, make: Callable[[Any], QTensor], share: "Share | None", whole: tuple[bool, ...]):
-        """The same, into a layer's place: (stack, what to make it of, layer) -> stack."""
+        """The same, written into the place of a layer: (stack, inputs, layer) -> stack."""
         spec = self._spec(share)
         stack = P(None, *spec)
 
@@ -213,10 +213,10 @@ class Placement:
         return mapped(place, self.mesh, (stack, self._sources(spec, whole), P()), stack)
 
     def _sources(self, spec: P, whole: tuple[bool, ...]) -> tuple[P, ...]:
-        return tuple(P() if of_all else spec for of_all in whole)
+        return tuple(P() if everywhere else spec for everywhere in whole)
 
     def zeros(self, shape: QTensor, layers: int, share: "Share | None") -> QTensor:
-        """A stack of such matrices; never whole on one device."""
+        """A stack of such matrices; no device ever has all of it."""
         sharding = NamedSharding(self.mesh, P(None, *self._spec(share)))
         return jax.tree.map(lambda f: jnp.zeros((layers, *f.shape), f.dtype, device=sharding), shape)
 
@@ -239,8 +239,9 @@ class Placement:
         return spread(value, NamedSharding(self.mesh, present(names, self.mesh)))
 
     def peers(self) -> Int[Array, "data model devices+2 2"] | None:
-        """Where the mailboxes are for the sums of a decode step; None where it has none, as with "auto" where
-        devices cannot write into each other's memory. There "mailbox" raises NotImplementedError."""
+        """Addresses of the mailboxes in which a decode step sums over devices; None where it has none, as
+        with "auto" if devices cannot write into each other's memory. "mailbox" then raises
+        NotImplementedError."""
         if self.parts == 1 or self.all_reduce == "psum":
             return None
         names, grid = self.mesh.axis_names, self.mesh.devices
@@ -264,10 +265,11 @@ class Placement:
         return P() if share is None else P(*[None] * share.axis, self.axis)
 
 
-@functools.cache  # for good: what knows its address may live as long as the process
+@functools.cache  # never freed: compiled programs may know its address
 def _mailbox(owner: Any, group: tuple[Any, ...]) -> jax.Array:
-    """Memory of a device that those of its group write into (pallas_kernels/all_reduce.py). A group
-    counts its calls there: in a mailbox of two groups it would wait for a number that never comes."""
+    """Memory of a device that the other devices of its group write into (pallas_kernels/all_reduce.py). A
+    group counts its calls in it; if two groups shared a mailbox, each would wait for a count that never
+    comes."""
     from pallas_kernels import all_reduce  # only GPUs need it
 
     zeros = np.zeros(all_reduce.mailbox_words(len(group)), np.int32)
@@ -295,9 +297,9 @@ def _reach_each_other(devices: tuple[Any, ...]) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What each device along the mesh axis "model" has of a matrix: rows (axis 0) or columns (axis 1)
-    start .. start + count - 1 of each run in starts[index] and counts, index being its own, one run behind
-    the other."""
+    """The part of a matrix on each device along the mesh axis "model", rows (axis 0) or columns (axis 1).
+    Device `index` has, for each run, positions start .. start + count - 1, with start from starts[index] and
+    count from counts; the runs follow one another."""
 
     axis: int
     starts: tuple[tuple[int, ...], ...]
@@ -315,13 +317,13 @@ class Share:
         return self.axis == 0 or all(count % formats.get(format).WEIGHTS == 0 for count in self.counts)
 
     def cut(self, whole: np.ndarray, index: int, per_element: float = 1) -> np.ndarray:
-        """A device's share of an array, of which an element along the axis holds so many weights."""
+        """A device's share of an array; per_element: weights that one element along the axis stands for."""
         runs = zip(self.starts[index], self.counts, strict=True)
         bounds = [(round(start / per_element), round((start + count) / per_element)) for start, count in runs]
         return np.concatenate([whole[a:b] if self.axis == 0 else whole[:, a:b] for a, b in bounds], self.axis)
 
     def own(self, whole: QTensor) -> QTensor:
-        """This device's share of a matrix in blocks, inside shard_map. Rows beyond the matrix are zeros."""
+        """This device's share of a matrix of blocks, inside shard_map. Rows beyond the matrix are zeros."""
         starts = jnp.array(self.starts)[jax.lax.axis_index(MODEL)]
 
         def cut(field: jax.Array) -> jax.Array:
@@ -341,8 +343,8 @@ class Share:
 
 
 def spread(array: np.ndarray | jax.Array, sharding: NamedSharding) -> jax.Array:
-    """An array that every process has whole, over a mesh: each puts its devices' parts there. Arrays that are
-    there already stay."""
+    """An array that every process has whole, put onto a mesh: each process gives its own devices their parts.
+    An array that already lies so is returned as it is."""
     if isinstance(array, jax.Array):
         if array.sharding == sharding:
             return array

@@ -44,7 +44,7 @@ def read(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
 
     for member, matrix in plan.matrices:
         tensor = sources(plan, member.field, None)[None]
-        if _as_it_lies((member,), matrix, plan.placement):
+        if _as_in_file((member,), matrix, plan.placement):
             made = _copied([(tensor,)], matrix, stacked=False)
         else:
             blocks = (_source(member, tensor, plan.placement),)
@@ -80,8 +80,7 @@ def _arrays(plan: LoadPlan) -> dict[tuple[str | None, str], list[Spec]]:
 
 
 def blocks(tensor: Source) -> jax.Array:
-    """A tensor's blocks as they stand in a file, uint8 [*shape[:-1], bytes of a row]; a random one's are
-    drawn."""
+    """A tensor's blocks as a file has them, uint8 [*shape[:-1], bytes of a row]; random ones are drawn."""
     return jnp.asarray(drawing.read(tensor).data)
 
 
@@ -125,15 +124,15 @@ def _module(values: Sequence[Array | np.ndarray]):
 
 
 def _stack(plan: LoadPlan, stack: Stack, tensors: Mapping[str, Mapping[int | None, Source]]) -> LayerStack:
-    """Each layer is written into its place in a donated stack, so that no more than one layer exists
-    twice."""
+    """A stack of one weight. Each layer is written into its place in a donated array, so that at most one
+    layer exists twice."""
     placement, parts = plan.placement, []
     for number, matrices in enumerate(stack.parts):
         pieces = []
         for matrix in matrices:
             piece, layers = None, stack.layers(number)
             by_layer = [(stack.numbers[layer], stack.members_of(matrix, layer)) for layer in layers]
-            if all(_as_it_lies(members, matrix, placement) for _, members in by_layer):
+            if all(_as_in_file(members, matrix, placement) for _, members in by_layer):
                 each = [[tensors[m.field][layer] for m in members] for layer, members in by_layer]
                 pieces.append(_copied(each, matrix))
                 continue
@@ -153,19 +152,19 @@ def _stack(plan: LoadPlan, stack: Stack, tensors: Mapping[str, Mapping[int | Non
     return LayerStack(tuple(parts), stack.where)
 
 
-def _as_it_lies(members: Sequence[Member], matrix: Matrix, placement: Placement | None) -> bool:
-    """Whether it is stored as the file has it, in memory that is numpy's too."""
+def _as_in_file(members: Sequence[Member], matrix: Matrix, placement: Placement | None) -> bool:
+    """Whether a matrix is stored as in the file, in memory that XLA shares with numpy."""
     same = all(not m.drawn and m.stored == m.format and not m.experts for m in members)
     return same and placement is None and not matrix.products.tiled and device.platform() == "cpu"
 
 
 def _copied(layers: Sequence[Sequence[Source]], matrix: Matrix, *, stacked: bool = True) -> QTensor:
-    """A stack of matrices, each of tensors below each other, from a file's memory into XLA's: once, and
-    without anything compiled."""
+    """A stack of matrices, each made of tensors that lie rows below rows: copied once, from the file's memory
+    into XLA's, and nothing is compiled."""
     format = matrix.problem.format
     block = formats.get(format).BLOCK
     fields = {name: block.fields[name][0] for name in block.names}
-    # A block's field at a time: numpy takes a byte of one at a time otherwise.
+    # One item per field of a block: numpy would copy byte by byte otherwise.
     items = np.dtype(
         {
             "names": list(fields),
@@ -185,13 +184,13 @@ def _copied(layers: Sequence[Sequence[Source]], matrix: Matrix, *, stacked: bool
             first += t.shape[0]
             t.forget()
     made = {name: room[name].view(dtype.base).reshape(*lead, *dtype.shape) for name, dtype in fields.items()}
-    of_jax = functools.partial(jax.device_put, may_alias=True)
-    on_device = {name: of_jax(field if stacked else field[0]) for name, field in made.items()}
+    on_xla = functools.partial(jax.device_put, may_alias=True)
+    on_device = {name: on_xla(field if stacked else field[0]) for name, field in made.items()}
     return QTensor(on_device, format, matrix.shape, products=matrix.products)
 
 
 def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """An array where XLA reads it without a copy: it asks for multiples of 64 bytes."""
+    """An uninitialized array that XLA can use without a copy: it must begin at a multiple of 64 bytes."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + 64, np.uint8)
     first = -memory.ctypes.data % 64
@@ -218,8 +217,8 @@ def _rotation(plan: LoadPlan, member: Member, stack: Stack | None) -> Rotation |
 
 
 def _source(member: Member, t: Source, placement: Placement | None):
-    """What `_made` makes a matrix of: its blocks (its share's, where that is cut at their borders), or what a
-    random one is drawn from."""
+    """The input of `_made`: the blocks of a matrix, or of its share where that is cut between blocks; for a
+    random matrix the seed and moments that it is drawn from."""
     if member.drawn:
         assert isinstance(t, RandomTensor)
         return np.uint32(t.seed), np.float32(t.mean), np.float32(t.std)
@@ -228,12 +227,12 @@ def _source(member: Member, t: Source, placement: Placement | None):
 
 
 def _is_cut_here(member: Member) -> bool:
-    """Whether each device gets the whole matrix and cuts out its share."""
+    """Whether each device is given the whole matrix and cuts out its own share."""
     return member.drawn or member.share is None or not member.share.whole_blocks(member.format)
 
 
 def _made(sources, matrix: Matrix, members: tuple[Member, ...]) -> QTensor:
-    """On one device: the matrices, each its share, as they are stored, rows below rows."""
+    """On one device: its shares of the matrices in their stored form, rows below rows."""
     made = [_member(member, source) for member, source in zip(members, sources, strict=True)]
     fields = made[0].fields
     if len(made) > 1:

@@ -44,7 +44,7 @@ class Exchange:
     def send(self, at, values: list, row_begin: Any = 0):
         """1, 2 or 4 neighbouring numbers from element `at` of the row that begins at `row_begin` on."""
         words = [memory.tagged(value, self.tag) for value in values]
-        memory.store_words_for_others(words, self.workspace, at + (row_begin + self.begin))
+        memory.store_words_for_others(words, self.workspace, row_begin + self.begin + at)
 
     def receive(self, places) -> list:
         """Wait for the numbers at ((element, constant), count) places. All are loaded again and again: it is

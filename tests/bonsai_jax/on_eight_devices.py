@@ -399,7 +399,7 @@ def test_taps_inside_attention_over_meshes():
         kept.append(bj.jitted.forward(model.params, tokens, lengths, model.config, taps=taps)[1])
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=1e-5), *kept)
     model = load(source, "packed", bj.make_mesh(1, 2))
-    with pytest.raises(NotImplementedError, match="pattern, hidden: each device has some of the heads"):
+    with pytest.raises(NotImplementedError, match="hidden, pattern: each device has some of the heads"):
         bj.jitted.forward(model.params, tokens, lengths, model.config, taps=taps)
 
 
@@ -495,7 +495,9 @@ def test_prefill_by_gemms_of_float16_sums_in_bfloat16():
     assert least < 5e-4 and 3 * least < error < 4e-3  # 1.8e-4 and 1.5e-3
 
 
-@pytest.mark.parametrize("names", [("ffn",), pytest.param(OPS, marks=pytest.mark.slow)], ids=["one", "all"])
+@pytest.mark.parametrize(
+    "names", [("feed-forward",), pytest.param(OPS, marks=pytest.mark.slow)], ids=["one", "all"]
+)
 def test_ops_under_shard_map(names):
     """The feed-forward has all that the other ops have. With optimizations: without, one partition rounds
     differently from another. What is compiled here nobody else has."""

@@ -14,13 +14,14 @@ import numpy as np
 import pytest
 
 import bonsai_jax as bj
-from bonsai_jax.network import architectures
+from bonsai_jax.network import architectures, schedules
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.weights import memory
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, Tensor, open_checkpoint
+from pallas_kernels import device
 from pallas_kernels.activations import Activation
 from tests.agreement import agreement
 from tests.bonsai_jax.test_oracle import GREEDY, answers, as_file
@@ -94,6 +95,18 @@ def test_each_layer_has_its_window_and_its_rope():
     config = tiny("tiny-gemma2").config
     assert [layer.mixer.window for layer in config.layers] == [80, None, 80, None]
     assert {layer.mixer.softcap for layer in config.layers} == {50.0} and config.logit_softcap == 30.0
+
+
+def test_on_a_gpu_kernels_attend_and_no_step_is_fused(monkeypatch):
+    """Windows and softcaps run in kernels; norms after both halves are in no fused launch."""
+    monkeypatch.setattr(device, "default", lambda: device.GPUS["sm_90"])
+    for name in NAMES:
+        description = architectures.describe(open_checkpoint(f"synth:{name}:q4_k"))
+        run = load_plans.resolve(description, bj.RunConfig())
+        step = schedules.step_plan(load_plans.planned(description, run))
+        assert {step.schedule(rows) for rows in (1, 2, 8, 16, 64)} == {"launches"} and step.unrolled
+        for group in description.config.groups("attention"):
+            assert group.settings.kernels(run) == ("decode", "prefill_sm90")
 
 
 def test_the_largest_models_have_a_scale_of_their_own():

@@ -202,7 +202,7 @@ def rotated(rows, k, normed=True, heads=None, **options):
 
 
 def rotation_of(k, heads=None):
-    return jax.eval_shape(lambda: Rotation.of(np.ones(k), 1024, heads))
+    return jax.eval_shape(lambda: Rotation.from_signs(np.ones(k), 1024, heads))
 
 
 def one_launch(layers, hidden, ffn, heads, kv_heads, head_dim, rows=1, bits=8, layout="bfloat16"):

@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts, device
+from pallas_kernels import attend, cache_layouts, device, selection
 from pallas_kernels.attention import prefill_pages
-from pallas_kernels.attention.api import _many_queries
-from pallas_kernels.attention.scores import Scores
+from pallas_kernels.problems import Attention
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.stacks import numbers_of, pages_of
@@ -19,6 +18,7 @@ from tests.pallas_kernels.test_cache_layouts import ROUNDING
 from tests.pallas_kernels.test_ops import naive_attention
 
 OUTSIDE = 1e4  # stored where no query may look
+RUNS = {"prefill_sm80": prefill_sm80.run, "prefill_sm90": prefill_sm90.run}
 
 
 def ring(rng, layout, positions, window, page_size, heads, head_dim):
@@ -126,7 +126,9 @@ def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layo
     k_pages, v_pages, table, keys, values = ring(rng, layout, positions, window, page_size, Hkv, D)
     q = rng.standard_normal((2, T, H, D)).astype(ml_dtypes.bfloat16).astype(np.float32)
     places = table, positions.astype(np.int32), 1
-    got = np.float64(_many_queries(impl, Scores(window, scale, softcap), q, k_pages, v_pages, *places))
+    scores = {"window": window, "scale": scale, "softcap": softcap}
+    attends = selection.get(Attention, impl)
+    got = np.float64(attends(q, k_pages, v_pages, *places, num_keys=int(positions.max()) + 1, **scores))
     rounding = ROUNDING["float16" if layout == "int8" else layout]
     for row in (0, 1):
         want = naive_attention(q[row], keys[row], values[row], positions[row], window, scale, softcap)
@@ -176,9 +178,10 @@ def test_prefill_does_not_read_pages_before_the_windows(impl):
     q = rng.standard_normal((1, T, 2, 64)).astype(np.float32)
     first = (depth - window + 1) // 128 * 2  # steps have 128 keys at most
     cut = [without_pages(pages, table, 0, first) for pages in (k_pages, v_pages)]
+    rest = {"num_keys": depth + T, "window": window, "scale": None, "softcap": None}
     with interpreted():
         want, got = (
-            np.asarray(_many_queries(impl, Scores(window), q, *pages, table, positions, 1))
+            np.asarray(RUNS[impl](q, *pages, table, positions, 1, **rest))
             for pages in ((k_pages, v_pages), cut)
         )
     np.testing.assert_array_equal(got, want)

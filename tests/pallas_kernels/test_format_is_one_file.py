@@ -110,7 +110,7 @@ def test_inspect_names_its_kernels(platform, kernels, monkeypatch):
     assert done.exit_code == 0, done.output
     out = json.loads(done.stdout)
     assert out["tensors"][0]["format"] == "q6_g64"
-    by_rows = [entry["kernels"] for entry in out["kernels"] if entry["what"] == "wo"]
+    by_rows = [entry["kernels"] for entry in out["kernels"] if entry["what"] == "o"]
     assert [entry["1 row"] for entry in by_rows] == [kernels]
 
 

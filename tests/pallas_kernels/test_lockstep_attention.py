@@ -259,7 +259,7 @@ def test_prompts_read_a_cache_of_bytes():
         return jax.jit(functools.partial(attention, num_keys=64))(q, k_pages, *args)
 
     want = attend_jit(*args, **rest)
-    with lockstep(), mock.patch.object(prefill_sm80, "mma_attention", kernel):
+    with lockstep(), mock.patch.object(prefill_sm80, "run", prefill_pages.run_by(kernel)):
         got = attend(*args, **rest, prefill_impl="prefill_sm80")
     assert given == [(jnp.float16, PLAIN)]
     np.testing.assert_allclose(got[0], want[0], atol=2e-3)

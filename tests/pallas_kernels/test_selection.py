@@ -19,7 +19,8 @@ from pallas_kernels.selection import choose, explain, for_device, products
 PLATFORMS = ("sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120")
 MODELS = (
     "bonsai-8b", "bonsai-4b", "bonsai-1.7b", "qwen2.5-1.5b", "bonsai-27b", "bonsai-2-27b", "qwen3-30b-a3b",
-    "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35", "tiny-qwen3moe",
+    "gemma3-12b", "llama-70b", "tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen35", "tiny-gemma3",
+    "tiny-gemma2", "tiny-qwen3moe",
 )  # fmt: skip
 # Query heads, KV heads, head_dim of models that there is no synthetic one of.
 OTHER_HEADS = {

@@ -21,8 +21,8 @@ SOFTMAX = 1  # of llama.cpp's gating functions
 def config_from_gguf(metadata, tensors) -> ModelConfig:
     arch = metadata["general.architecture"]
     for name, able in (("expert_gating_func", SOFTMAX), ("expert_weights_scale", 1.0)):
-        if (found := metadata.get(f"{arch}.{name}") or able) != able:
-            raise NotImplementedError(f"{arch}.{name} is {found}; supported: {able}")
+        if (value := metadata.get(f"{arch}.{name}") or able) != able:
+            raise NotImplementedError(f"{arch}.{name} is {value}; supported: {able}")
     experts = Experts(
         count=whole(metadata, f"{arch}.expert_count"),
         used=whole(metadata, f"{arch}.expert_used_count"),

@@ -10,6 +10,7 @@
     Weights       the arrays that they become, stacked over the layers of a group (ModelConfig.groups)
     State         what the cache keeps for it, and AXES, how devices split that; `empty(...)` makes one. For
                   what mixes tokens
+    PRODUCTS      the arrays that fused launches multiply with (network/fused.py); None: none computes it
     SITES         its taps (network/taps.py)
     block         (x, place, cache, workspace) -> (x, cache, workspace): the computation and its residual
 
