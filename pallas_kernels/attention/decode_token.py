@@ -5,9 +5,9 @@ neighbouring numbers of a head, so that 3 warps have 4 heads of 128, their key a
     key     -> norm, rope -> as it will be stored  -> the cache                    -> shared memory
     value                 -> as it will be stored  -> the cache                    -> shared memory
 
-Warps take from there what their lanes need (decode_warp.py). If each warp made it for itself, with 32
-numbers a lane, it were four times the instructions between q and the scores, and registers that keys on their
-way have now.
+Warps read from there what their lanes need (decode_warp.py). If every warp recomputed it (32 values per
+lane), the path from q to the scores would take four times the instructions, and registers that arriving keys
+use now.
 """
 
 import dataclasses
