@@ -8,9 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts, device, selection
+from pallas_kernels import attend, cache_layouts, device
 from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90
-from pallas_kernels.problems import Attention
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
 from tests.pallas_kernels.naive_attention import naive_attention
