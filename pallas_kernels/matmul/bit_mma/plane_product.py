@@ -173,10 +173,15 @@ class PlaneProduct(Product):
         return me.t % (self.row_columns // 2)
 
     def store_squares(self, me: LaneColumns, first_row, x: Rows, scratch_smem):
-        if self.normed:
-            row = self._row(me)
-            with lanes.when((me.g == 0) & (self._part(me) == 0) & (row < self.rows)):
-                memory.store(x.squares, scratch_smem, row * self.busy + me.warp + self.sums)
+        if not self.normed:
+            return
+        if self.rows == 1:
+            # All lanes have the same number and store it: past a condition the compiler moves no product.
+            memory.store(x.squares, scratch_smem, me.warp + self.sums)
+            return
+        row = self._row(me)
+        with lanes.when((me.g == 0) & (self._part(me) == 0) & (row < self.rows)):
+            memory.store(x.squares, scratch_smem, row * self.busy + me.warp + self.sums)
 
     def multiply(self, me: LaneColumns, x: Rows, words: Callable, scales: Callable) -> dict:
         """{(u, m): [rows g, g + 8]} of the lane's row of x."""
