@@ -11,14 +11,14 @@ from pallas_kernels.qtensor import leaves
 
 
 def kernel_names(weights, rows: int) -> str:
-    """The kernels that multiply these weights with so many rows of activations: "int_decode",
+    """The kernels that multiply these weights with this number of rows of activations: "int_decode",
     "int_decode+reference" where they differ, "int_decode:16" with 16 bits of activations and not 8."""
     names = {_kernel_name(w, rows) for w in leaves(weights) if isinstance(w, QTensor)}
     return "+".join(sorted(names))
 
 
 def step_names(params: Params, rows: int = 1) -> str:
-    """The same of a decode step for so many rows: its schedule where that is not "launches"."""
+    """The same of a decode step for this number of rows: its schedule where that is not "launches"."""
     schedule = params.step.schedule(rows)
     if schedule == "launches":
         return kernel_names(params, rows)

@@ -47,8 +47,8 @@ def start(rows: int, capacity: int, proposer: str, device_rows: int | None = Non
 
 
 def width(rows: int) -> int:
-    """Tokens of a row in one step, for so many rows on a device: 8 for one row, 4 for two, else 2. Products
-    of up to 8 tokens run by the kernels of a decode step and take about the time of reading the weights."""
+    """Tokens of a row in one step, by the number of rows on a device: 8 for one row, 4 for two, else 2.
+    Products of up to 8 tokens run by the kernels of a decode step, in about the time of reading weights."""
     return max(2, STEP_TOKENS // rows)
 
 

@@ -194,7 +194,7 @@ class Runner:
         return Call(function, [columns], (self.model.config,), options)
 
     def padding(self, size: int | tuple[int, int] | None, logprobs: int | None) -> Call:
-        """A call of a program without any request: decode of so many rows, prefill of a shape, or None:
+        """A call of a program without any request: decode of a number of rows, prefill of a shape, or None:
         `note`."""
         none: list[list[Any]] = [[] for _ in range(self.data)]
         rules = lambda request: self._padding  # noqa: E731

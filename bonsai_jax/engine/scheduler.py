@@ -168,7 +168,7 @@ class Scheduler:
         return -(-tokens // self.limits.page_size)
 
     def _page_floor(self, tokens: int) -> int:
-        """Tokens of the full pages among so many tokens."""
+        """Of this many tokens, those that fill whole pages."""
         return tokens // self.limits.page_size * self.limits.page_size
 
     # Work.
@@ -197,7 +197,7 @@ class Scheduler:
         return [[self._read(r, shape[1]) for r in requests[: shape[0]]] for requests in alike], shape
 
     def _read(self, request: Request, most: int) -> Read:
-        """The request's next chunk, of at most so many tokens."""
+        """The request's next chunk, of at most this many tokens."""
         device = self.devices[request.device]  # pyrefly: ignore[bad-index]
         count = min(_unread(request), most)
         if cuts := [at for at in request.cuts if request.read < at < request.read + count]:
@@ -266,16 +266,16 @@ class Scheduler:
         return self.idle_steps
 
     def _most(self, left: int, steps: int) -> int:
-        """Most tokens that a row draws in so many steps."""
+        """Most tokens that a row can draw in this many steps."""
         return min(steps * self.limits.width, self.limits.steps, left)
 
     def _growths(self, pairs: list[tuple[Request, int]], steps: int) -> list[int]:
-        """Pages that each request needs in addition for so many steps; 0 or less where it needs none."""
+        """Pages that each request needs in addition for this many steps; 0 or less where it needs none."""
         size = self.limits.page_size
         return [-(-(r.stored + self._most(left, steps)) // size) - len(r.table) for r, left in pairs]
 
     def _decode_rows(self, busiest: int) -> int:
-        """Rows of the smallest compiled program that has room for so many; else of the largest program."""
+        """Rows of the smallest compiled program that has room for this many; else of the largest program."""
         if not busiest:
             return 0
         sizes = [n for n in self.limits.row_sizes if n >= busiest and n in self.compiled]

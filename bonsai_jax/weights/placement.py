@@ -128,7 +128,7 @@ class Placement:
             raise ValueError(f"mesh: {self.parts} devices along {MODEL!r}: {reason}; sizes that do: {able}")
 
     def _refuses(self, matrices: Sequence["Matrix"], parts: int) -> str | None:
-        """Why this model does not split over so many devices, or None."""
+        """Why this model cannot be split over this number of devices, or None."""
         if parts == 1:
             return None
         halves = dict.fromkeys(half for layer in self.config.layers for half in layer.halves)
