@@ -247,3 +247,39 @@ def test_a_warning_of_pytest_benchmark_stops_no_run(tmp_path):
         text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# Words that say nothing in a name, and "of", alone or at the beginning of one: each has a better noun.
+EMPTY_WORDS = {
+    "of",
+    "held",
+    "told",
+    "mine",
+    "wanted",
+    "found",
+    "there",
+    "here",
+    "anew",
+    "aside",
+    "nobodys",
+    "nowhere",
+}
+EMPTY_WORDS |= {"unhurried", "never", "kept", "behind", "ahead", "finished"}
+
+
+def names_given(tree: ast.AST):
+    """(line, name) for each variable, argument, field, function and class that a file defines."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id if isinstance(node, ast.Name) else node.attr
+        elif isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+
+
+@pytest.mark.parametrize("package", FORBIDDEN)
+def test_names_are_terms_of_the_field(package):
+    for path in (ROOT / package).rglob("*.py"):
+        for line, name in names_given(ast.parse(path.read_text())):
+            assert name not in EMPTY_WORDS and not name.startswith("of_"), f"{path}:{line}: {name}"

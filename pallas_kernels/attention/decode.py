@@ -316,7 +316,7 @@ class Attention(Plan):
     def _share(self, bounds: Bounds) -> Share:
         owner, row, heads, split = self._owner()
         words = (bounds.position, bounds.start, bounds.stop, bounds.page)
-        position, start, stop, page = (lanes.anew(word) for word in words)
+        position, start, stop, page = (lanes.opaque(word) for word in words)
         _, length, splits = self._splits(position)
         pages = page, bounds.second_page
         return Share(owner, row, heads, split, splits, integer(length), start, stop, *pages)

@@ -58,9 +58,9 @@ def attend(work: LayerShare, smem, slot, load_qkv, next_layer=None, asked=None):
     team_barrier(plan)()
 
     def next_visit(base, carry):
-        warp = Warp.locate(work, index(lanes.anew(integer(work.layer))))  # few registers
+        warp = Warp.locate(work, index(lanes.opaque(integer(work.layer))))  # few registers
         state, carry = jax.tree.unflatten(structure, carry)
-        keys = source(warp, token, lanes.anew(integer(base)), carry=carry)
+        keys = source(warp, token, lanes.opaque(integer(base)), carry=carry)
         return jax.tree.leaves((visit(keys, state), keys.carry))
 
     heads = warp.heads

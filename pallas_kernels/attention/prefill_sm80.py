@@ -23,7 +23,7 @@ from pallas_kernels.attention import prefill_pages, prefill_tiles
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
 from pallas_kernels.attention.scores import PLAIN, Scores
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import index, integer, minimum, of
+from pallas_kernels.gpu.values import as_value, index, integer, minimum
 from pallas_kernels.gpu.wgmma import fragment
 
 KEYS = 64  # of a step
@@ -120,7 +120,7 @@ def _bring(numbers, source, table_gmem, target):
 
     @plgpu.inline_mgpu(arg_types=((plgpu.Layout.WG_SPLAT,) * 4, plain, plain, swizzled))
     def bring(ctx, numbers, source, table, target):
-        bring_by_lane([of(v.registers.item()) for v in numbers], source, table, target)
+        bring_by_lane([as_value(v.registers.item()) for v in numbers], source, table, target)
 
     bring(numbers, source, table_gmem, target)
 

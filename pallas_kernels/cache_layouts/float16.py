@@ -33,21 +33,21 @@ EXPONENT_BITS = 0xFF << 23  # of a float32
 
 def in_range(query, count):
     from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import as_real, as_word, greatest, integer, of
+    from pallas_kernels.gpu.values import as_real, as_value, as_word, greatest, integer
 
-    largest = greatest([abs(of(v)) for part in query for v in part])
+    largest = greatest([abs(as_value(v)) for part in query for v in part])
     exponent = as_word(lanes.largest_of_warp(largest, count)) & EXPONENT_BITS
     inverse = as_real(integer(2 * 127 << 23) - exponent)
-    return [[of(v) * inverse for v in part] for part in query], as_real(exponent)
+    return [[as_value(v) * inverse for v in part] for part in query], as_real(exponent)
 
 
 def split(x, y):
     from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import of
+    from pallas_kernels.gpu.values import as_value
 
     high = lanes.half_pair(x, y)
     first, second = lanes.halves(high)
-    return [high, lanes.half_pair(of(x) - first, of(y) - second)]
+    return [high, lanes.half_pair(as_value(x) - first, as_value(y) - second)]
 
 
 def narrow(head, distances):

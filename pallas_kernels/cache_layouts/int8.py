@@ -48,9 +48,9 @@ def rotate_lanes(head, distances):
     """The butterflies of `hadamard`, one for each bit of a dimension's number: those of the place in a part,
     of the part, and of the lane."""
     from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import integer, of, select
+    from pallas_kernels.gpu.values import as_value, integer, select
 
-    x = [of(v) for part in head for v in part]
+    x = [as_value(v) for part in head for v in part]
     factor = len(x) ** -0.5
     for distance in distances:
         factor *= 2**-0.5
@@ -89,16 +89,16 @@ def store_scale(scale, pages, at):
 
 def narrow(head, distances):
     from pallas_kernels.gpu import lanes, pairs
-    from pallas_kernels.gpu.values import as_real, greatest, maximum, of, real, select
+    from pallas_kernels.gpu.values import as_real, as_value, greatest, maximum, real, select
 
-    largest = greatest([abs(of(v)) for part in head for v in part])
+    largest = greatest([abs(as_value(v)) for part in head for v in part])
     for distance in distances:
         largest = maximum(largest, lanes.swapped(largest, distance))
     scale = as_real(pairs.bfloat16_pair(largest / float(LARGEST), real(0)) << 16)
     inverse = select(scale > 0.0, 1.0 / scale, 0.0)
 
     def word(four):
-        return lanes.packed_bytes([lanes.round_to_integer(of(v) * inverse) for v in four], 0)
+        return lanes.packed_bytes([lanes.round_to_integer(as_value(v) * inverse) for v in four], 0)
 
     return [[lanes.byte_vector([word(part[:4]), word(part[4:])])] for part in head], scale
 

@@ -112,7 +112,7 @@ def delta_chunks(
 def _body(qk, v, gates, states, layer, fresh, o, *, k_heads: int, K: int, V: int, grouped: bool, **smem):
     heads, chunks = gates.type.shape[1:3]
     parts = V // COLUMNS
-    block, thread = lanes.block(), lanes.thread(kept=True)
+    block, thread = lanes.block(), lanes.thread(reuse=True)
     row, head, column = block // (heads * parts), block // parts % heads, block % parts * COLUMNS
     k_head = head // (heads // k_heads) if grouped else head % k_heads
     me = Lane(thread // 32, thread % 32, thread % 32 // 4, thread % 4, K, **smem)

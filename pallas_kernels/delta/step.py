@@ -112,7 +112,7 @@ def _body(
     row, head = lanes.block() // heads, lanes.block() % heads
     position = memory.load(positions, row)
     layer = index(memory.load(layer, 0))
-    thread = lanes.thread(kept=True)
+    thread = lanes.thread(reuse=True)
     ended = integer(position) >= 2**31  # -1: nothing of the row is read, or kept
     with lanes.when(ended & (thread < V)):
         memory.store(real(0), y, row, head * V + thread)

@@ -73,7 +73,7 @@ def _body(
     chosen_gmem, places_gmem, tiles_gmem, count_gmem, counts_smem, first_smem, sums_smem,
     *, pairs, experts, tokens, step,
 ):  # fmt: skip
-    thread = integer(lanes.thread(kept=True))
+    thread = integer(lanes.thread(reuse=True))
     warp, lane = thread // 32, thread % 32
     turns = -(-pairs // (32 * WARPS))  # of 32 pairs, which a warp has
     at_once = min(AT_ONCE, turns)

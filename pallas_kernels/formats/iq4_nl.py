@@ -77,7 +77,7 @@ def looked_up(vectors):
 
     def table(values):
         low, high = map(int, values.view("<u4"))
-        return lanes.kept(low), integer(high)
+        return lanes.in_register(low), integer(high)
 
     sign = VALUES[0::2] >> 7
     assert (sign == VALUES[1::2] >> 7).all()

@@ -81,7 +81,7 @@ def _scales(fields, lane):
     from pallas_kernels.gpu import lanes
 
     (word,) = fields["scales"]
-    first, second, third, fourth = (lanes.of_quad(word, i) for i in range(4))
+    first, second, third, fourth = (lanes.from_quad_lane(word, i) for i in range(4))
     both = lanes.bytes_of(lanes.bytes_of(first, second, 0x73), lanes.bytes_of(third, fourth, 0x73), 0x5410)
     scale = [
         [d * lanes.small_integer(word, 12 * r + 6 * h, 6, less=32) for h in (0, 1)]

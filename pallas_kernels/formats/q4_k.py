@@ -139,7 +139,7 @@ def lane_half_scales(fields):
 
     words = fields["scales"]
     own = lanes.bytes_of(words[0], words[1], 0x7373)  # this lane's float16, twice
-    d = [lanes.of_quad(own, i) for i in range(4)]  # d and dmin of row g, of row g + 8
+    d = [lanes.from_quad_lane(own, i) for i in range(4)]  # d and dmin of row g, of row g + 8
     less = [
         lanes.half_times(v, lanes.half_twice(sign * 1024)) for v, sign in zip(d, (-1, 1) * 2, strict=True)
     ]

@@ -4,15 +4,15 @@ import math
 
 from pallas_kernels.activations import Math, half_erfc
 from pallas_kernels.gpu import lanes
-from pallas_kernels.gpu.values import exp, maximum, minimum, of, select
+from pallas_kernels.gpu.values import as_value, exp, maximum, minimum, select
 
 
 def _fast_exp(x):
-    return lanes.exp2(of(x) * math.log2(math.e))
+    return lanes.exp2(as_value(x) * math.log2(math.e))
 
 
 def _fast_times_sigmoid(x, z):
-    return of(x) * lanes.reciprocal(lanes.exp2(of(z) * -math.log2(math.e)) + 1)
+    return as_value(x) * lanes.reciprocal(lanes.exp2(as_value(z) * -math.log2(math.e)) + 1)
 
 
 def _normal(reciprocal, exp):

@@ -13,13 +13,13 @@ from jax.experimental.mosaic.gpu import utils as mosaic
 
 from pallas_kernels.gpu.values import (
     as_real,
+    as_value,
     f32,
     fma,
     i32,
     index,
     integer,
     maximum,
-    of,
     real,
     select,
     shifted_signed,
@@ -28,25 +28,25 @@ from pallas_kernels.gpu.values import (
 # Threads, and control flow
 
 
-def thread(kept: bool = False):
-    """Number of this thread in its block. Unless `kept` it is read anew at each call: what is computed from
-    it is not kept in registers from one phase of a kernel to the next."""
-    return _special("%tid.x", kept)
+def thread(reuse: bool = False):
+    """Number of this thread in its block. Without `reuse` each call reads it again, so that
+    values computed from it do not stay in registers from one phase of a kernel to the next."""
+    return _special("%tid.x", reuse)
 
 
 def block():
-    """Number of this block, read anew at each call."""
+    """Number of this block. Each call reads it again."""
     return _special("%ctaid.x")
 
 
-def _special(name: str, kept: bool = False):
-    word = ptx(i32(), [], f"mov.u32 $0, {name};", "=r", effects=not kept)
-    return of(arith.index_castui(ir.IndexType.get(), word))
+def _special(name: str, reuse: bool = False):
+    word = ptx(i32(), [], f"mov.u32 $0, {name};", "=r", effects=not reuse)
+    return as_value(arith.index_castui(ir.IndexType.get(), word))
 
 
-def anew(word):
-    """The same i32, of which the compiler knows nothing: what is computed from it is computed here, and not
-    kept in registers from before a loop."""
+def opaque(word):
+    """The same i32, opaque to the compiler: what is computed from it is computed after this point, and not
+    held in registers from before a loop."""
     return ptx(i32(), [word], "mov.b32 $0, $1;", "=r,r", effects=True)
 
 
@@ -77,7 +77,7 @@ def choose(condition, chosen, otherwise) -> list:
     assert if_op.else_block is not None
     with ir.InsertionPoint(if_op.else_block):
         scf.yield_(otherwise)
-    return list(map(of, if_op.results))
+    return list(map(as_value, if_op.results))
 
 
 def loop(start, stop, step, carry, body):
@@ -85,9 +85,9 @@ def loop(start, stop, step, carry, body):
     list out."""
     for_op = scf.ForOp(index(start), index(stop), index(step), carry)
     with ir.InsertionPoint(for_op.body):
-        inner = map(of, for_op.inner_iter_args)
-        scf.yield_(body(of(for_op.induction_variable), list(inner)))
-    return list(map(of, for_op.results))
+        inner = map(as_value, for_op.inner_iter_args)
+        scf.yield_(body(as_value(for_op.induction_variable), list(inner)))
+    return list(map(as_value, for_op.results))
 
 
 def repeated(attempt, types) -> list:
@@ -95,12 +95,12 @@ def repeated(attempt, types) -> list:
     loop_ = scf.WhileOp(types, [])
     loop_.before.blocks.append()
     with ir.InsertionPoint(loop_.before.blocks[0]):
-        again, found = attempt()
-        scf.ConditionOp(again, found)
+        again, results = attempt()
+        scf.ConditionOp(again, results)
     loop_.after.blocks.append(*types)
     with ir.InsertionPoint(loop_.after.blocks[0]):
         scf.YieldOp([])
-    return list(map(of, loop_.results))
+    return list(map(as_value, loop_.results))
 
 
 def ptx(result, operands, text: str, constraints: str, effects: bool = False) -> Any:
@@ -108,13 +108,13 @@ def ptx(result, operands, text: str, constraints: str, effects: bool = False) ->
     the compiler may leave it out, move it, or do it once for several."""
     types = result if isinstance(result, list) else [result]
     struct = llvm.StructType.get_literal(types) if len(types) > 1 else types[0]
-    found = llvm.inline_asm(struct, operands, text, constraints, has_side_effects=effects)
+    results = llvm.inline_asm(struct, operands, text, constraints, has_side_effects=effects)
     if result is None:
         return None
     if len(types) == 1:
-        return [of(found)] if isinstance(result, list) else of(found)
+        return [as_value(results)] if isinstance(result, list) else as_value(results)
     # pyrefly: ignore[bad-argument-type]
-    return [of(llvm.extractvalue(kind, found, [i])) for i, kind in enumerate(types)]
+    return [as_value(llvm.extractvalue(kind, results, [i])) for i, kind in enumerate(types)]
 
 
 # Other lanes of the warp
@@ -150,17 +150,17 @@ def from_lane(word, lane):
 
 def from_quad(word, lane, i: int):
     """The word of lane i of this lane's four neighbours 4 g .. 4 g + 3."""
-    return from_lane(word, (of(lane) & 0xFFFFFFFC) + i)
+    return from_lane(word, (as_value(lane) & 0xFFFFFFFC) + i)
 
 
-def of_quad(word, i: int):
-    """`from_quad` where all lanes want the same of the four: nothing is computed for it."""
+def from_quad_lane(word, i: int):
+    """`from_quad` where i is the same for all lanes: no address is computed."""
     return ptx(i32(), [word], f"shfl.sync.idx.b32 $0, $1, {i}, 0x1c1f, 0xffffffff;", "=r,r", effects=True)
 
 
 def swapped(x, distance: int):
     """The value of the lane whose number differs in the bit `distance`."""
-    return of(mosaic.shfl_bfly(x, distance))
+    return as_value(mosaic.shfl_bfly(x, distance))
 
 
 def warp_max(word):
@@ -178,7 +178,7 @@ def warp_sum_real(x, lanes: int = 32, first: int = 1):
     each `first`th of them."""
     distance = first
     while distance < lanes:
-        x = of(x) + swapped(x, distance)
+        x = as_value(x) + swapped(x, distance)
         distance *= 2
     return x
 
@@ -242,7 +242,7 @@ def ratio(numerator: float, x):
     """numerator / x, to nearest: what `reciprocal` gives, and once what is left (Markstein 1990)."""
     inverse = reciprocal(x)
     first = real(numerator) * inverse
-    left = fma(-of(x), first, numerator)
+    left = fma(-as_value(x), first, numerator)
     return fma(left, inverse, first)
 
 
@@ -255,20 +255,20 @@ def small_integer(word, at: int, bits: int, less: int = 0):
     """Unsigned bits at .. at + bits - 1 of a word (at most 22), less a number, as float32: 2^23 + n is a
     float with n as its last bits, so that no conversion is needed, which would run at a quarter of the
     speed."""
-    field = (of(word) >> at if at else of(word)) & 2**bits - 1
+    field = (as_value(word) >> at if at else as_value(word)) & 2**bits - 1
     return as_real(field | 0x4B000000) - (2.0**23 + less)
 
 
 def signed_byte(word, i: int):
     """Byte i of a word as float32."""
-    return real(shifted_signed(of(word) << 24 - 8 * i if i < 3 else word, 24))
+    return real(shifted_signed(as_value(word) << 24 - 8 * i if i < 3 else word, 24))
 
 
 def bytes_as_reals(word, signed: bool = False, less: int = 0) -> list:
     """The four bytes of a word, less a number, as float32, lowest first, without a conversion (as
     `small_integer`): signed ones have 128 added for the time."""
     if signed:
-        word = of(word) ^ 0x80808080
+        word = as_value(word) ^ 0x80808080
     base, one = real(2.0**23 + 128 * signed + less), integer(0x4B000000)  # 2^23: its last byte is the number
     return [as_real(bytes_of(word, one, 0x7440 + i)) - base for i in range(4)]
 
@@ -312,9 +312,9 @@ def chosen_bits(word, other, mask):
     return ptx(i32(), [other, word, mask], "lop3.b32 $0, $1, $2, $3, 0xe4;", "=r,r,r,r")
 
 
-def kept(number: int):
-    """A number in a register, which it keeps: no compiler sees that 1 >> 1 is added. (Of a number that it
-    knows ptxas makes a copy for every `prmt`.)"""
+def in_register(number: int):
+    """A constant in a register. Adding 1 >> 1, computed at run time, hides its value from the compiler: ptxas
+    copies a constant that it knows for every `prmt`."""
     one = "mov.u32 r, %lanemask_eq; popc.b32 r, r;"
     return ptx(i32(), [], f"{{.reg .u32 r; {one} shr.u32 r, r, 1; add.u32 $0, r, {number};}}", "=r")
 
@@ -328,7 +328,7 @@ def packed_bytes(words, byte: int):
 
 def merged(word, other, mask: int):
     """The bits of `word` where the mask has ones, else those of `other`."""
-    return of(word) & mask | of(other) & (mask ^ 0xFFFFFFFF)
+    return as_value(word) & mask | as_value(other) & (mask ^ 0xFFFFFFFF)
 
 
 # Pairs of float16
@@ -337,7 +337,7 @@ def merged(word, other, mask: int):
 def halves(word):
     """The two float16 of a word, as float32: (low half, high half)."""
     pair = as_half_vector(word)
-    return [of(arith.extf(f32(), element(pair, i))) for i in range(2)]
+    return [as_value(arith.extf(f32(), element(pair, i))) for i in range(2)]
 
 
 def as_half_vector(word):
@@ -395,7 +395,7 @@ def half_fma(a, b, c):
 def element(v, i: int):
     """Element i of a vector."""
     at = ir.DenseI64ArrayAttr.get([i])
-    return of(vector.extract(v, dynamic_position=[], static_position=at))
+    return as_value(vector.extract(v, dynamic_position=[], static_position=at))
 
 
 def reals(x) -> list:

@@ -11,7 +11,7 @@ from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
 from pallas_kernels.gpu import lanes
-from pallas_kernels.gpu.values import as_real, as_word, f32, i32, i64, index, integer, long, of
+from pallas_kernels.gpu.values import as_real, as_value, as_word, f32, i32, i64, index, integer, long
 
 
 class Reals(NamedTuple):
@@ -25,7 +25,7 @@ def load(ref, *indices):
     if isinstance(ref, Reals):
         (at,) = indices
         return as_real(load(ref.ref, at + ref.begin))
-    return of(memref.load(ref, list(map(index, indices))))
+    return as_value(memref.load(ref, list(map(index, indices))))
 
 
 def load_each(ref, places: list) -> list:
@@ -114,17 +114,17 @@ def store_shared(words, address, at: int = 0):
 
 def shared_address(ref):
     """Where a ref of shared memory begins, as i32."""
-    return of(llvm.ptrtoint(i32(), mosaic.memref_ptr(ref)))
+    return as_value(llvm.ptrtoint(i32(), mosaic.memref_ptr(ref)))
 
 
 def address(ref):
     """Where a ref of global memory begins, as i64."""
-    return of(llvm.ptrtoint(i64(), mosaic.memref_ptr(ref)))
+    return as_value(llvm.ptrtoint(i64(), mosaic.memref_ptr(ref)))
 
 
 def address_of(ref, indices):
     """Where an element of a ref of global memory begins, as i64."""
-    return of(llvm.ptrtoint(i64(), _element(ref, indices)))
+    return as_value(llvm.ptrtoint(i64(), _element(ref, indices)))
 
 
 def at_byte(base, item, item_bytes: int, offset):
@@ -209,7 +209,7 @@ def tagged(value, tag):
 
 def untagged(word):
     """The float32 of a word with a tag: left in the value it would be a bias, at most 2^-21 of it."""
-    return as_real(of(word) & 0xFFFFFFFC)
+    return as_real(as_value(word) & 0xFFFFFFFC)
 
 
 def store_for_others(word, ref, at):
@@ -268,24 +268,24 @@ def load_fours(ref, starts, tag) -> list[list]:
     return [words[k : k + 4] for k in range(0, len(words), 4)]
 
 
-def load_tagged(ref, wanted, tag, at_once: bool = False) -> list:
+def load_tagged(ref, reads, tag, at_once: bool = False) -> list:
     """`load_tagged_words`, as float32."""
-    return [untagged(word) for word in load_tagged_words(ref, wanted, tag, at_once)]
+    return [untagged(word) for word in load_tagged_words(ref, reads, tag, at_once)]
 
 
-def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
-    """Wait until each of the wanted words has this tag: list of i32, the tags in them.
+def load_tagged_words(ref, reads, tag, at_once: bool = False) -> list:
+    """Wait until each of the words of `reads` has this tag: list of i32, the tags in them.
 
-    wanted  ((at, constant), count) pairs: count, 1, 2 or 4, neighbours from element at + constant of a ref of
+    reads  ((at, constant), count) pairs: count, 1, 2 or 4, neighbours from element at + constant of a ref of
             i32. The last is asked for again and again, and then all of them: to ask for all would be most of
             what the L2 cache can give, and keep back who writes them.
     at_once all are asked for again and again: where few blocks wait, it saves them a way to memory
     """
-    pointers = [_pointer(ref, at) for (at, _), _ in wanted]
+    pointers = [_pointer(ref, at) for (at, _), _ in reads]
 
-    def attempt(wanted, pointers):
+    def attempt(reads, pointers):
         words = []
-        for pointer, ((_, constant), count) in zip(pointers, wanted, strict=True):
+        for pointer, ((_, constant), count) in zip(pointers, reads, strict=True):
             places, width = ",".join(f"${i}" for i in range(count)), ""
             if count > 1:
                 places, width = f"{{{places}}}", f".v{count}"
@@ -297,13 +297,13 @@ def load_tagged_words(ref, wanted, tag, at_once: bool = False) -> list:
             wrong = [functools.reduce(operator.or_, wrong[i : i + 2]) for i in range(0, len(wrong), 2)]
         return lanes.any_lane(wrong[0] & 3), words  # all lanes alike, or each shuffle would be guarded
 
-    def until_written(wanted, pointers):
-        count = sum(n for _, n in wanted)
-        return lanes.repeated(lambda: attempt(wanted, pointers), [i32()] * count)
+    def until_written(reads, pointers):
+        count = sum(n for _, n in reads)
+        return lanes.repeated(lambda: attempt(reads, pointers), [i32()] * count)
 
     if not at_once:
-        until_written(wanted[-1:], pointers[-1:])
-    return until_written(wanted, pointers)
+        until_written(reads[-1:], pointers[-1:])
+    return until_written(reads, pointers)
 
 
 def _element(ref, indices):

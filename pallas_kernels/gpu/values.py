@@ -23,24 +23,24 @@ from jax._src.lib.mlir.dialects import math as mlir_math
 Number = int | float
 
 
-def _binary(of_integers: str | None, of_reals: str | None):
+def _binary(integer_op: str | None, real_op: str | None):
     def op(self, other):
-        return _apply(of_integers, of_reals, self, _like(self, other))
+        return _apply(integer_op, real_op, self, _like(self, other))
 
     def reflected(self, other):
-        return _apply(of_integers, of_reals, _like(self, other), self)
+        return _apply(integer_op, real_op, _like(self, other), self)
 
     return op, reflected
 
 
-def _compare(of_integers: str | None, of_reals: str | None):
+def _compare(integer_op: str | None, real_op: str | None):
     def op(self, other):
-        other, name = _like(self, other), of_reals if _is_real(self) else of_integers
+        other, name = _like(self, other), real_op if _is_real(self) else integer_op
         if name is None:
             raise TypeError(f"values of {self.type} have no such comparison")
         if _is_real(self):
-            return of(arith.cmpf(getattr(arith.CmpFPredicate, name), self, other))
-        return of(arith.cmpi(getattr(arith.CmpIPredicate, name), self, other))
+            return as_value(arith.cmpf(getattr(arith.CmpFPredicate, name), self, other))
+        return as_value(arith.cmpi(getattr(arith.CmpIPredicate, name), self, other))
 
     return op
 
@@ -68,10 +68,10 @@ class Value(ir.Value):
     __hash__ = ir.Value.__hash__
 
     def __neg__(self):
-        return of(arith.negf(self)) if _is_real(self) else 0 - self
+        return as_value(arith.negf(self)) if _is_real(self) else 0 - self
 
     def __abs__(self):
-        return of(mlir_math.absf(self))
+        return as_value(mlir_math.absf(self))
 
     def __invert__(self):
         return self ^ (1 if self.type == i1() else -1)
@@ -80,7 +80,7 @@ class Value(ir.Value):
         raise TypeError("a value is not known while the kernel is traced: use select, when or choose")
 
 
-def of(value) -> Any:
+def as_value(value) -> Any:
     """An MLIR value, as this module's."""
     return value if isinstance(value, Value) else Value(value)
 
@@ -103,11 +103,11 @@ def f32() -> ir.Type:
 
 def constant(type: ir.Type, number: Number):
     if type == f32():
-        return of(arith.constant(type, float(number)))
+        return as_value(arith.constant(type, float(number)))
     assert isinstance(number, int), f"{number} as a value of {type}"
     if type == i32() and number >= 2**31:
         number -= 2**32
-    return of(arith.constant(type, number))
+    return as_value(arith.constant(type, number))
 
 
 def index(x: Any):
@@ -124,34 +124,34 @@ def real(x: Any):
     """A number or a signed i32 as float32."""
     if isinstance(x, Number):
         return constant(f32(), x)
-    return of(arith.sitofp(f32(), x))
+    return as_value(arith.sitofp(f32(), x))
 
 
 def as_real(word):
     """The bits of a word as float32."""
-    return of(arith.bitcast(f32(), word))
+    return as_value(arith.bitcast(f32(), word))
 
 
 def as_word(x):
     """The bits of a float32 as i32."""
-    return of(arith.bitcast(i32(), x))
+    return as_value(arith.bitcast(i32(), x))
 
 
 def long(x: Any):
     """A number, an index, or an unsigned i32, as i64."""
     if isinstance(x, int):
         return constant(i64(), x)
-    return of(arith.extui(i64(), x) if x.type == i32() else arith.index_cast(i64(), x))
+    return as_value(arith.extui(i64(), x) if x.type == i32() else arith.index_cast(i64(), x))
 
 
 def low_word(x):
     """The low half of an i64 as i32."""
-    return of(arith.trunci(i32(), x))
+    return as_value(arith.trunci(i32(), x))
 
 
 def not_negative(x):
     """Whether an i32 with a sign is 0 or more."""
-    return of(arith.cmpi(arith.CmpIPredicate.sge, x, integer(0)))
+    return as_value(arith.cmpi(arith.CmpIPredicate.sge, x, integer(0)))
 
 
 def true():
@@ -164,7 +164,7 @@ def select(condition, x: Any, otherwise: Any):
         x = integer(x) if isinstance(x, int) and isinstance(otherwise, int) else real(x)
     elif isinstance(x, Number):
         x = _like(otherwise, x)
-    return of(arith.select(condition, x, _like(x, otherwise)))
+    return as_value(arith.select(condition, x, _like(x, otherwise)))
 
 
 def minimum(x, y: Any):
@@ -177,39 +177,39 @@ def maximum(x, y: Any):
 
 def smaller_signed(x, y: Any):
     """The smaller of two i32 with signs."""
-    return of(arith.minsi(x, _like(x, y)))
+    return as_value(arith.minsi(x, _like(x, y)))
 
 
 def larger_signed(x, y: Any):
     """The larger of two i32 with signs."""
-    return of(arith.maxsi(x, _like(x, y)))
+    return as_value(arith.maxsi(x, _like(x, y)))
 
 
 def shifted_signed(word, count: int):
     """An i32 with a sign, shifted to the right: copies of the sign come in."""
-    return of(arith.shrsi(word, integer(count)))
+    return as_value(arith.shrsi(word, integer(count)))
 
 
 def fma(a, b: Any, c: Any):
     """a b + c, rounded once."""
-    return of(mlir_math.fma(a, _like(a, b), _like(a, c)))
+    return as_value(mlir_math.fma(a, _like(a, b), _like(a, c)))
 
 
 def exp(x):
-    return of(mlir_math.exp(x))
+    return as_value(mlir_math.exp(x))
 
 
 def log(x):
-    return of(mlir_math.log(x))
+    return as_value(mlir_math.log(x))
 
 
 def ceil_divided(x, y: Any):
     """x / y, rounded up."""
-    return of(arith.ceildivui(x, _like(x, y)))
+    return as_value(arith.ceildivui(x, _like(x, y)))
 
 
 def rsqrt(x):
-    return of(mlir_math.rsqrt(x))
+    return as_value(mlir_math.rsqrt(x))
 
 
 def total(xs: Sequence[Any]):
@@ -232,7 +232,7 @@ def sum_of_squares(xs: Sequence[Any], start: Any = 0.0):
 def _cast(type: ir.Type, x: Any):
     if isinstance(x, int):
         return constant(type, x)
-    return of(x) if x.type == type else of(arith.index_cast(type, x))
+    return as_value(x) if x.type == type else as_value(arith.index_cast(type, x))
 
 
 def _is_real(x) -> bool:
@@ -248,8 +248,8 @@ def _like(x, other: Any):
     return other
 
 
-def _apply(of_integers: str | None, of_reals: str | None, x, y):
-    name = of_reals if _is_real(x) else of_integers
+def _apply(integer_op: str | None, real_op: str | None, x, y):
+    name = real_op if _is_real(x) else integer_op
     if name is None:
-        raise TypeError(f"values of {x.type} have no {of_integers or of_reals}")
-    return of(getattr(arith, name)(x, y))
+        raise TypeError(f"values of {x.type} have no {integer_op or real_op}")
+    return as_value(getattr(arith, name)(x, y))

@@ -21,10 +21,10 @@ def swizzled(item_bytes: int):
     return plgpu.TilingTransform((8, STEP_BYTES // item_bytes)), plgpu.SwizzleTransform(STEP_BYTES)
 
 
-def lane(kept: bool = False):
-    """(warp of its warpgroup, lane, g, t) of this thread, lane = 4 g + t. `kept`: what is computed from them
+def lane(reuse: bool = False):
+    """(warp of its warpgroup, lane, g, t) of this thread, lane = 4 g + t. `reuse`: what is computed from them
     may be kept in registers."""
-    thread = lanes.thread(kept)
+    thread = lanes.thread(reuse)
     warp, number = thread // 32 % 4, thread % 32
     return warp, number, number // 4, number % 4
 

@@ -74,7 +74,7 @@ class Block:
 
             return lanes.choose(looking != 0, tried, carry)
 
-        return lanes.loop(0, lanes.anew(integer(32)), 1, [integer(0), integer(1)], one)[0]
+        return lanes.loop(0, lanes.opaque(integer(32)), 1, [integer(0), integer(1)], one)[0]
 
 
 def listed(conditions: list, items: list, counts_smem, list_smem):

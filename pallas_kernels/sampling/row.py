@@ -108,7 +108,7 @@ class Row:
             return [select(place == lane + 32 * i, x + as_real(added), x) for i, x in enumerate(values)]
 
         some = lanes.any_lane(select((token < GROUP) & (biases[0] < self.vocabulary), 1, 0))
-        count = lanes.anew(integer(32))  # not unrolled
+        count = lanes.opaque(integer(32))  # not unrolled
         return lanes.choose(some, lambda: lanes.loop(0, count, 1, values, one), values)
 
     def weight(self, x, peak):

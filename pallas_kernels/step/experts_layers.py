@@ -211,7 +211,7 @@ class _Layers:
         self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
 
     def run(self):
-        self.kept = self.attention.keep(self.cache)
+        self.bounds = self.attention.keep(self.cache)
         lanes.loop(0, self.layers, 1, [], lambda layer, carry: _Layer(self, layer).run() or carry)
 
 
@@ -355,7 +355,7 @@ class _Layer:
 
         with lanes.when(lanes.block() < launched.attention.blocks):
             launched.attention.run(
-                launched.cache, launched.kept, index(self.layer), launched.attention_smem, load_qkv,
+                launched.cache, launched.bounds, index(self.layer), launched.attention_smem, load_qkv,
                 lambda y, row, n: self._send(ATTENDED, n, y), Exchange(launched.workspace, begin, self.tag),
                 next_layer=index(minimum(self.layer + 1, launched.layers - 1)),
             )  # fmt: skip

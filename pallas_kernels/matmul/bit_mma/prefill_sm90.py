@@ -346,7 +346,7 @@ def _add_step(sums, turn, words_smem, d_smem, scale_smem, full_smem, q_smem):
 
 def _weights(words) -> list:
     """This lane's words of rows g and g + 8 -> 16 registers of 4 weights, for 4 wgmma of 32 columns."""
-    mask = lanes.anew(integer(0x80808080))  # in a register: an instruction has room for one constant
+    mask = lanes.opaque(integer(0x80808080))  # in a register: an instruction has room for one constant
     registers = []
     for j in range(8):
         for word in words:

@@ -88,7 +88,7 @@ def _body(
 ):  # fmt: skip
     columns = x_gmem.type.shape[1]
     row, part = lanes.block() // parts, lanes.block() % parts
-    thread = lanes.thread(kept=True)
+    thread = lanes.thread(reuse=True)
     warp, lane = thread // LANES, thread % LANES
     chunks = -(-places // CHUNK)
     own_chunks = [part * warps + warp + warps * i for i in range(-(-chunks // (warps * parts)))]

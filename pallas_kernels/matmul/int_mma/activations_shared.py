@@ -21,11 +21,11 @@ import jax
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import (
     as_real,
+    as_value,
     as_word,
     index,
     integer,
     minimum,
-    of,
     real,
     select,
     sum_of_squares,
@@ -64,7 +64,7 @@ class WarpActivations(NamedTuple):
     def load(self, s):
         """Begin to load the pass at this warp's step s: (steps, {(step, row): 8 values}, gammas of steps)."""
         step = self._steps_at(s)
-        column = [index(v * TILE_COLUMNS + of(self.lane) * 8) for v in step]
+        column = [index(v * TILE_COLUMNS + as_value(self.lane) * 8) for v in step]
         gammas = []
         if self.gamma_gmem is not None:  # first: x may have to be waited for
             gammas = eights(self.gamma_gmem, [(self.norm_layer, c) for c in column])
@@ -92,7 +92,10 @@ class WarpActivations(NamedTuple):
         return self._store_pass(carry[: self.sizes.rows], last, now, q, stats)
 
     def _steps_at(self, s):
-        return [minimum(of(self.share.first_step) + s + u, self.sizes.steps - 1) for u in range(self.at_once)]
+        return [
+            minimum(as_value(self.share.first_step) + s + u, self.sizes.steps - 1)
+            for u in range(self.at_once)
+        ]
 
     def _as_pass(self, s, values):
         """As `load` had it, from _flat_pass."""
@@ -103,7 +106,7 @@ class WarpActivations(NamedTuple):
         return self._steps_at(s), x, values[len(x) :]
 
     def _store_pass(self, squares, s, passes, q, stats):
-        lane, group, sizes = of(self.lane), self.format_lanes.activation_group, self.sizes
+        lane, group, sizes = as_value(self.lane), self.format_lanes.activation_group, self.sizes
         stat_words = int_decode_plan.stat_words(self.format_lanes, sizes.bits)
         groups = sizes.steps * TILE_COLUMNS // group
         step, x, gammas = passes

@@ -29,7 +29,7 @@ class Columns:
         self.q = q + first_step * TILE_COLUMNS + row_begin + slot_begin + block.t * (group // 4)
         # Factors 1 and 0 that ptxas does not know: unpacking keeps the units of logic busy, not of products.
         self.in_slot = [
-            lanes.anew(select(slot == s, 1, 0)) if self.sizes.slots > 1 else None
+            lanes.opaque(select(slot == s, 1, 0)) if self.sizes.slots > 1 else None
             for s in range(self.sizes.slots)
         ]
         self.stat_words = int_decode_plan.stat_words(self.format_lanes, self.sizes.bits)

@@ -66,7 +66,7 @@ def put_scales(format_lanes: Lanes, shapes, matrices, target):
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (1 + len(matrices) * len(names)))
     def scales(ctx, target, *refs):
-        warp, number, g, t = lane(kept=True)
+        warp, number, g, t = lane(reuse=True)
         fields = [dict(zip(names, refs[i:], strict=False)) for i in range(0, len(refs), len(names))]
         warp = integer(warp)
         # With two matrices warps 2 i and 2 i + 1 dequantize tile i, of one matrix each.
@@ -167,7 +167,7 @@ def operand(format_lanes: Lanes, step: int, matrices, scales):
         return_type=plgpu.ShapeDtypeStruct((64, STEP), jnp.float16, layout=plgpu.Layout.WGMMA),
     )
     def dequantize(ctx, scales, *matrices):
-        warp, number, g, _ = lane(kept=True)
+        warp, number, g, _ = lane(reuse=True)
         vectors = vectors_of(matrices, warp, number)
         at = scales_of_warp(scales, warp, format_lanes, g)
         return half_fragment(step_pairs(format_lanes, step, vectors, at), (64, STEP))

@@ -90,7 +90,7 @@ class RotatedColumns:
         first = LANES * (self.gamma_gmem is not None)
         gamma, x, flips = loaded[:first], loaded[first : first + LANES], loaded[-1]
         # Here, and not where they were loaded: what stands between would wait for them too.
-        x = [as_real(lanes.anew(as_word(v))) for v in x]
+        x = [as_real(lanes.opaque(as_word(v))) for v in x]
         squares = sum_of_squares(x)
         if self.gamma_gmem is not None:
             x = [v * g for v, g in zip(x, gamma, strict=True)]
