@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_cache import Cache, team_warp
+from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_sources import visit_bytes
 from pallas_kernels.gpu import lanes, memory
@@ -248,12 +248,9 @@ class _Step:
         return x
 
     def _pass_on_attended(self, layer, row, heads, load):
-        """What a block of attention has made, by a warp for each group."""
-        groups = self.attention.heads * self.attention.head_dim // GROUP
-        for first in range(0, groups, self.attention.team):
-            group = team_warp(self.attention) + first
-            with lanes.when(group < groups):
-                self._pass_on_group(Phase.O, layer, heads * groups + group, row, load)
+        """What a block of attention has made."""
+        pass_on = lambda group: self._pass_on_group(Phase.O, layer, group, row, load)  # noqa: E731
+        self.attention.each_group(heads, pass_on)
 
     def _pass_on_group(self, phase: Phase, layer, group, row, load):
         p, ref, tag = self.products[phase], self.gamma.get(phase), self.workspace.tag_read(phase, layer)
