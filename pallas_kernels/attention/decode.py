@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_cache import Cache, LayerShare, Share, stored_key, team_warp
+from pallas_kernels.attention.decode_cache import Bounds, Cache, LayerShare, Share, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
 from pallas_kernels.attention.decode_splits import combine
@@ -155,7 +155,7 @@ def _body(
         first = memory.shared_address(slots_smem) + warp * (slots * size)
         return first, first ^ (first + size) if slots == 2 else None
 
-    cache = Cache.from_refs(layout, pages, table, positions, rotation, gammas)
+    cache = Cache(layout, pages, table, positions, rotation, gammas)
     layer = index(memory.load(layer, 0))
     # The layer before had another tag, and before the first there are zeros.
     exchange = Exchange(workspace, 0, integer(tag(layer)))
@@ -184,22 +184,6 @@ def load_joined(refs, row, first, i: int) -> list:
         values = added
         begin += width
     return values
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """What a team knows of its share from one layer to the next, as i32: few registers.
-
-    position     of the new token, or -1
-    start, stop  of the split's keys, the new one among them
-    page, second_page  of this warp's first keys, and of its second visit's, where pages have whole 16 keys
-    """
-
-    position: Any
-    start: Any
-    stop: Any
-    page: Any
-    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,7 +296,6 @@ class Attention(Plan):
     def _share(self, bounds: Bounds) -> Share:
         owner, row, heads, split = self._owner()
         words = (bounds.position, bounds.start, bounds.stop, bounds.page)
-        position, start, stop, page = (lanes.opaque(word) for word in words)
-        _, length, splits = self._splits(position)
-        pages = page, bounds.second_page
-        return Share(owner, row, heads, split, splits, integer(length), start, stop, *pages)
+        words = *map(lanes.opaque, words), bounds.second_page
+        _, length, splits = self._splits(words[0])
+        return Share(*words, owner, row, heads, split, splits, integer(length))

@@ -106,7 +106,7 @@ class _Step:
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
-        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache(layout, pages, table, positions, rotation, head_norms)
         mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)

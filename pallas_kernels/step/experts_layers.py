@@ -208,7 +208,7 @@ class _Layers:
         self.bias, self.workspace, self.layers = bias, workspace, where.type.shape[1]
         self.known_smem, self.experts_smem, self.smem = known_smem, experts_smem, smem
         self.attention_smem, self.dots_smem, self.chosen_smem = attention_smem, dots_smem, chosen_smem
-        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache(layout, pages, table, positions, rotation, head_norms)
 
     def run(self):
         self.bounds = self.attention.keep(self.cache)
