@@ -296,6 +296,7 @@ class Attention(Plan):
     def _share(self, bounds: Bounds) -> Share:
         owner, row, heads, split = self._owner()
         words = (bounds.position, bounds.start, bounds.stop, bounds.page)
-        words = *map(lanes.opaque, words), bounds.second_page
-        _, length, splits = self._splits(words[0])
+        position, start, stop, page = map(lanes.opaque, words)
+        _, length, splits = self._splits(position)
+        words = position, start, stop, page, bounds.second_page
         return Share(*words, owner, row, heads, split, splits, integer(length))

@@ -74,7 +74,7 @@ class NewToken(LayerShare):
         gamma = None
         if plan.normed:
             at = self.layer * plan.head_dim + part * PART
-            gamma = memory.load_either(PART, is_query, *self.cache.gammas, at)
+            gamma = memory.load_either(PART, is_query, self.cache.gammas, at)
         turned = self._angles(part) if plan.turned else None
         page = memory.load(self.cache.table, share.row, share.length // plan.page_size)
         column = head * plan.head_dim + part * PART

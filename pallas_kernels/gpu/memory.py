@@ -61,10 +61,10 @@ def load_reals(count: int, ref, indices):
     return lanes.reals(load_stored(count, ref, indices))
 
 
-def load_either(count: int, condition, a, b, at) -> list:
-    """`count` (a multiple of 4) neighbouring float32 from element `at` of a where the condition holds, else
-    of b: refs that nobody writes."""
-    pointer = arith.select(condition, *(_pointer(ref, at, f32()) for ref in (a, b)))
+def load_either(count: int, condition, refs, at) -> list:
+    """`count` (a multiple of 4) neighbouring float32 from element `at` of the first ref where the condition
+    holds, else of the second: refs that nobody writes."""
+    pointer = arith.select(condition, *(_pointer(ref, at, f32()) for ref in refs))
     out = []
     for first in range(0, count, 4):
         text = f"ld.global.nc.v4.f32 {{$0,$1,$2,$3}}, [$4+{4 * first}];"
