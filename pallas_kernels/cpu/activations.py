@@ -227,6 +227,13 @@ class Writer(abc.ABC):
         words = piece.as_type(vector(I32, DWORDS))
         return [(((words >> 8 * i) & 255) - self.v.zero).float() for i in range(4)]
 
+    def store(self, frame: Value, y: list[Value], place: Value, count: Value) -> None:
+        """Store a vector of outputs, or the activation of two matrices' outputs, with the residual."""
+        out = y[0] if self.kernel.activation is None else self.kernel.activation(*y, math=MATH)
+        if self.kernel.residual:
+            out = out + ffi.argument(frame, self.residual).at(place * 4).load(out.type, count)
+        ffi.result(frame, 0).at(place * 4).store(out, count)
+
     def parts(self, frame: Value, threads: Value) -> Value:
         """A few parts per thread, so that a late thread does fewer; one part for a small product."""
         n, m, k = ffi.size(frame, self.weights, 1), ffi.size(frame, 0, 0), ffi.size(frame, 0, 1)
