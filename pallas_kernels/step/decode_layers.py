@@ -67,7 +67,7 @@ def decode_layers(
     x = pad(x, shapes.width(Vector.X))
     x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
-    layout, dtypes = cache_layouts.recognize(inputs.k_pages), (jnp.int32, jnp.float32)
+    layout, (weight_bytes, scratch_bytes) = cache_layouts.recognize(inputs.k_pages), shapes.buffers
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
@@ -87,10 +87,8 @@ def decode_layers(
         blocks=shapes.blocks,
         threads=THREADS,
         scratch={
-            name: plgpu.SMEM((size // 4,), dtype)
-            for name, size, dtype in zip(
-                ("weights_smem", "scratch_smem"), shapes.buffers, dtypes, strict=True
-            )
+            "weights_smem": plgpu.SMEM((weight_bytes // 4,), jnp.int32),
+            "scratch_smem": plgpu.SMEM((scratch_bytes // 4,), jnp.float32),
         },
     )
     return jax.freeze(x_ref)[:, : shapes.hidden], *jax.tree.map(jax.freeze, pages)
