@@ -30,6 +30,7 @@ from pallas_kernels.cpu.values import (
 from pallas_kernels.cpu.vectors import PIECE, Load, Vectors
 
 DWORDS = PIECE // 4  # int32 or float32 in the widest vectors
+LEAST_SUMS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,14 +75,40 @@ class Kernel(abc.ABC):
 
     @property
     @abc.abstractmethod
+    def places(self) -> np.ndarray:
+        """The columns of a chunk in the order in which the kernel reads activations."""
+
+    @property
+    def turns(self) -> int:
+        """Chunks in a row whose groups have partial sums of their own: enough for vectors of 8."""
+        return max(1, LEAST_SUMS // self.vectors.groups) if self.integers else 1
+
+    @property
+    def sums(self) -> int:
+        """Partial sums of an output. Both kernels add the same numbers to each, in the same order, and then
+        add up the partial sums in the same order, so an output has the same bits from both.
+
+        With integers, products of group g of chunk c go to partial sum c % turns * groups + g; else those
+        of columns that are element i of a vector of 16 go to partial sum i.
+        """
+        return self.turns * self.vectors.groups if self.integers else DWORDS
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Bytes in the workspace for a row of activations and a chunk of columns.
 
         x      the activations, integers or float32
-        zeros  what `zero` adds to the integer sums
+        zeros  what `zero` adds to the integer sum of each group
         scale  a float32 for each group
         sum    the sum of each group, float32
         """
+        v, whole = self.vectors, self.integers
+        return {
+            "x": v.width if whole else 4 * v.width,
+            "zeros": 4 * v.groups if whole and v.zero else 0,
+            "scale": 4 * v.groups if whole else 0,
+            "sum": 4 * v.groups if whole and v.minimums else 0,
+        }
 
     @property
     def record(self) -> dict[str, int]:
@@ -100,7 +127,7 @@ class Kernel(abc.ABC):
         return later.target(self, type(self).module)
 
 
-class Writer(abc.ABC):
+class Writer:
     """Writes a kernel's functions. The arguments of its call are x, the indices of the layer and of gamma's
     layer, gamma, the residual, and the fields of the weights."""
 
@@ -153,18 +180,8 @@ class Writer(abc.ABC):
         mean = total.value.sum() / k.float() + self.kernel.eps
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
-    @abc.abstractmethod
     def write_integers(self, values: Value, record: Value) -> None:
-        """Write a chunk of activations as integers, in the order in which the kernel reads them."""
-
-    def write_floats(self, values: Value, record: Value) -> None:
-        v, offset = self.v, self.kernel.record
-        for p, columns in enumerate(v.columns):
-            for i in range(4):
-                record.at(offset["x"] + 4 * (PIECE * p + DWORDS * i)).store(values.take(columns[i::4]))
-
-    def rounded(self, values: Value, record: Value) -> tuple[Value, list[Value]]:
-        """Integers, and their sum for each group if the format needs it. Scales are stored in the record.
+        """Write a chunk of activations as integers, with their scale, and sums if the format needs them.
 
         q = round(127 x / m), m the largest |x| of the group; x = s q up to rounding, s = m / 127
         """
@@ -183,12 +200,16 @@ class Writer(abc.ABC):
         inverse = constant(b, vector(F32, v.groups), 127.0) / m
         q = (values * inverse.take(np.arange(v.width) // v.group)).called("llvm.rint").integer().narrow(I8)
         record.at(offset["scale"]).store(scale)
-        sums = []
-        if v.minimums or self.kernel.sizes["zeros"] == 4 * v.groups:
-            sums = [q[g * v.group : (g + 1) * v.group].signed(I32).sum() for g in range(v.groups)]
-        if v.minimums:
-            record.at(offset["sum"]).store(together(sums).float() * scale)
-        return q, sums
+        record.at(offset["x"]).store(q.take(self.kernel.places))
+        if v.minimums or v.zero:
+            sums = together([q[g * v.group : (g + 1) * v.group].signed(I32).sum() for g in range(v.groups)])
+            if v.minimums:
+                record.at(offset["sum"]).store(sums.float() * scale)
+            if v.zero:
+                record.at(offset["zeros"]).store(sums * -v.zero)
+
+    def write_floats(self, values: Value, record: Value) -> None:
+        record.at(self.kernel.record["x"]).store(values.take(self.kernel.places))
 
     def places(self, frame: Value, matrix: int, row: Value, n: Value) -> dict[str, Value]:
         """The address of a row of weights in each field."""
@@ -219,13 +240,22 @@ class Writer(abc.ABC):
 
         return load
 
-    def floats(self, piece: Value) -> list[Value]:
-        """The codes of a piece less `zero`, as four vectors of float32: every fourth byte, from byte 0, 1, 2
-        and 3 on."""
-        if piece.is_float:
-            return [piece[DWORDS * i : DWORDS * (i + 1)] for i in range(4)]
-        words = piece.as_type(vector(I32, DWORDS))
-        return [(((words >> 8 * i) & 255) - self.v.zero).float() for i in range(4)]
+    def floats(self, load: Load) -> list[Value]:
+        """A chunk of weights as float32, in vectors of 16: of each piece every fourth column, from column 0,
+        1, 2 and 3 on."""
+        v, out = self.v, []
+        scales = v.scales(load) if v.scales else None
+        minimums = v.minimums(load) if v.minimums else None
+        for p, piece in enumerate(v.codes(load)):
+            groups = v.lane_groups(p)
+            for i in range(4):
+                if piece.is_float:
+                    w = piece[DWORDS * i : DWORDS * (i + 1)]
+                else:
+                    w = (((piece.as_type(vector(I32, DWORDS)) >> 8 * i) & 255) - v.zero).float()
+                w = w if scales is None else w * scales.take(groups)
+                out.append(w if minimums is None else w - minimums.take(groups))
+        return out
 
     def store(self, frame: Value, y: list[Value], place: Value, count: Value) -> None:
         """Store a vector of outputs, or the activation of two matrices' outputs, with the residual."""

@@ -23,7 +23,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
-from pallas_kernels.cpu.activations import DWORDS, dot, share, together
+from pallas_kernels.cpu.activations import DWORDS, dot, share
 from pallas_kernels.cpu.values import (
     F32,
     I8,
@@ -48,17 +48,6 @@ UNROLLED = 8
 class Kernel(activations.Kernel):
     """Any number of rows of activations."""
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """x is in the order of the panel's units; zeros is an int32 for each group."""
-        v, whole = self.vectors, self.integers
-        return {
-            "x": v.width if whole else 4 * v.width,
-            "zeros": 4 * v.groups if whole and v.zero else 0,
-            "scale": 4 * v.groups if whole else 0,
-            "sum": 4 * v.groups if whole and v.minimums else 0,
-        }
-
     def workspace(self, rows: int, k: int) -> int:
         """Bytes: records are ordered by tile, then chunk, then row of the tile."""
         return -(-rows // TILE) * -(-k // self.vectors.width) * TILE * self.record["end"]
@@ -66,16 +55,18 @@ class Kernel(activations.Kernel):
     @property
     def order(self) -> np.ndarray:
         """int [units]: the units of a chunk, in the panel's order. With integers a unit is four columns, a
-        dword of a piece, and they are sorted by group; with floats it is a column, in the order of the
-        pieces."""
+        dword of a piece; with floats it is a column. They are sorted by the partial sum that they are added
+        to."""
         v = self.vectors
-        groups = v.columns[:, ::4].ravel() // v.group
-        return np.argsort(groups, kind="stable") if self.integers else np.arange(v.width)
+        to = v.columns[:, ::4].ravel() // v.group if self.integers else np.arange(v.width) % DWORDS
+        return np.argsort(to, kind="stable")
 
     @property
-    def groups(self) -> int:
-        """Groups of units in a chunk; with integers, those that share a scale."""
-        return self.vectors.groups if self.integers else self.vectors.width // 32
+    def places(self) -> np.ndarray:
+        columns = self.vectors.columns
+        if self.integers:
+            return columns.reshape(-1, 4)[self.order].ravel()
+        return columns.reshape(-1, DWORDS, 4).swapaxes(1, 2).ravel()[self.order]
 
     @property
     def scales(self) -> int:
@@ -98,7 +89,7 @@ class Kernel(activations.Kernel):
         """Offsets in bytes of a chunk's scales and minimums in a panel, after the codes, and of its "end"."""
         unit = VECTORS * PIECE
         end = len(self.order) * unit
-        return {"scale": end, "minimum": end + self.groups * unit, "end": end + self.scales * unit}
+        return {"scale": end, "minimum": end + self.vectors.groups * unit, "end": end + self.scales * unit}
 
     def module(self, name: str) -> ir.Module:
         writer = _Writer(self)
@@ -123,13 +114,6 @@ class _Writer(activations.Writer):
 
     def _chunks_of(self, frame: Value) -> Value:
         return (ffi.size(frame, 0, 1) + (self.v.width - 1)) / self.v.width
-
-    def write_integers(self, values: Value, record: Value) -> None:
-        v, offset = self.v, self.kernel.record
-        q, sums = self.rounded(values, record)
-        record.at(offset["x"]).store(q.take(v.columns.reshape(-1, 4)[self.kernel.order].ravel()))
-        if v.zero:
-            record.at(offset["zeros"]).store(together(sums) * -v.zero)
 
     # Weights
 
@@ -189,41 +173,42 @@ class _Writer(activations.Writer):
     def _unpack(self, load: Load, row: Value) -> None:
         """Unpack a chunk of a row of weights: codes (or float32 weights), then scales and minimums."""
         kernel, v = self.kernel, self.v
-        codes, scales = v.codes(load), v.scales(load) if v.scales else None
-        minimums = v.minimums(load) if v.minimums else None
-        if kernel.integers:
-            assert scales is not None
-            scales = scales if minimums is None else scales.then(minimums)
-            sides = [
-                scales.take((np.arange(DWORDS) + DWORDS * i) % scales.count) for i in range(kernel.sides)
-            ]
-            for i, values in enumerate(codes + sides):
-                row.at(i * PIECE).store(values.as_type(vector(I32, DWORDS)))
-            return
-        for p, piece in enumerate(codes):
-            groups = v.lane_groups(p)
-            for i, w in enumerate(self.floats(piece)):
-                if scales is not None:
-                    w = w * scales.take(groups)
-                if minimums is not None:
-                    w = w - minimums.take(groups)
-                row.at((4 * p + i) * PIECE).store(w.as_type(vector(I32, DWORDS)))
+        if not kernel.integers:
+            values = self.floats(load)
+        else:
+            scales = v.scales(load)  # pyrefly: ignore[not-callable]
+            scales = scales if v.minimums is None else scales.then(v.minimums(load))
+            lanes = (np.arange(DWORDS * kernel.sides) % scales.count).reshape(-1, DWORDS)
+            values = [*v.codes(load), *map(scales.take, lanes)]
+        for i, value in enumerate(values):
+            row.at(i * PIECE).store(value.as_type(vector(I32, DWORDS)))
 
     def _tile(self, frame: Value, panel: Value, tile: Value, row: Value, n: Value) -> None:
         """Compute and store y for a tile of activations and a panel."""
         kernel, b = self.kernel, frame.b
-        zero = constant(b, I64, 0)
+        zero, nothing = constant(b, I64, 0), constant(b, vector(F32, DWORDS), 0.0)
         each = [(m, beside) for m in range(TILE) for beside in range(VECTORS)]
-        sums = {at: Variable(constant(b, vector(F32, DWORDS), 0.0)) for at in each}
-        with loop(zero, self._chunks_of(frame)) as c, loop(zero, constant(b, I64, kernel.groups)) as g:
-            x = [self._record(frame, tile, c, m) for m in range(TILE)]
-            (self._integer_group if kernel.integers else self._float_group)(
-                panel.at(c * kernel.chunk["end"]), x, g, sums
-            )
+        with b.goto_entry_block():
+            partial = Value(b, b.alloca(nothing.type, kernel.sums * len(each)))
+        classes = kernel.sums // kernel.turns
+        with loop(zero, constant(b, I64, kernel.sums)) as number:
+            g, sums = number % classes, {at: Variable(nothing) for at in each}
+            with loop(number / classes, self._chunks_of(frame), kernel.turns) as c:
+                x = [self._record(frame, tile, c, m) for m in range(TILE)]
+                (self._integer_group if kernel.integers else self._float_group)(
+                    panel.at(c * kernel.chunk["end"]), x, g, sums
+                )
+            for i, at in enumerate(each):
+                partial.at((number * len(each) + i) * PIECE).store(sums[at].value)
         first, rows = tile * TILE, ffi.size(frame, 0, 0)
         for m in range(TILE):
             with when((first + m).compared("<", rows)):
-                y = [sums[m, beside].value for beside in range(VECTORS)]
+                y = []
+                for beside in range(VECTORS):
+                    at = [
+                        partial.at((g * len(each) + m * VECTORS + beside) * PIECE) for g in range(kernel.sums)
+                    ]
+                    y.append(_in_halves([place.load(nothing.type) for place in at]))
                 for i, outputs in enumerate([[v] for v in y] if kernel.activation is None else [y]):
                     count = (n - row - DWORDS * i).narrow(I32)
                     self.store(frame, outputs, (first + m) * n + row + DWORDS * i, count)
@@ -258,7 +243,7 @@ class _Writer(activations.Writer):
         added: Callable[[Value, Value, Value], Value],
     ) -> None:  # fmt: skip
         """sum = added(sum, weights, activations) for each sum and each of a group's units, vectors of 16."""
-        units = len(self.kernel.order) // self.kernel.groups
+        units = len(self.kernel.order) * self.kernel.turns // self.kernel.sums
         step = min(units, UNROLLED)
         with loop(constant(chunk.b, I64, 0), constant(chunk.b, I64, units), step) as u:
             for i in range(step):
@@ -269,6 +254,14 @@ class _Writer(activations.Writer):
                     q = x[m].at(at * 4).load(element).splat(DWORDS)
                     for j in range(VECTORS):
                         sums[m, j].value = added(sums[m, j].value, weights[j], q)
+
+
+def _in_halves(values: list[Value]) -> Value:
+    """Their sum, in the order in which cpu/rows.py adds the elements of a vector."""
+    while len(values) > 1:
+        half = len(values) // 2
+        values = [a + b for a, b in zip(values[:half], values[half:], strict=True)]
+    return values[0]
 
 
 def _transposed(vectors: list[Value]) -> list[Value]:

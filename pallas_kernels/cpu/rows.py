@@ -2,14 +2,15 @@
 which they are unpacked."""
 
 import dataclasses
+import functools
 
 import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
-from pallas_kernels.cpu.activations import DWORDS, dot, share, together
-from pallas_kernels.cpu.values import F32, I8, I32, I64, Value, Variable, constant, loop, vector
-from pallas_kernels.cpu.vectors import PIECE
+from pallas_kernels.cpu.activations import DWORDS, dot, share
+from pallas_kernels.cpu.values import F32, I8, I32, I64, Type, Value, Variable, constant, loop, vector, when
+from pallas_kernels.cpu.vectors import PIECE, Load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,15 +20,10 @@ class Kernel(activations.Kernel):
     rows: int
 
     @property
-    def sizes(self) -> dict[str, int]:
-        """x is in the order of the pieces; zeros is an int32 for each four bytes of x."""
-        v, whole = self.vectors, self.integers
-        return {
-            "x": v.width if whole else 4 * v.width,
-            "zeros": v.width if whole and v.zero else 0,
-            "scale": 4 * v.groups if whole else 0,
-            "sum": 4 * v.groups if v.minimums else 0,
-        }
+    def places(self) -> np.ndarray:
+        """In the order of the pieces, of which `floats` takes every fourth column."""
+        columns = self.vectors.columns
+        return (columns if self.integers else columns.reshape(-1, DWORDS, 4).swapaxes(1, 2)).ravel()
 
     def workspace(self, rows: int, k: int) -> int:
         return -(-k // self.vectors.width) * rows * self.record["end"]
@@ -46,24 +42,6 @@ class _Writer(activations.Writer):
         rows, end = self.kernel.rows, self.kernel.record["end"]
         with loop(constant(frame.b, I64, 0), constant(frame.b, I64, rows)) as m:
             self.activations(frame, m, lambda c: ffi.result(frame, 1).at((c * rows + m) * end))
-
-    def write_integers(self, values: Value, record: Value) -> None:
-        v, b, offset = self.v, values.b, self.kernel.record
-        q, _ = self.rounded(values, record)
-        for p, columns in enumerate(v.columns):
-            piece = q.take(columns)
-            record.at(offset["x"] + PIECE * p).store(piece)
-            if v.zero:
-                ones = constant(b, vector(I8, PIECE), 1)
-                sums = dot(constant(b, vector(I32, DWORDS), 0), ones, piece)
-                record.at(offset["zeros"] + PIECE * p).store(sums * -v.zero)
-
-    def write_floats(self, values: Value, record: Value) -> None:
-        super().write_floats(values, record)
-        v = self.v
-        if v.minimums:
-            sums = [values[g * v.group : (g + 1) * v.group].sum() for g in range(v.groups)]
-            record.at(self.kernel.record["sum"]).store(together(sums))
 
     def part(self, frame: Value, i: Value, parts: Value) -> None:
         n = ffi.size(frame, self.weights, 1)
@@ -95,67 +73,101 @@ class _Writer(activations.Writer):
     def _row(self, frame: Value, matrix: int, row: Value, n: Value) -> list[Value]:
         """For a row of weights and each row of activations: a vector, whose elements add up to the
         product."""
-        kernel, v, b = self.kernel, self.v, frame.b
+        kernel, b = self.kernel, frame.b
         workspace = ffi.result(frame, 1)
         places = self.places(frame, matrix, row, n)
-        sums = [Variable(constant(b, vector(F32, DWORDS), 0.0)) for _ in range(kernel.rows)]
-        minimums = [Variable(constant(b, vector(F32, v.groups), 0.0)) for _ in sums] if v.minimums else []
+        sums = [Variable(constant(b, vector(F32, kernel.sums), 0.0)) for _ in range(kernel.rows)]
 
-        def chunk(c: Value, left: Value | None):
-            record = workspace.at(c * (kernel.rows * kernel.record["end"]))
-            load = self.loads(places, c, left)
-            codes, scales = v.codes(load), v.scales(load) if v.scales else None
-            minimum = v.minimums(load) if v.minimums else None
-            for m in range(kernel.rows):
-                row_record = record.at(m * kernel.record["end"])
-                sums[m].value = sums[m].value + self._multiplied(codes, scales, row_record)
-                if minimum is not None:
-                    x_sums = row_record.at(kernel.record["sum"]).load(minimum.type)
-                    minimums[m].value = (-minimum).fma(x_sums, minimums[m].value)
-
-        self.chunks(ffi.size(frame, 0, 1), chunk)
-        if not minimums:
-            return [total.value for total in sums]
-        zeros = constant(b, vector(F32, v.groups), 0.0)
-        lanes = np.arange(DWORDS) % (2 * v.groups)  # the minimums, then zeros
-        lanes[v.groups :] = v.groups
-        return [
-            total.value + minimum.value.then(zeros).take(lanes)
-            for total, minimum in zip(sums, minimums, strict=True)
-        ]
-
-    def _multiplied(self, codes: list[Value], scales: Value | None, record: Value) -> Value:
-        """The product of a chunk and a row of activations, as a vector to be added up."""
-        v, b, offset = self.v, codes[0].b, self.kernel.record
-        total = None
-        if self.kernel.integers:
-            assert scales is not None
-            scales = scales * record.at(offset["scale"]).load(scales.type)
-        same: dict[tuple[int, ...], list[int]] = {}  # pieces whose lanes have the same groups
-        for p in range(v.pieces):
-            same.setdefault(tuple(v.lane_groups(p).tolist()), []).append(p)
-        for groups, pieces in same.items():
-            if self.kernel.integers:
-                lanes = constant(b, vector(I32, DWORDS), 0)
-                for p in pieces:
-                    x = record.at(offset["x"] + PIECE * p).load(vector(I8, PIECE))
-                    if v.zero:
-                        lanes = lanes + record.at(offset["zeros"] + PIECE * p).load(vector(I32, DWORDS))
-                    lanes = dot(lanes, codes[p], x)
-                lanes = lanes.float()
+        def add(first: Value, count: int, left: Value | None):
+            """The products of `count` chunks, 1 or `turns`."""
+            chunks = [first + i for i in range(count)]
+            loads = [self.loads(places, c, left) for c in chunks]
+            at = lambda c, m: workspace.at((c * kernel.rows + m) * kernel.record["end"])  # noqa: E731
+            records = [[at(c, m) for c in chunks] for m in range(kernel.rows)]
+            if kernel.integers:
+                self._add_integers(loads, records, sums, None if count == kernel.turns else first)
             else:
-                lanes = constant(b, vector(F32, DWORDS), 0.0)
-                for p in pieces:
-                    for i, weights in enumerate(self.floats(codes[p])):
-                        x = record.at(offset["x"] + 4 * (PIECE * p + DWORDS * i)).load(vector(F32, DWORDS))
-                        lanes = weights.fma(x, lanes)
-            if scales is not None:
-                lane_scales = scales.take(groups)
-                total = lanes * lane_scales if total is None else lanes.fma(lane_scales, total)
-            else:
-                total = lanes if total is None else total + lanes
-        assert total is not None
-        return total
+                self._add_floats(loads[0], [record for (record,) in records], sums)
+
+        whole = ffi.size(frame, 0, 1) / self.v.width
+        together = whole / kernel.turns * kernel.turns
+        with loop(constant(b, I64, 0), together, kernel.turns) as c:
+            add(c, kernel.turns, None)
+        if kernel.turns > 1:
+            with loop(together, whole) as c:
+                add(c, 1, None)
+        left = ffi.size(frame, 0, 1) - whole * self.v.width
+        with when(left.compared(">", 0)):
+            add(whole, 1, left.narrow(I32))
+        zeros, lanes = constant(b, vector(F32, kernel.sums), 0.0), np.arange(DWORDS)
+        return [total.value.then(zeros).take(np.minimum(lanes, kernel.sums)) for total in sums]
+
+    def _add_integers(
+        self, loads: list[Load], records: list[list[Value]], sums: list[Variable], alone: Value | None
+    ) -> None:
+        """Add the products of chunks' groups with each row of activations, which has a record for each chunk.
+        alone: the number of the only chunk, where it is not all that have partial sums of their own."""
+        v, offset = self.v, self.kernel.record
+        codes = [v.codes(load) for load in loads]
+        scales = _joined([v.scales(load) for load in loads])  # pyrefly: ignore[not-callable]
+        minimums = _joined([v.minimums(load) for load in loads]) if v.minimums else None
+        same: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # pieces whose lanes have the same groups
+        for c in range(len(loads)):
+            for p in range(v.pieces):
+                same.setdefault(tuple(v.lane_groups(p) + c * v.groups), []).append((c, p))
+        turns, groups = self.kernel.turns, np.arange(self.kernel.sums) % v.groups
+        own = None
+        if alone is not None:
+            turn = (alone % turns).narrow(I32).splat(self.kernel.sums)
+            own = constant(scales.b, turn.type, np.arange(self.kernel.sums) // v.groups).compared("==", turn)
+        for row, total in zip(records, sums, strict=True):
+
+            def side(name: str, kind: Type, row=row):
+                return _joined([record.at(offset[name]).load(vector(kind, v.groups)) for record in row])
+
+            lanes = []
+            for pieces in same.values():
+                ints = constant(scales.b, vector(I32, DWORDS), 0)
+                for c, p in pieces:
+                    x = row[c].at(offset["x"] + PIECE * p).load(vector(I8, PIECE))
+                    ints = dot(ints, codes[c][p], x)
+                lanes.append(ints)
+            ints = _group_sums(lanes, [np.array(labels) for labels in same])
+            ints = ints + side("zeros", I32) if v.zero else ints
+            factors = [(ints.float(), scales * side("scale", F32))]
+            if minimums is not None:
+                factors.append((-minimums, side("sum", F32)))
+            for one, other in factors:
+                if own is not None:
+                    one, other = one.take(groups), own.select(other.take(groups), 0.0)
+                total.value = one.fma(other, total.value)
+
+    def _add_floats(self, load: Load, records: list[Value], sums: list[Variable]) -> None:
+        """Add the products of a chunk's columns with each row of activations."""
+        for i, weights in enumerate(self.floats(load)):
+            for record, total in zip(records, sums, strict=True):
+                x = record.at(self.kernel.record["x"] + 4 * DWORDS * i).load(weights.type)
+                total.value = weights.fma(x, total.value)
+
+
+def _joined(vectors: list[Value]) -> Value:
+    return functools.reduce(Value.then, vectors)
+
+
+def _group_sums(vectors: list[Value], groups: list[np.ndarray]) -> Value:
+    """The sum of the elements of each group, in the groups' order. groups[i]: the group of each element of
+    vectors[i]; all have as many elements.
+
+    Two vectors at a time become one, in which neighbours of a group have been added.
+    """
+    while len(vectors) > 1 or len(set(groups[0].tolist())) < len(groups[0]):
+        if len(vectors) > 1:
+            vectors = [a.then(b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+            groups = [np.concatenate(pair) for pair in zip(groups[::2], groups[1::2], strict=True)]
+        order = [np.argsort(names, kind="stable").reshape(-1, 2) for names in groups]
+        vectors = [v.take(at[:, 0]) + v.take(at[:, 1]) for v, at in zip(vectors, order, strict=True)]
+        groups = [names[at[:, 0]] for names, at in zip(groups, order, strict=True)]
+    return vectors[0]
 
 
 def _sums_of_each(vectors: list[Value]) -> Value:
