@@ -106,7 +106,7 @@ def test_a_format_without_a_decoder_is_named():
 def test_a_mixed_file_keeps_a_stack_for_each_format():
     dense = jax.jit(dequantize)  # outside of jit each operation would be compiled alone
     model = bj.load("synth:tiny-llama:q4_k_m", bj.RunConfig(weights="packed"))
-    (wqkv,) = model.params.layers.attention[0].qkv
+    (wqkv,) = model.params.layers["attention"][0].qkv
     assert len(wqkv.parts) == 2 and len(wqkv.where) == 3  # all of q4_k, and values of q6_k
     for layer, (part, index) in enumerate(wqkv.where):
         weights = wqkv.parts[part]
