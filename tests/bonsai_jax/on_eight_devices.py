@@ -160,6 +160,7 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
 @pytest.mark.parametrize(
     "source, weights",
     [
+        ("tiny-arcee:q8_0", "packed"),  # a feed-forward without a gate
         ("tiny-qwen2:q8_0", "packed"),  # biases; tied embeddings, whose text varies too little to compare it
         pytest.param("tiny-qwen3:q8_0", "packed", marks=pytest.mark.slow),  # QK-norm: folded below
         pytest.param("tiny-llama:q8_0", "decoded", marks=pytest.mark.slow),  # float32: lists below
