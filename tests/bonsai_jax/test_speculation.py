@@ -285,7 +285,9 @@ def test_a_prompt_of_vectors_and_a_stream_that_a_stop_text_ends():
     tokens = [t for p in pieces for t in p.tokens]
     assert tokens == whole.tokens[: len(tokens)]
     assert pieces[0].steps == 0 and 0 < sum(p.steps for p in pieces) < len(tokens) - 1
-    with pytest.raises(NotImplementedError, match="speculate is 'oracle'; supported: mtp, ngram"):
+    with pytest.raises(
+        NotImplementedError, match="speculate is 'oracle'; supported: " + ", ".join(proposers.names())
+    ):
         bj.generate(tiny(), [IDS[0]], speculate="oracle")
 
 
