@@ -68,8 +68,9 @@ class KVCache(struct.PyTreeNode):
         """
         if self.recurrent:
             raise NotImplementedError(
-                "rewind: layers of a gated delta net keep one state of all tokens, which none can be taken "
-                "out of; take a copy before you read on (cache.take), or forget whole rows (cache.reset)"
+                "rewind: recurrent layers (a gated delta net) keep one state of all tokens, which none can "
+                "be taken out of; take a copy before you read on (cache.take), or forget whole rows "
+                "(cache.reset)"
             )
         if not self.rewinds:
             raise NotImplementedError(
