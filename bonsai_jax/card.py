@@ -22,7 +22,7 @@ def step_names(params: Params, rows: int = 1) -> str:
     schedule = params.step.schedule(rows)
     if schedule == "launches":
         return kernel_names(params, rows)
-    (bits,) = {w.products.activation_bits for w in leaves([layer.o for layer in params.layers.attention])}
+    (bits,) = {w.products.activation_bits for w in leaves([layer.o for layer in params.layers["attention"]])}
     return schedule if bits == 8 else f"{schedule}:{bits}"
 
 

@@ -12,7 +12,7 @@ from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
 from bonsai_jax.decoding import proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
 from bonsai_jax.decoding import steps as core
-from bonsai_jax.network import architectures, parallel
+from bonsai_jax.network import architectures, draft, parallel
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import params as network_params
 from bonsai_jax.network.params import Params
@@ -165,5 +165,8 @@ def start_state(
             )
         device_rows = rows // placement.size(model.mesh, placement.DATA)
         new = speculation.start(rows, cache.capacity, speculate, device_rows)
+        if proposers.get(speculate).DRAFTS:
+            whole = parallel.with_copied_heads(model.config, placement.size(model.mesh, placement.MODEL))
+            new = new.replace(draft=draft.empty(whole, model.run, rows, cache.num_pages))
         state = state.replace(speculation=new)
     return parallel.place_state(state, model.mesh)

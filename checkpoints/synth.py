@@ -120,6 +120,10 @@ _MODELS = {
     "tiny-llama": _Model(
         "llama", 3, 256, 512, 4, 2, 64, 512, 8192, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
     ),
+    # No gate.
+    "tiny-arcee": _Model(
+        "arcee", 3, 256, 512, 4, 2, 64, 512, 8192, 1e4, False, 306, "llama-bpe", norm_eps=1e-5
+    ),
     # Both kinds of layer, layers behind the last period, several v heads of a k head.
     "tiny-qwen35": _Model(
         "qwen35", 4, 256, 512, 4, 2, 64, 512, 8192, 1e6, False, 306, "qwen35",
@@ -222,7 +226,8 @@ def _tensors(model: _Model, format: str) -> Iterator[tuple[str, str, tuple[int, 
                 _, format, shape, mean, std = linear("", rows, columns, format, gain)
                 yield f"blk.{i}.ffn_{name}_exps.weight", format, (e.count, *shape), mean, std
             return
-        yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
+        if model.architecture != "arcee":
+            yield linear(f"blk.{i}.ffn_gate.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_up.weight", model.ffn, hidden)
         yield linear(f"blk.{i}.ffn_down.weight", hidden, model.ffn, down_format, residual)
         if model.windows:

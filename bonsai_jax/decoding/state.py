@@ -7,6 +7,7 @@ from jaxtyping import Array, Int
 
 from bonsai_jax.decoding.sampling import Logprobs, Sampler
 from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.draft import DraftState
 from bonsai_jax.network.kinds.place import STEP_TOKENS
 from pallas_kernels import serializable
 
@@ -19,12 +20,14 @@ class Speculation(struct.PyTreeNode):
               cache.lengths; NO_TOKEN where vectors were read in place of tokens
     steps     int32 [B], the steps of `decode` in which a row drew tokens: with the number of its tokens, how
               many one step gave
+    draft     what the draft layer stores, where the proposer needs it
     proposer  a file of proposers/
     width     tokens of a row in one step, its newest among them
     """
 
     ids: Int[Array, "B capacity"]
     steps: Int[Array, "B"]
+    draft: DraftState | None = None
     proposer: str = struct.field(pytree_node=False, default="ngram")
     width: int = struct.field(pytree_node=False, default=STEP_TOKENS)
 

@@ -27,7 +27,7 @@ from bonsai_jax.decoding.checks import check, checked_tokens
 from bonsai_jax.decoding.sampling import NO_TOKEN, Sampler
 from bonsai_jax.decoding.state import Drawn, State
 from bonsai_jax.network import cache as kv
-from bonsai_jax.network import decoder, draft
+from bonsai_jax.network import decoder
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.kinds.attention import read_size
 from bonsai_jax.network.parallel import over_mesh
@@ -71,14 +71,17 @@ def prefill(
     """
     tokens, lengths = checked_tokens(tokens, lengths, state.cache, config)
     check(jnp.all(lengths > 0), "prefill: a length is 0; a prompt has at least one token")
-    hidden, cache = read(params, state.cache, tokens, lengths, config, taps)
     if tokens.ndim == 2:  # penalties and proposers know tokens, not vectors
         valid = jnp.arange(tokens.shape[1]) < lengths[:, None]
         state = state.replace(sampler=sampling.read_prompt(state.sampler, tokens, valid))
         if state.speculation is not None:
             noted = speculation.note(state.speculation, tokens, state.cache.lengths, valid)
             state = state.replace(speculation=noted)
-    state = state.replace(cache=cache)
+
+    def forward(state, tokens, positions):
+        return _read(params, state, tokens, positions, config, taps)
+
+    hidden, state = _in_chunks(forward, state, state.cache, tokens, lengths, config)
     return _draw(params, state, hidden, config, logits_processor, logprobs)
 
 
@@ -108,8 +111,8 @@ def step(
     check(~jnp.any(running & full), "step: a row's cache is full; make the state with a larger context")
     positions = jnp.where(running, state.cache.lengths, -1)[:, None]  # [B, 1]
     tokens = jnp.maximum(state.tokens, 0)[:, None]
-    hidden, cache = _forward(params, state.cache, tokens, positions, config, taps)
-    return _draw(params, state.replace(cache=cache), hidden[:, 0], config, logits_processor, logprobs)
+    hidden, state = _read(params, state, tokens, positions, config, taps)
+    return _draw(params, state, hidden[:, 0], config, logits_processor, logprobs)
 
 
 @over_mesh(DRAWN)
@@ -252,32 +255,49 @@ def read(
 ) -> tuple[Float[Array, "B H"], KVCache]:
     """Run tokens, which continue what the cache holds, through the layers in chunks. Returns the hidden
     vector after each row's last token, and the cache."""
+
+    def forward(cache, tokens, positions):
+        return _forward(params, cache, tokens, positions, config, taps)
+
+    return _in_chunks(forward, cache, cache, tokens, lengths, config)
+
+
+def _in_chunks[Carry](
+    forward: Callable[[Carry, jax.Array, jax.Array], tuple[jax.Array, Carry]],
+    carry: Carry,
+    cache: KVCache,
+    tokens: Int[Array, "B T"] | Float[Array, "B T H"],
+    lengths: Int[Array, "B"],
+    config: ModelConfig,
+) -> tuple[Float[Array, "B H"], Carry]:
+    """The hidden vector after each row's last token, and the carry, after forward(carry, tokens, positions)
+    -> (hidden, carry) of one chunk after another; cache: the carry, or that in it."""
     B, T = tokens.shape[:2]
     positions = _positions(cache, tokens, lengths)
     size = chunk_size(cache, B)
     if size >= T:
-        hidden, cache = _forward(params, cache, tokens, positions, config, taps)
-        return (hidden[:, 0] if T == 1 else hidden[jnp.arange(B), lengths - 1]), cache
+        hidden, carry = forward(carry, tokens, positions)
+        return (hidden[:, 0] if T == 1 else hidden[jnp.arange(B), lengths - 1]), carry
 
-    def read_chunk(i, carry):
-        last, cache = carry
+    def read_chunk(i, both):
+        last, carry = both
         at = i * size
         chunk, chunk_positions = (jax.lax.dynamic_slice_in_dim(a, at, size, 1) for a in (tokens, positions))
-        hidden, cache = _forward(params, cache, chunk, chunk_positions, config, taps)
+        hidden, carry = forward(carry, chunk, chunk_positions)
         index = jnp.clip(lengths - 1 - at, 0, size - 1)
         ends = (lengths - 1) // size == i
-        return jnp.where(ends[:, None], hidden[jnp.arange(B), index], last), cache
+        return jnp.where(ends[:, None], hidden[jnp.arange(B), index], last), carry
 
     padding = -T % size
     tokens = jnp.pad(tokens, ((0, 0), (0, padding), *[(0, 0)] * (tokens.ndim - 2)))
     positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=-1)
     chunks = (lengths.max() + size - 1) // size
-    return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), cache))
+    return jax.lax.fori_loop(0, chunks, read_chunk, (jnp.zeros((B, config.hidden)), carry))
 
 
 def chunk_size(cache: KVCache, rows: int) -> int:
     """Tokens of each row that `read` takes through the layers at a time."""
-    return max(read_size(state.prefill_impl, rows) for state in cache.attention)
+    return max(read_size(state.prefill_impl, rows) for state in cache.states["attention"])
 
 
 def bucket(length: int) -> int:
@@ -285,18 +305,40 @@ def bucket(length: int) -> int:
     return max(16, 1 << (length - 1).bit_length())
 
 
-def _forward(params, cache, tokens, positions, config, taps=None) -> tuple[jax.Array, KVCache]:
+def _read(
+    params: Params,
+    state: State,
+    tokens: jax.Array,
+    positions: jax.Array,
+    config: ModelConfig,
+    taps: Taps | None,
+) -> tuple[jax.Array, State]:
+    """Hidden vectors after these tokens, and the state whose cache, and whose proposer, has read them."""
+    hidden, cache = _forward(params, state.cache, tokens, positions, config, taps)
+    state = state.replace(cache=cache)
+    return hidden, speculation.follow(params, state, hidden, tokens, positions, config)
+
+
+def _forward(
+    params: Params,
+    cache: KVCache,
+    tokens: jax.Array,
+    positions: jax.Array,
+    config: ModelConfig,
+    taps: Taps | None,
+) -> tuple[jax.Array, KVCache]:
+    """Hidden vectors after these tokens, and the cache that has read them."""
     size, width = cache.chunk, tokens.shape[1]
-    if size is not None and width > size:  # a ring of pages has no room for more at once
-        pieces = []
-        for first in range(0, width, size):
-            part = slice(first, first + size)
-            hidden, cache = _forward(params, cache, tokens[:, part], positions[:, part], config, taps)
-            pieces.append(hidden)
-        return jnp.concatenate(pieces, axis=1), cache
-    num_keys = positions.max() + 1
-    hidden, cache, _ = decoder.decoder(params, tokens, positions, cache, config, num_keys, taps)
-    return hidden, draft.follow(params, cache, hidden, tokens, positions, config)
+    if size is None or width <= size:
+        num_keys = positions.max() + 1
+        hidden, cache, _ = decoder.decoder(params, tokens, positions, cache, config, num_keys, taps)
+        return hidden, cache
+    pieces = []  # a ring of pages has no room for more at once
+    for first in range(0, width, size):
+        part = slice(first, first + size)
+        hidden, cache = _forward(params, cache, tokens[:, part], positions[:, part], config, taps)
+        pieces.append(hidden)
+    return jnp.concatenate(pieces, axis=1), cache
 
 
 def _positions(cache: KVCache, tokens: jax.Array, lengths: jax.Array) -> jax.Array:

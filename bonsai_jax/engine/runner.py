@@ -304,15 +304,10 @@ class Runner:
     def _empty_pool(self) -> State:
         model, o = self.model, self.options
         rows, pages = o.max_batch_size * self.data, o.pages * self.data
-        cache = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
-        if o.checkpoints:
-            rows, pages = self._no_row * self.data, self.data  # on each device its rows, then its checkpoints
-            more = parallel.empty_cache(model.config, model.run, rows, o.context, model.mesh, pages)
-            rings = (
-                own if own.ring is None else larger
-                for own, larger in zip(cache.attention, more.attention, strict=True)
-            )
-            cache = cache.replace(delta_net=more.delta_net, attention=tuple(rings))
+        cache = parallel.empty_cache(
+            model.config, model.run, rows, o.context, model.mesh, pages,
+            checkpoints=o.checkpoints * self.data,  # on each device its rows, then its checkpoints
+        )  # fmt: skip
         room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 

@@ -14,13 +14,13 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, rope
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.network.kinds import attention, delta_net
+from bonsai_jax.network.kinds import attention
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import STREAM, Taps
 from pallas_kernels import matmul
-from pallas_kernels.attention import empty_workspace
+from pallas_kernels.attention import empty_workspace as attention_workspace
 
 UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU waits for the host
 
@@ -81,13 +81,14 @@ def decoder(
         group = config.position(number, half).group
         return Place(
             settings=half,
-            weights=getattr(params.layers, half.kind)[group],
+            weights=params.layers[half.kind][group],
             group=group,
             index=_index(config, number, half, turn),
             eps=config.rms_norm_eps,
             positions=positions,
             rotations=rotations,
             num_keys=num_keys,
+            block_table=cache.block_table,
             axis=params.axis,
             peers=params.peers,
             taps=tap,
@@ -95,14 +96,19 @@ def decoder(
         )
 
     def layer_step(carry, number, turn=0):
-        """The layer at a place of the turn-th period."""
+        """The layer at a place of the turn-th period, and what is read of it."""
         x, cache, workspace = carry
         layer, read = config.layers[number], {}
         tap = taps.for_layer(_layer_number(config, number, turn), read)
         for half, site in zip(layer.halves, ("input", "middle"), strict=True):
-            place = place_of(number, half, turn, tap, read if keep_updates else None)
+            updates: dict[str, Any] = {}
+            place = place_of(number, half, turn, tap, updates if keep_updates else None)
             x = place.tapped(site, x)
-            x, cache, workspace = kinds.get(half.kind).block(x, place, cache, workspace)
+            states = cache.states.get(half.kind)
+            state = states and states[place.group]
+            x, state, workspace = kinds.get(half.kind).block(x, place, state, workspace)
+            cache = cache.with_state(half.kind, place.group, state) if states else cache
+            read |= {_update_name(half.kind, place.group) + name: update for name, update in updates.items()}
         return (place.tapped("output", x), cache, workspace), read
 
     def period(carry, turn):
@@ -124,7 +130,7 @@ def decoder(
 
         x, cache = SCHEDULES[schedule](params, x, cache, place_of, config)
     elif one_token and params.step.unrolled:
-        carry, each = (x, cache, _workspace(config, cache, rows)), []
+        carry, each = (x, cache, empty_workspace(config, cache, rows)), []
         for number in range(config.num_layers):
             carry, layer_read = layer_step(carry, number)
             each.append(layer_read)
@@ -155,10 +161,10 @@ def _index(config: ModelConfig, number: int, half: Any, turn: Any) -> Any:
     return turn if (start, step) == (0, 1) else start + step * turn
 
 
-def _workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array:
+def empty_workspace(config: ModelConfig, cache: KVCache, rows: int) -> jax.Array:
     """The workspace of attention's kernel, as large as any layer needs it."""
-    groups = zip(config.groups("attention"), cache.attention, strict=True)
-    sizes = (empty_workspace(rows, group.settings.num_heads, state.k) for group, state in groups)
+    groups = zip(config.groups("attention"), cache.states["attention"], strict=True)
+    sizes = (attention_workspace(rows, group.settings.num_heads, state.k) for group, state in groups)
     return max(sizes, key=lambda workspace: workspace.size)
 
 
@@ -188,24 +194,28 @@ def replay(
     """The cache with the tokens at these positions in its recurrent states, -1 for those to leave out, which
     come after a sequence's others: tokens that `decoder` read with keep_updates. Not having read a token
     stands for rewinding."""
-    numbers = config.layers_with("delta_net")
-    for group, one in enumerate(config.groups("delta_net")):
+    for kind, states in cache.states.items():
+        for group, state in enumerate(states):
+            prefix = _update_name(kind, group)
+            own = {name.removeprefix(prefix): u for name, u in updates.items() if name.startswith(prefix)}
+            if not own:  # rejected tokens are written over
+                continue
+            settings, weights = config.groups(kind)[group].settings, params.layers[kind][group]
 
-        def layer(cache, inputs, group=group, one=one):
-            index, qkv_z, gates = inputs
-            weights = params.layers.delta_net[group]
-            place = Place(one.settings, weights, group, index, config.rms_norm_eps, positions, {}, 0)
-            _, state = delta_net.updated(qkv_z, gates, place, cache.delta_net[group])
-            return delta_net.with_state(cache, group, state), None
+            def layer(state, inputs, kind=kind, group=group, settings=settings, weights=weights):
+                index, updates = inputs
+                place = Place(settings, weights, group, index, config.rms_norm_eps, positions, {}, 0)
+                return kinds.get(kind).replay(updates, place, state), None
 
-        own = [updates[name] for name in ("qkv_z", "gates")]
-        if one.layers != numbers:
-            places = jnp.array([numbers.index(number) for number in one.layers])
-            own = [update[places] for update in own]
-        each = jnp.arange(len(one.layers)), *own
-        unroll = UNROLL if params.step.unrolled else 1
-        cache = jax.lax.scan(layer, cache, each, unroll=unroll)[0]
+            each = jnp.arange(len(config.groups(kind)[group].layers)), own
+            unroll = UNROLL if params.step.unrolled else 1
+            cache = cache.with_state(kind, group, jax.lax.scan(layer, state, each, unroll=unroll)[0])
     return cache
+
+
+def _update_name(kind: str, group: int) -> str:
+    """How the names of a group's updates begin."""
+    return f"{kind}.{group}."
 
 
 def logits(params: Params, x: Float[Array, "*batch H"], config: ModelConfig) -> Float[Array, "*batch V"]:

@@ -1,6 +1,7 @@
 """The weights of a model: for each kind of layer its own dataclass, and what belongs to no layer."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -10,11 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import kinds, rope, schedules
-from bonsai_jax.network.kinds.attention import Weights as Attention
 from bonsai_jax.network.kinds.attention import ropes
-from bonsai_jax.network.kinds.delta_net import Weights as DeltaNet
-from bonsai_jax.network.kinds.experts import Weights as Experts
-from bonsai_jax.network.kinds.mlp import Weights as Mlp
 from bonsai_jax.network.schedules import StepPlan
 from bonsai_jax.weights.plan import LoadPlan
 from bonsai_jax.weights.read import Fields, read
@@ -30,15 +27,9 @@ HEAD = Spec("head", "output.weight", "lm_head.weight", TABLE, ("vocab", None), o
 AXES = {"embed": EMBED.axes, "head": HEAD.axes, "peers": ("rows", "devices", None, None)}
 
 
-@serializable
-class Layers(struct.PyTreeNode):
-    """Weights of layers, by kind: one for each group of layers with equal settings (ModelConfig.groups),
-    stacked over its layers. Empty where no layer has a kind."""
-
-    attention: tuple[Attention, ...] = ()
-    delta_net: tuple[DeltaNet, ...] = ()
-    mlp: tuple[Mlp, ...] = ()
-    experts: tuple[Experts, ...] = ()
+# Weights of layers by kind, layers["attention"][0].o: for each group of layers with equal settings
+# (ModelConfig.groups) the kind's Weights, stacked over its layers. Kinds that no layer has are missing.
+type Layers = dict[str, tuple[Any, ...]]
 
 
 @serializable
@@ -62,6 +53,7 @@ class Draft(struct.PyTreeNode):
 class Params(struct.PyTreeNode):
     """A model's weights.
 
+    layers    of each kind, by the kind's name: layers["attention"][0].o
     head      None where the embedding is the output matrix too (tied)
     rope_frequencies   radians per position of each pair, for each Rope of the model (attention.ropes)
     step      how a decode step is launched
@@ -119,7 +111,7 @@ def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
 
 def _layers(fields: Fields) -> Layers:
     groups = fields["layers"].items()
-    return Layers(**{kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups})
+    return {kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups}
 
 
 def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
@@ -127,7 +119,7 @@ def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:
     model is not tied, and the experts that no row uses (Experts.share_read)."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     total -= 0 if params.head is None else params.embed.nbytes
-    for group, weights in zip(config.groups("experts"), params.layers.experts, strict=True):
+    for group, weights in zip(config.groups("experts"), params.layers.get("experts", ()), strict=True):
         stored = sum(w.nbytes for w in leaves((weights.gate, weights.up, weights.down)))
         total -= round((1 - group.settings.share_read(rows)) * stored)
     return total

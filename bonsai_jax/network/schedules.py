@@ -87,7 +87,7 @@ def step_problem(plan: LoadPlan) -> problems.Step:
         bits=run.activation_bits,
         split=split,
         widths=tuple(layer.mixer.output_width for layer in config.layers),
-        plain=len(config.groups("attention")) == 1 and not (config.delta_net or config.attention.gated),
+        plain=len({layer.mixer for layer in config.layers}) == 1 and not config.attention.gated,
         folded=folded,
         post_norms=any(s.field == "post_norm" and t for s, t in plan.description.tensors.items()),
     )

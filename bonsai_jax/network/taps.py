@@ -35,8 +35,8 @@ class Taps:
     scores                  of each query and key, scaled, -inf where masked [B, heads, T, keys]
     pattern                 attention weights, softmax(scores) [B, heads, T, keys]
     z                       pattern @ v, by head, before W_o [B, T, heads, D]
-    hidden                  act(W_gate n) * (W_up n), before W_down [B, T, F]; of layers of experts that of
-                            each chosen one [B, T, used, F]
+    hidden                  act(W_gate n) * (W_up n), without a gate act(W_up n), before W_down [B, T, F]; of
+                            layers of experts that of each chosen one [B, T, used, F]
     router                  of layers of experts: probabilities of all [B, T, experts], before some are chosen
     experts                 the chosen ones, int32 [B, T, used], the likeliest first
     expert_weights          what each one's output is multiplied with [B, T, used]

@@ -160,6 +160,7 @@ def test_a_batch_over_a_mesh_has_one_devices_answers(tmp_path):
 @pytest.mark.parametrize(
     "source, weights",
     [
+        ("tiny-arcee:q8_0", "packed"),  # a feed-forward without a gate
         ("tiny-qwen2:q8_0", "packed"),  # biases; tied embeddings, whose text varies too little to compare it
         pytest.param("tiny-qwen3:q8_0", "packed", marks=pytest.mark.slow),  # QK-norm: folded below
         pytest.param("tiny-llama:q8_0", "decoded", marks=pytest.mark.slow),  # float32: lists below
@@ -183,8 +184,8 @@ def test_a_delta_net_is_split_by_head(source, weights):
     assert_follows(sharded, load(source, weights))
     cache = bj.new_cache(sharded, 4, 64)
     for device in sharded.mesh.devices.flat:
-        assert 4 * bytes_of(cache.delta_net, device) == sum(
-            x.nbytes for x in jax.tree.leaves(cache.delta_net)
+        assert 4 * bytes_of(cache.states["delta_net"], device) == sum(
+            x.nbytes for x in jax.tree.leaves(cache.states["delta_net"])
         )
     with pytest.raises(ValueError, match="2 k heads of the delta net do not split evenly; sizes that do: 1"):
         bj.load(f"synth:{source}", mesh=bj.make_mesh(1, 4))
@@ -195,7 +196,7 @@ def test_experts_are_split_by_expert(data, model):
     """Prefill in tiles, steps, and what each device holds."""
     sharded = load("tiny-qwen3moe:q8_0", "packed", bj.make_mesh(data, model))
     assert_follows(sharded, load("tiny-qwen3moe:q8_0", "packed"))
-    (experts,) = sharded.params.layers.experts
+    (experts,) = sharded.params.layers["experts"]
     stacks = [experts.gate, experts.up, experts.down]
     for device in sharded.mesh.devices.flat:
         assert model * bytes_of(stacks, device) == sum(x.nbytes for x in jax.tree.leaves(stacks))
@@ -226,7 +227,9 @@ def load_folded(source: str, block: int, mesh=None) -> bj.Model:
 def test_folded_weights_are_split_within_blocks_too(source, block, data, parts):
     whole, sharded = load_folded(source, block), load_folded(source, block, bj.make_mesh(data, parts))
     np.testing.assert_allclose(*(bj.logits(m, PROMPTS[2]) for m in (sharded, whole)), atol=1e-4)
-    (channels,) = sharded.params.layers.mlp or sharded.params.layers.experts
+    (channels,) = next(
+        sharded.params.layers[kind] for kind in ("mlp", "experts") if kind in sharded.params.layers
+    )
     *_, down = channels.down.parts
     for device in sharded.mesh.devices.flat:
         assert parts * shard(down.fields["w"], device).nbytes == down.fields["w"].nbytes
@@ -243,7 +246,7 @@ def test_v_heads_folded_in_tiled_order_are_not_split():
 def test_each_device_holds_its_share(source, parts):
     mesh = bj.make_mesh(2, parts)
     whole, sharded = load(source, "packed"), load(source, "packed", mesh)
-    (attention,), (mlp,) = whole.params.layers.attention, whole.params.layers.mlp
+    (attention,), (mlp,) = whole.params.layers["attention"], whole.params.layers["mlp"]
     split = [whole.params.embed, whole.params.head, attention.o, mlp.gate, mlp.up, mlp.down]
     split_bytes = sum(w.nbytes for w in split if w is not None)
     joined_bytes = sum(w.nbytes for w in (*attention.qkv, attention.qkv_bias) if w is not None)
@@ -252,10 +255,10 @@ def test_each_device_holds_its_share(source, parts):
     share = (heads // parts + 2 * max(1, kv_heads // parts)) / (heads + 2 * kv_heads)
     state = bj.new_state(sharded, 4, 64, SAMPLING[:4], 8)
     one = bj.new_state(whole, 4, 64, SAMPLING[:4], 8)
-    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(one.cache.attention))
+    cache_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(one.cache.states["attention"]))
     for device in mesh.devices.flat:
         assert bytes_of(sharded.params, device) == split_bytes // parts + joined_bytes * share + rest
-        assert bytes_of(state.cache.attention, device) == cache_bytes // 2 // min(parts, kv_heads)
+        assert bytes_of(state.cache.states["attention"], device) == cache_bytes // 2 // min(parts, kv_heads)
 
 
 def shard(array, device):
@@ -378,13 +381,13 @@ def test_a_state_is_saved_on_one_mesh_and_loaded_on_another(tmp_path):
     source, path = "tiny-llama:q8_0", tmp_path / "state"
     split, whole = load(source, "packed", bj.make_mesh(2, 2)), load(source, "packed")
     state = bj.new_state(split, 2, 32, bj.SamplingParams(seed=1), 8)
-    (stored,) = state.cache.attention
+    (stored,) = state.cache.states["attention"]
     values = np.random.default_rng(0).normal(size=stored.k.shape).astype(np.float32)
     stored = stored.replace(k=jax.device_put(values, stored.k.sharding))
-    bj.save_state(path, state.replace(cache=state.cache.replace(attention=(stored,))))
+    bj.save_state(path, state.replace(cache=state.cache.with_state("attention", 0, stored)))
     on_one, back = bj.load_state(path, whole), bj.load_state(path, split)
-    np.testing.assert_array_equal(on_one.cache.attention[0].k, values)
-    np.testing.assert_array_equal(back.cache.attention[0].k, values)
+    np.testing.assert_array_equal(on_one.cache.states["attention"][0].k, values)
+    np.testing.assert_array_equal(back.cache.states["attention"][0].k, values)
     assert all(
         map(lambda one, other: one.sharding == other.sharding, jax.tree.leaves(back), jax.tree.leaves(state))
     )

@@ -8,6 +8,7 @@ import pytest
 import typer
 
 from bonsai_jax.cli import COMMANDS, app
+from bonsai_jax.decoding import proposers
 from tests.bonsai_jax.command_line import ROOT, command, run
 
 
@@ -31,7 +32,7 @@ def test_help_is_whole(name, width, monkeypatch):
         ("bonsai-jax p", {"perplexity", "pull"}),
         ("bonsai-jax generate --impl ", {"auto", "reference", "pallas"}),
         ("bonsai-jax bench --activation-bits ", {"8", "16"}),
-        ("bonsai-jax chat --speculate ", {"mtp", "ngram"}),
+        ("bonsai-jax chat --speculate ", {*proposers.names()}),
         ("bonsai-jax bench --js", {"--json"}),
     ],
 )

@@ -138,7 +138,12 @@ def test_it_foresees_what_numpy_does():
     state, drawn, _ = told(model, "mtp")
     state = state.replace(remaining=jnp.array([1, 1]))
     got, _ = jax.jit(functools.partial(draft.foresee, count=3, config=model.config))(
-        model.params, state.cache, state.tokens, state.remaining > 0
+        model.params,
+        model.params.draft,
+        state.speculation.draft,
+        state.cache,
+        state.tokens,
+        state.remaining > 0,
     )
     texts = [[*prompt, *answer] for prompt, answer in zip(IDS, np.asarray(drawn).tolist(), strict=True)]
     tokens, lengths = np.zeros((2, max(map(len, texts))), np.int32), np.array([*map(len, texts)])

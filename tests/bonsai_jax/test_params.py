@@ -106,7 +106,7 @@ def test_a_format_without_a_decoder_is_named():
 def test_a_mixed_file_keeps_a_stack_for_each_format():
     dense = jax.jit(dequantize)  # outside of jit each operation would be compiled alone
     model = bj.load("synth:tiny-llama:q4_k_m", bj.RunConfig(weights="packed"))
-    (wqkv,) = model.params.layers.attention[0].qkv
+    (wqkv,) = model.params.layers["attention"][0].qkv
     assert len(wqkv.parts) == 2 and len(wqkv.where) == 3  # all of q4_k, and values of q6_k
     for layer, (part, index) in enumerate(wqkv.where):
         weights = wqkv.parts[part]
@@ -195,13 +195,13 @@ def huggingface_folder(source: str, folder: Path) -> Path:
                 "model_type": config.architecture,
                 "num_hidden_layers": config.num_layers,
                 "hidden_size": config.hidden,
-                "intermediate_size": config.mlp.ffn,
+                "intermediate_size": config.layers[0].channels.ffn,
                 "num_attention_heads": config.attention.num_heads,
                 "num_key_value_heads": config.attention.num_kv_heads,
                 "head_dim": config.attention.head_dim,
                 "max_position_embeddings": config.context_length,
                 "rms_norm_eps": config.rms_norm_eps,
-                "hidden_act": "silu",
+                "hidden_act": "silu" if config.mlp else "relu2",
                 **rope,
             }
         )
@@ -216,7 +216,7 @@ def huggingface_folder(source: str, folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2"])
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-llama", "tiny-qwen2", "tiny-arcee"])
 def test_a_hugging_face_folder_is_the_same_model_as_the_gguf_file(name, tmp_path):
     folder = huggingface_folder(f"synth:{name}:f32", tmp_path / "hf")
     ids = np.random.default_rng(0).integers(0, 256, 50).tolist()

@@ -58,7 +58,7 @@ def test_what_is_loaded_is_what_was_planned(name, format, monkeypatch):
     plan = planned(f"synth:{name}:{format}", monkeypatch)
     params = loaded(plan)
     assert params.step == step_plan(plan)
-    (attention,), (mlp,) = params.layers.attention, params.layers.mlp
+    (attention,), (mlp,) = params.layers["attention"], params.layers["mlp"]
     stacks = [*attention.qkv, attention.o, mlp.gate, mlp.up, mlp.down]
     want = [m for stack in plan.stacks for part in stack.parts for m in part]
     got = [w for stack in stacks for w in leaves(stack)]
@@ -101,7 +101,7 @@ def test_layer_gemms_may_be_named_though_it_is_for_batches(monkeypatch):
 def test_stacks_of_several_formats_are_all_for_cublas(monkeypatch):
     """A traced layer would make formats the branches of an XLA conditional, for which a GPU waits."""
     layers = loaded(planned("synth:tiny-llama:q4_k_m", monkeypatch)).layers
-    (attention,), (mlp,) = layers.attention, layers.mlp
+    (attention,), (mlp,) = layers["attention"], layers["mlp"]
     for stack in (*attention.qkv, attention.o, mlp.gate, mlp.up, mlp.down):
         parts = leaves(stack)
         assert {w.products.kernel(512) for w in parts} == {
@@ -128,9 +128,13 @@ EVERY_DAY = ("f32", "q1_0", "q4_k", "q8_0", "tq1_0", "mxfp4")  # a plan is execu
 def test_a_model_is_loaded_for_what_the_list_says(format, monkeypatch):
     plan = planned(f"synth:tiny-qwen3:{format}", monkeypatch)
     params = loaded(plan)
-    matrices = [params.embed, *params.layers.attention[0].qkv[0].parts, *params.layers.mlp[0].down.parts]
+    matrices = [
+        params.embed,
+        *params.layers["attention"][0].qkv[0].parts,
+        *params.layers["mlp"][0].down.parts,
+    ]
     assert {w.tiled for w in matrices} == {formats.family(format) is not None}
-    assert kv.empty(plan.config, plan.run, 1, 64).attention[0].impl == "decode"
+    assert kv.empty(plan.config, plan.run, 1, 64).states["attention"][0].impl == "decode"
 
 
 def test_experts_are_one_feed_forward_where_gate_and_up_have_one_format(monkeypatch):

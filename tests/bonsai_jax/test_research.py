@@ -83,7 +83,7 @@ def by_hand(model, x):
     """Attention and feed-forward of layer LAYER, numpy in float64, from the residual stream [T, H] of its
     input. Weights as their formats say they are, which test_formats holds against gguf."""
     c, a, T = model.config, model.config.attention, len(x)
-    (w,), (w_mlp,) = model.params.layers.attention, model.params.layers.mlp
+    (w,), (w_mlp,) = model.params.layers["attention"], model.params.layers["mlp"]
 
     def norm(x, gamma):
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + c.rms_norm_eps) * np.asarray(gamma, np.float64)
@@ -187,9 +187,9 @@ def test_gradients_reach_the_attention_weights():
 def test_what_a_kernel_keeps_to_itself_and_what_is_split_over_devices():
     model = tiny()
     state = bj.new_state(model, 1, 64, bj.SamplingParams(temperature=0.0), 5)
-    (stored,) = state.cache.attention
+    (stored,) = state.cache.states["attention"]
     stored = stored.replace(impl="decode", prefill_impl="prefill_sm90")
-    on_kernels = state.replace(cache=state.cache.replace(attention=(stored,)))
+    on_kernels = state.replace(cache=state.cache.with_state("attention", 0, stored))
 
     def step(state, params=model.params, at=("pattern", "z")):
         tapping = bj.Taps(edit=lambda name, layer, x: x, at=at)
@@ -227,7 +227,14 @@ def test_an_edit_is_what_recomputation_says():
     np.testing.assert_array_equal(after["input"][: LAYER + 1], before["input"][: LAYER + 1])
     np.testing.assert_allclose(after[SITE][LAYER], before[SITE][LAYER] + vector, atol=1e-5)
     place = Place(
-        c.mlp, model.params.layers.mlp[0], 0, LAYER, c.rms_norm_eps, jnp.arange(len(IDS))[None], {}, len(IDS)
+        c.mlp,
+        model.params.layers["mlp"][0],
+        0,
+        LAYER,
+        c.rms_norm_eps,
+        jnp.arange(len(IDS))[None],
+        {},
+        len(IDS),
     )
     x, *_ = mlp.block((before[SITE][LAYER] + vector)[None], place, None, None)
     np.testing.assert_allclose(after["output"][LAYER], x[0], atol=1e-4)

@@ -31,7 +31,7 @@ experts = {plan.kernel(m, rows * tokens) for m in matrices if m.experts}
 heads = {m.fields[0]: m.products.kernel(rows) for _, m in plan.matrices}
 head = {heads.get("head", heads["embed"])}
 state = bj.new_state(model, rows, 1024, bj.SamplingParams(temperature=0.0), 64)
-(keys,) = state.cache.attention
+(keys,) = state.cache.states["attention"]
 attends = keys.impl if tokens == 1 else keys.prefill_impl
 prompt, lengths = jnp.ones((rows, max(tokens, 8)), jnp.int32), jnp.full(rows, max(tokens, 8), jnp.int32)
 prefill = jax.jit(bj.prefill, static_argnames="config")

@@ -30,7 +30,7 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
     """The decode loop compiles, its cache is aliased, and no copy of the cache is among its temporaries."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source, cache_dtype=cache_dtype)
-    assert params.layers.mlp[0].down.parts[0].tiled and state.cache.attention[0].impl == "decode"
+    assert params.layers["mlp"][0].down.parts[0].tiled and state.cache.states["attention"][0].impl == "decode"
     step = functools.partial(core.decode, config=config, size=8)
     compiled = compile_for_gpu(
         lambda params, state: step(params, state, limit=8),
@@ -39,7 +39,7 @@ def check_decode(source, capability, cache_dtype="bfloat16"):
         compute_capability=capability,
         donate_argnums=1,
     )
-    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.cache.attention))
+    cache_bytes = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(state.cache.states["attention"]))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= cache_bytes
     assert memory.temp_size_in_bytes < cache_bytes
@@ -87,7 +87,7 @@ def test_a_kernel_gets_arrays_of_its_own_from_what_an_engine_sends():
         def read(columns, q, cache):
             chunk = on_device.unpacked(columns, layout)
             positions = chunk["first"][:, None] + jnp.arange(tokens)
-            (keys,) = cache.attention
+            (keys,) = cache.states["attention"]
             return prefill_sm90.prefill_attention(q, keys.k, keys.v, chunk["table"], positions, 0)
 
         columns = jax.ShapeDtypeStruct((1, layout.itemsize // 4), jnp.int32)
@@ -142,7 +142,7 @@ def test_the_8b_step_reads_its_weights_in_place():
     )
     memory = compiled.memory_analysis()
     print(bytes_of("8B, Q1_0", memory))
-    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.states["attention"][0].k.size * 2
     assert memory.temp_size_in_bytes < 8e6  # the logits and what sampling makes of them
 
 
@@ -155,7 +155,7 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
     )
     memory = compiled.memory_analysis()
     print(bytes_of("8B, Q4_K_M, 2 rows", memory))
-    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.states["attention"][0].k.size * 2
     assert memory.temp_size_in_bytes < 16e6
 
 
@@ -170,7 +170,7 @@ def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
     assert launches == 2 * 4 + 1 + 1 + 2  # and the first layer's inputs, the output matrix, a draw
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2e6
-    (delta,), (attention,) = state.cache.delta_net, state.cache.attention
+    (delta,), (attention,) = state.cache.states["delta_net"], state.cache.states["attention"]
     assert memory.alias_size_in_bytes >= 4 * delta.s.size + 2 * 2 * attention.k.size
 
 
@@ -191,7 +191,7 @@ def test_experts_are_read_in_place(monkeypatch):
         prefill = compile_for_gpu(
             lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, *tokens, donate_argnums=1
         )
-    (experts,) = params.layers.experts
+    (experts,) = params.layers["experts"]
     assert len(experts.down.parts) == layers
     one_layer = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(experts.up)) // layers
     print(bytes_of("A3B", step.memory_analysis()), prefill.memory_analysis().temp_size_in_bytes, one_layer)
@@ -217,7 +217,7 @@ def check_prefill(source, capability, cache_dtype="bfloat16"):
     """Prefill of a model compiles for GPUs that have no wgmma; its attention is a kernel there too."""
     with as_on_a_gpu(capability):
         params, state, config = shapes(source, cache_dtype=cache_dtype)
-        assert state.cache.attention[0].prefill_impl == (
+        assert state.cache.states["attention"][0].prefill_impl == (
             "prefill_sm90" if capability == (9, 0) else "prefill_sm80"
         )
         tokens, lengths = jax.ShapeDtypeStruct((1, 300), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
@@ -239,22 +239,22 @@ def test_32k_tokens_of_the_8b_model_prefill_in_little_memory():
     """By kernels: nothing of the weights or the cache is copied; what is left is a chunk's activations."""
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q1_0", context=32768)
-    assert params.layers.mlp[0].down.parts[0].products.kernel(512) == "bit_prefill_sm90"
-    assert state.cache.attention[0].prefill_impl == "prefill_sm90"
+    assert params.layers["mlp"][0].down.parts[0].products.kernel(512) == "bit_prefill_sm90"
+    assert state.cache.states["attention"][0].prefill_impl == "prefill_sm90"
     tokens = jax.ShapeDtypeStruct((1, 32768), jnp.int32)
     lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
     compiled = compile_for_gpu(
         lambda p, s, t, n: core.prefill(p, s, t, n, config), params, state, tokens, lengths, donate_argnums=1
     )
     memory = compiled.memory_analysis()
-    assert memory.alias_size_in_bytes >= 2 * state.cache.attention[0].k.size * 2
+    assert memory.alias_size_in_bytes >= 2 * state.cache.states["attention"][0].k.size * 2
     assert memory.temp_size_in_bytes < 0.3e9
 
 
 def test_prefill_of_a_mixed_8b_model_decodes_one_layer_at_a_time():
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-8b:q4_k_m", context=4096)
-    assert {part.products.kernel(512) for part in params.layers.mlp[0].down.parts} == {"cublas"}
+    assert {part.products.kernel(512) for part in params.layers["mlp"][0].down.parts} == {"cublas"}
     tokens, lengths = jax.ShapeDtypeStruct((1, 4096), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
 
     def read(params, cache, tokens, lengths):
