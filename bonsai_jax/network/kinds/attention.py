@@ -12,7 +12,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.config import RunConfig
 from bonsai_jax.network.kinds.place import Place, add_product, joined_product
 from bonsai_jax.network.rope import Rope
 from bonsai_jax.weights.placement import Runs, even_runs
@@ -176,11 +176,6 @@ def read_size(prefill_impl: str, rows: int = 1) -> int:
 
 PREFILL_CHUNK = 512  # tokens of a sequence
 PREFILL_BATCH = 2048  # tokens of all sequences
-
-
-def ropes(config: ModelConfig) -> tuple[Rope, ...]:
-    """The ropes of a model, each once."""
-    return tuple(dict.fromkeys(group.settings.rope for group in config.groups("attention")))
 
 
 TENSORS = {
