@@ -14,8 +14,8 @@ from bonsai_jax.network.kinds.delta_net import Weights as DeltaNet
 from bonsai_jax.network.kinds.experts import Weights as Experts
 from bonsai_jax.network.kinds.mlp import Weights as Mlp
 from bonsai_jax.network.schedules import StepPlan
-from bonsai_jax.weights.plan import LoadPlan
-from bonsai_jax.weights.read import Fields, read
+from bonsai_jax.weights.read import read
+from bonsai_jax.weights.records import LoadPlan
 from bonsai_jax.weights.specs import Spec
 from pallas_kernels import QTensor, serializable
 from pallas_kernels.qtensor import leaves
@@ -88,26 +88,25 @@ def load(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
 
     progress   called with bytes read so far and in all
     """
-    placement = plan.placement
-    fields, *draft = read(plan, progress)
-    frequencies = rope.model_frequencies(plan.config, fields.get("rope_divisors"))
+    placement, models = plan.placement, []
+    for fields in read(plan, progress):
+        groups = fields["layers"].items()
+        weights = {kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups}
+        models.append(fields | {"layers": Layers(**weights)})
+    model, *draft = models
+    frequencies = rope.model_frequencies(plan.config, model.get("rope_divisors"))
     return Params(
-        embed=fields["embed"],
-        layers=_layers(fields),
-        final_norm=fields["final_norm"],
-        head=fields.get("head"),
+        embed=model["embed"],
+        layers=model["layers"],
+        final_norm=model["final_norm"],
+        head=model.get("head"),
         rope_frequencies=tuple(placement.put(value) for value in frequencies),
         peers=placement.peers(),
-        draft=Draft(**draft[0] | {"layers": _layers(draft[0])}) if draft else None,
+        draft=Draft(**draft[0]) if draft else None,
         step=schedules.step_plan(plan),
         axis=placement.axis,
         mesh=placement.mesh,
     )
-
-
-def _layers(fields: Fields) -> Layers:
-    groups = fields["layers"].items()
-    return Layers(**{kind: tuple(kinds.get(kind).Weights(**group) for group in own) for kind, own in groups})
 
 
 def decode_bytes(params: Params, config: ModelConfig, rows: int = 1) -> int:

@@ -12,7 +12,7 @@ refusals of pallas_kernels.
 import dataclasses
 
 from bonsai_jax.network import kinds
-from bonsai_jax.weights.plan import LoadPlan
+from bonsai_jax.weights.records import LoadPlan
 from pallas_kernels import device, problems, selection
 
 

@@ -91,7 +91,7 @@ class Whole(NamedTuple):
     format     the file's
     stored     that in which a matrix is stored
     tiled      whether in tiles
-    regrouped  whether the inputs lie in the order in which devices have them (plan.Member.heads)
+    regrouped  whether the inputs lie in the order in which devices have them (records.Member)
     """
 
     spec: Spec

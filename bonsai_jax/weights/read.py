@@ -1,6 +1,7 @@
 """The weights that a load plan describes, read onto the device: repacked, and stacked by layer."""
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from bonsai_jax.weights.drawing import Drawn
 from bonsai_jax.weights.placement import Placement, Share
-from bonsai_jax.weights.plan import LoadPlan, Matrix, Member, Piece
+from bonsai_jax.weights.records import LoadPlan, Matrix, Member, Piece, Stack, Vector
 from bonsai_jax.weights.specs import Source, Spec
 from checkpoints import RandomTensor
 from pallas_kernels import LayerStack, QTensor, formats, qtensor
@@ -39,38 +40,84 @@ def read(plan: LoadPlan, progress: Callable[[int, int], None] = lambda done, tot
 
     models = []
     for model in plan.models:
-        config, placement, naming = model.config, model.placement, model.description.naming
-        layers: dict[str, list[Fields]] = {kind: [{} for _ in config.groups(kind)] for kind in config.kinds}
+        config = model.config
+        layers: dict[str, list[Fields]] = {
+            kind: [defaultdict(tuple) for _ in config.groups(kind)] for kind in config.kinds
+        }
         fields: Fields = {"layers": layers}
         models.append(fields)
         for stack in model.stacks:
-            parts = [
-                [_matrices(piece, placement, stacked=stack.kind is not None) for piece in part]
-                for part in stack.parts
-            ]
-            rows = [part[0] if len(part) == 1 else qtensor.Rows(tuple(part)) for part in parts]
-            if stack.kind is None:
-                fields[stack.array] = made = rows[0]
-            else:
-                made, group = LayerStack(tuple(rows), stack.where), layers[stack.kind][stack.group]
-                group[stack.array] = (*group.get(stack.array, ()), made) if stack.joined else made
-            note(made, [t for piece in stack.pieces for t in piece.tensors])
+            made = _stack(stack, model.placement)
+            group = fields if stack.kind is None else layers[stack.kind][stack.group]
+            group[stack.array] = (*group[stack.array], made) if stack.joined else made
+            note(made, stack.tensors)
         for vector in model.vectors:
-            values = [
-                np.stack([_values(t, spec, naming) for t in tensors]) for spec, tensors in vector.tensors
-            ]
-            if vector.kind is None:
-                fields[vector.array] = made = placement.put(values[0][0], vector.axes)
-            else:
-                made = placement.stacked(values, vector.shares, vector.axes)
-                layers[vector.kind][vector.group][vector.array] = made
-            note(made, [t for _, tensors in vector.tensors for t in tensors])
+            value = _vector(vector, model.description.naming, model.placement)
+            group = fields if vector.kind is None else layers[vector.kind][vector.group]
+            group[vector.array] = value
+            note(value, [t for _, tensors in vector.tensors for t in tensors])
     return models
 
 
 def blocks(tensor: Source | RandomTensor) -> jax.Array:
     """A tensor's blocks as a file has them, uint8 [*shape[:-1], bytes of a row]; random ones are drawn."""
     return jnp.asarray((Drawn(tensor) if isinstance(tensor, RandomTensor) else tensor).data)
+
+
+def _stack(stack: Stack, placement: Placement) -> LayerStack | QTensor:
+    """The matrices of all layers; the one matrix, if it belongs to no layer."""
+    parts: list[QTensor | qtensor.Rows] = []
+    for part in stack.parts:
+        pieces = []
+        for piece in part:
+            pieces.append(_matrices(piece, placement, stacked=stack.kind is not None))
+        if stack.kind is None:
+            return pieces[0]
+        parts.append(pieces[0] if len(pieces) == 1 else qtensor.Rows(tuple(pieces)))
+    return LayerStack(tuple(parts), stack.where)
+
+
+def _matrices(piece: Piece, placement: Placement, *, stacked: bool) -> QTensor:
+    """A stack of matrices, or one matrix. A layer that is not copied as it is in the file is written into its
+    place in a donated array, so that at most one layer exists twice."""
+    matrix, made = piece.matrix, None
+    if piece.copied:
+        blocks = _released(piece.tensors)
+        lead = (len(piece.layers), matrix.shape[0])[not stacked :]
+        fields = formats.copied(matrix.problem.format, lead, blocks)
+        on_xla = {name: jax.device_put(field, may_alias=True) for name, field in fields.items()}
+        made = QTensor(on_xla, matrix.problem.format, matrix.shape, products=matrix.products)
+    for index, layer in enumerate(piece.layers if made is None else ()):
+        recipe = Recipe(matrix, tuple(member for member, _ in layer))
+        given = tuple(
+            t.moments
+            if member.drawn and isinstance(t, Drawn)
+            else placement.blocks(t, None if member.given_whole else member.share)
+            for member, t in layer
+        )
+        if stacked:
+            stack = placement.zeros(recipe, given, len(piece.layers)) if made is None else made
+            made = placement.placed(recipe, stack, given, index)
+        else:
+            made = placement.made(recipe, given)
+    assert made is not None  # a piece has a layer
+    return made.replace(rotation=jax.tree.map(lambda value: placement.put(value, (None,)), piece.rotation))
+
+
+def _released(tensors: Sequence[Source]) -> Iterator[np.ndarray]:
+    """The blocks of each, one after the other. When the next are asked for, their part of the file is
+    released."""
+    for t in tensors:
+        yield t.data
+        t.forget()
+
+
+def _vector(vector: Vector, naming: str, placement: Placement) -> jax.Array:
+    """A small array, float32 [layers, *shape], those of several specs side by side; [*shape] of no layer."""
+    values = [np.stack([_values(t, spec, naming) for t in tensors]) for spec, tensors in vector.tensors]
+    if vector.kind is None:
+        return placement.put(values[0][0], vector.axes)
+    return placement.stacked(values, vector.shares, vector.axes)
 
 
 def _values(t: Source, spec: Spec, naming: str) -> np.ndarray:
@@ -80,42 +127,6 @@ def _values(t: Source, spec: Spec, naming: str) -> np.ndarray:
         values = values.reshape([size for size in values.shape if size > 1] or [1])
         values = np.asarray(spec.from_huggingface(values)) if spec.from_huggingface else values
     return values
-
-
-def _matrices(piece: Piece, placement: Placement, *, stacked: bool) -> QTensor:
-    """A stack of matrices, or one matrix. Each layer is written into its place in a donated array, so that at
-    most one layer exists twice."""
-    matrix, made = piece.matrix, None
-    rotation = jax.tree.map(lambda value: placement.put(value, (None,)), piece.rotation)
-    if piece.copied:
-        lead = (len(piece.layers), matrix.shape[0])[not stacked :]
-        fields = formats.copied(matrix.problem.format, lead, _released(piece.tensors))
-        on_xla = {name: jax.device_put(field, may_alias=True) for name, field in fields.items()}
-        return QTensor(
-            on_xla, matrix.problem.format, matrix.shape, products=matrix.products, rotation=rotation
-        )
-    for index, layer in enumerate(piece.layers):
-        recipe = Recipe(matrix, tuple(member for member, _ in layer))
-        given = tuple(
-            t.moments
-            if member.drawn and isinstance(t, Drawn)
-            else placement.blocks(t, None if member.given_whole else member.share)
-            for member, t in layer
-        )
-        if not stacked:
-            return placement.made(recipe, given).replace(rotation=rotation)
-        room = placement.zeros(recipe, given, len(piece.layers)) if made is None else made
-        made = placement.placed(recipe, room, given, index)
-    assert made is not None  # a piece has a layer
-    return made.replace(rotation=rotation)
-
-
-def _released(tensors: Sequence[Source]) -> Iterator[np.ndarray]:
-    """The blocks of each, one after the other. When the next are asked for, their part of the file is
-    released."""
-    for t in tensors:
-        yield t.data
-        t.forget()
 
 
 @dataclasses.dataclass(frozen=True)

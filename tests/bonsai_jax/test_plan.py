@@ -12,7 +12,7 @@ from bonsai_jax.network import params as network_params
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.schedules import step_plan, step_problem
 from bonsai_jax.weights import plan as load_plans
-from bonsai_jax.weights.plan import LoadPlan
+from bonsai_jax.weights.records import LoadPlan
 from checkpoints import Checkpoint, open_checkpoint
 from pallas_kernels import device, formats, selection
 from pallas_kernels.qtensor import leaves
