@@ -80,14 +80,14 @@ def _stack(stack: Stack, placement: Placement) -> LayerStack | QTensor:
 def _matrices(piece: Piece, placement: Placement, *, stacked: bool) -> QTensor:
     """A stack of matrices, or one matrix. A layer that is not copied as it is in the file is written into its
     place in a donated array, so that at most one layer exists twice."""
-    matrix, made = piece.matrix, None
+    matrix = piece.matrix
     if piece.copied:
-        blocks = _released(piece.tensors)
+        data = _released(piece.tensors)
         lead = (len(piece.layers), matrix.shape[0])[not stacked :]
-        fields = formats.copied(matrix.problem.format, lead, blocks)
+        fields = formats.copied(matrix.problem.format, lead, data)
         on_xla = {name: jax.device_put(field, may_alias=True) for name, field in fields.items()}
         made = QTensor(on_xla, matrix.problem.format, matrix.shape, products=matrix.products)
-    for index, layer in enumerate(piece.layers if made is None else ()):
+    for index, layer in enumerate(() if piece.copied else piece.layers):
         recipe = Recipe(matrix, tuple(member for member, _ in layer))
         given = tuple(
             t.moments
@@ -96,11 +96,10 @@ def _matrices(piece: Piece, placement: Placement, *, stacked: bool) -> QTensor:
             for member, t in layer
         )
         if stacked:
-            stack = placement.zeros(recipe, given, len(piece.layers)) if made is None else made
-            made = placement.placed(recipe, stack, given, index)
+            made = placement.zeros(recipe, given, len(piece.layers)) if index == 0 else made
+            made = placement.placed(recipe, made, given, index)
         else:
             made = placement.made(recipe, given)
-    assert made is not None  # a piece has a layer
     return made.replace(rotation=jax.tree.map(lambda value: placement.put(value, (None,)), piece.rotation))
 
 
