@@ -44,7 +44,7 @@ def step_bytes(description: Description, run: RunConfig) -> int:
     if (experts := description.config.experts) is not None:
         stored = sum(
             tensor_bytes(t.format, t.shape, t.nbytes, run)
-            for spec, t in description.each()
+            for spec, t in description.sources
             if len(spec.shape) == 3
         )
         read -= round((1 - experts.share_read(1)) * stored)

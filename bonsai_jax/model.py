@@ -99,9 +99,8 @@ def from_checkpoint(
     compile_cache.use()
     threads.use()
     description = architectures.describe(checkpoint, draft=run.draft)
-    where = None
-    if mesh is not None:
-        where = placement.Placement(placement.usable(mesh), description.config, run.all_reduce)
+    mesh = None if mesh is None else placement.usable(mesh)
+    where = placement.Placement(mesh, run.all_reduce)
     load_plan = plan(description, run, where)
     tokenizer = Tokenizer.from_checkpoint(checkpoint)
     params = network_params.load(load_plan, progress)

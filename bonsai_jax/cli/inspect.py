@@ -15,7 +15,7 @@ from bonsai_jax.cli.spread import spread
 
 if TYPE_CHECKING:
     from bonsai_jax import RunConfig
-    from bonsai_jax.weights.plan import LoadPlan
+    from bonsai_jax.weights.records import LoadPlan
     from bonsai_jax.weights.specs import Description
     from checkpoints import Checkpoint
     from pallas_kernels import problems

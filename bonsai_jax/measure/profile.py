@@ -23,7 +23,6 @@ from bonsai_jax.measure import bench
 from bonsai_jax.model import Model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import decoder, kinds, rope
-from bonsai_jax.network.kinds.attention import ropes
 from bonsai_jax.network.kinds.phases import Mixing, Product
 from bonsai_jax.network.kinds.place import Place
 from bonsai_jax.network.params import Params
@@ -216,7 +215,7 @@ def _all_layers(work: Work, model: Model, depth: int, tokens: int) -> Callable[[
         positions = jnp.broadcast_to(depth + jnp.arange(tokens, dtype=jnp.int32), x.shape[:2])
         rotations = {
             one: rope.rotation(one, frequencies, positions)
-            for one, frequencies in zip(ropes(config), params.rope_frequencies, strict=True)
+            for one, frequencies in zip(rope.ropes(config), params.rope_frequencies, strict=True)
         }
         place = Place(
             settings=group.settings,

@@ -14,7 +14,6 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, rope
 from bonsai_jax.network.cache import KVCache
-from bonsai_jax.network.kinds import attention
 from bonsai_jax.network.kinds.place import NO_TAPS, Place, Tap
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
@@ -71,7 +70,7 @@ def decoder(
         )
     rotations = {
         one: rope.rotation(one, frequencies, positions)
-        for one, frequencies in zip(attention.ropes(config), params.rope_frequencies, strict=True)
+        for one, frequencies in zip(rope.ropes(config), params.rope_frequencies, strict=True)
     }
 
     def place_of(

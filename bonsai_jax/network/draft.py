@@ -123,7 +123,7 @@ def _attended(
 
 def _place(params: Params, config: ModelConfig, settings, weights, cache: KVCache, positions) -> Place:
     """Where a half of the draft layer runs."""
-    own = attention.ropes(config).index(config.attention.rope)
+    own = rope.ropes(config).index(config.attention.rope)
     rotation = rope.rotation(config.attention.rope, params.rope_frequencies[own], positions)
     return Place(
         settings=settings,

@@ -34,10 +34,12 @@ class Tokenizer(Vocabulary):
         """The tokenizer in a `checkpoints.Checkpoint`, or in files beside it. Errors are those of `from_gguf`
         and `from_folder`."""
         if checkpoint.naming == "gguf":
-            return Tokenizer.from_gguf(checkpoint.metadata)
-        if checkpoint.folder is None:
+            vocabulary = tokenizer_gguf.build(checkpoint.metadata)
+        elif checkpoint.folder is not None:
+            vocabulary = tokenizer_huggingface.build(checkpoint.folder)
+        else:
             raise ValueError(f"{checkpoint.source}: no folder, so no tokenizer.json")
-        return Tokenizer.from_folder(checkpoint.folder)
+        return Tokenizer(**vars(vocabulary))
 
     @staticmethod
     def from_gguf(metadata: Mapping[str, Any]) -> "Tokenizer":

@@ -35,7 +35,9 @@ file is a new format.
 
 import functools
 import importlib
+import math
 import pkgutil
+from collections.abc import Iterable
 from types import ModuleType
 
 import jax
@@ -82,11 +84,53 @@ def unpack(name: str, raw) -> dict[str, jax.Array]:
     return fields
 
 
-def views(name: str, raw: np.ndarray) -> dict[str, np.ndarray]:
-    """`unpack` for a numpy array, without a copy: the fields are views."""
-    block = get(name).BLOCK
-    blocks = raw.view(block)
-    return {field: blocks[field] for field in _layout(block)}
+def values(name: str, raw: np.ndarray) -> np.ndarray:
+    """File bytes, uint8 [..., K / WEIGHTS * block bytes] -> float32 [..., K / WEIGHTS, WEIGHTS], on the host.
+    By numpy, where the format's own code lets it: nothing is compiled."""
+    module = get(name)
+    blocks = raw.view(module.BLOCK)
+    with jax.ensure_compile_time_eval():  # within jax.eval_shape too
+        return np.asarray(module.dequantize({field: blocks[field] for field in _layout(module.BLOCK)}))
+
+
+def copied(name: str, lead: tuple[int, ...], matrices: Iterable[np.ndarray]) -> dict[str, np.ndarray]:
+    """`unpack` by numpy for matrices that lie below each other, each uint8 [rows, bytes of a row]: copied
+    once, into memory that XLA can use without another copy.
+
+    lead   axes that all rows together have: (rows,), or (matrices, rows of each)
+    Returns {field: [*lead, K / WEIGHTS, *field shape]}.
+    """
+    layout = _layout(get(name).BLOCK)
+    # One item per field of a block: numpy would copy byte by byte otherwise.
+    items = np.dtype(
+        {
+            "names": list(layout),
+            "formats": [f"V{dtype.itemsize}" for dtype, _ in layout.values()],
+            "offsets": [offset for _, offset in layout.values()],
+            "itemsize": get(name).BLOCK.itemsize,
+        }
+    )
+    room: dict[str, np.ndarray] = {}
+    first = 0
+    for raw in matrices:
+        blocks = raw.view(items)
+        for field in layout:
+            if field not in room:
+                room[field] = _aligned((math.prod(lead), blocks.shape[1]), items[field])
+            room[field][first : first + len(blocks)] = blocks[field]
+        first += len(blocks)
+    return {
+        field: room[field].view(dtype.base).reshape(*lead, -1, *dtype.shape)
+        for field, (dtype, _) in layout.items()
+    }
+
+
+def _aligned(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An uninitialized array that XLA can use without a copy: it must begin at a multiple of 64 bytes."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + 64, np.uint8)
+    first = -memory.ctypes.data % 64
+    return memory[first : first + size].view(dtype).reshape(shape)
 
 
 def pack(name: str, fields: dict[str, jax.Array]) -> jax.Array:

@@ -21,7 +21,7 @@ from bonsai_jax.network.kinds.experts import Experts
 from bonsai_jax.nnx import LanguageModel
 from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights import read as reading
-from bonsai_jax.weights.placement import Matrix, Placement, _mailbox
+from bonsai_jax.weights.placement import Placement, Whole, _mailbox
 from bonsai_jax.weights.specs import Spec
 from checkpoints import Tensor, open_checkpoint
 from pallas_kernels import Products, QTensor, dequantize, from_blocks
@@ -203,7 +203,7 @@ def test_experts_are_split_by_expert(data, model):
     layers = tuple(Layer(layer.mixer, Experts(6, 3, 256)) for layer in sharded.config.layers)
     six = dataclasses.replace(sharded.config, layers=layers)
     with pytest.raises(ValueError, match="6 experts do not split evenly; sizes that do: 1, 2"):
-        Placement(bj.make_mesh(1, 4), six).check([])
+        Placement(bj.make_mesh(1, 4)).shares(six, {})
 
 
 @functools.cache
@@ -271,7 +271,7 @@ def test_tiles_are_split_at_their_borders(format):
     blocks and of drawn ones alike."""
     mesh, checkpoint = bj.make_mesh(1, 2), open_checkpoint(f"synth:tiny-qwen3:{format}")
     description = architectures.describe(checkpoint)
-    placement, decode = Placement(mesh, description.config), jax.jit(dequantize)
+    placement, decode = Placement(mesh), jax.jit(dequantize)
     from_file = jax.jit(lambda blocks: dequantize(from_blocks(blocks, format)))
     run = bj.RunConfig(weights="packed", cache_dtype="float16")
 
@@ -283,14 +283,14 @@ def test_tiles_are_split_at_their_borders(format):
         tiles = []
         with mock.patch.object(gpu, "default", lambda: gpu.GPUS["sm_90"]):
             for tensors in [file] if rows else [file, drawn]:
-                members = tuple(
-                    load_plans._member(spec, settings(description.config, spec), t, run, placement, None)
-                    for spec, t in zip(specs, tensors, strict=True)
+                first = {spec: None if spec.kind is None else 0 for spec in specs}
+                alone = dataclasses.replace(
+                    description,
+                    config=dataclasses.replace(description.config, layers=description.config.layers[:1]),
+                    tensors={spec: {first[spec]: t} for spec, t in zip(specs, tensors, strict=True)},
                 )
-                matrix = load_plans._matrix(members, run, mixed=False)
-                pairs = zip(members, tensors, strict=True)
-                sources = tuple(reading._source(member, t, placement) for member, t in pairs)
-                tiles.append(reading._make(sources, matrix, members, placement))
+                (stack,) = load_plans.planned(alone, run, placement).stacks
+                tiles.append(reading._matrices(*stack.pieces, placement, stacked=False))
         return [np.asarray(from_file(d)) for d in data], tiles
 
     def shares(w: QTensor) -> list[np.ndarray]:
@@ -310,11 +310,6 @@ def test_tiles_are_split_at_their_borders(format):
     check("mlp", ("up",), lambda w: np.split(w, 2))
     # 501 tokens: the last device's share ends in rows of nobody.
     check(None, ("embed",), lambda w: np.split(w, [256]), rows=501)
-
-
-def settings(config: bj.ModelConfig, spec: Spec):
-    """Settings of the first layer that has a tensor; None for the model's own."""
-    return None if spec.kind is None else config.groups(spec.kind)[0].settings
 
 
 SLOW = [pytest.param(*sizes, marks=pytest.mark.slow) for sizes in [(2, 1), (2, 2), (1, 4)]]
@@ -461,13 +456,13 @@ def test_bonsai_and_llama_70b_split_as_they_are_shaped():
     for source, parts in (("synth:bonsai-8b:q1_0", 8), ("synth:llama-70b:q4_k_m", 8)):
         description = architectures.describe(open_checkpoint(source))
         config = description.config
-        tensors = [(spec, next(iter(sources.values()))) for spec, sources in description.tensors.items()
+        tensors = [(spec, *next(iter(sources.items()))) for spec, sources in description.tensors.items()
                    if spec.is_matrix and sources]  # fmt: skip
-        assert len(tensors) == 9
-        placement = Placement(bj.make_mesh(1, parts), config)
-        placement.check(
-            [Matrix(spec, settings(config, spec), t.shape, t.format, True, False) for spec, t in tensors]
-        )
+        wholes = {
+            spec: Whole(spec, spec.settings(config, layer), t.shape, t.format, t.format, tiled=True)
+            for spec, layer, t in tensors
+        }
+        assert len(Placement(bj.make_mesh(1, parts)).shares(config, wholes)) == 9
 
 
 def test_a_group_of_devices_has_mailboxes_of_its_own():

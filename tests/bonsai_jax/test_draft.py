@@ -189,7 +189,7 @@ def test_from_a_hugging_face_folder_it_is_the_same():
     config = dataclasses.replace(in_file.config, draft=None, skipped=("mtp.",))
     in_folder = specs.describe(other, (), specs.with_draft(other, config), draft_specs)
     run = load_plans.resolve(in_file, RUN)
-    ours, theirs = (read(load_plans.planned(one.draft, run)) for one in (in_file, in_folder))
+    (ours,), (theirs,) = (read(load_plans.planned(one.draft, run)) for one in (in_file, in_folder))
     jax.tree.map(functools.partial(np.testing.assert_allclose, atol=1e-6), ours, theirs)
 
 

@@ -17,7 +17,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.network import architectures
 from bonsai_jax.weights import drawing
-from bonsai_jax.weights import read as reading
+from bonsai_jax.weights import plan as load_plans
 from bonsai_jax.weights.read import blocks
 from checkpoints import Checkpoint, CheckpointError, RandomTensor, Tensor, open_checkpoint, write_gguf
 from pallas_kernels import dequantize, formats, from_blocks
@@ -43,7 +43,7 @@ def test_a_file_s_blocks_are_copied_on_a_cpu_and_nothing_is_compiled_for_it(sour
     """As on a GPU a program makes them of blocks: every array is compared."""
     from tests.bonsai_jax.test_oracle import as_file
 
-    with mock.patch.object(reading, "_as_in_file", lambda *_: False):
+    with mock.patch.object(load_plans, "_is_as_in_file", lambda *_: False):
         made = bj.load(source)
     path = as_file(source, tmp_path / "model.gguf")
     compiled = []
@@ -68,7 +68,7 @@ def test_random_tensors_of_many_shapes_are_drawn_by_one_program(format):
         t = RandomTensor("w", format, shape, seed, 0.5, 0.02, 0)
         lead = (*shape[:-1], shape[-1] // module.WEIGHTS)
         fields = draw(format, jax.random.key(seed), lead, 0.5, 0.02)
-        np.testing.assert_array_equal(drawing.read(t).data, formats.pack(format, fields))
+        np.testing.assert_array_equal(drawing.Drawn(t).data, formats.pack(format, fields))
         programs.append(drawing._fields._cache_size())
     assert programs[0] == programs[1]
 

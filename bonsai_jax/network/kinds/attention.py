@@ -14,7 +14,7 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Float, Int
 
-from bonsai_jax.config import ModelConfig, RunConfig
+from bonsai_jax.config import RunConfig
 from bonsai_jax.network.kinds import state as states
 from bonsai_jax.network.kinds.phases import Mixing, Product, output_product
 from bonsai_jax.network.kinds.place import Place, add_product, joined_product
@@ -189,11 +189,6 @@ def read_size(prefill_impl: str, rows: int = 1) -> int:
 
 PREFILL_CHUNK = 512  # tokens of a sequence
 PREFILL_BATCH = 2048  # tokens of all sequences
-
-
-def ropes(config: ModelConfig) -> tuple[Rope, ...]:
-    """The ropes of a model, each once."""
-    return tuple(dict.fromkeys(group.settings.rope for group in config.groups("attention")))
 
 
 TENSORS = {
