@@ -15,11 +15,10 @@ A format module defines
 
 and, if GPU kernels multiply it,
 
-    KERNELS      the family of kernels that reads its tiles: "bit" (1 bit) or "int" (2 to 8 bits); absent: the
-                 reference multiplies it
     tile         blocks -> {field: array}, the layout that kernels read; the integers are its field "words"
-    untile       the inverse of `tile`, given the matrix's shape
-    LANES        for "int": a tiles.Lanes, which says how a lane reads its share of the tiles
+    untile       the inverse of `tile`, given the matrix's shape, (N, K)
+    LANES        a tiles.Lanes, which says how a lane reads its share of the tiles; absent: tiles are those of
+                 the kernels for 1 bit
 
 and, if the CPU kernel multiplies it,
 
@@ -58,9 +57,9 @@ def get(name: str) -> ModuleType:
 
 
 def family(name: str) -> str | None:
-    """The family of kernels that reads the format's tiles: "bit", "int", or None if the format has no
-    tiles."""
-    return getattr(get(name), "KERNELS", None)
+    """The family of kernels that reads the format's tiles: "bit" (1 bit), "int" (2 to 8 bits), or None if the
+    format has no tiles."""
+    return "int" if hasattr(get(name), "LANES") else "bit" if hasattr(get(name), "tile") else None
 
 
 def unpack(name: str, raw) -> dict[str, jax.Array]:

@@ -13,7 +13,6 @@ import numpy as np
 
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
 from pallas_kernels.formats.tq1_0 import (
-    KERNELS,
     LANES,
     RANDOM,
     dequantize,

@@ -8,7 +8,6 @@ import numpy as np
 from pallas_kernels.cpu.vectors import Vectors
 from pallas_kernels.formats.q2_0_g128 import (
     CPU_COLUMNS,
-    KERNELS,
     LANES,
     RANDOM,
     dequantize,

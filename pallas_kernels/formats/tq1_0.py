@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.cpu.vectors import NATURAL, Vectors
-from pallas_kernels.formats.q2_0_g128 import KERNELS, LANES, tile_codes, untile_codes
+from pallas_kernels.formats.q2_0_g128 import LANES, tile_codes, untile_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 48), ("qh", "u1", 4), ("d", "<f2")])
@@ -79,7 +79,6 @@ def tile(block):
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
     weights = q.shape[-1]
     first, second, last = jnp.split(q, (5 * weights // 8, 15 * weights // 16), axis=-1)

@@ -11,7 +11,6 @@ import numpy as np
 from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
 from pallas_kernels.formats.q2_0_g128 import (
-    KERNELS,
     LANES,
     RANDOM,
     ternary_bytes,
@@ -44,7 +43,6 @@ def tile(block):
 
 
 def untile(tiled, shape):
-    """The inverse of `tile` for matrices of this shape, (N, K)."""
     q, d = untile_codes(tiled, shape)
     return {"qs": packing.packed(q.reshape(*d.shape, 2, 128), 2).reshape(*d.shape, 64), "d": d}
 

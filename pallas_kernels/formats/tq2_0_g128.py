@@ -9,7 +9,6 @@ import numpy as np
 
 from pallas_kernels.formats.q2_0_g128 import (
     CPU,
-    KERNELS,
     LANES,
     RANDOM,
     WEIGHTS,
