@@ -16,7 +16,6 @@ from pallas_kernels.cpu.vectors import Vectors
 
 WEIGHTS = 128
 BLOCK = np.dtype([("d", "<f2"), ("qs", "u1", 32)])
-RANDOM = {"d": 1 / 0.816}  # -1, 0, +1 have standard deviation 0.816
 SHIFTS = np.arange(0, 8, 2, dtype=np.uint8)
 
 
@@ -30,15 +29,14 @@ def _codes(block):
     return q.reshape(*block["d"].shape, -1)
 
 
-def random_codes(key, lead):
-    return {"qs": ternary_bytes(key, (*lead, 32))}
-
-
-def ternary_bytes(key, shape):
-    """Random bytes of four 2-bit codes, each 0, 1 or 2."""
+def _random_qs(key, shape, _):
+    """Bytes of four codes, each 0, 1 or 2."""
     v = jax.random.randint(key, (*shape, 1), 0, 81, jnp.uint8)
     q = v // np.array([1, 3, 9, 27], np.uint8) % 3
     return (q << SHIFTS).sum(axis=-1, dtype=jnp.uint8)
+
+
+RANDOM = {"d": 1 / 0.816, "qs": _random_qs}  # -1, 0, +1 have standard deviation 0.816
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,14 +10,7 @@ import numpy as np
 
 from pallas_kernels import packing
 from pallas_kernels.cpu.vectors import QUARTERS, Vectors
-from pallas_kernels.formats.q2_0_g128 import (
-    LANES,
-    RANDOM,
-    ternary_bytes,
-    tile_codes,
-    two_bits,
-    untile_codes,
-)
+from pallas_kernels.formats.q2_0_g128 import LANES, RANDOM, tile_codes, two_bits, untile_codes
 
 WEIGHTS = 256
 BLOCK = np.dtype([("qs", "u1", 64), ("d", "<f2")])
@@ -31,10 +24,6 @@ def _codes(block):
     """uint8 [..., 256]."""
     lead = block["d"].shape
     return packing.codes(block["qs"].reshape(*lead, 2, 32), 2).reshape(*lead, 256)
-
-
-def random_codes(key, lead):
-    return {"qs": ternary_bytes(key, (*lead, 64))}
 
 
 def tile(block):

@@ -15,11 +15,11 @@ WEIGHTS = 16
 BLOCK = np.dtype([("d", "<f2"), ("m", "<f2"), ("qs", "u1", 8)])
 BOOK = np.array([-127, -83, -49, -22, 1, 25, 53, 113], np.int8)
 # BOOK has root mean square 72.5; (72.5 / 84)^2 + 0.5^2 = 1. Signs are random, so that weights have mean 0.
-RANDOM = {"d": (-1 / 84, 1 / 84), "m": (-0.5, 0.5)}
-
-
-def random_codes(key, lead):
-    return {"qs": jax.random.bits(key, (*lead, 8), jnp.uint8) & 0x77}
+RANDOM = {
+    "d": (-1 / 84, 1 / 84),
+    "m": (-0.5, 0.5),
+    "qs": lambda key, shape, _: jax.random.bits(key, shape, jnp.uint8) & 0x77,
+}
 
 
 def codes(qs):
