@@ -44,12 +44,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.activation_math import FAST
 from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, select
-from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, stage_results, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
-from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, Plan, planned
+from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.matmul.quantize_activations import MAGIC, MAGIC_WORD
 
@@ -57,9 +56,7 @@ RESULT_COLUMNS = 32  # float32 of a swizzled row of results: 128 bytes
 MOST_OVERLAPPED = 32  # tokens of a tile of which two products have room in registers
 
 
-@functools.partial(
-    jax.jit, static_argnames=("n", "activation", "multiprocessors", "shared", "plan", "summed")
-)
+@functools.partial(jax.jit, static_argnames=("n", "activation", "summed"))
 def bit_prefill_sm90(
     q: jax.Array,
     scale: jax.Array,
@@ -69,9 +66,6 @@ def bit_prefill_sm90(
     residual: jax.Array | None = None,
     *,
     activation: Activation = SILU,
-    multiprocessors: int,
-    shared: int,
-    plan: Plan | None = None,
     summed: bool = True,
 ) -> jax.Array:
     """y = x W.T + residual for one matrix, or activation(x G.T, x U.T) for two, x = sum of s q.
@@ -83,18 +77,16 @@ def bit_prefill_sm90(
     layer     int32 [], the index into them
     n         outputs
     residual  float32 [at most M, n]
-    multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
-    plan      instead of the one chosen for these sizes
     summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n], of which rows behind those of x mean nothing.
     """
     planes, groups, m, _ = q.shape
     steps, pairs, matrices = groups * planes // STEP, STEP // planes // 2, len(weights)  # pairs of groups
-    plan = plan or planned(m, n, steps, matrices, planes, multiprocessors, shared, summed)
+    plan = planned(m, n, steps, matrices, planes, summed)
     warpgroups, tokens, splits, slots = plan
     wide = 64 // matrices  # outputs of a warpgroup
     grid = (-(-m // tokens), -(-n // (warpgroups * wide)), splits)
-    blocks = min(multiprocessors, math.prod(grid))
+    blocks = min(device.multiprocessors(), math.prod(grid))
     operands = [q, scale, jnp.asarray(layer, jnp.int32).reshape(1)]
     for words, scales in weights:
         operands += [words.reshape(*words.shape[:3], 128), scales.reshape(*words.shape[:3], 16)]
@@ -194,7 +186,7 @@ def _body(
                 plgpu.barrier_wait(residual_full.at[warpgroup])
             else:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            _store(sums, out_smem.at[warpgroup], activation, added)
+            stage_results(sums, None, out_smem.at[warpgroup], activation, added)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[split_of(i), *place])
             return carry
@@ -393,35 +385,6 @@ def _arrived(product: list, later: int) -> list:
     return lanes.ptx([i32()] * count, product, "", constraints, effects=True)
 
 
-def _store(sums, out_smem, activation: Activation | None, added: bool):
-    """sums, or sums + what is there, or the activation of a lane's rows g and g + 8, transposed to out_smem,
-    float32 [tokens, outputs], swizzled."""
-
-    matrices = 1 if activation is None else 2
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(swizzled(4))))
-    def store(ctx, sums, out_smem):
-        warp, _, g, t = map(integer, lane())
-        values = [[lanes.element(v, e) for e in (0, 1)] for v in sums.registers.flat]
-        # Element (token, output) lies at [token / 8, output / 32, token % 8, (output % 32) ^ 4 (token % 8)].
-        for e in (0, 1):
-            row = t * 2 + e
-            swizzle = row << 2
-            for r in range(2 // matrices):
-                output = warp * (16 // matrices) + g + 8 * r
-                at = [index(i) for i in (output // RESULT_COLUMNS, row, output % RESULT_COLUMNS ^ swizzle)]
-                places = [[j, *at] for j in range(len(values) // 2)]
-                residual = [memory.load(out_smem, *place) for place in places] if added else []
-                for j, place in enumerate(places):
-                    if activation is not None:
-                        y = activation(values[2 * j][e], values[2 * j + 1][e], math=FAST)
-                    else:
-                        y = values[2 * j + r][e]
-                    memory.store(y + residual[j] if added else y, out_smem, *place)
-
-    store(sums, out_smem)
-
-
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:
     """Activations as integers (prefill.py)."""
     gamma, index = stacks.narrowed(*stacks.gamma_stack(gamma, layer))
@@ -434,11 +397,8 @@ def gemm(
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     pairs = tuple((w.fields["words"], w.fields["scales"]) for w in weights)
     pairs, layer = stacks.whole(pairs, part_layer)
-    n, gpu = weights[0].shape[0], device.default()
-    return bit_prefill_sm90(
-        a, scale, pairs, layer, n, residual, activation=activation, multiprocessors=gpu.multiprocessors,
-        shared=gpu.shared_bytes, summed=summed,
-    )  # fmt: skip
+    n = weights[0].shape[0]
+    return bit_prefill_sm90(a, scale, pairs, layer, n, residual, activation=activation, summed=summed)
 
 
 run = in_two_phases(prologue, gemm)

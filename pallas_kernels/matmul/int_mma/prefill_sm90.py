@@ -45,7 +45,7 @@ from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.int_mma import float16 as int_float16
 from pallas_kernels.matmul.int_mma.activations_float16 import activations_float16
 from pallas_kernels.matmul.int_mma.activations_rotated import activations_rotated
-from pallas_kernels.matmul.int_mma.prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Plan, Tiles, planned
+from pallas_kernels.matmul.int_mma.prefill_plan import PAIR, STAGES, STEPS, WEIGHT_SLOTS, Tiles, planned
 from pallas_kernels.matmul.prefill import in_order, in_two_phases
 from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 
@@ -53,7 +53,7 @@ from pallas_kernels.tiles import TILE_COLUMNS, TILE_ROWS
 @functools.partial(
     jax.jit,
     static_argnames=(
-        "format", "n", "activation", "multiprocessors", "shared", "plan", "tiles_of", "summed"
+        "format", "n", "activation", "tiles_of", "summed"
     ),
 )  # fmt: skip
 def int_prefill_sm90(
@@ -67,9 +67,6 @@ def int_prefill_sm90(
     *,
     format: str,
     activation: Activation = SILU,
-    multiprocessors: int,
-    shared: int,
-    plan: Plan | None = None,
     tiles_of: Tiles | None = None,
     summed: bool = True,
 ) -> jax.Array:
@@ -86,8 +83,6 @@ def int_prefill_sm90(
               layer's, its first row of a, a multiple of tiles_of.stored, and the end of its matrix's rows;
               and how many there are. In y, rows of no tile are undefined
     format    of the weights, of the family "int"
-    multiprocessors, shared   of the GPU, and bytes of shared memory that a block may take
-    plan      instead of the one chosen for these sizes
     tiles_of  what `listed` has
     summed    else what each split of the columns has is returned as it is, [splits, M, n], no residual added
     Returns float32 [M, n].
@@ -99,13 +94,12 @@ def int_prefill_sm90(
     scale_bytes = int_float16.bytes_of_scales(formats.get(format).LANES)
     words = tuple(map(math.prod, shapes))
     items = weights[0]["words"].shape[2]
-    sizes = (m, tiles, items, len(weights), words, scale_bytes, multiprocessors, shared)
-    plan = plan or planned(*sizes, tiles_of, summed)
+    plan = planned(m, tiles, items, len(weights), words, scale_bytes, tiles_of, summed)
     warpgroups, blocks, tokens, slots, stored, splits = plan
     outputs = 64 // len(weights)  # of a block
     rows = -(-m // tokens) if listed is None else len(listed[0])
     columns = -(-tiles * TILE_ROWS // (PAIR * warpgroups * blocks * outputs))
-    pairs = min(multiprocessors // PAIR, rows * columns * splits)
+    pairs = min(device.multiprocessors() // PAIR, rows * columns * splits)
 
     # TMA takes and leaves out what is behind an array's end, but counts rows by 8 and results by 32.
     whole = (m + -m % 8, n + -n % 32)
@@ -301,10 +295,8 @@ def _body(
                     plgpu.barrier_wait(stage_full.at[stage])
                 else:
                     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
-                stage_results(
-                    sums[block], scale_smem.at[scale_slot, pl.ds(first, stored)], stage_smem.at[stage],
-                    first, activation, added,
-                )  # fmt: skip
+                scales = scale_smem.at[scale_slot, pl.ds(first, stored)]
+                stage_results(sums[block], scales, stage_smem.at[stage], activation, added, first)
                 plgpu.commit_smem()
                 where = out_gmem.at[split_of(i), *place(i, token, part)]
                 plgpu.copy_smem_to_gmem(stage_smem.at[stage], where)
@@ -423,12 +415,9 @@ def gemm(
     """The kernel on matrices with or without a layer axis (prefill.py)."""
     fields, layer = stacks.whole(tuple(w.fields for w in weights), part_layer)
     (n, _), format = weights[0].shape, weights[0].format
-    gpu = device.default()
     return int_prefill_sm90(
-        a, scale, fields, layer, n, residual,
-        format=format, activation=activation, multiprocessors=gpu.multiprocessors, shared=gpu.shared_bytes,
-        summed=summed,
-    )  # fmt: skip
+        a, scale, fields, layer, n, residual, format=format, activation=activation, summed=summed
+    )
 
 
 run = in_two_phases(prologue, gemm)
