@@ -58,22 +58,11 @@ def activations_int8(
     unsigned. s has the factor 256 of the highest.
     """
     m, columns = prologue.sizes(x, rows)
-    places = columns + -columns % (4 * GROUP)
-    warps = prologue.warps_of_block(m, places)
-    results = results_of(m, columns, bits)
-    if isinstance(x, prologue.Parts):
-        results["sum_gmem"] = jax.ShapeDtypeStruct((m, columns), jnp.float32)
+    width = columns + -columns % (4 * GROUP)
     return prologue.launch_rows(
-        functools.partial(_quantize_row, columns=columns, places=places, warps=warps, eps=eps, bits=bits),
-        x,
-        m,
-        gamma,
-        layer,
-        results,
-        name="activations_int8",
-        warps=warps,
-        slots=1,
-    )
+        _quantize_row, x, (m, columns), width, gamma, layer, results_of(m, columns, bits),
+        name="activations_int8", eps=eps, bits=bits,
+    )  # fmt: skip
 
 
 def results_of(rows: int, columns: int, bits: int = 8) -> dict[str, jax.ShapeDtypeStruct]:
@@ -110,12 +99,12 @@ def _piece(number, end: int, columns: int) -> _Piece:
 
 def _quantize_row(
     x_gmem, gamma_gmem, layer_gmem, q_gmem, scale_gmem, shared_smem, sum_gmem=None,
-    *, columns, places, warps, eps, bits,
+    *, columns, width, warps, eps, bits,
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     pieces = [
         _piece(thread + first, first + 32 * warps, columns)
-        for first in range(0, places // PIECE_COLUMNS, 32 * warps)
+        for first in range(0, width // PIECE_COLUMNS, 32 * warps)
     ]
 
     # Lanes behind the row's end load its last group.
@@ -129,18 +118,17 @@ def _quantize_row(
             memory.store(v, sum_gmem, row, starts[number] + 8 * i)
 
     x = prologue.loaded_row(load, store_sum, [piece.in_row for piece in pieces], x_gmem, row)
+    x, squares = prologue.times_gamma(load, x, gamma_gmem, layer_gmem)
     norm = None
-    if gamma_gmem is not None:
-        gamma, squares = prologue.gamma_and_squares(load, x, gamma_gmem, layer_gmem)
-        squares = prologue.OverWarps(squares, thread // 32, shared_smem, slot=0)
-        x = [[v * w for v, w in zip(*piece, strict=True)] for piece in zip(x, gamma, strict=True)]
-        norm = inverse_rms(squares.combined(operator.add), columns, eps)
+    if squares is not None:
+        (squares,) = prologue.over_warps(shared_smem, thread // 32, (squares, operator.add))
+        norm = inverse_rms(squares, columns, eps)
     m = integer(row)
     for values, piece in zip(x, pieces, strict=True):
         q, scale = _quantize(values, bits)
         scale = scale if norm is None else scale * norm
         group = index(piece.group)
-        with lanes.when(piece.group < places // GROUP):
+        with lanes.when(piece.group < width // GROUP):
             place = (piece.j ^ m & 7) * PIECE_COLUMNS
             for digit, words in enumerate(q):
                 memory.store_bytes(words, q_gmem, [digit, group, row, place])
