@@ -77,6 +77,16 @@ def launch_rows(
     )
 
 
+def pieces_of_lane(thread, count: int, warps: int) -> list[tuple[Any, int]]:
+    """Of so many pieces of a row the numbers of a lane's, each with the number of the block's first lane."""
+    return [(thread + first, first) for first in range(0, count, 32 * warps)]
+
+
+def within(pieces: list[tuple[Any, int]], warps: int, count: int) -> list:
+    """Of a lane's pieces, whether they are among the row's first so many; None where every lane's is."""
+    return [None if first + 32 * warps <= count else piece < count for piece, first in pieces]
+
+
 def loaded_row(load: Callable[..., list[list]], store_sum: Callable, in_row: list, x_gmem, row) -> list[list]:
     """This lane's pieces of a row of x; of Parts their sum, in order, which is stored. Zeros where a piece is
     not in the row.

@@ -23,9 +23,6 @@ Blocks of threads are persistent, a tile of theirs is outputs x tokens. Of three
 one multiply, each 64 rows with all the tile's tokens: 64 of one matrix, or 32 of the gate and the same 32 of
 the up projection, in the same lanes, so that SwiGLU is a lane's own. The last brings what they need for a
 step. The residual comes, and results leave, by TMA through shared memory, while the next tile is worked on.
-
-In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
-columns are split over blocks too, so that all multiprocessors have work: prefill_plan.py.
 """
 
 import functools

@@ -85,14 +85,10 @@ def _round_row(
 ):  # fmt: skip
     row, thread = lanes.block(), integer(lanes.thread())
     warp = index(thread // 32)
-    pieces = [(thread + first, first) for first in range(0, width // WIDTH, 32 * warps)]
-
-    def within(count):
-        """Of a lane's pieces, whether they are among the row's first so many; None where every lane's is."""
-        return [None if first + 32 * warps <= count else piece < count for piece, first in pieces]
+    pieces = prologue.pieces_of_lane(thread, width // WIDTH, warps)
 
     # Lanes behind the row's end load its last piece, and have zeros.
-    in_row = within(columns // WIDTH)
+    in_row = prologue.within(pieces, warps, columns // WIDTH)
     source = [
         piece if inside is None else minimum(piece, columns // WIDTH - 1)
         for (piece, _), inside in zip(pieces, in_row, strict=True)
@@ -112,11 +108,12 @@ def _round_row(
     copies = [row]
     if places_gmem is not None:
         copies = [memory.load(places_gmem, row, j) for j in range(places_gmem.type.shape[1])]
+    exists = prologue.within(pieces, warps, width // WIDTH)
     for copy in copies:
         has_place = true() if places_gmem is None else copy < 2**31  # below 0 is large: numbers have no sign
         with lanes.when(has_place & (thread == 0)):
             memory.store(scale, scale_gmem, copy)
-        for pairs, (piece, _), inside in zip(packed, pieces, within(width // WIDTH), strict=True):
+        for pairs, (piece, _), inside in zip(packed, pieces, exists, strict=True):
             with lanes.when(has_place if inside is None else has_place & inside):
                 for ordered, ref in zip(pairs, (a_gmem, by_16_gmem), strict=False):
                     memory.store_halves(ordered, ref, [copy, piece * WIDTH])

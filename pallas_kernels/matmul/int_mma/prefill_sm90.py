@@ -20,9 +20,6 @@ gate's, and 32 the same of the up projection: rows g and g + 8 of a lane, so tha
 What a tile gives leaves by TMA too, transposed on its way through shared memory, where the residual has been
 put before.
 
-In a decode step's products there are few tiles of tokens. Then a tile has as few tokens as there are, and
-columns are split over blocks too, so that all multiprocessors have work: prefill_plan.py.
-
 In a mixture of experts (experts/grouped.py) tiles of tokens come from a list, each with the matrix that it is
 multiplied with, and their number is not known before the kernel runs. Neighbouring blocks then have the same
 tokens, not the same weights: an expert's weights are read once for each of its tiles.
