@@ -1,7 +1,5 @@
 """What the kernels of many rows share: how lanes hold wgmma's operands and sums, and where the sums go."""
 
-import itertools
-
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fragments
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -43,27 +41,25 @@ def half_fragment(pairs, shape):
     return fragment([lanes.as_half_vector(pair) for pair in pairs], shape, fragments.WGMMA_LAYOUT)
 
 
-def stage_results(sums, scale, stage, activation: Activation | None, added: bool, first: int = 0):
+def stage_results(sums, scale, stage, first: int, activation: Activation | None, added: bool):
     """sums * scale (+ what is there), or the activation of its rows, transposed to shared memory for TMA.
 
     sums   float32 [64 rows, all tokens] in wgmma's layout: 64 outputs; or, with an activation of two
            matrices, of 8 outputs of each warp the gate, and then up
-    scale  ref of the scales of the tokens of stage; None: 1
-    stage  ref of float32 [tokens from `first` on, 64 or 32], with the transforms `swizzled`
+    scale  ref of the scales of some tokens, `first` the first of them
+    stage  ref of float32 [those tokens, 64 or 32], with the transforms `swizzled`
     """
-    stored, scales = stage.shape[0], () if scale is None else (scale,)
-    types = (plgpu.RefType(swizzled(4)), plgpu.Layout.WGMMA, *(plgpu.RefType() for _ in scales))
+    stored = scale.shape[0]
+    types = (plgpu.RefType(), plgpu.RefType(swizzled(4)), plgpu.Layout.WGMMA)
 
     @plgpu.inline_mgpu(arg_types=types)
-    def store(ctx, stage, sums, *scales):
-        stored_by_lane(sums, scales, stage, stored, first, activation, added)
+    def store(ctx, scale, stage, sums):
+        stored_by_lane(sums, scale, stage, stored, first, activation, added)
 
-    store(stage, sums, *scales)
+    store(scale, stage, sums)
 
 
-def stored_by_lane(
-    sums, scales: tuple, stage, stored: int, first: int, activation: Activation | None, added: bool
-):
+def stored_by_lane(sums, scale, stage, stored: int, first: int, activation: Activation | None, added: bool):
     """`stage_results` for one lane. It has the tokens 8 j + 2 t + e of the outputs 16 warp + 8 r + g: of tile
     (j, warp / 2), of 8 x 32, in row 2 t + e. With two matrices: of the outputs 8 warp + g, in tile j. Of a
     row's pieces of 16 bytes the swizzle puts number i in place i xor row, so that the lanes of a warp write
@@ -83,23 +79,17 @@ def stored_by_lane(
             swizzled = piece + 2 * r ^ row
             row_begin, piece_begin = row * STEP_BYTES, swizzled * 16
             places[e, r] = base + row_begin + piece_begin
-    at = [2 // matrices * 8 * STEP_BYTES * j for j in range(stored // 8)]  # rows of tiles
-    residual = {}
-    if added:  # all before the first store, past which the compiler moves none
-        for (e, r), j in itertools.product(places, range(stored // 8)):
-            (word,) = memory.load_shared(1, places[e, r], at[j])
-            residual[e, r, j] = as_real(word)
     values = list(sums.registers.flat)
     two_t = index(t * 2)
     for j in range(stored // 8):
+        at = 2 // matrices * 8 * STEP_BYTES * j  # a row of tiles behind the one before
         rows = values[2 * (first // 8 + j) :][:2]
-        factors = [memory.load_reals(2, scale, [two_t + 8 * j]) for scale in scales]
-        for e in (0, 1):
-            y = [lanes.element(v, e) for v in rows]
-            for s in factors:
-                y = [v * s[e] for v in y]
+        for e, s in enumerate(memory.load_reals(2, scale, [two_t + 8 * j])):
+            y = [lanes.element(v, e) * s for v in rows]
             if activation is not None:
                 y = [activation(*y, math=FAST)]
             for r, out in enumerate(y):
-                out = out + residual[e, r, j] if added else out
-                memory.store_shared([as_word(out)], places[e, r], at[j])
+                if added:
+                    (residual,) = memory.load_shared(1, places[e, r], at)
+                    out = out + as_real(residual)
+                memory.store_shared([as_word(out)], places[e, r], at)

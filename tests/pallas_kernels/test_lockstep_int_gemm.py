@@ -88,16 +88,15 @@ def test_a_block_of_weights_is_the_definition_in_the_order_of_the_tensor_core(fo
             assert np.linalg.norm(error) < 6e-4 * np.linalg.norm(want.astype(np.float32))
 
 
-@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     ("activation", "added"),
     [(None, False), (None, True), (SILU, False), (GELU_TANH, False), (clamped_swiglu(0.5), False)],
     ids=str,
 )
-def test_results_are_staged_transposed_and_swizzled(activation, added, scaled):
+def test_results_are_staged_transposed_and_swizzled(activation, added):
     """Against TMA's order: tiles of 8 tokens x 32 outputs, and in each row the 16 bytes whose number is xored
     with the row's."""
-    tokens, stored, first = (128, 64, 64) if scaled else (64, 64, 0)
+    tokens, stored, first = 128, 64, 64
     matrices = 1 if activation is None else 2
     rng = np.random.default_rng(0)
     outputs = 64 // matrices
@@ -124,8 +123,7 @@ def test_results_are_staged_transposed_and_swizzled(activation, added, scaled):
         lanes.block_barrier()
         values = [memory.load_stored(2, held, [warp, number, i, 0]) for i in range(tokens // 8 * 2)]
         fragments = SimpleNamespace(registers=np.array([*values, None], object)[:-1])
-        scales = (scale,) if scaled else ()
-        wgmma.stored_by_lane(fragments, scales, stage, stored, first, activation, added)
+        wgmma.stored_by_lane(fragments, scale, stage, stored, first, activation, added)
         lanes.block_barrier()
         for at in where:
             memory.store(memory.load(stage, at), out, at)
@@ -134,7 +132,7 @@ def test_results_are_staged_transposed_and_swizzled(activation, added, scaled):
         flat = jax.ShapeDtypeStruct((stored * outputs,), jnp.float32)
         scratch = [plgpu.SMEM((stored * outputs,), jnp.float32)]
         got = launched(body, flat, scratch, held, scale, swizzled(before).reshape(-1))
-    y = sums[:, :, first : first + stored] * (scale if scaled else 1)
+    y = sums[:, :, first : first + stored] * scale
     y = y[0] if matrices == 1 else DEFINITIONS[activation](*np.float64(y))
     want = swizzled(y.T + before if added else y.T).reshape(-1)
     np.testing.assert_allclose(

@@ -1,6 +1,7 @@
 """What stands before and behind a GEMM, in numpy (lockstep), against the definition: rows to float16 and to
 whole numbers, 1-bit weights to bytes, results to where TMA finds them."""
 
+import types
 from unittest import mock
 
 import jax
@@ -8,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels import SILU
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.matmul import prefill, prologue
 from pallas_kernels.matmul.bit_mma import activations as activations_int8
@@ -164,6 +166,46 @@ def test_bits_in_lockstep_are_64_or_less_64_where_activations_expect_them():
     got = np.asarray(out).view(np.int8).reshape(128, 8, 2, 4)  # lane, j, r, b
     bits = words.view(np.uint8).reshape(128, 2, 4)[:, None] >> np.arange(8)[None, :, None, None] & 1
     np.testing.assert_array_equal(got, np.where(bits, 64, -64))
+
+
+@pytest.mark.parametrize(("matrices", "added"), [(1, False), (1, True), (2, False)])
+def test_results_in_lockstep_lie_transposed_and_swizzled(matrices, added):
+    """Of a warpgroup: lane 4 g + t of warp w has rows 16 w + g + 8 r and tokens 8 j + 2 t + e of its sums.
+    With two matrices r = 0 is row 8 w + g of the gate, r = 1 the same of the up projection."""
+    tokens, outputs = 64, 64 // matrices
+    rng = np.random.default_rng(0)
+    sums = rng.standard_normal((64, tokens)).astype(np.float32)
+    there = rng.standard_normal((tokens, outputs)).astype(np.float32)
+    w, g, t = np.ogrid[:4, :8, :4]
+    row, column = 16 * w + g + 0 * t, 2 * t + 0 * w + 0 * g
+    by_lane = np.stack(
+        [sums[row + 8 * r, column + 8 * j + e] for j in range(tokens // 8) for r in (0, 1) for e in (0, 1)],
+        -1,
+    ).reshape(128, -1)
+    # Chunk c of 4 outputs of token m lies in place c ^ (m % 8) of the 8 of 32 outputs.
+    m, output = np.ogrid[:tokens, :outputs]
+    place = (m // 8, output // 32, m % 8, output % 32 // 4 ^ m % 8, output % 4)
+    start = np.zeros((tokens // 8, outputs // 32, 8, 8, 4), np.float32)
+    start[place] = there
+
+    def body(sums_gmem, out_gmem):
+        thread = lanes.thread()
+        held = [memory.load_stored(2, sums_gmem, [thread, i]) for i in range(0, 32, 2)]
+        fragment = types.SimpleNamespace(registers=types.SimpleNamespace(flat=held))
+        bit_prefill_sm90._store(fragment, out_gmem, SILU if matrices == 2 else None, added)
+
+    with lockstep():
+        out = jax.new_ref(start.reshape(*start.shape[:3], 32))
+        bit_prefill_sm90.plgpu.kernel(body, out_type=(), grid=(1,), num_threads=1, scratch_types=[])(
+            by_lane, out
+        )
+        got = jax.freeze(out)
+    got = np.asarray(got).reshape(start.shape)[place]
+    want = sums.T
+    if matrices == 2:
+        gate, up = (want.reshape(tokens, 4, 2, 8)[:, :, r].reshape(tokens, 32) for r in (0, 1))
+        want = gate / (1 + np.exp(-gate)) * up
+    np.testing.assert_allclose(got, want + (there if added else 0), rtol=1e-5, atol=1e-6)
 
 
 # The widths of Bonsai 2 27B, and one that ends within a warp's columns; heads are regrouped.

@@ -41,8 +41,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import device
 from pallas_kernels.activations import SILU, Activation
 from pallas_kernels.gpu import lanes, memory
+from pallas_kernels.gpu.activation_math import FAST
 from pallas_kernels.gpu.values import as_real, fma, i32, index, integer, select
-from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, stage_results, swizzled
+from pallas_kernels.gpu.wgmma import REGISTERS, fragment, lane, swizzled
 from pallas_kernels.matmul import stacks
 from pallas_kernels.matmul.bit_mma.activations import GROUP, activations_int8
 from pallas_kernels.matmul.bit_mma.prefill_plan import STEP, planned
@@ -183,7 +184,7 @@ def _body(
                 plgpu.barrier_wait(residual_full.at[warpgroup])
             else:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            stage_results(sums, None, out_smem.at[warpgroup], activation, added)
+            _store(sums, out_smem.at[warpgroup], activation, added)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out_smem.at[warpgroup], out_gmem.at[split_of(i), *place])
             return carry
@@ -380,6 +381,35 @@ def _arrived(product: list, later: int) -> list:
     count = len(product)
     constraints = ",".join(["=r"] * count + [str(i) for i in range(count)])
     return lanes.ptx([i32()] * count, product, "", constraints, effects=True)
+
+
+def _store(sums, out_smem, activation: Activation | None, added: bool):
+    """sums, or sums + what is there, or the activation of a lane's rows g and g + 8, transposed to out_smem,
+    float32 [tokens, outputs], swizzled."""
+
+    matrices = 1 if activation is None else 2
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(swizzled(4))))
+    def store(ctx, sums, out_smem):
+        warp, _, g, t = map(integer, lane())
+        values = [[lanes.element(v, e) for e in (0, 1)] for v in sums.registers.flat]
+        # Element (token, output) lies at [token / 8, output / 32, token % 8, (output % 32) ^ 4 (token % 8)].
+        for e in (0, 1):
+            row = t * 2 + e
+            swizzle = row << 2
+            for r in range(2 // matrices):
+                output = warp * (16 // matrices) + g + 8 * r
+                at = [index(i) for i in (output // RESULT_COLUMNS, row, output % RESULT_COLUMNS ^ swizzle)]
+                places = [[j, *at] for j in range(len(values) // 2)]
+                residual = [memory.load(out_smem, *place) for place in places] if added else []
+                for j, place in enumerate(places):
+                    if activation is not None:
+                        y = activation(values[2 * j][e], values[2 * j + 1][e], math=FAST)
+                    else:
+                        y = values[2 * j + r][e]
+                    memory.store(y + residual[j] if added else y, out_smem, *place)
+
+    store(sums, out_smem)
 
 
 def prologue(x, weights, layer, gamma, eps: float, rows: int | None = None) -> tuple[jax.Array, ...]:

@@ -292,8 +292,10 @@ def _body(
                     plgpu.barrier_wait(stage_full.at[stage])
                 else:
                     plgpu.wait_smem_to_gmem(STAGES - 1, wait_read_only=True)
-                scales = scale_smem.at[scale_slot, pl.ds(first, stored)]
-                stage_results(sums[block], scales, stage_smem.at[stage], activation, added, first)
+                stage_results(
+                    sums[block], scale_smem.at[scale_slot, pl.ds(first, stored)], stage_smem.at[stage],
+                    first, activation, added,
+                )  # fmt: skip
                 plgpu.commit_smem()
                 where = out_gmem.at[split_of(i), *place(i, token, part)]
                 plgpu.copy_smem_to_gmem(stage_smem.at[stage], where)
