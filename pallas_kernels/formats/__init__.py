@@ -6,20 +6,17 @@ A format module defines
     BLOCK        numpy struct dtype of one block, as stored in a file (little-endian, packed)
     RANDOM       {float field: value} for random blocks: with random codes in the other fields, the weights
                  have mean 0 and standard deviation 1, nearly. A tuple of values: each block draws one of
-                 them. A function, for a field that stores its scale in another way: standard deviation
-                 float32 [...], random bits [..., *field shape] -> the field
-    random_codes key, shape [...] -> {field: array [..., *field shape]}, valid random codes; absent if all
-                 bytes are valid codes
+                 them. A function, for a field whose bytes are not all valid, or that stores its scale in
+                 another way: key, shape [..., *field shape], standard deviation float32 [...] -> the field
     dequantize   {field: array [..., *field shape]} -> float32 [..., WEIGHTS]
     quantize     float32 [..., WEIGHTS] -> {field: array}; absent if the format has no encoder
 
 and, if GPU kernels multiply it,
 
-    KERNELS      the family of kernels that reads its tiles: "bit" (1 bit) or "int" (2 to 8 bits); absent: the
-                 reference multiplies it
     tile         blocks -> {field: array}, the layout that kernels read; the integers are its field "words"
-    untile       the inverse of `tile`, given the matrix's shape
-    LANES        for "int": a tiles.Lanes, which says how a lane reads its share of the tiles
+    untile       the inverse of `tile`, given the matrix's shape, (N, K)
+    LANES        a tiles.Lanes, which says how a lane reads its share of the tiles; absent: tiles are those of
+                 the kernels for 1 bit
 
 and, if the CPU kernel multiplies it,
 
@@ -60,9 +57,9 @@ def get(name: str) -> ModuleType:
 
 
 def family(name: str) -> str | None:
-    """The family of kernels that reads the format's tiles: "bit", "int", or None if the format has no
-    tiles."""
-    return getattr(get(name), "KERNELS", None)
+    """The family of kernels that reads the format's tiles: "bit" (1 bit), "int" (2 to 8 bits), or None if the
+    format has no tiles."""
+    return "int" if hasattr(get(name), "LANES") else "bit" if hasattr(get(name), "tile") else None
 
 
 def unpack(name: str, raw) -> dict[str, jax.Array]:
@@ -156,7 +153,6 @@ def random_fields(
     """
     module = get(name)
     scale = std * jax.random.uniform(jax.random.fold_in(key, 0), lead, minval=0.5, maxval=1.5)
-    codes = getattr(module, "random_codes", lambda key, lead: {})(key, lead)
     fields = {}
     for i, (field, (dtype, _)) in enumerate(_layout(module.BLOCK).items(), 1):
         field_key = jax.random.fold_in(key, i)
@@ -167,22 +163,16 @@ def random_fields(
             if isinstance(value, tuple):
                 value = jax.random.choice(field_key, jnp.float32(value), lead)
             if callable(value):
-                fields[field] = value(scale, _random_bits(field_key, lead, dtype))
+                fields[field] = value(field_key, (*lead, *dtype.shape), scale)
             else:
                 fields[field] = (value * scale).astype(dtype.base)
-        elif field in codes:
-            fields[field] = codes[field]
         else:
-            fields[field] = _random_bits(field_key, lead, dtype)
+            unsigned = np.dtype(f"uint{8 * dtype.base.itemsize}")
+            codes = jax.random.bits(field_key, (*lead, *dtype.shape), unsigned)
+            fields[field] = jax.lax.bitcast_convert_type(codes, dtype.base)
     return fields
 
 
-def _random_bits(key: jax.Array, lead: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    unsigned = np.dtype(f"uint{8 * dtype.base.itemsize}")
-    return jax.lax.bitcast_convert_type(jax.random.bits(key, (*lead, *dtype.shape), unsigned), dtype.base)
-
-
 def _layout(block: np.dtype) -> dict[str, tuple[np.dtype, int]]:
-    return {
-        field: (entry[0], entry[1]) for field, entry in (block.fields or {}).items()
-    }  # in the file's order
+    """In the file's order."""
+    return {field: (entry[0], entry[1]) for field, entry in (block.fields or {}).items()}
