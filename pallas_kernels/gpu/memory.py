@@ -15,16 +15,14 @@ from pallas_kernels.gpu.values import as_real, as_value, as_word, f32, i32, i64,
 
 
 class Reals(NamedTuple):
-    """float32 in a ref of i32, from element `begin` on: for `load` and `store`."""
+    """float32 in a ref of i32, for `load` and `store`."""
 
     ref: Any
-    begin: Any
 
 
 def load(ref, *indices):
     if isinstance(ref, Reals):
-        (at,) = indices
-        return as_real(load(ref.ref, at + ref.begin))
+        return as_real(load(ref.ref, *indices))
     return as_value(memref.load(ref, list(map(index, indices))))
 
 
@@ -35,8 +33,7 @@ def load_each(ref, places: list) -> list:
 
 def store(value, ref, *indices):
     if isinstance(ref, Reals):
-        (at,) = indices
-        return store(as_word(value), ref.ref, at + ref.begin)
+        return store(as_word(value), ref.ref, *indices)
     memref.store(value, ref, list(map(index, indices)))
 
 

@@ -77,19 +77,24 @@ class Block:
         return lanes.loop(0, lanes.opaque(integer(32)), 1, [integer(0), integer(1)], one)[0]
 
 
-def listed(conditions: list, items: list, counts_smem, list_smem):
-    """Items whose condition holds into a list in shared memory, in the order of items: thread t has t, t +
-    THREADS, ... Returns how many they are; a barrier must follow."""
-    ballots = [lanes.ballot(condition) for condition in conditions]
-    warp = lanes.thread() // 32
+def listed(rounds: list[list], counts_smem, store, begin: Any = 0, limit: Any = 2**31):
+    """Number what meets its condition, round by round, in a round warp by warp, in a warp condition by
+    condition, and lane by lane, from `begin` on: store(round, condition's number, place) where it does and
+    the place is below the limit. Returns how many they are; a barrier must follow."""
+    ballots = [[lanes.ballot(condition) for condition in conditions] for conditions in rounds]
+    warp = integer(lanes.thread() // 32)
     with lanes.when(lanes.thread() % 32 == 0):
-        for i, ballot in enumerate(ballots):
-            memory.store(lanes.ones(ballot), counts_smem, warp + WARPS * i)
+        for r, some in enumerate(ballots):
+            memory.store(total([lanes.ones(ballot) for ballot in some]), counts_smem, warp + WARPS * r)
     lanes.block_barrier()
-    firsts, count = before_this_warp(counts_smem, len(conditions))
-    for condition, item, ballot, first in zip(conditions, items, ballots, firsts, strict=True):
-        with lanes.when(condition):
-            memory.store(integer(item), list_smem, first + lanes.ones(ballot & lower_lanes()))
+    firsts, count = before_this_warp(counts_smem, len(rounds))
+    for r, (conditions, some) in enumerate(zip(rounds, ballots, strict=True)):
+        at = firsts[r] + begin
+        for i, (condition, ballot) in enumerate(zip(conditions, some, strict=True)):
+            place = at + lanes.ones(ballot & lower_lanes())
+            with lanes.when(condition & (place < limit)):
+                store(r, i, place)
+            at = at + lanes.ones(ballot)
     return count
 
 
