@@ -230,11 +230,9 @@ def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict
             reason = f"{impl} was asked for"
         if reason is None and taken:
             reason = "comes later"
-        if reason is None:
-            taken = True
-            verdicts.append(Verdict(candidate.name, True, FIRST + candidate.detail(problem)))
-        else:
-            verdicts.append(Verdict(candidate.name, False, reason))
+        taken = taken or reason is None
+        why = FIRST + candidate.detail(problem) if reason is None else reason
+        verdicts.append(Verdict(candidate.name, reason is None, why))
     return verdicts
 
 

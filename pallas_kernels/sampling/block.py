@@ -1,11 +1,11 @@
 """What the threads of a row's block find together: sums, the best, thresholds, lists."""
 
-import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.values import as_real, as_word, index, integer, maximum, minimum, select, total
+from pallas_kernels.gpu.values import as_real, as_word, in_pairs, index, integer, minimum, select, total
 
 THREADS = 512
 WARPS = THREADS // 32
@@ -45,13 +45,15 @@ class Block:
     def sum(self, count, place=None):
         """Of s32."""
         place = self.place() if place is None else place
-        return _tree(self.gathered([lanes.warp_sum(count)], place)[0])
+        return in_pairs(operator.add, self.gathered([lanes.warp_sum(count)], place)[0])
 
     def sums(self, numbers: list, place=None) -> list:
         """Of float32, always in the same order."""
         place = self.place(len(numbers)) if place is None else place
         words = [as_word(lanes.warp_sum_real(x)) for x in numbers]
-        return [_tree(list(map(as_real, per_warp))) for per_warp in self.gathered(words, place)]
+        return [
+            in_pairs(operator.add, list(map(as_real, per_warp))) for per_warp in self.gathered(words, place)
+        ]
 
     def best(self, score, token):
         """(score, token) of the largest score; of several the lowest token."""
@@ -111,17 +113,6 @@ def before_this_warp(counts_smem, rounds: int):
         for r in range(rounds)
     ]
     return before, lanes.warp_sum(total(counts))
-
-
-def _tree(numbers: list):
-    """Their sum, neighbours first: a power of two of them."""
-    while len(numbers) > 1:
-        numbers = [a + b for a, b in zip(numbers[::2], numbers[1::2], strict=True)]
-    return numbers[0]
-
-
-def greatest(words: list):
-    return functools.reduce(maximum, words)
 
 
 def best_of_lane(pairs: list):

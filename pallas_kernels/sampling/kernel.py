@@ -27,17 +27,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, integer, maximum, minimum, real, select, total, true
-from pallas_kernels.sampling.block import (
-    THREADS,
-    WARPS,
-    Block,
-    best_of_lane,
-    best_of_warp,
+from pallas_kernels.gpu.values import (
+    from_ordered,
     greatest,
-    listed,
+    index,
+    integer,
+    maximum,
+    minimum,
+    real,
+    select,
+    total,
+    true,
 )
-from pallas_kernels.sampling.row import EACH, GROUP, Row, number, sortable
+from pallas_kernels.sampling.block import THREADS, WARPS, Block, best_of_lane, best_of_warp, listed
+from pallas_kernels.sampling.row import EACH, GROUP, Row, sortable
 from pallas_kernels.sampling.rules import Rules
 
 SCAN_WARPS = 8  # of a block of the first launch
@@ -159,7 +162,7 @@ def _draw(
     with lanes.when(~row.truncates_nothing):
         keys = [select(g < groups, sortable(x), 0) for g, x in zip(own, largest, strict=True)]
         (per_warp,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
-        peak = number(greatest(per_warp))
+        peak = from_ordered(greatest(per_warp))
         needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
         count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
         t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
@@ -213,7 +216,7 @@ def _draw(
         )
         by_top_k = row.k <= n
         by_top_p = no_top_k & (row.top_p < 1) & (candidates_sum >= target)
-        by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(number(t), peak) < row.min_p)
+        by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(from_ordered(t), peak) < row.min_p)
         enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
         with lanes.when(enough):
             score = select(keep, row.score(value, token, row.at_its_position()), 0)
