@@ -1,35 +1,6 @@
 """Which kernel runs an op: chosen once, at load, from the problem's sizes alone, and explained.
 
-    op         weights or cache    rows                        GPU        kernel
-    Matmul     1 bit, large        1 to 8                      9.0        bit_decode_ring
-               bit (1 bit)         1 to 3                      from 8.0   bit_decode_b1
-                                   4 to 8                                 bit_decode_s8, or bit_decode_b1
-                                   from 9                      9.0        bit_prefill_sm90
-               int (2 to 8 bits)   1 to 8, 1 to 16             from 8.0   int_decode
-                                   from 9 (16 bits: from 17)   9.0        int_prefill_sm90
-               not float32         other, from 9               any        cublas
-               CPU, not float32    any                         none       cpu
-               any                 other                       or none    reference
-    Experts    int                 from 17                     9.0        grouped
-               int                 any                         from 8.0   int_experts
-               any                 any                         any        tiles, each by a kernel of Matmul
-    Attention  any                 1 query of each sequence    from 8.0   decode
-               8 or 16 bits        more                        9.0        prefill_sm90
-               8 or 16, to 128     more                        from 8.0   prefill_sm80
-               16 bits             any, with the extra         from 8.0   triton
-               any                 1 query of each sequence    none       cpu
-               any                 other                       or none    reference
-    Step       bit                 1 to 24, if they have room  from 9.0   one_launch
-               int, with experts   1, if it has room           from 8.0   one_launch
-               int                 1, 2, if they have room     from 8.0   layer_products
-               bit, int            9 to 256                    9.0        layer_gemms
-               any                 other                       any        launches
-    DeltaNet   float32             1 token of each sequence    from 8.0   delta_step
-               float32             more                        from 8.0   delta_chunks
-               float32             any                         or none    reference
-    Sampling   any                 any                         from 8.0   two_launches
-               any                 any                         or none    reference
-
+docs/kernels.md has the table of what runs where.
 A family is what a format's file says its tiles are for (pallas_kernels/formats). Problems are in problems.py,
 and why a kernel cannot run one in refusals.py. A candidate is one object: its refusal, its rows and its call.
 They are asked in order of preference: the first that can takes the problem. `register` adds one of your own.
@@ -259,11 +230,9 @@ def explain(problem: Problem, rows: int = 1, impl: str = "auto") -> list[Verdict
             reason = f"{impl} was asked for"
         if reason is None and taken:
             reason = "comes later"
-        if reason is None:
-            taken = True
-            verdicts.append(Verdict(candidate.name, True, FIRST + candidate.detail(problem)))
-        else:
-            verdicts.append(Verdict(candidate.name, False, reason))
+        taken = taken or reason is None
+        why = FIRST + candidate.detail(problem) if reason is None else reason
+        verdicts.append(Verdict(candidate.name, reason is None, why))
     return verdicts
 
 

@@ -24,14 +24,15 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts, device
-from pallas_kernels.attention.decode_cache import Cache, LayerShare, Share, stored_key, team_warp
+from pallas_kernels.attention.decode_cache import Bounds, Cache, LayerShare, Share, stored_key, team_warp
 from pallas_kernels.attention.decode_plan import BLOCKS_AT_ONCE, KEYS, KEYS_PER_SPLIT, WARPS, Plan
 from pallas_kernels.attention.decode_sources import copy_first, visit_bytes
 from pallas_kernels.attention.decode_splits import combine
 from pallas_kernels.attention.decode_warp import attend
 from pallas_kernels.attention.scores import PLAIN
 from pallas_kernels.gpu import lanes, memory, shared_memory
-from pallas_kernels.gpu.exchange import Exchange
+from pallas_kernels.gpu.exchange import Exchange, tag
+from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import (
     ceil_divided,
     exp,
@@ -91,90 +92,77 @@ def decode_attention(
         )
     pages = jax.tree.map(jax.new_ref, (k_pages, v_pages))
     workspace = jax.new_ref(jnp.zeros(phase.partials, jnp.int32) if workspace is None else workspace)
-    refs, structure = jax.tree.flatten(pages)
-    layout, out_type = cache_layouts.recognize(k_pages), jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    layout, slots = cache_layouts.recognize(k_pages), 2
+    results = {"out": jax.ShapeDtypeStruct((batch, width), jnp.float32)}
     if integers and phase.makes_groups:
-        out_type = tuple(activations_int8.results_of(batch, width).values())
-    slots = _slots_of_warp(phase, layout)
-    kernel = plgpu.kernel(
-        functools.partial(
-            _body, phase=phase, layout=layout, structure=structure, beside=len(beside), slots=slots
-        ),
-        out_type=out_type,
-        grid=(phase.blocks,),
-        grid_names=("block",),
-        num_threads=phase.warps // 4,
-        thread_name="warpgroup",
-        kernel_name="decode_attention",  # as profilers show it
-        scratch_types=[
-            plgpu.SMEM((phase.scratch,), jnp.float32),
-            plgpu.SMEM((max(4, phase.warps * slots * visit_bytes(phase, layout) // 4),), jnp.int32),
-        ],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        results = activations_int8.results_of(batch, width)
+    slot_bytes, at_once = visit_bytes(phase, layout), 1 if phase.team == WARPS else BLOCKS_AT_ONCE
+    taken = shared_memory.bytes_taken(4 * phase.scratch, slots * phase.warps * slot_bytes)
+    if at_once * taken > device.shared_bytes():
+        slots = 1
+    out = launch(
+        functools.partial(_body, phase, layout, slots),
+        {
+            "qkv": beside,
+            "rotation": (cos, sin) if phase.turned else None,
+            "positions": positions,
+            "table": block_table,
+            "layer": jnp.asarray(layer, jnp.int32).reshape(1),
+            "gammas": norms,
+            "pages": pages,
+            "workspace": workspace,
+        },
+        results,
+        name="decode_attention",
+        blocks=phase.blocks,
+        threads=32 * phase.warps,
+        scratch={
+            "scratch_smem": plgpu.SMEM((phase.scratch,), jnp.float32),
+            "slots_smem": plgpu.SMEM((max(4, phase.warps * slots * slot_bytes // 4),), jnp.int32),
+        },
     )
-    angles = (cos, sin) if phase.turned else ()
-    operands = [*beside, *angles, positions, block_table, jnp.asarray(layer, jnp.int32).reshape(1)]
-    out = kernel(*operands, *(norms or ()), *refs, workspace)
     if integers and not phase.makes_groups:
         out = activations_int8.activations_int8(out)
     return out, *jax.tree.map(jax.freeze, pages), jax.freeze(workspace)
 
 
-def _slots_of_warp(phase: "Attention", layout) -> int:
-    """Two, if a multiprocessor has room for them with as many blocks as are to be on it at once."""
-    scratch, keys = 4 * phase.scratch, 2 * phase.warps * visit_bytes(phase, layout)
-    blocks = 1 if phase.team == WARPS else BLOCKS_AT_ONCE
-    return 2 if blocks * shared_memory.bytes_taken(scratch, keys) <= device.shared_bytes() else 1
+def _body(
+    phase: "Attention", layout, slots: int,
+    *, qkv, rotation, positions, table, layer, gammas, pages, workspace, scratch_smem, slots_smem, **out,
+):  # fmt: skip
+    """slots  that a warp has for keys and values in shared memory: two, if a multiprocessor has room for them
+    with as many blocks as are to be on it at once"""
 
+    def load_qkv(row, columns):
+        return [v for first, i in columns for v in load_joined(qkv, row, first, i)]
 
-def _body(*refs, phase: "Attention", layout, structure, beside: int, slots: int):
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))
-    def kernel(ctx, *refs):
-        qkv, refs = refs[:beside], refs[beside:]
-        rotation, refs = (refs[:2], refs[2:]) if phase.turned else (None, refs)
-        positions, table, layer_gmem, *refs = refs
-        gammas, refs = (refs[:2], refs[2:]) if phase.normed else (None, refs)
-        pages, (workspace, *out, scratch_smem, slots_smem) = (
-            refs[: structure.num_leaves], refs[structure.num_leaves :],
-        )  # fmt: skip
-        pages = jax.tree.unflatten(structure, pages)
+    def store_out(value, row, n):
+        if phase.gated:
+            head, at = n // phase.head_dim, n % phase.head_dim
+            gate = memory.load(qkv[0], row, head * (2 * phase.head_dim) + at + phase.head_dim)
+            value = value * lanes.reciprocal(exp(-gate) + 1)
+        memory.store(value, out["out"], row, n)
 
-        def load_qkv(row, columns):
-            return [v for first, i in columns for v in load_joined(qkv, row, first, i)]
+    def pass_on(row, heads, load):
+        def store(group):
+            store_group(load(columns_of_lane(group)), row, group, *out.values())
 
-        def store_out(value, row, n):
-            if phase.gated:
-                head, at = n // phase.head_dim, n % phase.head_dim
-                gate = memory.load(qkv[0], row, head * (2 * phase.head_dim) + at + phase.head_dim)
-                value = value * lanes.reciprocal(exp(-gate) + 1)
-            memory.store(value, out[0], row, n)
+        phase.each_group(heads, store)
 
-        def pass_on(row, heads, load):
-            """Of the block's heads whole groups, a warp's each."""
-            groups = phase.heads * phase.head_dim // GROUP
-            for first in range(0, groups, phase.team):
-                group = team_warp(phase) + first
-                with lanes.when(group < groups):
-                    group = heads * groups + group
-                    store_group(load(columns_of_lane(group)), row, group, *out)
+    size = visit_bytes(phase, layout)
 
-        cache = Cache.from_refs(layout, pages, table, positions, rotation, gammas)
-        layer = index(memory.load(layer_gmem, 0))
-        # The layer before had another tag, and before the first there are zeros.
-        tag = integer(layer % 3 + 1)
-        exchange = Exchange(workspace, 0, tag)
-        size = visit_bytes(phase, layout)
+    def slots_of(warp):
+        first = memory.shared_address(slots_smem) + warp * (slots * size)
+        return first, first ^ (first + size) if slots == 2 else None
 
-        def slots_of(warp):
-            first = memory.shared_address(slots_smem) + warp * (slots * size)
-            return first, first ^ (first + size) if slots == 2 else None
-
-        phase.run(
-            cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
-            pass_on=pass_on if len(out) > 1 else None, slots=slots_of if size else None,
-        )  # fmt: skip
-
-    kernel(*refs)
+    cache = Cache(layout, pages, table, positions, rotation, gammas)
+    layer = index(memory.load(layer, 0))
+    # The layer before had another tag, and before the first there are zeros.
+    exchange = Exchange(workspace, 0, integer(tag(layer)))
+    phase.run(
+        cache, phase.keep(cache), layer, scratch_smem, load_qkv, store_out, exchange,
+        pass_on=pass_on if len(out) > 1 else None, slots=slots_of if size else None,
+    )  # fmt: skip
 
 
 def load_joined(refs, row, first, i: int) -> list:
@@ -196,22 +184,6 @@ def load_joined(refs, row, first, i: int) -> list:
         values = added
         begin += width
     return values
-
-
-@dataclasses.dataclass(frozen=True)
-class Bounds:
-    """What a team knows of its share from one layer to the next, as i32: few registers.
-
-    position     of the new token, or -1
-    start, stop  of the split's keys, the new one among them
-    page, second_page  of this warp's first keys, and of its second visit's, where pages have whole 16 keys
-    """
-
-    position: Any
-    start: Any
-    stop: Any
-    page: Any
-    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -283,6 +255,14 @@ class Attention(Plan):
         outputs, width = self.heads * self.head_dim, self.kv_heads * self.group * self.head_dim
         return self.splits == 1 and not self.gated and outputs % GROUP == 0 and width % (4 * GROUP) == 0
 
+    def each_group(self, heads, use):
+        """use(group), by a warp each, of the groups of 128 outputs that this block of heads makes."""
+        groups = self.heads * self.head_dim // GROUP
+        for first in range(0, groups, self.team):
+            group = team_warp(self) + first
+            with lanes.when(group < groups):
+                use(heads * groups + group)
+
     def has_one_split(self, position):
         """Whether a row's keys are one block's."""
         return self._splits(position)[-1] == 1
@@ -316,7 +296,7 @@ class Attention(Plan):
     def _share(self, bounds: Bounds) -> Share:
         owner, row, heads, split = self._owner()
         words = (bounds.position, bounds.start, bounds.stop, bounds.page)
-        position, start, stop, page = (lanes.opaque(word) for word in words)
+        position, start, stop, page = map(lanes.opaque, words)
         _, length, splits = self._splits(position)
-        pages = page, bounds.second_page
-        return Share(owner, row, heads, split, splits, integer(length), start, stop, *pages)
+        words = position, start, stop, page, bounds.second_page
+        return Share(*words, owner, row, heads, split, splits, integer(length))

@@ -38,36 +38,44 @@ def team_barrier(plan: Plan) -> Callable[[], None]:
 class Cache:
     """Refs in global memory: what a token's attention needs besides its q, k and v.
 
-    layout        of keys and values, a module of cache_layouts; each is a ref, or {field: ref}, as it says
+    layout    of keys and values, a module of cache_layouts
+    pages     of keys, and of values: each a ref, or {field: ref}, as the layout says
+    rotation  cos and sin, or None
+    gammas    of q and of k, or None
     """
 
     layout: ModuleType
-    keys: Any
-    values: Any
+    pages: Any
     table: Any
     positions: Any
-    cos: Any
-    sin: Any
-    q_gamma: Any
-    k_gamma: Any
-
-    @classmethod
-    def from_refs(cls, layout: ModuleType, pages, table, positions, rotation, gammas) -> "Cache":
-        """pages: of keys and of values; rotation: cos and sin, or None; gammas: of q and of k, or None."""
-        (keys, values), (cos, sin) = pages, rotation or (None, None)
-        q_gamma, k_gamma = gammas or (None, None)
-        return cls(layout, keys, values, table, positions, cos, sin, q_gamma, k_gamma)
+    rotation: Any
+    gammas: Any
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class Bounds:
+    """What a team knows of its share from one layer to the next, as i32: few registers.
+
+    position     of the new token, or -1
+    start, stop  of the split's keys, the new one among them
+    page, second_page  of this warp's first keys, and of its second visit's, where pages have whole 16 keys
+    """
+
+    position: Any
+    start: Any
+    stop: Any
+    page: Any
+    second_page: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Share(Bounds):
     """A team's share of a layer's attention.
 
     owner        row and block of query heads, as one number
     row, heads   the two
     split, splits
     length       keys before the new one, i32
-    start, stop, page, second_page  see decode.Bounds
     """
 
     owner: Any
@@ -76,10 +84,6 @@ class Share:
     split: Any
     splits: Any
     length: Any
-    start: Any
-    stop: Any
-    page: Any
-    second_page: Any
 
 
 @dataclasses.dataclass(frozen=True)

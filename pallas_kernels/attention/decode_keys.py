@@ -68,17 +68,17 @@ class Warp(LayerShare):
         return self.fetch_keys(base, page), self.fetch_scales(base, page), self.fetch_values(base, page)
 
     def fetch_keys(self, base, page):
-        return self._load(self.cache.keys, self.keys_at(base), self.key_part, page)
+        return self._load(self.cache.pages[0], self.keys_at(base), self.key_part, page)
 
     def fetch_values(self, base, page):
-        return self._load(self.cache.values, self.values_at(base), self.value_part, page)
+        return self._load(self.cache.pages[1], self.values_at(base), self.value_part, page)
 
     def fetch_scales(self, base, page):
         """The scales of this lane's keys and values, as they are stored: a lane that widens them waits for
         memory."""
         heads = [self.place(self.stored_key(j), 0, page)[:-1] for j in self.keys_at(base)]
         scale = self.cache.layout.load_scale
-        return [[scale(refs, at) for at in heads] for refs in (self.cache.keys, self.cache.values)]
+        return [[scale(refs, at) for at in heads] for refs in self.cache.pages]
 
     def with_new_scales(self, token, js, scales):
         """The new key's scales in their place among those of js."""

@@ -1,9 +1,9 @@
 """Where 16 keys and values of a warp come from. A launch has one kind of source:
 
+    Source     memory, and nothing is on its way: of wide heads a lane has no room for 16 keys and values
     Slots      the warp's shared memory, one place or two; a place is filled again as soon as it has been read
     Doubled    registers, and the next 16 are on their way to others meanwhile
     Registers  registers, which are loaded again as soon as they have been used
-    Memory     nothing is on its way: of wide heads a lane has no room for 16 keys and values
 
 Where a launch has room, those of at most 16 bits go to shared memory: what a lane loads goes through the
 multiprocessor's own cache, of which weights in shared memory leave 28 KB, and no more can be on its way; and
@@ -41,7 +41,7 @@ def visit_bytes(plan: Plan, layout: ModuleType) -> int:
 class Source:
     """A visit's 16 keys and values, from `base` on; the warp's next are `step` further.
 
-    carry  what the visit before left, and after `request_values` what this one leaves: traced values
+    carry  what the visit before left, and after `request_values` what this one leaves: traced values, or None
     """
 
     warp: Warp
@@ -83,20 +83,10 @@ class Source:
 
     def _stored_keys(self) -> tuple[list, list]:
         """Keys, and scales of keys and of values, as they are stored."""
-        raise NotImplementedError
-
-    def _stored_values(self) -> list:
-        raise NotImplementedError
-
-
-class Memory(Source):
-    """carry: None."""
-
-    def _stored_keys(self):
         self.page = self.warp.page_of(self.base)
         return self.warp.fetch_keys(self.base, self.page), self.warp.fetch_scales(self.base, self.page)
 
-    def _stored_values(self):
+    def _stored_values(self) -> list:
         return self.warp.fetch_values(self.base, self.page)
 
 
@@ -185,7 +175,7 @@ class Slots(Source):
 
     def _copied(self, which: int, rows, parts):
         warp = self.warp
-        element = jax.tree.leaves(warp.cache.keys)[0].type.element_type
+        element = jax.tree.leaves(warp.cache.pages[0])[0].type.element_type
 
         def load(row, more, part):
             at = part * warp.itemsize
@@ -214,7 +204,7 @@ def begin(warp: Warp, first, step: int, slot, asked):
         carry = slot, scales, warp.page_of(copied_next)
         return make(Slots, step=step, flip=flip), carry
     if warp.plan.head_dim > WIDEST_AT_ONCE:
-        return make(Memory, step=step), None
+        return make(Source, step=step), None
     carry = chosen(first < warp.share.stop, lambda: warp.fetch(first, warp.first_page), zeros(warp))
     if warp.row_bytes > DOUBLED_BYTES:
         return make(Registers, step=step), carry
@@ -229,7 +219,7 @@ def next_copied(following, step: int, flip):
 
 def zeros(warp: Warp):
     """In place of what is fetched."""
-    leaves = jax.tree.leaves(warp.cache.keys)
+    leaves = jax.tree.leaves(warp.cache.pages[0])
     element = max(leaves, key=lambda ref: len(ref.type.shape)).type.element_type
     per_word = max(1, 32 // lanes.bits_of(element))
     zero = lanes.vector_of([integer(0)] * (8 // per_word), element, per_word)
@@ -258,7 +248,7 @@ def piece_address(warp: Warp, which: int, slot, row, piece, more: int = 0):
 def copy(warp: Warp, which: int, base, page, slot):
     """16 keys (0) or values (1) of one page to a place, in rows."""
     length = warp.share.length
-    numbers = jax.tree.leaves((warp.cache.keys, warp.cache.values)[which])[0]
+    numbers = jax.tree.leaves(warp.cache.pages[which])[0]
     lane, pieces = integer(lanes.thread() % 32), warp.row_bytes // 16
     row, piece, together = lane // pieces, lane % pieces, 32 // pieces
     # They are of one page, from one address on; in place of a row that is not stored yet, the last.
@@ -300,5 +290,5 @@ def prefetch(work: LayerShare):
     j = work.share.start + warp * KEYS + key
     with lanes.when(j < work.share.stop):
         at = work.place(work.stored_key(j), part, work.first_page)
-        for ref in jax.tree.leaves((work.cache.keys, work.cache.values)):
+        for ref in jax.tree.leaves(work.cache.pages):
             memory.prefetch(ref, at[: len(ref.type.shape)])

@@ -9,7 +9,6 @@ barrier (gpu/exchange.py): so all blocks of a launch must run at once.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.exchange import Exchange
 from pallas_kernels.gpu.values import maximum as largest_of
 from pallas_kernels.gpu.values import minimum, select
+from pallas_kernels.gpu.values import total as added
 
 LOWEST = -1e30  # stands for minus infinity, of which differences are not numbers
 
@@ -102,7 +102,7 @@ class Block:
 
 
 def weighted(weights: Sequence, values: Sequence):
-    return functools.reduce(operator.add, [w * v for w, v in zip(weights, values, strict=True)])
+    return added([w * v for w, v in zip(weights, values, strict=True)])
 
 
 def quotient(x, total):
@@ -167,11 +167,7 @@ def _make(plan: Plan, share: Share, exchange: Exchange, thread, store):
         totals = [select(lane + s * together < splits, loaded[5 * s + 4], LOWEST) for s in range(per_lane)]
         largest = lanes.largest_of_warp(functools.reduce(largest_of, totals), together)
         weights = [lanes.exp2(m - largest) for m in totals]
-        sums = [functools.reduce(operator.add, weights)]
-        for i in range(4):
-            sums.append(
-                functools.reduce(operator.add, [w * loaded[5 * s + i] for s, w in enumerate(weights)])
-            )
+        sums = [added(weights), *(weighted(weights, loaded[i::5]) for i in range(4))]
         total, *outputs = (lanes.warp_sum_real(v, together) for v in sums)
         inverse = lanes.reciprocal(total)
         with lanes.when(exists & (lane == 0)):

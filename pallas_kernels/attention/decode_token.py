@@ -74,7 +74,7 @@ class NewToken(LayerShare):
         gamma = None
         if plan.normed:
             at = self.layer * plan.head_dim + part * PART
-            gamma = memory.load_either(PART, is_query, self.cache.q_gamma, self.cache.k_gamma, at)
+            gamma = memory.load_either(PART, is_query, self.cache.gammas, at)
         turned = self._angles(part) if plan.turned else None
         page = memory.load(self.cache.table, share.row, share.length // plan.page_size)
         column = head * plan.head_dim + part * PART
@@ -111,7 +111,7 @@ class NewToken(LayerShare):
                     at = select(is_value, index(1), index(0)) + self._scales
                     memory.store(scale, self.smem, at)
             at = self.place(share.length, part * PART, page)
-            for refs, condition in ((self.cache.keys, ~is_value), (self.cache.values, is_value)):
+            for refs, condition in zip(self.cache.pages, (~is_value, is_value), strict=True):
                 with lanes.when(condition):
                     layout.store(stored, refs, at)
                     if scale is not None:
@@ -120,7 +120,7 @@ class NewToken(LayerShare):
 
     def _angles(self, part):
         """cos and sin of the pairs of which this lane has dimensions."""
-        plan, refs = self.plan, (self.cache.cos, self.cache.sin)
+        plan, refs = self.plan, self.cache.rotation
         if plan.interleaved:
             return [memory.load_reals(PART // 2, ref, [self.share.row, part * (PART // 2)]) for ref in refs]
         half = self._half

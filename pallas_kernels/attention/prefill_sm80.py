@@ -18,10 +18,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import cache_layouts
 from pallas_kernels.attention import prefill_pages, prefill_tiles
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
-from pallas_kernels.attention.scores import PLAIN, Scores
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.values import as_value, index, integer, minimum
 from pallas_kernels.gpu.wgmma import fragment
@@ -35,40 +33,24 @@ ACC, LHS, RHS = (  # of any numbers of 16 bits
 )
 
 
-@functools.partial(jax.jit, static_argnames="scores")
-def mma_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_table: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array,
-    scores: Scores = PLAIN,
-) -> jax.Array:
-    """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
-    (cache_layouts: PREFILL is itself) and head_dim 64 or 128.
-
-    Returns float32 [B, T, H, D].
-    """
-    B, T, H, D = q.shape
-    tiles, layout = Tiles.share_out(q, k_pages.shape[3], parts=1), cache_layouts.recognize(k_pages)
-    q, positions, steps = tiles.prepared(q, positions, KEYS, layout, scores)
-    kernel = plgpu.kernel(
-        functools.partial(_body, tiles=tiles, layout=layout, group=H // k_pages.shape[3], scores=scores),
+def _kernel(q: jax.Array, tiles: Tiles, **rest):
+    """For head_dim 64 and 128."""
+    B, _, H, D = q.shape
+    smem = plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS)
+    return plgpu.kernel(
+        functools.partial(_body, tiles=tiles, **rest),
         out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid=(H, tiles.count, B),
         grid_names=("heads", "tiles", "rows"),
         kernel_name="prefill_sm80",  # as profilers show it
-        scratch_types={
-            "k_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS),
-            "v_smem": plgpu.SMEM((SLOTS, KEYS, D), q.dtype, transforms=TRANSFORMS),
-        },
+        scratch_types={"k_smem": smem, "v_smem": smem},
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane, unsafe_no_auto_barriers=True
         ),
     )
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    return kernel(q, k_pages, v_pages, block_table, positions, steps, layer)[:, :T]
+
+
+mma_attention = prefill_tiles.attention_by(_kernel, lambda head_dim: KEYS, parts=1)
 
 
 def _body(

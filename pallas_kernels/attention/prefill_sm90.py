@@ -38,10 +38,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import cache_layouts, device
+from pallas_kernels import device
 from pallas_kernels.attention import prefill_pages, prefill_tiles
 from pallas_kernels.attention.prefill_tiles import QUERIES, Tiles
-from pallas_kernels.attention.scores import PLAIN, Scores
+from pallas_kernels.attention.scores import Scores
 
 TMA_KEYS = 64  # of a copy: a page, or a part of one
 SLOTS = 2  # steps of keys, and of values, in shared memory
@@ -52,34 +52,16 @@ def keys_of_step(head_dim: int) -> int:
     return 128 if head_dim <= 128 else 64
 
 
-@functools.partial(jax.jit, static_argnames="scores")
-def prefill_attention(
-    q: jax.Array,
-    k_pages: jax.Array,
-    v_pages: jax.Array,
-    block_table: jax.Array,
-    positions: jax.Array,
-    layer: jax.Array,
-    scores: Scores = PLAIN,
-) -> jax.Array:
-    """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
-    (cache_layouts: PREFILL is itself), whose pages hold a multiple of 64 tokens, and head_dim 64,
-    128 or 256.
-
-    Returns float32 [B, T, H, D].
-    """
-    tiles, layout = Tiles.share_out(q, k_pages.shape[3]), cache_layouts.recognize(k_pages)
-    B, T, H, D = q.shape
-    keys = keys_of_step(D)
-    q, positions, steps = tiles.prepared(q, positions, keys, layout, scores)
-    blocks = min(device.multiprocessors(), H // tiles.heads * tiles.count * B)
-    body = functools.partial(
-        _body, tiles=tiles, blocks=blocks, layout=layout, group=H // k_pages.shape[3],
-        page_size=k_pages.shape[2], scores=scores,
-    )  # fmt: skip
+def _kernel(q: jax.Array, tiles: Tiles, **rest):
+    """For pages that hold a multiple of 64 tokens, and head_dim 64, 128 or 256."""
+    B, _, H, D = q.shape
+    keys, blocks = keys_of_step(D), min(device.multiprocessors(), H // tiles.heads * tiles.count * B)
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-    kernel = plgpu.kernel(
-        body,
+    smem = plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=transforms)
+    full = plgpu.Barrier(num_arrivals=keys // TMA_KEYS, num_barriers=SLOTS)
+    free = plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS)
+    return plgpu.kernel(
+        functools.partial(_body, tiles=tiles, blocks=blocks, **rest),
         out_type=jax.ShapeDtypeStruct(q.shape, jnp.float32),
         grid=(blocks,),
         grid_names=("block",),
@@ -88,27 +70,28 @@ def prefill_attention(
         kernel_name="prefill_sm90",  # as profilers show it
         scratch_types={
             "q_smem": plgpu.SMEM((2, QUERIES, D), q.dtype, transforms=transforms),
-            "k_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=transforms),
-            "v_smem": plgpu.SMEM((SLOTS, keys, D), q.dtype, transforms=transforms),
+            "k_smem": smem,
+            "v_smem": smem,
             "q_full": plgpu.Barrier(num_barriers=2),
-            "k_full": plgpu.Barrier(num_arrivals=keys // TMA_KEYS, num_barriers=SLOTS),
-            "v_full": plgpu.Barrier(num_arrivals=keys // TMA_KEYS, num_barriers=SLOTS),
-            "k_free": plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
-            "v_free": plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
+            "k_full": full,
+            "v_full": full,
+            "k_free": free,
+            "v_free": free,
             "turn": plgpu.Barrier(num_arrivals=2),
         },
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
     )
-    layer = jnp.asarray(layer, jnp.int32).reshape(1)
-    return kernel(q, k_pages, v_pages, block_table, positions, steps, layer)[:, :T]
+
+
+prefill_attention = prefill_tiles.attention_by(_kernel, keys_of_step, parts=2)
 
 
 def _body(
     q_gmem, k_gmem, v_gmem, table_gmem, positions_gmem, steps_gmem, layer_gmem, out_gmem,
     *, q_smem, k_smem, v_smem, q_full, k_full, v_full, k_free, v_free, turn,
-    tiles, blocks, layout, group, page_size, scores,
+    tiles, blocks, layout, group, scores,
 ):  # fmt: skip
     work = Work.share_out(q_gmem.shape, tiles, blocks, steps_gmem)
     keys, values = Slots(k_gmem, k_smem, k_full, k_free), Slots(v_gmem, v_smem, v_full, v_free)
@@ -123,7 +106,7 @@ def _body(
     @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        _bring(work, keys, values, table_gmem, layer_gmem, group, page_size)
+        _bring(work, keys, values, table_gmem, layer_gmem, group)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,9 +271,9 @@ def _multiply(
     pl.when(queries.warpgroup == 0)(take_turns)
 
 
-def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group: int, page_size: int):
+def _bring(work: Work, keys: Slots, values: Slots, table_gmem, layer_gmem, group: int):
     """The warpgroup that brings keys and values, `group` query heads to each head of them."""
-    parts = page_size // TMA_KEYS  # of a page
+    parts = keys.gmem.shape[2] // TMA_KEYS  # of a page
 
     def bring(i, before):
         _, row, _, first_head = work.item(i)

@@ -1,6 +1,8 @@
 """What the two kernels of attention of many queries a row share: how queries are shared out to blocks, and
 the online softmax."""
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import NamedTuple
 
@@ -9,7 +11,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.attention.scores import Scores
+from pallas_kernels import cache_layouts
+from pallas_kernels.attention.scores import PLAIN, Scores
 
 QUERIES = 64  # of a part of a block: as many as one product has
 
@@ -27,7 +30,7 @@ class Tiles(NamedTuple):
     count: int
 
     @classmethod
-    def share_out(cls, q: jax.Array, kv_heads: int, parts: int = 2) -> "Tiles":
+    def share_out(cls, q: jax.Array, kv_heads: int, parts: int) -> "Tiles":
         T, H = q.shape[1:3]
         heads = parts if (H // kv_heads) % parts == 0 else 1
         queries = parts * QUERIES // heads
@@ -57,6 +60,27 @@ class Tiles(NamedTuple):
 
     def head(self, first_head, part):
         return first_head + (part if self.heads == 2 else 0)
+
+
+def attention_by(make: Callable, step_keys: Callable[[int], int], parts: int) -> Callable[..., jax.Array]:
+    """attention.attention's candidate: the same arguments, for a cache that tensor cores multiply as it lies
+    (cache_layouts: PREFILL is itself). Returns float32 [B, T, H, D].
+
+    make       (queries of whole tiles, tiles, keywords) -> the kernel
+    step_keys  head_dim -> keys that it visits at a time
+    parts      of a block
+    """
+
+    @functools.partial(jax.jit, static_argnames="scores")
+    def attention(q, k_pages, v_pages, block_table, positions, layer, scores: Scores = PLAIN) -> jax.Array:
+        (T, H, D), kv_heads = q.shape[1:], k_pages.shape[3]
+        tiles, layout = Tiles.share_out(q, kv_heads, parts), cache_layouts.recognize(k_pages)
+        q, positions, steps = tiles.prepared(q, positions, step_keys(D), layout, scores)
+        kernel = make(q, tiles, layout=layout, group=H // kv_heads, scores=scores)
+        layer = jnp.asarray(layer, jnp.int32).reshape(1)
+        return kernel(q, k_pages, v_pages, block_table, positions, steps, layer)[:, :T]
+
+    return attention
 
 
 def ranges(bounds: list) -> list[tuple]:

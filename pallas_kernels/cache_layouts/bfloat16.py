@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels import gpu
 from pallas_kernels.cache_layouts.float32 import (
     WEIGHT_EXPONENT,
     dequantize,
@@ -25,18 +26,12 @@ def quantize(x):
 
 
 def narrow(head, distances):
-    from pallas_kernels.gpu import pairs
-
-    return [[pairs.rounded_to_bfloat16(part)] for part in head], None
+    return [[gpu.pairs.rounded_to_bfloat16(part)] for part in head], None
 
 
 def pairs(stored):
-    from pallas_kernels.gpu import lanes
-
-    return [[word] for word in lanes.words(stored[0])]
+    return [[word] for word in gpu.lanes.words(stored[0])]
 
 
 def pairs_across(a, b):
-    from pallas_kernels.gpu import lanes, pairs
-
-    return [[word] for word in pairs.across(lanes.words(a[0]), lanes.words(b[0]))]
+    return [[word] for word in gpu.pairs.across(gpu.lanes.words(a[0]), gpu.lanes.words(b[0]))]

@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels import gpu
 from pallas_kernels.cache_layouts.bfloat16 import (
     dequantize,
     load,
@@ -32,28 +33,20 @@ EXPONENT_BITS = 0xFF << 23  # of a float32
 
 
 def in_range(query, count):
-    from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import as_real, as_value, as_word, greatest, integer
-
-    largest = greatest([abs(as_value(v)) for part in query for v in part])
-    exponent = as_word(lanes.largest_of_warp(largest, count)) & EXPONENT_BITS
-    inverse = as_real(integer(2 * 127 << 23) - exponent)
-    return [[as_value(v) * inverse for v in part] for part in query], as_real(exponent)
+    largest = gpu.values.greatest([abs(v) for part in query for v in part])
+    exponent = gpu.values.as_word(gpu.lanes.largest_of_warp(largest, count)) & EXPONENT_BITS
+    inverse = gpu.values.as_real(gpu.values.integer(2 * 127 << 23) - exponent)
+    return [[v * inverse for v in part] for part in query], gpu.values.as_real(exponent)
 
 
 def split(x, y):
-    from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import as_value
-
-    high = lanes.half_pair(x, y)
-    first, second = lanes.halves(high)
-    return [high, lanes.half_pair(as_value(x) - first, as_value(y) - second)]
+    high = gpu.lanes.half_pair(x, y)
+    first, second = gpu.lanes.halves(high)
+    return [high, gpu.lanes.half_pair(x - first, y - second)]
 
 
 def narrow(head, distances):
-    from pallas_kernels.gpu import lanes
-
     def words(part):
-        return [lanes.half_pair(*part[i : i + 2], saturated=True) for i in range(0, 8, 2)]
+        return [gpu.lanes.half_pair(*part[i : i + 2], saturated=True) for i in range(0, 8, 2)]
 
-    return [[lanes.half_vector(words(part))] for part in head], None
+    return [[gpu.lanes.half_vector(words(part))] for part in head], None

@@ -3,6 +3,8 @@
 
 import jax.numpy as jnp
 
+from pallas_kernels import gpu
+
 DTYPE = jnp.dtype(jnp.float32)
 OPERAND = jnp.bfloat16
 PREFILL = None
@@ -29,15 +31,11 @@ def in_range(query, count):
 
 
 def split(x, y):
-    from pallas_kernels.gpu import pairs
-
-    return pairs.split_bfloat16(x, y)
+    return gpu.pairs.split_bfloat16(x, y)
 
 
 def load(pages, at):
-    from pallas_kernels.gpu import memory
-
-    return [memory.load_stored(8, pages, at)]
+    return [gpu.memory.load_stored(8, pages, at)]
 
 
 def load_scale(pages, at):
@@ -45,9 +43,7 @@ def load_scale(pages, at):
 
 
 def store(stored, pages, at):
-    from pallas_kernels.gpu import memory
-
-    memory.store_stored(stored[0], pages, at)
+    gpu.memory.store_stored(stored[0], pages, at)
 
 
 def store_scale(scale, pages, at):
@@ -59,19 +55,13 @@ def rotate_lanes(head, distances):
 
 
 def narrow(head, distances):
-    from pallas_kernels.gpu import lanes
-
-    return [[lanes.real_vector(part)] for part in head], None
+    return [[gpu.lanes.real_vector(part)] for part in head], None
 
 
 def pairs(stored):
-    from pallas_kernels.gpu import lanes
-
-    x = lanes.reals(stored[0])
+    x = gpu.lanes.reals(stored[0])
     return [split(*x[i : i + 2]) for i in range(0, 8, 2)]
 
 
 def pairs_across(a, b):
-    from pallas_kernels.gpu import lanes
-
-    return [split(x, y) for x, y in zip(lanes.reals(a[0]), lanes.reals(b[0]), strict=True)]
+    return [split(x, y) for x, y in zip(gpu.lanes.reals(a[0]), gpu.lanes.reals(b[0]), strict=True)]

@@ -10,6 +10,7 @@ queries and keys are rotated, which spreads them (benchmarks/LOG.md).
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import gpu
 from pallas_kernels.cache_layouts.float16 import WEIGHT_EXPONENT, in_range, split
 from pallas_kernels.rotation import hadamard
 
@@ -47,15 +48,12 @@ def dequantize(stored):
 def rotate_lanes(head, distances):
     """The butterflies of `hadamard`, one for each bit of a dimension's number: those of the place in a part,
     of the part, and of the lane."""
-    from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import as_value, integer, select
-
-    x = [as_value(v) for part in head for v in part]
+    x = [v for part in head for v in part]
     factor = len(x) ** -0.5
     for distance in distances:
         factor *= 2**-0.5
-        sign = select((integer(lanes.thread()) & distance) == 0, 1.0, -1.0)
-        x = [lanes.swapped(v, distance) + sign * v for v in x]
+        sign = gpu.values.select((gpu.values.integer(gpu.lanes.thread()) & distance) == 0, 1.0, -1.0)
+        x = [gpu.lanes.swapped(v, distance) + sign * v for v in x]
     stride = 1
     while stride < len(x):
         x = [x[i] + x[i + stride] if i & stride == 0 else x[i - stride] - x[i] for i in range(len(x))]
@@ -64,68 +62,53 @@ def rotate_lanes(head, distances):
 
 
 def load(pages, at):
-    from pallas_kernels.gpu import memory
-
-    return [memory.load_stored(8, pages["numbers"], at)]
+    return [gpu.memory.load_stored(8, pages["numbers"], at)]
 
 
 def load_scale(pages, at):
-    from pallas_kernels.gpu import memory
-
-    return memory.load_stored(1, pages["scales"], at)
+    return gpu.memory.load_stored(1, pages["scales"], at)
 
 
 def store(stored, pages, at):
-    from pallas_kernels.gpu import memory
-
-    memory.store_stored(stored[0], pages["numbers"], at)
+    gpu.memory.store_stored(stored[0], pages["numbers"], at)
 
 
 def store_scale(scale, pages, at):
-    from pallas_kernels.gpu import memory, pairs
-
-    memory.store_stored(pairs.rounded_to_bfloat16([scale]), pages["scales"], at)
+    gpu.memory.store_stored(gpu.pairs.rounded_to_bfloat16([scale]), pages["scales"], at)
 
 
 def narrow(head, distances):
-    from pallas_kernels.gpu import lanes, pairs
-    from pallas_kernels.gpu.values import as_real, as_value, greatest, maximum, real, select
-
-    largest = greatest([abs(as_value(v)) for part in head for v in part])
+    largest = gpu.values.greatest([abs(v) for part in head for v in part])
     for distance in distances:
-        largest = maximum(largest, lanes.swapped(largest, distance))
-    scale = as_real(pairs.bfloat16_pair(largest / float(LARGEST), real(0)) << 16)
-    inverse = select(scale > 0.0, 1.0 / scale, 0.0)
+        largest = gpu.values.maximum(largest, gpu.lanes.swapped(largest, distance))
+    scale = gpu.values.as_real(gpu.pairs.bfloat16_pair(largest / float(LARGEST), gpu.values.real(0)) << 16)
+    inverse = gpu.values.select(scale > 0.0, 1.0 / scale, 0.0)
 
     def word(four):
-        return lanes.packed_bytes([lanes.round_to_integer(as_value(v) * inverse) for v in four], 0)
+        return gpu.lanes.packed_bytes([gpu.lanes.round_to_integer(v * inverse) for v in four], 0)
 
-    return [[lanes.byte_vector([word(part[:4]), word(part[4:])])] for part in head], scale
-
-
-# A byte of 0 to 255 under 0x64 is the float16 1024 + n, so a signed one with its sign flipped 1152 + n.
+    return [[gpu.lanes.byte_vector([word(part[:4]), word(part[4:])])] for part in head], scale
 
 
 def pairs(stored):
-    from pallas_kernels.gpu import lanes
-    from pallas_kernels.gpu.values import integer
-
-    above, out = integer(0x64646464), []
-    for word in lanes.words(stored[0]):
-        flipped = word ^ 0x80808080
+    above, out = gpu.values.integer(0x64646464), []
+    for word in gpu.lanes.words(stored[0]):
         for selector in (0x4140, 0x4342):
-            out.append([lanes.half_less(lanes.bytes_of(flipped, above, selector), lanes.half_twice(1152))])
+            out.append([_less_1152(gpu.lanes.bytes_of(word ^ 0x80808080, above, selector))])
     return out
 
 
 def pairs_across(a, b):
-    from pallas_kernels.gpu import lanes
-
     out = []
-    for a_word, b_word in zip(lanes.words(a[0]), lanes.words(b[0]), strict=True):
+    for a_word, b_word in zip(gpu.lanes.words(a[0]), gpu.lanes.words(b[0]), strict=True):
         for selector in (0x5410, 0x7632):  # two neighbours of a, then of b
-            both = lanes.bytes_of(a_word, b_word, selector)
+            both = gpu.lanes.bytes_of(a_word, b_word, selector)
             for word in (both, both >> 8):
-                number = lanes.halves_of_code(word, 0x00FF00FF, 0x00800080)
-                out.append([lanes.half_less(number, lanes.half_twice(1152))])
+                out.append([_less_1152(gpu.lanes.halves_of_code(word, 0x00FF00FF, 0x00800080))])
     return out
+
+
+def _less_1152(pair):
+    """A byte of 0 to 255 under 0x64 is the float16 1024 + n, so a signed one with its sign flipped 1152 +
+    n."""
+    return gpu.lanes.half_less(pair, gpu.lanes.half_twice(1152))

@@ -128,12 +128,14 @@ class Writer(abc.ABC):
 
         self.chunks(k, write)
 
-    def chunks(self, k: Value, write: Callable[[Value, Value | None], None]) -> None:
-        """write(c, None) for every whole chunk, then write(c, columns left) for a partial one."""
-        whole = k / self.v.width
+    def chunks(self, k: Value, write: Callable[[Value, Value | None], None], width: int = 0) -> None:
+        """write(c, None) for every whole chunk, the format's or of a width, then write(c, columns left) for a
+        partial one."""
+        width = width or self.v.width
+        whole = k / width
         with loop(constant(k.b, I64, 0), whole) as c:
             write(c, None)
-        left = k - whole * self.v.width
+        left = k - whole * width
         with when(left.compared(">", 0)):
             write(whole, left.narrow(I32))
 
@@ -146,10 +148,7 @@ class Writer(abc.ABC):
             values = x.at(c * (4 * DWORDS)).load(kind, left)
             total.value = values.fma(values, total.value)
 
-        whole = k / DWORDS
-        with loop(constant(b, I64, 0), whole) as c:
-            add(c, None)
-        add(whole, (k - whole * DWORDS).narrow(I32))
+        self.chunks(k, add, DWORDS)
         mean = total.value.sum() / k.float() + self.kernel.eps
         return constant(b, F32, 1.0) / mean.called("llvm.sqrt")
 
@@ -226,6 +225,13 @@ class Writer(abc.ABC):
             return [piece[DWORDS * i : DWORDS * (i + 1)] for i in range(4)]
         words = piece.as_type(vector(I32, DWORDS))
         return [(((words >> 8 * i) & 255) - self.v.zero).float() for i in range(4)]
+
+    def store(self, frame: Value, y: list[Value], place: Value, count: Value) -> None:
+        """Store a vector of outputs, or the activation of two matrices' outputs, with the residual."""
+        out = y[0] if self.kernel.activation is None else self.kernel.activation(*y, math=MATH)
+        if self.kernel.residual:
+            out = out + ffi.argument(frame, self.residual).at(place * 4).load(out.type, count)
+        ffi.result(frame, 0).at(place * 4).store(out, count)
 
     def parts(self, frame: Value, threads: Value) -> Value:
         """A few parts per thread, so that a late thread does fewer; one part for a small product."""

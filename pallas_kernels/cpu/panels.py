@@ -17,17 +17,19 @@ column.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
-from pallas_kernels.cpu.activations import DWORDS, MATH, dot, share, together
+from pallas_kernels.cpu.activations import DWORDS, dot, share, together
 from pallas_kernels.cpu.values import (
     F32,
     I8,
     I32,
     I64,
+    Type,
     Value,
     Variable,
     constant,
@@ -222,14 +224,9 @@ class _Writer(activations.Writer):
         for m in range(TILE):
             with when((first + m).compared("<", rows)):
                 y = [sums[m, beside].value for beside in range(VECTORS)]
-                if kernel.activation is not None:
-                    y = [kernel.activation(*y, math=MATH)]
-                for i, out in enumerate(y):
+                for i, outputs in enumerate([[v] for v in y] if kernel.activation is None else [y]):
                     count = (n - row - DWORDS * i).narrow(I32)
-                    place = ((first + m) * n + row + DWORDS * i) * 4
-                    if kernel.residual:
-                        out = out + ffi.argument(frame, self.residual).at(place).load(out.type, count)
-                    ffi.result(frame, 0).at(place).store(out, count)
+                    self.store(frame, outputs, (first + m) * n + row + DWORDS * i, count)
 
     def _integer_group(self, chunk: Value, x: list[Value], g: Value, sums: dict) -> None:
         kernel, v, b, offset = self.kernel, self.v, chunk.b, self.kernel.record
@@ -239,20 +236,8 @@ class _Writer(activations.Writer):
         for m, beside in sums:
             zeros = x[m].at(number + offset["zeros"]).load(I32).splat(DWORDS) if v.zero else start
             ints[m, beside] = Variable(zeros)
-            ints[m, beside].value = zeros
-        units = v.group // 4
-        step = min(units, UNROLLED)
-        with loop(constant(b, I64, 0), constant(b, I64, units), step) as u:
-            for i in range(step):
-                at = g * units + u + i
-                codes = [
-                    chunk.at(at * (VECTORS * PIECE) + PIECE * j).load(vector(I8, PIECE))
-                    for j in range(VECTORS)
-                ]
-                for m in range(TILE):
-                    q = x[m].at(at * 4).load(I32).splat(DWORDS).as_type(vector(I8, PIECE))
-                    for j in range(VECTORS):
-                        ints[m, j].value = dot(ints[m, j].value, codes[j], q)
+        bytes_of = lambda dwords: dwords.as_type(vector(I8, PIECE))  # noqa: E731
+        self._add_units(chunk, x, g, ints, I32, lambda s, w, q: dot(s, bytes_of(w), bytes_of(q)))
         for j in range(VECTORS):
             place = chunk.at(g * (VECTORS * PIECE) + PIECE * j)
             scale = place.at(kernel.chunk["scale"]).load(vector(F32, DWORDS))
@@ -266,18 +251,24 @@ class _Writer(activations.Writer):
                     total.value = (-minimum).fma(x_sum, total.value)
 
     def _float_group(self, chunk: Value, x: list[Value], g: Value, sums: dict) -> None:
-        units = self.v.width // self.kernel.groups
-        with loop(constant(chunk.b, I64, 0), constant(chunk.b, I64, units), UNROLLED) as u:
-            for i in range(UNROLLED):
+        self._add_units(chunk, x, g, sums, F32, lambda s, w, q: w.fma(q, s))
+
+    def _add_units(
+        self, chunk: Value, x: list[Value], g: Value, sums: dict, element: Type,
+        added: Callable[[Value, Value, Value], Value],
+    ) -> None:  # fmt: skip
+        """sum = added(sum, weights, activations) for each sum and each of a group's units, vectors of 16."""
+        units = len(self.kernel.order) // self.kernel.groups
+        step = min(units, UNROLLED)
+        with loop(constant(chunk.b, I64, 0), constant(chunk.b, I64, units), step) as u:
+            for i in range(step):
                 at = g * units + u + i
-                weights = [
-                    chunk.at(at * (VECTORS * PIECE) + PIECE * j).load(vector(F32, DWORDS))
-                    for j in range(VECTORS)
-                ]
+                place = chunk.at(at * (VECTORS * PIECE))
+                weights = [place.at(PIECE * j).load(vector(element, DWORDS)) for j in range(VECTORS)]
                 for m in range(TILE):
-                    q = x[m].at(at * 4).load(F32).splat(DWORDS)
+                    q = x[m].at(at * 4).load(element).splat(DWORDS)
                     for j in range(VECTORS):
-                        sums[m, j].value = weights[j].fma(q, sums[m, j].value)
+                        sums[m, j].value = added(sums[m, j].value, weights[j], q)
 
 
 def _transposed(vectors: list[Value]) -> list[Value]:

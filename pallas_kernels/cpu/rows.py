@@ -7,7 +7,7 @@ import numpy as np
 from llvmlite import ir
 
 from pallas_kernels.cpu import activations, ffi
-from pallas_kernels.cpu.activations import DWORDS, MATH, dot, share, together
+from pallas_kernels.cpu.activations import DWORDS, dot, share, together
 from pallas_kernels.cpu.values import F32, I8, I32, I64, Value, Variable, constant, loop, vector
 from pallas_kernels.cpu.vectors import PIECE
 
@@ -90,12 +90,7 @@ class _Writer(activations.Writer):
                 row_sums = sums.at((matrix * kernel.rows + m) * DWORDS * PIECE)
                 lanes = [row_sums.at(r * PIECE).load(vector(F32, DWORDS)) for r in range(DWORDS)]
                 y.append(_sums_of_each(lanes))
-            out = y[0] if kernel.activation is None else kernel.activation(*y, math=MATH)
-            place = (row + n * m) * 4
-            if kernel.residual:
-                residual = ffi.argument(frame, self.residual).at(place)
-                out = out + residual.load(out.type, count.narrow(I32))
-            ffi.result(frame, 0).at(place).store(out, count.narrow(I32))
+            self.store(frame, y, row + n * m, count.narrow(I32))
 
     def _row(self, frame: Value, matrix: int, row: Value, n: Value) -> list[Value]:
         """For a row of weights and each row of activations: a vector, whose elements add up to the

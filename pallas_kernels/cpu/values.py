@@ -31,6 +31,16 @@ def type_of(dtype: np.dtype) -> Type:
     return TYPES[np.dtype(dtype).str.lstrip("<|")]
 
 
+def _binary(integers: str, floats: str = ""):
+    """An operator, by the builder's instructions for integers and for floats."""
+
+    def op(self: "Value", other) -> "Value":
+        instruction = getattr(self.b, floats if self.is_float else integers)
+        return self._made(instruction(self.ir, self.like(other)))
+
+    return op
+
+
 class Value:
     """An integer, a float, an address, or a vector of integers or floats.
 
@@ -69,38 +79,13 @@ class Value:
     def _made(self, value: Any) -> "Value":
         return Value(self.b, value)
 
-    def __add__(self, other):
-        return self._made((self.b.fadd if self.is_float else self.b.add)(self.ir, self.like(other)))
-
-    def __sub__(self, other):
-        return self._made((self.b.fsub if self.is_float else self.b.sub)(self.ir, self.like(other)))
-
-    def __mul__(self, other):
-        return self._made((self.b.fmul if self.is_float else self.b.mul)(self.ir, self.like(other)))
-
-    def __truediv__(self, other):
-        return self._made((self.b.fdiv if self.is_float else self.b.udiv)(self.ir, self.like(other)))
-
-    def __mod__(self, other):
-        return self._made(self.b.urem(self.ir, self.like(other)))
+    __add__, __sub__ = _binary("add", "fadd"), _binary("sub", "fsub")
+    __mul__, __truediv__ = _binary("mul", "fmul"), _binary("udiv", "fdiv")
+    __mod__, __lshift__, __rshift__ = _binary("urem"), _binary("shl"), _binary("lshr")
+    __and__, __or__, __xor__ = _binary("and_"), _binary("or_"), _binary("xor")
 
     def __neg__(self):
         return self._made(self.b.fneg(self.ir) if self.is_float else self.b.neg(self.ir))
-
-    def __and__(self, other):
-        return self._made(self.b.and_(self.ir, self.like(other)))
-
-    def __or__(self, other):
-        return self._made(self.b.or_(self.ir, self.like(other)))
-
-    def __xor__(self, other):
-        return self._made(self.b.xor(self.ir, self.like(other)))
-
-    def __lshift__(self, other):
-        return self._made(self.b.shl(self.ir, self.like(other)))
-
-    def __rshift__(self, other):
-        return self._made(self.b.lshr(self.ir, self.like(other)))
 
     def shifted(self, count: int) -> "Value":
         """Shifted to the right, keeping the sign."""
@@ -132,8 +117,7 @@ class Value:
 
     def bytes(self, yes: int, no: int) -> "Value":
         """A byte for each condition."""
-        kind = vector(I8, self.count)
-        return self.select(constant(self.b, kind, yes), no)
+        return self.select(constant(self.b, vector(I8, self.count), yes), no)
 
     def unsigned(self, element: Type) -> "Value":
         return self._made(self.b.zext(self.ir, self.shaped(element)))
@@ -194,8 +178,7 @@ class Value:
         """Both vectors as one."""
         count = max(self.count, other.count)
         first, second = (v if v.count == count else v.take(np.arange(count) % v.count) for v in (self, other))
-        places = [*range(self.count), *range(count, count + other.count)]
-        mask = _vector(I32, tuple(int(i) for i in places))
+        mask = _vector(I32, (*range(self.count), *range(count, count + other.count)))
         return self._made(self.b.shuffle_vector(first.ir, second.ir, mask))
 
     def called(self, name: str, *others: "Value", result: Type | None = None) -> "Value":
@@ -233,10 +216,8 @@ class Value:
 
     def prefetch(self) -> None:
         """Bring the cache line at this address into the caches. The address need not be valid."""
-        kind = ir.FunctionType(ir.VoidType(), [ADDRESS, I32, I32, I32])
-        name = "llvm.prefetch.p0"
-        function = self.b.module.globals.get(name) or ir.Function(self.b.module, kind, name)
-        self.b.call(function, [self.ir, I32(0), I32(3), I32(1)])
+        hints = (Value(self.b, I32(i)) for i in (0, 3, 1))
+        intrinsic("llvm.prefetch.p0", ir.VoidType(), self, *hints)
 
     def store(self, value: "Value", count: "Value | None" = None) -> None:
         """Store a value. With `count`, store only this many elements of a vector."""

@@ -1,7 +1,7 @@
 """Values on their way from block to block of one launch, through words of global memory.
 
 There is no barrier: each word has a tag of 2 bits that says which contents of its place it belongs to
-(memory.store_tagged). A reader loads its words again until all have the tag that it waits for, so a value is
+(memory.tagged). A reader loads its words again until all have the tag that it waits for, so a value is
 on its way to its reader as soon as it is written. With a barrier all would wait for the slowest write, count,
 and only then read. All blocks must run at once.
 
@@ -24,12 +24,20 @@ after. Three tags tell the two from each other and from the zeros that a workspa
 import dataclasses
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from pallas_kernels.gpu import memory
 
 
 def tag(number):
     """Of the number-th contents of a place: 1, 2 or 3."""
     return number % 3 + 1
+
+
+def first_contents(x: jax.Array) -> jax.Array:
+    """float32 as `Exchange.send` would have written it before the first layer: words of a workspace."""
+    return jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | tag(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Exchange:
     def send(self, at, values: list, row_begin: Any = 0):
         """1, 2 or 4 neighbouring numbers from element `at` of the row that begins at `row_begin` on."""
         words = [memory.tagged(value, self.tag) for value in values]
-        memory.store_words_for_others(words, self.workspace, row_begin + self.begin + at)
+        memory.store_for_others(words, self.workspace, row_begin + self.begin + at)
 
     def receive(self, places) -> list:
         """Wait for the numbers at ((element, constant), count) places. All are loaded again and again: it is

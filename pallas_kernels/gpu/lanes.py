@@ -122,12 +122,8 @@ def ptx(result, operands, text: str, constraints: str, effects: bool = False) ->
 
 def any_lane(word):
     """Whether the word of any lane is not 0."""
-    text = """{
-        .reg .pred p, q;
-        setp.ne.u32 p, $1, 0;
-        vote.sync.any.pred q, p, 0xffffffff;
-        selp.u32 $0, 1, 0, q;
-        }"""
+    chosen = "vote.sync.any.pred q, p, 0xffffffff; selp.u32 $0, 1, 0, q;"
+    text = f"{{ .reg .pred p, q; setp.ne.u32 p, $1, 0; {chosen} }}"
     return ptx(i32(), [word], text, "=r,r", effects=True) != 0
 
 
@@ -176,18 +172,17 @@ def warp_sum(word):
 def warp_sum_real(x, lanes: int = 32, first: int = 1):
     """Sum of float32 or s32 over groups of neighbouring lanes (a power of two), in every lane of them; over
     each `first`th of them."""
-    distance = first
-    while distance < lanes:
-        x = as_value(x) + swapped(x, distance)
-        distance *= 2
-    return x
+    return _over_lanes(lambda a, b: as_value(a) + b, x, lanes, first)
 
 
 def largest_of_warp(x, lanes: int = 32, first: int = 1):
     """Largest float32 over groups of neighbouring lanes, in every lane of the group; of each `first`th."""
-    distance = first
+    return _over_lanes(maximum, x, lanes, first)
+
+
+def _over_lanes(combined, x, lanes: int, distance: int):
     while distance < lanes:
-        x = maximum(x, swapped(x, distance))
+        x = combined(x, swapped(x, distance))
         distance *= 2
     return x
 
@@ -322,8 +317,8 @@ def in_register(number: int):
 def packed_bytes(words, byte: int):
     """Byte `byte` of each of four words, as one word."""
     which = byte | (4 + byte) << 4
-    low, high = (ptx(i32(), [*words[i : i + 2]], f"prmt.b32 $0, $1, $2, {which};", "=r,r,r") for i in (0, 2))
-    return bytes_of(low, high, 0x5410)
+    a, b, c, d = words
+    return bytes_of(bytes_of(a, b, which), bytes_of(c, d, which), 0x5410)
 
 
 def merged(word, other, mask: int):
@@ -416,8 +411,8 @@ def words(x) -> list:
 
 def vector_like(x, words):
     """Words as a vector of the type of another."""
-    packed = vector.from_elements(ir.VectorType.get((len(words),), i32()), words)
-    return vector.bitcast(ir.VectorType(x.type), packed)
+    kind = ir.VectorType(x.type)
+    return vector_of(words, kind.element_type, kind.shape[0] // len(words))
 
 
 def bits_of(element_type) -> int:

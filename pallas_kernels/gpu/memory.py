@@ -2,7 +2,6 @@
 of the same launch. Called while a kernel is traced, as lanes.py is. An index of a ref is a number, an index
 or an i32."""
 
-import functools
 import operator
 from typing import Any, NamedTuple
 
@@ -10,21 +9,19 @@ from jax._src.lib.mlir import ir
 from jax._src.lib.mlir.dialects import arith, llvm, memref, vector
 from jax.experimental.mosaic.gpu import utils as mosaic
 
-from pallas_kernels.gpu import lanes
+from pallas_kernels.gpu import lanes, values
 from pallas_kernels.gpu.values import as_real, as_value, as_word, f32, i32, i64, index, integer, long
 
 
 class Reals(NamedTuple):
-    """float32 in a ref of i32, from element `begin` on: for `load` and `store`."""
+    """float32 in a ref of i32, for `load` and `store`."""
 
     ref: Any
-    begin: Any
 
 
 def load(ref, *indices):
     if isinstance(ref, Reals):
-        (at,) = indices
-        return as_real(load(ref.ref, at + ref.begin))
+        return as_real(load(ref.ref, *indices))
     return as_value(memref.load(ref, list(map(index, indices))))
 
 
@@ -35,8 +32,7 @@ def load_each(ref, places: list) -> list:
 
 def store(value, ref, *indices):
     if isinstance(ref, Reals):
-        (at,) = indices
-        return store(as_word(value), ref.ref, at + ref.begin)
+        return store(as_word(value), ref.ref, *indices)
     memref.store(value, ref, list(map(index, indices)))
 
 
@@ -61,10 +57,10 @@ def load_reals(count: int, ref, indices):
     return lanes.reals(load_stored(count, ref, indices))
 
 
-def load_either(count: int, condition, a, b, at) -> list:
-    """`count` (a multiple of 4) neighbouring float32 from element `at` of a where the condition holds, else
-    of b: refs that nobody writes."""
-    pointer = arith.select(condition, *(_pointer(ref, at, f32()) for ref in (a, b)))
+def load_either(count: int, condition, refs, at) -> list:
+    """`count` (a multiple of 4) neighbouring float32 from element `at` of the first ref where the condition
+    holds, else of the second: refs that nobody writes."""
+    pointer = arith.select(condition, *(_pointer(ref, at, f32()) for ref in refs))
     out = []
     for first in range(0, count, 4):
         text = f"ld.global.nc.v4.f32 {{$0,$1,$2,$3}}, [$4+{4 * first}];"
@@ -92,23 +88,23 @@ def store_bytes(words, ref, indices):
     store_stored(lanes.byte_vector(words), ref, indices)
 
 
+def _several(first: int, count: int) -> tuple[str, str]:
+    """How PTX says that 1, 2 or 4 words are loaded or stored, and their names, from operand `first` on."""
+    names = ",".join(f"${first + i}" for i in range(count))
+    return (f".v{count}", f"{{{names}}}") if count > 1 else ("", names)
+
+
 def load_shared(count: int, address, at: int = 0):
     """1, 2 or 4 words of shared memory at an address (`shared_address`) plus `at` bytes."""
-    names, width = ",".join(f"${i}" for i in range(count)), ""
-    if count > 1:
-        names, width = f"{{{names}}}", f".v{count}"
-    text = f"ld.shared{width}.u32 {names}, [${count}+{at}];"
-    return lanes.ptx(
-        [i32()] * count, [address], text, ",".join(["=r"] * count) + ",r,~{memory}", effects=True
-    )
+    width, names = _several(0, count)
+    text, constraints = f"ld.shared{width}.u32 {names}, [${count}+{at}];", "=r," * count + "r,~{memory}"
+    return lanes.ptx([i32()] * count, [address], text, constraints, effects=True)
 
 
 def store_shared(words, address, at: int = 0):
     """1, 2 or 4 words into shared memory."""
-    names = ",".join(f"${1 + i}" for i in range(len(words)))
-    width = f".v{len(words)}" if len(words) > 1 else ""
-    names = f"{{{names}}}" if width else names
-    text, constraints = f"st.shared{width}.u32 [$0+{at}], {names};", ",".join(["r"] * (1 + len(words)))
+    width, names = _several(1, len(words))
+    text, constraints = f"st.shared{width}.u32 [$0+{at}], {names};", "r,r" + ",r" * (len(words) - 1)
     lanes.ptx(None, [address, *words], text, constraints + ",~{memory}", effects=True)
 
 
@@ -196,14 +192,9 @@ def load_written_by_others(ref, at):
     return lanes.ptx(f32(), [_pointer(ref, at, f32())], text, "=f,l,~{memory}", effects=True)
 
 
-def store_tagged(value, ref, at, tag):
-    """A float32, rounded to 22 bits of mantissa, with a tag of 2 bits in place of the lowest: one word, so
-    that whoever reads the tag has the value. `ref` is of i32."""
-    store_for_others(tagged(value, tag), ref, at)
-
-
 def tagged(value, tag):
-    """A float32, rounded to 22 bits of mantissa, as a word with a tag of 2 bits."""
+    """A float32, rounded to 22 bits of mantissa, with a tag of 2 bits in place of the lowest: one word, so
+    that whoever reads the tag has the value."""
     return as_word(value) + 2 & 0xFFFFFFFC | tag
 
 
@@ -212,19 +203,11 @@ def untagged(word):
     return as_real(as_value(word) & 0xFFFFFFFC)
 
 
-def store_for_others(word, ref, at):
-    """A word to global memory, for other blocks of the same launch."""
-    text = "st.relaxed.gpu.global.u32 [$0], $1;"
-    lanes.ptx(None, [_pointer(ref, at), word], text, "l,r,~{memory}", effects=True)
-
-
-def store_words_for_others(words: list, ref, at):
-    """1, 2 or 4 words, from a multiple of as many on."""
-    if len(words) == 1:
-        return store_for_others(words[0], ref, at)
-    names = ", ".join(f"${i + 1}" for i in range(len(words)))
-    text = f"st.relaxed.gpu.global.v{len(words)}.u32 [$0], {{{names}}};"
-    lanes.ptx(None, [_pointer(ref, at), *words], text, "l" + ",r" * len(words) + ",~{memory}", effects=True)
+def store_for_others(words: list, ref, at):
+    """1, 2 or 4 words, from a multiple of as many on, to global memory, for other blocks of the launch."""
+    width, names = _several(1, len(words))
+    text, constraints = f"st.relaxed.gpu.global{width}.u32 [$0], {names};", "l" + ",r" * len(words)
+    lanes.ptx(None, [_pointer(ref, at), *words], text, constraints + ",~{memory}", effects=True)
 
 
 def store_four_for_others(words: list, ref, at):
@@ -286,16 +269,12 @@ def load_tagged_words(ref, reads, tag, at_once: bool = False) -> list:
     def attempt(reads, pointers):
         words = []
         for pointer, ((_, constant), count) in zip(pointers, reads, strict=True):
-            places, width = ",".join(f"${i}" for i in range(count)), ""
-            if count > 1:
-                places, width = f"{{{places}}}", f".v{count}"
-            text = f"ld.relaxed.gpu.global{width}.u32 {places}, [${count}+{4 * constant}];"
-            constraints = ",".join(["=r"] * count) + ",l,~{memory}"
+            width, names = _several(0, count)
+            text = f"ld.relaxed.gpu.global{width}.u32 {names}, [${count}+{4 * constant}];"
+            constraints = "=r," * count + "l,~{memory}"
             words += lanes.ptx([i32()] * count, [pointer], text, constraints, effects=True)
-        wrong = [word ^ tag for word in words]
-        while len(wrong) > 1:  # neighbours first: the fewest that wait for each other
-            wrong = [functools.reduce(operator.or_, wrong[i : i + 2]) for i in range(0, len(wrong), 2)]
-        return lanes.any_lane(wrong[0] & 3), words  # all lanes alike, or each shuffle would be guarded
+        wrong = values.in_pairs(operator.or_, [word ^ tag for word in words])
+        return lanes.any_lane(wrong & 3), words  # all lanes alike, or each shuffle would be guarded
 
     def until_written(reads, pointers):
         count = sum(n for _, n in reads)

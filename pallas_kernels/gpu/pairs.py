@@ -27,8 +27,5 @@ def rounded_to_bfloat16(values):
 
 def across(a, b) -> list:
     """Lists of pairs -> pairs of what stands in the same place: a's in the low half."""
-    out = []
-    for x, y in zip(a, b, strict=True):
-        for which in (0x5410, 0x7632):
-            out.append(lanes.ptx(i32(), [x, y], f"prmt.b32 $0, $1, $2, {which};", "=r,r,r"))
-    return out
+    both = zip(a, b, strict=True)
+    return [lanes.bytes_of(x, y, which) for x, y in both for which in (0x5410, 0x7632)]

@@ -27,19 +27,20 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.gpu import lanes, memory
 from pallas_kernels.gpu.launch import launch
-from pallas_kernels.gpu.values import index, integer, maximum, minimum, real, select, total, true
-from pallas_kernels.sampling.block import (
-    THREADS,
-    WARPS,
-    Block,
-    before_this_warp,
-    best_of_lane,
-    best_of_warp,
+from pallas_kernels.gpu.values import (
+    from_ordered,
     greatest,
-    listed,
-    lower_lanes,
+    index,
+    integer,
+    maximum,
+    minimum,
+    real,
+    select,
+    total,
+    true,
 )
-from pallas_kernels.sampling.row import EACH, GROUP, Row, number, sortable
+from pallas_kernels.sampling.block import THREADS, WARPS, Block, best_of_lane, best_of_warp, listed
+from pallas_kernels.sampling.row import EACH, GROUP, Row, sortable
 from pallas_kernels.sampling.rules import Rules
 
 SCAN_WARPS = 8  # of a block of the first launch
@@ -161,12 +162,13 @@ def _draw(
     with lanes.when(~row.truncates_nothing):
         keys = [select(g < groups, sortable(x), 0) for g, x in zip(own, largest, strict=True)]
         (per_warp,) = block.gathered([lanes.warp_max(greatest(keys))], block.place())
-        peak = number(greatest(per_warp))
+        peak = from_ordered(greatest(per_warp))
         needed = select(row.k <= MOST_NEEDED, row.k, NEEDED)
         count = lambda t, place: block.sum(total([select(key >= t, 1, 0) for key in keys]), place)  # noqa: E731
         t = block.threshold(count, needed, needed + needed // 4)  # a few more are as good
         reaching = [(key >= t) & (g < groups) for g, key in zip(own, keys, strict=True)]
-        count = listed(reaching, own, counts_smem, groups_smem)
+        store_group = lambda r, _, place: memory.store(integer(own[r]), groups_smem, place)  # noqa: E731
+        count = listed([[reaches] for reaches in reaching], counts_smem, store_group)
         # Also a barrier, behind which the list is read.
         lanes.block_barrier()
         few = count <= CANDIDATES
@@ -214,7 +216,7 @@ def _draw(
         )
         by_top_k = row.k <= n
         by_top_p = no_top_k & (row.top_p < 1) & (candidates_sum >= target)
-        by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(number(t), peak) < row.min_p)
+        by_min_p = (no_top_k | (row.top_p >= 1)) & (row.weight(from_ordered(t), peak) < row.min_p)
         enough = (n <= CANDIDATES) & (by_top_k | by_top_p | by_min_p | (n == row.vocabulary))
         with lanes.when(enough):
             score = select(keep, row.score(value, token, row.at_its_position()), 0)
@@ -231,33 +233,22 @@ def _candidates(row: Row, t, count, counts_smem, groups_smem, ids_smem, values_s
     def some(first, carry):
         (base,) = carry
         entries = [integer(first) + (warp + WARPS * r) for r in range(AT_A_TIME)]
-        listed = [memory.load(groups_smem, minimum(entry, count - 1)) for entry in entries]
-        read = [row.read(group) for group in listed]
-        values = [row.changed(group, x) for group, x in zip(listed, read, strict=True)]
+        groups = [memory.load(groups_smem, minimum(entry, count - 1)) for entry in entries]
+        read = [row.read(group) for group in groups]
+        values = [row.changed(group, x) for group, x in zip(groups, read, strict=True)]
         reaching = [
             [
                 (entry < count) & (sortable(x) >= t) & (i < row.vocabulary)
                 for x, i in zip(group_values, row.ids(group), strict=True)
             ]
-            for entry, group_values, group in zip(entries, values, listed, strict=True)
+            for entry, group_values, group in zip(entries, values, groups, strict=True)
         ]
-        ballots = [[lanes.ballot(condition) for condition in conditions] for conditions in reaching]
-        with lanes.when(lanes.thread() % 32 == 0):
-            for r, group_ballots in enumerate(ballots):
-                reached = total([lanes.ones(ballot) for ballot in group_ballots])
-                memory.store(reached, counts_smem, warp + WARPS * r)
-        lanes.block_barrier()
-        before, added = before_this_warp(counts_smem, AT_A_TIME)
-        for r in range(AT_A_TIME):
-            at = base + before[r]
-            for x, i, condition, ballot in zip(
-                values[r], row.ids(listed[r]), reaching[r], ballots[r], strict=True
-            ):
-                place = at + lanes.ones(ballot & lower_lanes())
-                with lanes.when(condition & (place < CANDIDATES)):
-                    memory.store(x, values_smem, place)
-                    memory.store(i, ids_smem, place)
-                at = at + lanes.ones(ballot)
+
+        def store(r, i, place):
+            memory.store(values[r][i], values_smem, place)
+            memory.store(row.ids(groups[r])[i], ids_smem, place)
+
+        added = listed(reaching, counts_smem, store, base, CANDIDATES)
         lanes.block_barrier()
         return [base + added]
 

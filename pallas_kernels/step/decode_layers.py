@@ -26,7 +26,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import cache_layouts
 from pallas_kernels.attention.decode import Attention
-from pallas_kernels.attention.decode_cache import Cache, team_warp
+from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import THREADS, WARPS
 from pallas_kernels.attention.decode_sources import visit_bytes
 from pallas_kernels.gpu import lanes, memory
@@ -67,7 +67,7 @@ def decode_layers(
     x = pad(x, shapes.width(Vector.X))
     x_ref, workspace = jax.new_ref(x), jax.new_ref(begun(shapes, x, attention.partials))
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
-    layout, dtypes = cache_layouts.recognize(inputs.k_pages), (jnp.int32, jnp.float32)
+    layout, (weight_bytes, scratch_bytes) = cache_layouts.recognize(inputs.k_pages), shapes.buffers
     launch(
         lambda **refs: _Step(shapes, attention, layers, layout, **refs).run(),
         {
@@ -87,10 +87,8 @@ def decode_layers(
         blocks=shapes.blocks,
         threads=THREADS,
         scratch={
-            name: plgpu.SMEM((size // 4,), dtype)
-            for name, size, dtype in zip(
-                ("weights_smem", "scratch_smem"), shapes.buffers, dtypes, strict=True
-            )
+            "weights_smem": plgpu.SMEM((weight_bytes // 4,), jnp.int32),
+            "scratch_smem": plgpu.SMEM((scratch_bytes // 4,), jnp.float32),
         },
     )
     return jax.freeze(x_ref)[:, : shapes.hidden], *jax.tree.map(jax.freeze, pages)
@@ -106,7 +104,7 @@ class _Step:
         self.shapes, self.products, self.attention, self.layers = shapes, shapes.products(), attention, layers
         self.gamma = {Phase(phase): ref for phase, ref in zip((Phase.QKV, Phase.GATE_UP), norms, strict=True)}
         self.bias, self.x, self.scratch = bias, x, scratch_smem
-        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache(layout, pages, table, positions, rotation, head_norms)
         mbarriers = memory.shared_address(scratch_smem) + 4 * shapes.scratch
         self.weights = SharedWeights(shapes, layers, weights, weights_smem, mbarriers)
         self.workspace = Workspace(shapes, workspace)
@@ -248,12 +246,9 @@ class _Step:
         return x
 
     def _pass_on_attended(self, layer, row, heads, load):
-        """What a block of attention has made, by a warp for each group."""
-        groups = self.attention.heads * self.attention.head_dim // GROUP
-        for first in range(0, groups, self.attention.team):
-            group = team_warp(self.attention) + first
-            with lanes.when(group < groups):
-                self._pass_on_group(Phase.O, layer, heads * groups + group, row, load)
+        """What a block of attention has made."""
+        pass_on = lambda group: self._pass_on_group(Phase.O, layer, group, row, load)  # noqa: E731
+        self.attention.each_group(heads, pass_on)
 
     def _pass_on_group(self, phase: Phase, layer, group, row, load):
         p, ref, tag = self.products[phase], self.gamma.get(phase), self.workspace.tag_read(phase, layer)
@@ -306,7 +301,7 @@ class _Step:
     def _sums(self, phase: Phase):
         """Shared memory for a phase's sums and squares."""
         if phase == Phase.GATE_UP and self.shapes.sums_among_weights:
-            return memory.Reals(self.weights.smem, 0)
+            return memory.Reals(self.weights.smem)
         return self.scratch
 
     def _rounds(self, phase: Phase, layer, me: LaneColumns, first_row, x, outputs: tuple | None):

@@ -18,6 +18,7 @@ the kernel, and which part of a stack a layer has is read from a table. All bloc
 """
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -31,7 +32,7 @@ from pallas_kernels.attention.decode import Attention
 from pallas_kernels.attention.decode_cache import Cache
 from pallas_kernels.attention.decode_plan import WARPS
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.exchange import Exchange, tag
+from pallas_kernels.gpu.exchange import Exchange, first_contents, tag
 from pallas_kernels.gpu.launch import launch
 from pallas_kernels.gpu.values import as_real, index, integer, minimum, real, select, sum_of_squares, total
 from pallas_kernels.matmul.epilogue import inverse_rms, over_warps
@@ -147,21 +148,16 @@ def experts_layers(
         )
     widths = [qkv.shape[1], q, hidden, experts.logits, experts.used * ffn, hidden]
     first = qkv if inputs.bias is None else qkv + inputs.bias[0]
-    first = jax.lax.bitcast_convert_type(first, jnp.int32) + 2 & ~3 | tag(0)
-    empty = jnp.zeros(sum(widths[1:]) + attention.partials, jnp.int32)
-    workspace, x_ref = jax.new_ref(jnp.concatenate([first[0], empty])), jax.new_ref(x)
+    begun = jnp.pad(first_contents(first[0]), (0, sum(widths[1:]) + attention.partials))
+    workspace, x_ref = jax.new_ref(begun), jax.new_ref(x)
     pages = jax.tree.map(jax.new_ref, (inputs.k_pages, inputs.v_pages))
     layout = cache_layouts.recognize(inputs.k_pages)
     smem = {
         name: plgpu.SMEM((size,), jnp.int32 if name in ("q_smem", "chosen_smem") else jnp.float32)
         for name, size in scratch_words(planned.products, experts, attention.scratch).items()
     }
-    rings = {
-        name: plgpu.SMEM((WARPS * depth * size // 4,), jnp.int32)
-        for name, depth, size in zip(
-            ("known_smem", "experts_smem"), planned.depths, planned.slot_bytes, strict=True
-        )
-    }
+    rings = map(operator.mul, planned.depths, planned.slot_bytes)
+    known, chosen = (plgpu.SMEM((WARPS * size // 4,), jnp.int32) for size in rings)
     launch(
         lambda **refs: _Layers(planned, experts, attention, layout, widths, **refs).run(),
         {
@@ -174,7 +170,7 @@ def experts_layers(
         name="experts_layers",
         blocks=device.multiprocessors(),
         threads=32 * WARPS,
-        scratch={**rings, **smem},
+        scratch={"known_smem": known, "experts_smem": chosen, **smem},
     )  # fmt: skip
     return jax.freeze(x_ref), *jax.tree.map(jax.freeze, pages)
 
@@ -208,7 +204,7 @@ class _Layers:
         self.bias, self.workspace, self.layers = bias, workspace, where.type.shape[1]
         self.known_smem, self.experts_smem, self.smem = known_smem, experts_smem, smem
         self.attention_smem, self.dots_smem, self.chosen_smem = attention_smem, dots_smem, chosen_smem
-        self.cache = Cache.from_refs(layout, pages, table, positions, rotation, head_norms)
+        self.cache = Cache(layout, pages, table, positions, rotation, head_norms)
 
     def run(self):
         self.bounds = self.attention.keep(self.cache)
@@ -350,8 +346,7 @@ class _Layer:
         launched, begin = self.launch, sum(self.widths)
 
         def load_qkv(row, columns):
-            places = [((first, i), 4) for first, i in columns]
-            return memory.load_tagged(launched.workspace, places, self.tag, at_once=True)
+            return Exchange(launched.workspace, 0, self.tag).receive([(column, 4) for column in columns])
 
         with lanes.when(lanes.block() < launched.attention.blocks):
             launched.attention.run(
@@ -404,8 +399,7 @@ class _Layer:
         """The chosen experts and the bits of their weights into shared memory."""
         with lanes.when(block.warp == 0):
             each = self.experts.logits // router.LANES
-            at = index(block.lane * each) + self._begin(LOGITS)
-            places = [((at, more), 4) for more in range(0, each, 4)]
-            logits = memory.load_tagged(self.launch.workspace, places, self.tag, at_once=True)
+            exchange = Exchange(self.launch.workspace, self._begin(LOGITS), self.tag)
+            logits = exchange.receive([((block.lane * each, more), 4) for more in range(0, each, 4)])
             router.choose(logits, block.lane, self.experts, self.launch.chosen_smem)
         lanes.block_barrier()

@@ -8,26 +8,16 @@ what is behind them is attention's (decode_splits.py)
 import contextlib
 import itertools
 
-import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gpu import lanes, memory
-from pallas_kernels.gpu.exchange import tag
+from pallas_kernels.gpu.exchange import Exchange, first_contents, tag
 from pallas_kernels.gpu.values import index, integer
 from pallas_kernels.matmul.bit_mma.product import Product
 from pallas_kernels.step.shapes import Phase, Shapes, Vector
 
 # x is written twice a layer: its writes so far, when a phase reads it or after it has written it.
 WRITES_OF_X = {Phase.QKV: 0, Phase.O: 1, Phase.GATE_UP: 1, Phase.DOWN: 2}
-
-
-def _read_and_written(shapes: Shapes) -> tuple[dict[Phase, Vector], dict[Phase, Vector]]:
-    """By phase. One row's o and down write the residual stream. Of more rows it is with whoever quantizes it,
-    who adds to it what o and down have made."""
-    o, down = (Vector.O_SUMS, Vector.DOWN_SUMS) if shapes.passes_on else (Vector.X, Vector.X)
-    reads = (down, Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN)
-    writes = (Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN, down)
-    return dict(zip(Phase, reads, strict=True)), dict(zip(Phase, writes, strict=True))
 
 
 def workspace_words(shapes: Shapes) -> int:
@@ -39,19 +29,12 @@ def workspace_words(shapes: Shapes) -> int:
 def begun(shapes: Shapes, x, more: int):
     """The workspace before the first layer, and so many words more: x as its phases read it, or nothing to be
     added to it."""
-    words = _words(shapes)
+    first, before = first_contents(x).reshape(-1), 0
     if shapes.passes_on:
+        words = _words(shapes)
         first = jnp.full(words[Vector.DOWN_SUMS], tag(0), jnp.int32)
         before = sum(words.values()) - first.size  # the last vector
-        return jnp.concatenate(
-            [jnp.zeros(before, jnp.int32), first, _nothing(shapes, sum(words.values()), more)]
-        )
-    first = jax.lax.bitcast_convert_type(x, jnp.int32) + 2 & ~3 | tag(0)
-    return jnp.concatenate([first.reshape(-1), _nothing(shapes, first.size, more)])
-
-
-def _nothing(shapes: Shapes, begun: int, more: int):
-    return jnp.zeros(workspace_words(shapes) - begun + more, jnp.int32)
+    return jnp.pad(first, (before, workspace_words(shapes) + more - before - first.size))
 
 
 def _words(shapes: Shapes) -> dict[Vector, int]:
@@ -71,7 +54,12 @@ class Workspace:
     def __init__(self, shapes: Shapes, ref):
         self.ref, self.shapes = ref, shapes
         self.width = {vector: shapes.width(vector) for vector in Vector}
-        self.reads, self.writes = _read_and_written(shapes)
+        # One row's o and down write the residual stream. Of more rows it is with whoever quantizes it, who
+        # adds to it what o and down have made.
+        o, down = (Vector.O_SUMS, Vector.DOWN_SUMS) if shapes.passes_on else (Vector.X, Vector.X)
+        made = Vector.QKV, Vector.ATTENDED, o, Vector.HIDDEN, down
+        self.writes = dict(zip(Phase, made, strict=True))
+        self.reads = dict(zip(Phase, (down, *made), strict=False))
         sizes = [*_words(shapes).values(), *_passed_on(shapes).values()]
         begins = list(itertools.accumulate(sizes, initial=0))
         self.begin = dict(zip(Vector, begins, strict=False))
@@ -91,7 +79,7 @@ class Workspace:
     def send(self, phase: Phase, layer, y, row, column, split=0):
         """A float32 of what a phase writes."""
         at = self._at(self.writes[phase], row, column, split)
-        memory.store_tagged(y, self.ref, at, self.tag_written(phase, layer))
+        Exchange(self.ref, 0, self.tag_written(phase, layer)).send(at, [y])
 
     def receive_passed_on(self, phase: Phase, layer, places, p: Product, split) -> list:
         """Wait for words from each place on (an index, a constant and how many) of what is passed on to a
@@ -114,7 +102,7 @@ class Workspace:
         for place, word, condition in words:
             with contextlib.nullcontext() if condition is None else lanes.when(condition):
                 for begin in begins:
-                    memory.store_for_others(word, self.ref, place + begin)
+                    memory.store_for_others([word], self.ref, place + begin)
 
     def tag_read(self, phase: Phase, layer):
         """Of what a phase of a layer reads, and of what is passed on of it."""

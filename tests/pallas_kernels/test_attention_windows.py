@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels import attend, cache_layouts, device
+from pallas_kernels import attend, cache_layouts, device, problems, selection
 from pallas_kernels.attention import prefill_pages, prefill_sm80, prefill_sm90
 from tests.pallas_kernels.interpreted import interpreted
 from tests.pallas_kernels.lockstep import lockstep
@@ -137,9 +137,10 @@ def check_prefill(impl, window, scale, softcap, sizes, depth, page_size, T, layo
 @pytest.mark.parametrize("impl", ["prefill_sm90", "prefill_sm80"])
 @pytest.mark.parametrize(("window", "scale", "softcap", "sizes", "depth", "page_size"), PREFILL)
 def test_prefill_sees_its_windows(impl, window, scale, softcap, sizes, depth, page_size):
-    if impl == "prefill_sm80" and sizes[2] == 256:
-        pytest.skip("the kernel has heads of 64 and 128")
     layout = "float16" if window in (40, 100) else "bfloat16"
+    problem = problems.Attention("sm_90", "prefill", *sizes, page_size, layout, window, scale, softcap)
+    if reason := selection.get(problems.Attention, impl).refuses(problem):
+        pytest.skip(reason)
     with interpreted():
         check_prefill(impl, window, scale, softcap, sizes, depth, page_size, 140, layout)
 

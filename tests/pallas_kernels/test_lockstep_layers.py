@@ -30,7 +30,7 @@ def quantized(x, bits):
 
 
 def rounded(x):
-    """As other blocks have it: 22 bits of mantissa (memory.store_tagged)."""
+    """As other blocks have it: 22 bits of mantissa (memory.tagged)."""
     return ((np.asarray(x, np.float32).view(np.int32) + 2) & ~3).view(np.float32).astype(np.float64)
 
 

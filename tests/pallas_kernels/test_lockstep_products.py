@@ -1,6 +1,6 @@
 """All products between two layers' attention in one launch, in numpy (lockstep): bit for bit those of
 int_decode launched one by one, when what goes from block to block is rounded as on its way
-(memory.store_tagged). Integers are not, but the sum of squares for the norm is."""
+(memory.tagged). Integers are not, but the sum of squares for the norm is."""
 
 import dataclasses
 from unittest import mock
