@@ -81,7 +81,7 @@ class _Model:
         return self.delta is not None and (layer + 1) % self.delta.interval != 0
 
 
-_MODELS = {
+MODELS = {
     "bonsai-8b": _Model(
         "qwen3", 36, 4096, 12288, 32, 8, 128, 151669, 65536, 1e6, False, 151643, yarn=(4.0, 16384)
     ),
@@ -168,8 +168,8 @@ def open_synth(source: str) -> Checkpoint:
             f"{source}: not a synthetic model; write synth:<model>:<format>[:seed], as synth:bonsai-8b:q1_0"
         )
     _, name, format, *seeds = parts
-    if name not in _MODELS:
-        raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(_MODELS)}")
+    if name not in MODELS:
+        raise CheckpointError(f"{source}: model is {name!r}; there are {', '.join(MODELS)}")
     known = [*_MIXES, *(format for format in GEOMETRY if format not in _NOT_WEIGHTS)]
     if format not in known:
         known = f"{', '.join(known)} (checkpoints/geometry.py lists them)"
@@ -177,7 +177,7 @@ def open_synth(source: str) -> Checkpoint:
     seed = seeds[0] if seeds else "0"
     if not (seed.isascii() and seed.isdecimal() and len(seed) <= 10 and int(seed) < 1 << 32):
         raise CheckpointError(f"{source}: seed is {seed!r}; a number from 0 to {(1 << 32) - 1} is expected")
-    model = _MODELS[name]
+    model = MODELS[name]
     tensors = {
         tensor_name: _describe(source, tensor_name, tensor_format, shape, int(seed), mean, std)
         for tensor_name, tensor_format, shape, mean, std in _tensors(model, format)
