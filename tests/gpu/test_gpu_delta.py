@@ -97,7 +97,7 @@ def test_rotated_rows_are_float64_s(rows, columns, heads, normed):
 @pytest.fixture
 def folded(monkeypatch):
     monkeypatch.setitem(
-        synth._MODELS, "tiny-qwen35", dataclasses.replace(synth._MODELS["tiny-qwen35"], folded=128)
+        synth.MODELS, "tiny-qwen35", dataclasses.replace(synth.MODELS["tiny-qwen35"], folded=128)
     )
     return lambda **options: bj.load("synth:tiny-qwen35:pq2_0", bj.RunConfig(**options))
 

@@ -161,8 +161,8 @@ def test_decode_of_a_mixed_8b_model_copies_neither_cache_nor_stack():
 
 def test_a_folded_step_is_two_launches_a_layer_and_copies_nothing(monkeypatch):
     """Bonsai 2 27B's first four layers, three with a delta net: what rotates is within products."""
-    four = dataclasses.replace(synth._MODELS["bonsai-2-27b"], layers=4)
-    monkeypatch.setitem(synth._MODELS, "bonsai-2-27b", four)
+    four = dataclasses.replace(synth.MODELS["bonsai-2-27b"], layers=4)
+    monkeypatch.setitem(synth.MODELS, "bonsai-2-27b", four)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:bonsai-2-27b:ptq1_0")
         compiled = compile_for_gpu(lambda p, s: core.step(p, s, config), params, state, donate_argnums=1)
@@ -178,8 +178,8 @@ def test_experts_are_read_in_place(monkeypatch):
     """Of a step in one launch, of one of two rows and of 512 tokens: no stack is copied, and no
     layer's experts are dequantized. Layers of Qwen3-30B-A3B, but two, whose down differ in format."""
     layers = 2
-    few = dataclasses.replace(synth._MODELS["qwen3-30b-a3b"], layers=layers, vocab=2048, specials=2000)
-    monkeypatch.setitem(synth._MODELS, "few-a3b", few)
+    few = dataclasses.replace(synth.MODELS["qwen3-30b-a3b"], layers=layers, vocab=2048, specials=2000)
+    monkeypatch.setitem(synth.MODELS, "few-a3b", few)
     with as_on_a_gpu((9, 0)):
         params, state, config = shapes("synth:few-a3b:q4_k_m")
         tokens = jax.ShapeDtypeStruct((1, 512), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
