@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator
 
 Progress = bool | Callable[[int, int], None]  # True: a bar; a function: called as progress(done, total)
@@ -31,3 +32,15 @@ def shown(progress: Progress, what: str) -> Iterator[Callable[..., None]]:
             yield update
     else:
         yield lambda done, total, note="": progress(done, total) if progress else None
+
+
+@contextlib.contextmanager
+def said_after(seconds: float, what: str) -> Iterator[None]:
+    """Print a line to stderr if the block takes longer than this."""
+    timer = threading.Timer(seconds, lambda: print(f"bonsai-jax: {what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -35,6 +35,7 @@ from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
 from bonsai_jax.weights import placement
+from pallas_kernels.device import platform
 
 STREAM_WAIT_S = 0.1  # most seconds between two pieces of `stream`, if a step takes less
 
@@ -138,18 +139,33 @@ def _loop(
     ids = [prompt for prompt, _, _ in requests]
     for prompt in ids:
         check_room(model, len(prompt), how["max_new_tokens"])
+    run = model.run
     each = -(-len(ids) // placement.size(model.mesh, placement.DATA))  # prompts for each device
-    rows = next((n for n in row_sizes(model.run.batch_size) if n >= each), model.run.batch_size)
-    context = min(core.bucket(max(map(len, ids)) + how["max_new_tokens"]), model.run.context)
-    pages = rows * kv.page_count(context, model.run.page_size)
+    rows = next((n for n in row_sizes(run.batch_size) if n >= each), run.batch_size)
+    pages = _pool_pages(model, [len(prompt) + how["max_new_tokens"] for prompt in ids])
     biases = bias_width([params for _, params, _ in requests])
-    loop = Loop(model, Options(rows, pages, context, biases=biases, **options))
+    loop = Loop(model, Options(run.batch_size, pages, run.context, biases=biases, **options))
     try:
         for prompt, params, on_piece in requests:
             loop.add(loop.ask(prompt, params, on_piece=on_piece, **how))
+        if how["max_new_tokens"] > 1:
+            loop.prepare(rows)
         yield loop
     finally:
         loop.close()
+
+
+def _pool_pages(model: Model, lengths: Sequence[int]) -> int:
+    """Pages of each device's cache for answers that end at these lengths. All calls share few sizes, because
+    programs are compiled for each: on a GPU there is one, the size that `load` has checked; on a CPU, where
+    fresh memory costs time, room for 1,024 tokens, 4,096 and so on."""
+    run = model.run
+    most = run.batch_size * kv.page_count(run.context, run.page_size)
+    if platform() != "cpu":
+        return most
+    longest = sorted((kv.page_count(n, run.page_size) for n in lengths), reverse=True)[: run.batch_size]
+    sizes = (kv.page_count(4**i, run.page_size) for i in range(5, 32))
+    return min(most, next(pages for pages in sizes if pages >= sum(longest)))
 
 
 def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:

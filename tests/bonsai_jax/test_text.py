@@ -5,6 +5,9 @@ prefill and one of decode, and so have four."""
 
 import dataclasses
 import functools
+import os
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
+from bonsai_jax.progress import said_after
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -150,17 +154,46 @@ def test_many_prompts_are_few_programs_and_their_answers_are_in_order():
         assert outputs[i].tokens == whole.argmax(-1).tolist()
 
 
-def test_three_prompts_are_the_program_of_four():
+def test_other_numbers_and_lengths_of_prompts_run_the_same_programs():
     model = tiny()
 
-    def answer(rows, length):
-        bj.generate(model, [prompt(length, s) for s in range(rows)], max_new_tokens=2, sampling=GREEDY)
+    def answer(rows, length, new=2):
+        bj.generate(model, [prompt(length, s) for s in range(rows)], max_new_tokens=new, sampling=GREEDY)
 
     answer(4, 20), answer(8, 31)
     before = programs()
-    for rows, length in ((3, 29), (5, 32), (6, 31), (7, 32)):
-        answer(rows, length)
+    for rows, length, new in ((3, 29, 2), (5, 32, 40), (6, 31, 2), (7, 32, 20)):
+        answer(rows, length, new)
     assert programs() == before
+
+
+def test_decode_is_compiled_while_the_prompt_is_read(monkeypatch):
+    """On a machine with cores to spare: each program is compiled once, decode in a thread of its own."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    compiled = []
+
+    def listen(event, seconds, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(threading.current_thread().name)
+
+    processor = lambda logits, state: logits  # noqa: E731 - no other test has it, so nothing is compiled
+    how = {"max_new_tokens": 3, "sampling": GREEDY, "ignore_eos": True}
+    bj.generate(tiny(), [prompt(20, 3)], **how)  # compiles what is not a program of the engine
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        pieces = list(bj.stream(tiny(), prompt(20, 3), **how, logits_processor=processor))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert sum(len(piece.tokens) for piece in pieces) == 3
+    assert sorted(name.split("_")[0] for name in compiled) == ["MainThread", "bonsai-jax compile"]
+
+
+def test_a_long_compilation_is_said_on_stderr(capsys):
+    with said_after(0.05, "compiling something"):
+        time.sleep(0.5)
+    with said_after(30, "something quick"):
+        pass
+    assert capsys.readouterr().err == "bonsai-jax: compiling something ...\n"
 
 
 @pytest.mark.parametrize(
@@ -180,7 +213,7 @@ def test_three_prompts_are_the_program_of_four():
         (
             {"logits_processor": lambda logits, state: logits[:, :5]},
             ValueError,
-            r"logits_processor: it returned shape \(2, 5\); expected logits of shape \(2, 512\)",
+            r"logits_processor: it returned shape \(1, 5\); expected logits of shape \(1, 512\)",
         ),
         ({"logits_processor": lambda logits, state: None}, ValueError, "logits_processor: it returned None"),
     ],
