@@ -33,6 +33,7 @@ def imports(path: Path) -> set[str]:
 # The rooms of bonsai_jax, folders and files, the lowest first: a room imports only rooms of lines above its
 # own. "__init__" is what users import.
 ROOMS = (
+    ("arguments",),
     ("choices", "compile_cache", "machine", "progress", "threads", "tokens"),
     ("config",),
     ("weights",),

@@ -72,16 +72,11 @@ class Reader:
     finish reason. Text that could be the beginning of a stop string waits in `pending`."""
 
     def __init__(
-        self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: str | Sequence[str], index: int = 0
+        self, tokenizer: Tokenizer, end_tokens: frozenset[int], stop: Sequence[str] = (), index: int = 0
     ):
-        stop = (stop,) if isinstance(stop, str) else stop
-        if not isinstance(stop, Sequence) or not all(isinstance(s, str) for s in stop):
-            raise TypeError(f"stop is {stop!r}; give a text, or a list of texts")
-        if any(not s for s in stop):
-            raise ValueError("stop: an empty text would end every answer before it begins")
         # An answer continues its prompt.
         self.detokenizer: Detokenizer = tokenizer.detokenizer(at_start=False)
-        self.end_tokens, self.stop, self.pending, self.index = end_tokens, tuple(stop), "", index
+        self.end_tokens, self.stop, self.pending, self.index = end_tokens, stop, "", index
 
     def read(
         self,

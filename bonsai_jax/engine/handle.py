@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
+from bonsai_jax.arguments import number
 from bonsai_jax.engine.answers import Output, Piece, output
 
 
@@ -84,6 +85,9 @@ class Handle:
 
     def results(self, timeout_s: float | None = None) -> list[Output]:
         """All answers, in order of their seeds. Raises TimeoutError after timeout_s."""
+        if timeout_s is not None:
+            timeout_s = number("timeout_s", timeout_s, 0)
+            timeout_s = None if timeout_s > threading.TIMEOUT_MAX else timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: self.done, timeout_s):
                 raise TimeoutError(f"{len(self._unfinished)} answers are not finished after {timeout_s} s")

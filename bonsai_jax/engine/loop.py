@@ -84,7 +84,7 @@ class Loop:
         params: SamplingParams,
         *,
         max_new_tokens: int,
-        stop: str | Sequence[str] = (),
+        stop: Sequence[str] = (),
         ignore_eos: bool = False,
         priority: int = 0,
         logprobs: int | None = None,

@@ -168,13 +168,13 @@ def test_three_prompts_are_the_program_of_four():
     [
         ({"sampling": {"temperature": 0.5}}, TypeError, r"sampling is a dict; give bj\.SamplingParams"),
         ({"sampling": [GREEDY, {}]}, TypeError, "sampling is a dict"),
-        ({"logprobs": -1}, ValueError, "logprobs is -1; give the number of alternatives, 0 to the .* 512"),
-        ({"logprobs": 513}, ValueError, "logprobs is 513; give the number of alternatives"),
+        ({"logprobs": -1}, ValueError, "logprobs is -1; it must be a whole number, 0 or more"),
+        ({"logprobs": 513}, ValueError, "logprobs is 513; it must be a whole number, 0 to 512"),
         ({"taps": "output"}, TypeError, r"taps is a str; give bj\.Taps\(edit="),
         ({"max_new_tokens": 2.5}, ValueError, "max_new_tokens is 2.5; it must be a whole number"),
         ({"taps": bj.Taps({"output"})}, ValueError, r"taps: read names output, .*call bj\.forward"),
         ({"max_new_tokens": 0}, ValueError, "max_new_tokens is 0"),
-        ({"logprobs": 1.5}, ValueError, r"logprobs is 1\.5; give the number"),
+        ({"logprobs": 1.5}, ValueError, r"logprobs is 1\.5; it must be a whole number"),
         ({"stop": [5]}, TypeError, r"stop is \[5\]; give a text, or a list of texts"),
         ({"stop": b"x"}, TypeError, "stop is b'x'; give a text"),
         (
@@ -190,7 +190,50 @@ def test_options_that_cannot_be(options, error, message):
         bj.generate(tiny(), [[1, 2], [3]], **options)
 
 
-@pytest.mark.parametrize("prompts", [[1, 2, 3], [[1.5, 2]], [None], [b"ab"], [{"a": 1}]])
+IDS = [7, 1, 300, 2]
+
+
+@pytest.mark.parametrize(
+    "one",
+    [
+        IDS,
+        tuple(IDS),
+        np.array(IDS),
+        np.array(IDS, np.uint16),
+        jnp.array(IDS),
+        list(np.array(IDS)),
+        [IDS],
+        np.array([IDS]),
+        [jnp.array(IDS)],
+        iter(IDS),
+    ],
+)
+def test_a_list_or_array_of_ids_is_one_prompt(one):
+    options = {"max_new_tokens": np.int64(3), "sampling": GREEDY, "ignore_eos": True, "logprobs": np.int8(1)}
+    (output,) = bj.generate(tiny(), one, **options)
+    streamed = bj.stream(tiny(), IDS, **options)
+    assert output.prompt_tokens == len(IDS)
+    assert output.tokens == [token for piece in streamed for token in piece.tokens]
+
+
+def test_prompts_may_be_texts_and_ids():
+    model, text = tiny(), "One"
+    prompts = [text, IDS, np.array(IDS), model.tokenizer.encode(text)]
+    outputs = bj.generate(model, prompts, max_new_tokens=3, sampling=GREEDY, ignore_eos=True)
+    assert outputs[0] == outputs[3] and outputs[1] == outputs[2]
+
+
+def test_an_encoded_chat_is_one_prompt():
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = dataclasses.replace(tiny().tokenizer, chat_template=template)
+    ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+    (output,) = bj.generate(tiny(), ids, max_new_tokens=2, sampling=GREEDY)
+    assert output.prompt_tokens == len(ids) > 1
+
+
+@pytest.mark.parametrize(
+    "prompts", [[True, 2, 3], [1, "a"], np.array([True]), [[1.5, 2]], [None], [b"ab"], [{"a": 1}]]
+)
 def test_prompts_that_cannot_be(prompts):
     with pytest.raises(TypeError, match=r"a prompt is .*; give a text, a list of token ids"):
         bj.generate(tiny(), prompts)
@@ -198,7 +241,7 @@ def test_prompts_that_cannot_be(prompts):
         next(bj.stream(tiny(), ["One", "Two"]))
 
 
-@pytest.mark.parametrize("prompts", [None, 5, {"One": 1}])
+@pytest.mark.parametrize("prompts", [None, 5, {"One": 1}, np.array(5), b"One"])
 def test_what_is_no_list_of_prompts(prompts):
     with pytest.raises(TypeError, match=r"prompts are a .*; give a text, or a list of prompts"):
         bj.generate(tiny(), prompts)
