@@ -73,7 +73,8 @@ def generate(
                     that look at each other need generate_tokens
     progress        True: a bar on stderr; or called with answers finished so far and in all
     Returns one Output per prompt, in order. The same seeds and prompts give the same text.
-    Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context, and
+    Raises ValueError for an empty prompt, one that leaves no room for max_new_tokens in the context, and
+    where no token can be drawn, because logits are NaN or infinite or every token is banned;
     NotImplementedError for a `speculate` that has no file in proposers/.
     """
     check_model(model)
@@ -82,7 +83,7 @@ def generate(
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: list[list[Any]] = [[] for _ in ids]
-    requests = list(zip(ids, per_row, [parts.append for parts in pieces], strict=True))
+    requests = list(zip(ids, per_row, [_taking(parts) for parts in pieces], strict=True))
     if not ids:
         return []
     with _loop(model, requests, how, **options) as loop, shown(progress, "answering") as update:
@@ -115,7 +116,7 @@ def stream(
     options = step_options(model, taps, logits_processor, logprobs, speculate)
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
-    request = ids, checked_sampling(sampling), pieces.append
+    request = ids, checked_sampling(sampling), _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
             loop.turn()
@@ -124,6 +125,17 @@ def stream(
                 yield piece
                 if piece.finish_reason is not None:
                     return
+
+
+def _taking(pieces: Any) -> Callable[[Any], None]:
+    """A function that appends a request's pieces to these, and raises an exception that ends it."""
+
+    def add(piece: Any) -> None:
+        if isinstance(piece, Exception):
+            raise piece
+        pieces.append(piece)
+
+    return add
 
 
 @contextlib.contextmanager

@@ -15,9 +15,10 @@ from jaxtyping import Array, Bool, Float, Int, Key, UInt32
 from bonsai_jax import arguments
 from bonsai_jax.config import SamplingParams
 from pallas_kernels import device, problems, selection, serializable
+from pallas_kernels.sampling import NO_TOKEN as NO_TOKEN
 from pallas_kernels.sampling import Rules, draw
 
-NO_TOKEN = -1  # stands where there is no token
+NOTHING_TO_DRAW = "no token can be drawn: logits are NaN or infinite, or every token is banned"
 
 
 @serializable
@@ -220,8 +221,8 @@ def sample(
 
     with logits' after penalties and bias: pallas_kernels.sampling.draw.
 
-    allowed   bit i % 32 of word i // 32 says whether token i may be drawn; None: all may. Each row needs at
-              least one
+    allowed   bit i % 32 of word i // 32 says whether token i may be drawn; None: all may
+    Draws NO_TOKEN where logits' has NaN or +inf, or no token may be drawn.
     """
     rules = Rules(**{name: getattr(s, name) for name in Rules._fields if name != "allowed"}, allowed=allowed)
     keys = jax.random.key_data(s.keys)[:, :2]

@@ -24,7 +24,7 @@ from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import sampling, speculation
 from bonsai_jax.decoding.checks import check, check_limit, check_options, check_taps, checked_tokens
-from bonsai_jax.decoding.sampling import NO_TOKEN, Sampler
+from bonsai_jax.decoding.sampling import NO_TOKEN, NOTHING_TO_DRAW, Sampler
 from bonsai_jax.decoding.state import Drawn, State
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import decoder, draft
@@ -332,7 +332,8 @@ def _draw(
             f"logits_processor: it returned {_shown(logits)}; expected logits of shape {scores.shape}"
         )
     tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths)
-    stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    check(jnp.all((tokens >= 0) | ~running), NOTHING_TO_DRAW)
+    stopped = (tokens < 0) | jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
     state = state.replace(
         tokens=jnp.where(running, tokens, state.tokens),

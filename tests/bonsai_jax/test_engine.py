@@ -362,6 +362,20 @@ def test_what_cannot_be_says_what_could(engine, tokens, options, message):
         engine.submit(prompt(tokens, 0), **{"max_new_tokens": 4} | options)
 
 
+def test_a_request_that_can_draw_nothing_ends_alone():
+    ids = prompt(10, 41)
+    banned = dataclasses.replace(GREEDY, logit_bias=dict.fromkeys(range(512), -np.inf))
+    options = {"max_new_tokens": 9, "ignore_eos": True}
+    with bj.Engine(tiny(), **SHAPE, logit_biases=512) as engine:
+        first = engine.submit(ids, GREEDY, **options)
+        nothing = engine.submit(ids, banned, **options)
+        last = engine.submit(ids, GREEDY, **options)
+        with pytest.raises(RuntimeError, match=r"no token can be drawn: .*; 0 were drawn before"):
+            nothing.result(60)
+        assert len(first.result(60).tokens) == 9 and first.result().tokens == last.result(60).tokens
+        assert_all_pages_are_back(engine)
+
+
 def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
     ids = prompt(10, 40)
     want = alone([ids], [GREEDY])

@@ -81,6 +81,34 @@ def test_a_logits_processor_sees_every_draw():
     assert drawn == scores.argmax(-1).tolist()
 
 
+NOTHING = "no token can be drawn: logits are NaN or infinite, or every token is banned; 2 were drawn before"
+
+
+@pytest.mark.parametrize("harm", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("sampling", [GREEDY, bj.SamplingParams(seed=1)], ids=["greedy", "drawn"])
+def test_where_no_token_can_be_drawn_it_raises(harm, sampling):
+    """A greedy draw from NaN gave an id beyond the vocabulary; with every token banned token 0 was drawn."""
+    model, ids = tiny(), prompt(5)
+
+    def harmed(logits, state):
+        at_third = state.remaining == 4
+        harm_there = logits.at[:].set(harm) if harm < 0 else logits.at[:, 300].set(harm)
+        return jnp.where(at_third[:, None], harm_there, logits)
+
+    options = {"max_new_tokens": 6, "sampling": sampling, "ignore_eos": True, "logits_processor": harmed}
+    with pytest.raises(ValueError, match=NOTHING):
+        bj.generate(model, [ids, prompt(3)], **options)
+    streamed = bj.stream(model, ids, **options, speculate="ngram")
+    with pytest.raises(ValueError, match=NOTHING):
+        list(streamed)
+    state = bj.new_state(model, 1, 32, sampling, 6, ignore_eos=True)
+    arrays = model.params, state, jnp.array([ids]), jnp.array([5]), model.config
+    drawn = bj.generate_tokens(*arrays, size=6, logits_processor=harmed)
+    assert (drawn.tokens[0] >= 0).tolist() == [True] * 2 + [False] * 4 and drawn.state.remaining == 0
+    with pytest.raises(ValueError, match="no token can be drawn"):
+        bj.checked(bj.generate_tokens)(*arrays, size=6, logits_processor=harmed)
+
+
 def odd(logits, state):
     return jnp.where(jnp.arange(logits.shape[1]) % 2 == 0, -jnp.inf, logits)
 
