@@ -22,7 +22,7 @@ from bonsai_jax.network.params import Params
 from bonsai_jax.tokens.tokenizer import Tokenizer
 from bonsai_jax.weights import memory, placement
 from bonsai_jax.weights.plan import plan
-from checkpoints import Checkpoint, open_checkpoint
+from checkpoints import Checkpoint, CheckpointError, open_checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,10 @@ def from_checkpoint(
     if mesh is not None:
         where = placement.Placement(placement.usable(mesh), description.config, run.all_reduce)
     load_plan = plan(description, run, where)
-    tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    try:
+        tokenizer = Tokenizer.from_checkpoint(checkpoint)
+    except ValueError as error:
+        raise CheckpointError(f"{checkpoint.source}: its tokenizer cannot be read: {error}") from error
     params = network_params.load(load_plan, progress)
     return Model(params, load_plan.config, load_plan.run, tokenizer, checkpoint.source)
 
