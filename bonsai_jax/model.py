@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
-from bonsai_jax import arguments, compile_cache, threads
+from bonsai_jax import arguments, compile_cache, forks, threads
 from bonsai_jax.config import ModelConfig, RunConfig, SamplingParams
 from bonsai_jax.decoding import proposers, speculation
 from bonsai_jax.decoding import sampling as sampling_arrays
@@ -63,7 +63,9 @@ class Model:
 
 
 def check_model(model: Any) -> None:
-    """Raise TypeError for what is no Model."""
+    """Raise TypeError for what is no Model, and RuntimeError in a process that was forked after it was
+    loaded."""
+    forks.check()
     arguments.kind("model", model, Model, "what bj.load returns")
 
 
@@ -121,6 +123,7 @@ def from_checkpoint(
 
 
 def _check_load(run: Any, mesh: Any, progress: Any) -> None:
+    forks.check()
     arguments.kind("run", run, RunConfig, "bj.RunConfig, such as bj.RunConfig(context=8192)")
     if mesh is not None:
         placement.usable(mesh)

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from bonsai_jax import forks
 from bonsai_jax.arguments import MOST, any_whole, flag, number, whole
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import sampling as sampling_arrays
@@ -199,6 +200,8 @@ class Engine:
     def close(self) -> None:
         """Cancel every request that is running or waiting, and free the device's memory."""
         atexit.unregister(self.close)
+        if forks.forked():  # the engine is the other process's
+            return
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -230,6 +233,7 @@ class Engine:
 
     def _send(self, work: Callable[[], None], late: bool = False) -> None:
         """Have the engine's thread run this work. late: if the thread has ended, drop it silently."""
+        forks.check()
         with self._changed:
             if self._broken is not None and not late:
                 raise RuntimeError(f"the engine has failed, and runs nothing more: {self._broken}")

@@ -6,6 +6,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
+from bonsai_jax import forks
 from bonsai_jax.arguments import number
 from bonsai_jax.engine.answers import Output, Piece, output
 
@@ -33,6 +34,7 @@ class Handle:
         self._wakers: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[Piece]:
+        forks.check()
         at = 0
         while True:
             with self._changed:
@@ -85,6 +87,7 @@ class Handle:
 
     def results(self, timeout_s: float | None = None) -> list[Output]:
         """All answers, in order of their seeds. Raises TimeoutError after timeout_s."""
+        forks.check()
         if timeout_s is not None:
             timeout_s = number("timeout_s", timeout_s, 0)
             timeout_s = None if timeout_s > threading.TIMEOUT_MAX else timeout_s
