@@ -100,15 +100,25 @@ class Reader:
             if token == NO_TOKEN:
                 break
             if token in self.end_tokens:
-                return self.pending + self.detokenizer.flush(), tokens, "stop"
+                return self._last("stop", tokens)
             tokens.append(token)
             self.pending += self.detokenizer.push(token)
-            if self.stop and (places := [at for at in map(self.pending.find, self.stop) if at >= 0]):
-                return self.pending[: min(places)], tokens, "stop"
+            if (end := self._stopped()) is not None:
+                return self.pending[:end], tokens, "stop"
         if ended:
-            return self.pending + self.detokenizer.flush(), tokens, "length"
+            return self._last("length", tokens)
         text, self.pending = _split_before_stop(self.pending, self.stop) if self.stop else (self.pending, "")
         return text, tokens, None
+
+    def _last(self, reason: FinishReason, tokens: list[int]) -> tuple[str, list[int], FinishReason]:
+        """The rest of the text, of which the end, half a character, may complete a stop string."""
+        self.pending += self.detokenizer.flush()
+        end = self._stopped()
+        return (self.pending, tokens, reason) if end is None else (self.pending[:end], tokens, "stop")
+
+    def _stopped(self) -> int | None:
+        """Where the first stop string begins in the text."""
+        return min((at for at in map(self.pending.find, self.stop) if at >= 0), default=None)
 
 
 def _split_before_stop(text: str, stop: Sequence[str]) -> tuple[str, str]:

@@ -233,6 +233,8 @@ class Engine:
 
     def _send(self, work: Callable[[], None], late: bool = False) -> None:
         """Have the engine's thread run this work. late: if the thread has ended, drop it silently."""
+        if late and forks.forked():
+            return
         forks.check()
         with self._changed:
             if self._broken is not None and not late:

@@ -136,10 +136,9 @@ class Loop:
         self.failures += 1
         self._flying.clear()
         waiting = self.scheduler.waiting
-        lost = [
-            answer for request, answer in self.answers.items() if request not in waiting or request.flights
-        ]
-        self.answers = {r: a for r, a in self.answers.items() if a not in lost}
+        unread = {request for request in waiting if not request.flights}
+        lost = [answer for request, answer in self.answers.items() if request not in unread]
+        self.answers = {r: a for r, a in self.answers.items() if r in unread}
         for answer in lost:
             answer.on_piece(error)
         compiled = self.scheduler.compiled

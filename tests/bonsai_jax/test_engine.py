@@ -376,6 +376,56 @@ def test_a_request_that_can_draw_nothing_ends_alone():
         assert_all_pages_are_back(engine)
 
 
+def cancelled(handle: bj.Handle) -> bool:
+    """Whether the request ends so within seconds, long before its last token."""
+    return handle.result(30).finish_reason == "cancelled"
+
+
+LONG = {"max_new_tokens": 86, "ignore_eos": True}
+
+
+def test_a_break_out_of_a_stream_cancels_the_request(engine):
+    handle = engine.submit(prompt(8, 50), GREEDY, **LONG)
+    for _ in handle:
+        break
+    assert cancelled(handle)
+    other = engine.submit(prompt(8, 50), GREEDY, **LONG)
+    reader, second = iter(other), iter(other)
+    next(reader), next(second)
+    reader.close()  # somebody else still reads
+    assert len([t for piece in second for t in piece.tokens]) > 1 and not cancelled(other)
+    assert_all_pages_are_back(engine)
+
+
+def test_a_task_that_is_cancelled_or_late_cancels_its_request(engine):
+    handles = [engine.submit(prompt(8, 51 + i), GREEDY, **LONG) for i in range(3)]
+
+    async def first_piece(handle):
+        async for _ in handle:
+            break
+
+    async def leave():
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(handles[0], 0.005)
+        task = asyncio.ensure_future(handles[1].__aiter__().__anext__())
+        await task
+        waiting = asyncio.create_task(waited(handles[1]))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, first_piece(handles[2]), return_exceptions=True)
+
+    async def waited(handle):
+        return await handle
+
+    asyncio.run(leave())
+    assert all(map(cancelled, handles))
+    assert_all_pages_are_back(engine)
+
+
+def test_an_endless_wait_is_one(engine):
+    assert engine.submit([1], max_new_tokens=1).result(float("inf")).tokens
+
+
 def test_a_failure_ends_who_runs_and_the_next_are_served(engine, monkeypatch):
     ids = prompt(10, 40)
     want = alone([ids], [GREEDY])

@@ -14,6 +14,7 @@ import pytest
 import bonsai_jax as bj
 from bonsai_jax.decoding import jitted
 from bonsai_jax.engine import rows as on_device
+from bonsai_jax.engine.answers import Reader
 from tests.bonsai_jax.tokens import assert_same
 
 GREEDY = bj.SamplingParams(temperature=0.0)
@@ -107,6 +108,18 @@ def test_where_no_token_can_be_drawn_it_raises(harm, sampling):
     assert (drawn.tokens[0] >= 0).tolist() == [True] * 2 + [False] * 4 and drawn.state.remaining == 0
     with pytest.raises(ValueError, match="no token can be drawn"):
         bj.checked(bj.generate_tokens)(*arrays, size=6, logits_processor=harmed)
+
+
+@pytest.mark.parametrize("ended", ["length", "stop"])
+def test_a_stop_string_that_the_last_half_character_completes_is_cut(ended):
+    tokenizer = tiny().tokenizer
+    ids = [tokenizer.encode(c)[0] for c in "abc"]
+    half = next(i for i in range(256) if tokenizer.token_bytes(i) == b"\xe4")
+    reader = Reader(tokenizer, frozenset([500]), ["bc\ufffd"])
+    drawn = [*ids, half, *([500] if ended == "stop" else [])]
+    piece = reader.read(drawn, True)
+    assert (piece.text, piece.finish_reason) == ("a", "stop")
+    assert Reader(tokenizer, frozenset([500])).read(drawn, True).text == "abc\ufffd"
 
 
 def odd(logits, state):
