@@ -53,12 +53,18 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def one_of(name: str, value: Any, choices: Iterable[Any]) -> None:
-    """Raise ValueError unless the value is one of these."""
+def one_of[T](name: str, value: Any, choices: Iterable[T]) -> T:
+    """The one of these texts and whole numbers that the value is. Raises ValueError if it is none."""
     choices = tuple(choices)
-    if not isinstance(value, str | int | None) or value not in choices:
-        listed = ", ".join(map(repr, choices))
-        raise ValueError(f"{name} is {shown(value)}; it must be one of {listed}")
+    for choice in choices:
+        if isinstance(choice, int) and not _is_truth(value) and hasattr(value, "__index__"):
+            same = getattr(value, "ndim", 0) == 0 and bool(value == choice)
+        else:
+            same = isinstance(value, str | None) and value == choice
+        if same:
+            return choice
+    listed = ", ".join(map(repr, choices))
+    raise ValueError(f"{name} is {shown(value)}; it must be one of {listed}")
 
 
 def kind(name: str, value: Any, expected: type | tuple[type, ...], remedy: str) -> None:

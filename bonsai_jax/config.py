@@ -214,12 +214,11 @@ class RunConfig:
             "impl": get_args(choices.Impl),
             "schedule": get_args(choices.Schedule),
             "weights": get_args(choices.WeightStorage),
+            "activation_bits": get_args(choices.ActivationBits),
             "all_reduce": get_args(choices.AllReduce),
             "cache_dtype": (*get_args(choices.CacheDtype), None),
         }.items():
-            arguments.one_of(f"RunConfig: {name}", getattr(self, name), values)
-        _set(self, "activation_bits", arguments.any_whole)
-        arguments.one_of("RunConfig: activation_bits", self.activation_bits, get_args(choices.ActivationBits))
+            _set(self, name, arguments.one_of, values)
         _set(self, "draft", arguments.flag)
         _set(self, "page_size", arguments.whole, 1, 2**20)
         _set(self, "context", arguments.whole)
@@ -275,7 +274,7 @@ class SamplingParams:
         _set(self, "logit_bias", _biases)
 
 
-def _set(config: Any, name: str, check: Callable[..., Any], *bounds: float) -> None:
+def _set(config: Any, name: str, check: Callable[..., Any], *bounds: Any) -> None:
     """Set a field of a frozen config to what a check of arguments.py makes of it."""
     value = check(f"{type(config).__name__}: {name}", getattr(config, name), *bounds)
     object.__setattr__(config, name, value)

@@ -31,7 +31,7 @@ from bonsai_jax.weights import memory
 
 MOST_ANSWERS = 4096  # of one request
 MOST_BIASES = 65536  # of one request; each row of the batch has room for them
-DAY_S = 86_400
+LONGEST_WAIT_S = 1e9
 TRIES = 2  # failed dispatches in a row after which an engine gives up
 
 
@@ -101,7 +101,7 @@ class Engine:
             pages,
             context,
             biases=1 << (logit_biases - 1).bit_length(),
-            max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, DAY_S),
+            max_wait_s=number("Engine: max_wait_s", max_wait_s, 0, LONGEST_WAIT_S),
             prefill_tokens=count("prefill_tokens", prefill_tokens, 0),
             reproducible=flag("Engine: reproducible", reproducible),
             checkpoints=checkpoints,
