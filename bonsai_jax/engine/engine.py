@@ -91,6 +91,7 @@ class Engine:
         enough = max_batch_size * kv.page_count(context, model.run.page_size)
         pages = count("pages", pages, enough)
         logit_biases = count("logit_biases", logit_biases, 16, most=MOST_BIASES)
+        logit_biases = min(logit_biases, model.config.vocab_size)  # no request can name more
         checkpoints = _checkpoints(model, count("checkpoints", checkpoints, max_batch_size, 0))
         asked = f"Engine: max_batch_size={max_batch_size} and pages={pages}"
         rows, tokens = max_batch_size + checkpoints, pages * model.run.page_size

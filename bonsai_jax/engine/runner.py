@@ -313,7 +313,8 @@ class Runner:
                 for own, larger in zip(cache.attention, more.attention, strict=True)
             )
             cache = cache.replace(delta_net=more.delta_net, attention=tuple(rings))
-        room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
+        biases = range(min(o.biases, model.config.vocab_size))  # o.biases is the next power of two
+        room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
     def _free(self) -> None:

@@ -385,6 +385,14 @@ def cancelled(handle: bj.Handle) -> bool:
 LONG = {"max_new_tokens": 86, "ignore_eos": True}
 
 
+def test_more_biases_than_tokens_are_as_many_as_tokens():
+    """Room for them was made by naming as many tokens, of which some are beyond the vocabulary."""
+    with bj.Engine(tiny(), **SHAPE, logit_biases=60_000) as engine:
+        assert engine.options.biases == 512
+    with pytest.raises(ValueError, match=r"Engine: logit_biases is 2147483648; it must be .*, 1 to"):
+        bj.Engine(tiny(), **SHAPE, logit_biases=2**31)
+
+
 def test_a_break_out_of_a_stream_cancels_the_request(engine):
     handle = engine.submit(prompt(8, 50), GREEDY, **LONG)
     for _ in handle:
