@@ -11,20 +11,21 @@ has them jitted.
 """
 
 import importlib
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 for _name in ("checkpoints", "pallas_kernels"):
-    # In a notebook, a folder of this name in the working directory comes before the installed package.
+    # A file or folder of this name beside a user's script or notebook comes before the installed package.
     _spec = importlib.util.find_spec(_name)
-    _found = [Path(place) for place in (_spec.submodule_search_locations or ())] if _spec else []
+    _folders = list(_spec.submodule_search_locations or ()) if _spec else []
+    _place = _folders[0] if _folders else _spec.origin if _spec else None
     _beside = Path(__file__).resolve().parent.parent
-    if [place.resolve().parent for place in _found[:1]] != [_beside]:
+    if _place is None or Path(_place).resolve() != _beside / _name:
         raise ImportError(
             f"bonsai_jax needs the package {_name} that lies beside it in {_beside}, but Python found "
-            f"{_found[0] if _found else 'none'}; rename that folder, or start Python in another one"
+            f"{_place or 'none'}; rename that {'folder' if _folders else 'file'}, or start Python in another "
+            "folder"
         )
 
 if TYPE_CHECKING:
@@ -81,7 +82,9 @@ _HOMES = {
 
 def __getattr__(name: str):
     if name == "__version__":
-        return importlib.metadata.version("bonsai-jax")
+        from importlib import metadata
+
+        return metadata.version("bonsai-jax")
     if name == "jitted":
         return importlib.import_module("bonsai_jax.decoding.jitted")
     for home, names in _HOMES.items():

@@ -5,6 +5,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 
+from bonsai_jax import arguments
+
 Progress = bool | Callable[[int, int], None]  # True: a bar; a function: called as progress(done, total)
 
 
@@ -27,6 +29,8 @@ def bar(what: str) -> Iterator[Callable[..., None]]:
 @contextlib.contextmanager
 def shown(progress: Progress, what: str) -> Iterator[Callable[..., None]]:
     """Yields update(done, total, note), which reports to `progress`; the note may be left out."""
+    if not isinstance(progress, bool | None):
+        arguments.function("progress", progress)
     if progress is True:
         with bar(what) as update:
             yield update

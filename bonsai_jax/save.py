@@ -12,9 +12,10 @@ from flax import serialization
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import save_file
 
+from bonsai_jax import arguments
 from bonsai_jax.decoding.sampling import Sampler, kernel
 from bonsai_jax.decoding.state import Speculation, State
-from bonsai_jax.model import Model
+from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, parallel
 from bonsai_jax.network.cache import KVCache
@@ -33,6 +34,7 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     saved as their words. Metadata says what the file is, for `load_state`. The file appears, or is replaced,
     only when all is written.
     """
+    arguments.kind("path", path, (str, os.PathLike), "a file's path")
     path = Path(path)
     if not isinstance(state, State | KVCache):
         raise TypeError(f"save_state: a {type(state).__name__} was given; State and KVCache can be saved")
@@ -70,6 +72,8 @@ def load_state(path: str | os.PathLike[str], model: Model) -> State | KVCache:
     head_dim, dtype of the cache or vocabulary. Weights are not compared: the cache of another model of the
     same shape loads, and means nothing.
     """
+    arguments.kind("path", path, (str, os.PathLike), "a file's path")
+    check_model(model)
     if os.path.isdir(path):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     try:

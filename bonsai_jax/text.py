@@ -18,7 +18,7 @@ from bonsai_jax.engine.plans import row_sizes
 from bonsai_jax.engine.prompts import (
     Ids,
     Prompt,
-    check_new,
+    answer_options,
     check_room,
     checked_sampling,
     each_prompt,
@@ -28,7 +28,7 @@ from bonsai_jax.engine.prompts import (
     step_options,
 )
 from bonsai_jax.engine.runner import Options
-from bonsai_jax.model import Model
+from bonsai_jax.model import Model, check_model
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
@@ -57,8 +57,8 @@ def generate(
     """Answer prompts, up to `model.run.batch_size` at once (on each device that the mesh gives rows to). When
     an answer ends, the next prompt begins (engine/).
 
-    prompts         texts, token ids, or float32 [T, hidden]: vectors as `embed` makes them (a trained soft
-                    prompt). A text, or an array of vectors, is one prompt
+    prompts         a prompt, or a list of prompts: each a text, token ids as a list or an integer array [T],
+                    or float32 [T, hidden], vectors as `embed` makes them (a trained soft prompt)
     max_new_tokens  most tokens of each answer
     sampling        one for all prompts, or one each
     stop            texts that end an answer
@@ -74,16 +74,17 @@ def generate(
                     that look at each other need generate_tokens
     progress        True: a bar on stderr; or called with answers finished so far and in all
     Returns one Output per prompt, in order. The same seeds and prompts give the same text.
-    Raises ValueError for an empty prompt, or one that leaves no room for max_new_tokens in the context, and
+    Raises ValueError for an empty prompt, one that leaves no room for max_new_tokens in the context, and
+    where no token can be drawn, because logits are NaN or infinite or every token is banned;
     NotImplementedError for a `speculate` that has no file in proposers/.
     """
+    check_model(model)
     ids = [encode(model, prompt) for prompt in each_prompt(prompts)]
     per_row = each_sampling(sampling, len(ids))
-    options = step_options(model, taps, logits_processor, logprobs) | {"speculate": speculate}
-    how = {"max_new_tokens": max_new_tokens, "stop": stop, "ignore_eos": ignore_eos, "logprobs": logprobs}
+    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: list[list[Any]] = [[] for _ in ids]
-    requests = list(zip(ids, per_row, [parts.append for parts in pieces], strict=True))
-    check_new(max_new_tokens)
+    requests = list(zip(ids, per_row, [_taking(parts) for parts in pieces], strict=True))
     if not ids:
         return []
     with _loop(model, requests, how, **options) as loop, shown(progress, "answering") as update:
@@ -109,14 +110,14 @@ def stream(
     """Answer one prompt, piece by piece, while the device runs the next steps. Arguments and errors as for
     `generate`.
 
-    Text that could be the beginning of a stop string comes with a later piece, once it is known not to be.
+    A `break` out of the loop over the pieces ends the generation. Text that could be the beginning of a stop
+    string comes with a later piece, once it is known not to be.
     """
     ids = encode(model, prompt)
-    options = step_options(model, taps, logits_processor, logprobs) | {"speculate": speculate}
-    how = {"max_new_tokens": max_new_tokens, "stop": stop, "ignore_eos": ignore_eos, "logprobs": logprobs}
+    options = step_options(model, taps, logits_processor, logprobs, speculate)
+    how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: deque[Any] = deque()
-    request = ids, checked_sampling(sampling), pieces.append
-    check_new(max_new_tokens)
+    request = ids, checked_sampling(sampling), _taking(pieces)
     with _loop(model, [request], how, max_wait_s=STREAM_WAIT_S, **options) as loop:
         while True:
             loop.turn()
@@ -125,6 +126,17 @@ def stream(
                 yield piece
                 if piece.finish_reason is not None:
                     return
+
+
+def _taking(pieces: Any) -> Callable[[Any], None]:
+    """A function that appends a request's pieces to these, and raises an exception that ends it."""
+
+    def add(piece: Any) -> None:
+        if isinstance(piece, Exception):
+            raise piece
+        pieces.append(piece)
+
+    return add
 
 
 @contextlib.contextmanager
@@ -178,7 +190,7 @@ def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
 
 def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.ndarray, "chunk V"]]:
     """`logits` in chunks of at most 512 tokens, for texts whose logits do not fit in memory at once."""
-    ids = encode(model, token_ids)
+    ids = encode(model, token_ids, "token_ids")
     check_room(model, len(ids), 0)
     rows = placement.padded_rows(1, model.mesh)
     context = min(core.bucket(len(ids)), model.run.context)  # few programs

@@ -167,7 +167,7 @@ def step(
 
         logits = jax.vmap(processed, 1, 1)(scores, after, before)
     drawn = sampling.sample_each(sampler, logits, after)  # [B, T]
-    stops = jnp.any(drawn[..., None] == state.stop_ids[:, None], axis=-1)
+    stops = (drawn < 0) | jnp.any(drawn[..., None] == state.stop_ids[:, None], axis=-1)
     accepted = readable & _up_to((proposals == drawn[:, :-1]) & ~stops[:, :-1])
     count = accepted.sum(1)
     newest = jnp.take_along_axis(drawn, jnp.maximum(count - 1, 0)[:, None], 1)[:, 0]

@@ -57,7 +57,8 @@ class Drawn(NamedTuple):
 
     state     goes into the next call
     tokens    int32, the tokens drawn: [B] for prefill and step, [B, size] for decode and generate_tokens.
-              NO_TOKEN where a row drew none because it had ended. The token that ends a row is among them
+              NO_TOKEN where a row drew none because it had ended, or because it ends: its logits have NaN or
+              +inf, or no token may be drawn. The token that ends a row is among them
     logprobs  Logprobs of the tokens' shape, of numbers that mean nothing at NO_TOKEN; None unless asked for
               with logprobs=n
     """

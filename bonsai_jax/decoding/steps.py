@@ -12,7 +12,6 @@ logprobs). `extend` draws nothing: search, guidance and draft models use it. jit
 which donate what they update.
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.decoding import sampling, speculation
-from bonsai_jax.decoding.checks import check, checked_tokens
-from bonsai_jax.decoding.sampling import NO_TOKEN, Sampler
+from bonsai_jax.decoding.checks import check, check_limit, check_options, check_taps, checked_tokens
+from bonsai_jax.decoding.sampling import NO_TOKEN, NOTHING_TO_DRAW, Sampler
 from bonsai_jax.decoding.state import Drawn, State
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import decoder
@@ -69,6 +69,7 @@ def prefill(
     taps, logits_processor, logprobs   as for `step`
     Returns the state, the tokens int32 [B], and Logprobs [B] or None.
     """
+    check_options(state, config, taps, logits_processor, logprobs)
     tokens, lengths = checked_tokens(tokens, lengths, state.cache, config)
     check(jnp.all(lengths > 0), "prefill: a length is 0; a prompt has at least one token")
     if tokens.ndim == 2:  # penalties and proposers know tokens, not vectors
@@ -106,6 +107,7 @@ def step(
     logprobs          n: log-probabilities of the drawn tokens and of the n likeliest; None: none
     Returns the state, the tokens int32 [B], NO_TOKEN for rows that had ended, and Logprobs [B] or None.
     """
+    check_options(state, config, taps, logits_processor, logprobs)
     running = state.remaining > 0
     full = state.cache.lengths >= state.cache.capacity
     check(~jnp.any(running & full), "step: a row's cache is full; make the state with a larger context")
@@ -135,6 +137,9 @@ def decode(
     With state.speculation a step draws one or more tokens of each row, the same tokens; then the loop also
     ends where every row has `size` tokens.
     """
+    check_options(state, config, taps, logits_processor, logprobs)
+    check_limit(limit)
+    size = arguments.whole("size", size)
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     if state.speculation is not None:
         return speculation.decode(params, state, config, limit=limit, size=size, **options)
@@ -178,8 +183,7 @@ def generate_tokens(
     Returns the final state, the new tokens int32 [B, size], NO_TOKEN after a row's end, and Logprobs
     [B, size] or None.
     """
-    if operator.index(size) < 1:
-        raise ValueError(f"generate_tokens: size is {size}; it must be 1 or more, for the first token")
+    size = arguments.whole("size", size, 1)  # 1 for the first token
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
     state, *first = prefill(params, state, tokens, lengths, config, **options)
     state, *rest = decode(params, state, config, limit=size - 1, size=size - 1, **options)
@@ -206,6 +210,7 @@ def extend(
     Returns float32 logits after every token (those of padding mean nothing), and the cache. `KVCache.rewind`
     removes a row's last tokens, `KVCache.take` copies and reorders rows.
     """
+    check_taps(taps)
     tokens, lengths = checked_tokens(tokens, lengths, cache, config)
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config, taps)
@@ -233,6 +238,7 @@ def forward(
     Differentiable (jax.grad) in vectors, in dense weights, and in everything that taps.edit closes over. It
     runs the reference attention, with float32 keys and values in a cache of its own.
     """
+    check_taps(taps)
     tokens, lengths = checked_tokens(tokens, lengths, None, config)
     B, T = tokens.shape[:2]
     parts = 1 if params.axis is None else jax.lax.axis_size(params.axis)
@@ -368,7 +374,8 @@ def _draw(
             f"logits_processor: it returned {_shown(logits)}; expected logits of shape {scores.shape}"
         )
     tokens, sampler = sampling.sample(state.sampler, logits, state.cache.lengths)
-    stopped = jnp.any(tokens[:, None] == state.stop_ids, axis=1)
+    check(jnp.all((tokens >= 0) | ~running), NOTHING_TO_DRAW)
+    stopped = (tokens < 0) | jnp.any(tokens[:, None] == state.stop_ids, axis=1)
     remaining = jnp.where(stopped, 0, jnp.maximum(state.remaining - 1, 0))
     state = state.replace(
         tokens=jnp.where(running, tokens, state.tokens),

@@ -18,7 +18,7 @@ import numpy as np
 
 from bonsai_jax.config import SamplingParams
 from bonsai_jax.decoding import steps as decoding
-from bonsai_jax.decoding.sampling import Logprobs
+from bonsai_jax.decoding.sampling import NOTHING_TO_DRAW, Logprobs
 from bonsai_jax.engine.answers import Piece, Reader
 from bonsai_jax.engine.plans import Plan, Request
 from bonsai_jax.engine.prompts import Ids
@@ -85,7 +85,7 @@ class Loop:
         params: SamplingParams,
         *,
         max_new_tokens: int,
-        stop: str | Sequence[str] = (),
+        stop: Sequence[str] = (),
         ignore_eos: bool = False,
         priority: int = 0,
         logprobs: int | None = None,
@@ -137,10 +137,9 @@ class Loop:
         self.failures += 1
         self._flying.clear()
         waiting = self.scheduler.waiting
-        lost = [
-            answer for request, answer in self.answers.items() if request not in waiting or request.flights
-        ]
-        self.answers = {r: a for r, a in self.answers.items() if a not in lost}
+        unread = {request for request in waiting if not request.flights}
+        lost = [answer for request, answer in self.answers.items() if request not in unread]
+        self.answers = {r: a for r, a in self.answers.items() if r in unread}
         for answer in lost:
             answer.on_piece(error)
         compiled = self.scheduler.compiled
@@ -240,7 +239,7 @@ class Loop:
     def _extend(
         self, request: Request, new: list[int], steps: int, scores: Logprobs | None, row: int
     ) -> None:
-        request.flights.popleft()
+        least, _ = request.flights.popleft()
         answer = self.answers.get(request)
         if request.ended or answer is None:
             return
@@ -251,10 +250,13 @@ class Loop:
         piece = answer.reader.read(new, len(request.said) >= request.max_new_tokens, row_scores, steps)
         if first:
             piece = dataclasses.replace(piece, cached_tokens=answer.cached)
-        if piece.finish_reason is not None:
+        undrawn = piece.finish_reason is None and len(new) < least  # the device has ended this row
+        if piece.finish_reason is not None or undrawn:
             self.cancel(answer)
         if new or piece.finish_reason is not None:
             answer.on_piece(piece)
+        if undrawn:
+            answer.on_piece(ValueError(f"{NOTHING_TO_DRAW}; {len(request.said)} were drawn before"))
 
     def _time(self, flight: Flight) -> None:
         if not flight.steps:

@@ -288,7 +288,8 @@ class Runner:
             model.config, model.run, rows, o.context, model.mesh, pages,
             checkpoints=o.checkpoints * self.data,  # on each device its rows, then its checkpoints
         )  # fmt: skip
-        room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(range(o.biases), 0.0))
+        biases = range(min(o.biases, model.config.vocab_size))  # o.biases is the next power of two
+        room = SamplingParams(0.0, seed=0, logit_bias=dict.fromkeys(biases, 0.0))
         return start_state(model, cache, room, 0, speculate=o.speculate)
 
     def _free(self) -> None:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds, rope
@@ -27,6 +28,7 @@ UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU
 @over_mesh("whole", arrays="whole")
 def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
     """The embedding's rows of these tokens, decoded to float32; not scaled."""
+    tokens = arguments.integers("tokens", tokens)
     if params.axis is None:
         return params.embed.rows(tokens)
     count = params.embed.shape[0]  # tokens of the vocabulary that this device has

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.tree_util import DictKey, GetAttrKey
 
+from bonsai_jax import forks
 from bonsai_jax.config import ModelConfig, RunConfig
 from bonsai_jax.network import cache as kv
 from bonsai_jax.network import kinds
@@ -63,6 +64,7 @@ def over_mesh(returns: Any, *, arrays: str = "rows") -> Callable[[F], F]:
         def anywhere(params: Params, *args: Any, **kwargs: Any):
             if not isinstance(params, Params):
                 raise TypeError(f"params is a {type(params).__name__}; give model.params")
+            forks.check()
             if params.mesh is None:
                 out = function(params, *args, **kwargs)
                 words.flatten_up_to(out)
@@ -216,6 +218,7 @@ def place_rows(array: np.ndarray | jax.Array, mesh: Mesh | None) -> jax.Array:
 
 def fetch(array: jax.Array) -> np.ndarray:
     """An array on the host: all of it, whichever processes' devices hold it. Every process must ask."""
+    jax.block_until_ready(array)  # Ctrl-C ends this wait, but not that of a copy to the host
     if array.is_fully_addressable or array.is_fully_replicated:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))

@@ -2,11 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 
+from bonsai_jax import arguments
 from bonsai_jax.network import kinds
 from bonsai_jax.network.kinds.place import Tap
 
@@ -60,10 +61,15 @@ class Taps:
     def __post_init__(self):
         for field in ("read", "at"):
             names = getattr(self, field)
-            names = frozenset((names,) if isinstance(names, str) else names)
+            names = (names,) if isinstance(names, str) else names
+            if not isinstance(names, Iterable) or not all(isinstance(name, str) for name in names):
+                raise TypeError(f"Taps: {field} is {arguments.shown(names)}; give names of sites")
+            names = frozenset(names)
             object.__setattr__(self, field, names)
             if unknown := sorted(names - set(SITES)):
                 raise ValueError(f"Taps: {field} names {unknown[0]!r}; there are {', '.join(SITES)}")
+        if self.edit is not None:
+            arguments.function("Taps: edit", self.edit)
 
     @property
     def used(self) -> frozenset[str]:

@@ -159,6 +159,19 @@ def check(description: Description, run: RunConfig, parts: int = 1) -> None:
     )
 
 
+def check_cache(config: ModelConfig, run: RunConfig, rows: int, tokens: int, asked: str) -> None:
+    """Raise MemoryError when a cache of these rows and this many tokens of room in all exceeds a device's
+    memory, before anything is allocated. asked: what the user gave, for the message."""
+    pages = -(-tokens // run.page_size) * run.page_size
+    nbytes, limit = pages * bytes_per_token(config, run), machine.device_memory()
+    # Each row has a table of what penalties need, a byte and an int32 for each token of the vocabulary.
+    nbytes += rows * (bytes_per_row(config, run) + 5 * config.vocab_size)
+    if nbytes > limit:
+        raise MemoryError(
+            f"{asked} take {nbytes / 1e9:,.2f} GB; {machine.device_name()} has {limit / 1e9:,.2f} GB"
+        )
+
+
 def _share(description: Description, run: RunConfig, parts: int) -> tuple[float, float, float]:
     """Bytes of weights, of a full cache and of prefill's scratch on each of `parts` devices."""
     config, weights = description.config, weight_bytes(description, run) / parts

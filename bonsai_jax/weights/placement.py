@@ -25,6 +25,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Int
 
+from bonsai_jax import arguments
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.weights.specs import Source, Spec
 from pallas_kernels import QTensor, device, formats
@@ -51,8 +52,13 @@ def make_mesh(data: int = 1, model: int = 1, devices: Sequence[Any] | None = Non
     devices   the first data x model of jax.devices(), unless given
     Raises ValueError when there are fewer.
     """
+    data, model = arguments.whole("data", data, 1), arguments.whole("model", model, 1)
+    if devices is not None and not isinstance(devices, Iterable):
+        raise TypeError(f"devices is a {type(devices).__name__}; give a list of jax.devices()")
     devices = jax.devices() if devices is None else list(devices)
-    if min(data, model) < 1 or data * model > len(devices):
+    for one in devices:
+        arguments.kind("devices", one, jax.Device, "a list of jax.devices()")
+    if data * model > len(devices):
         raise ValueError(
             f"a mesh of data={data} x model={model} devices; there are {len(devices)}; lower one of them, or "
             "make more of a CPU (jax_num_cpu_devices)"

@@ -201,6 +201,11 @@ def describe(
     Raises CheckpointError naming the tensor that is missing, has no place or the wrong shape, and
     NotImplementedError for a format without a file in pallas_kernels/formats."""
     check_formats(checkpoint, config)
+    if _untied_without_head(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.source}: tensor lm_head.weight is missing; config.json says that the embedding is "
+            "not also the output matrix (tie_word_embeddings is false)"
+        )
     names = checkpoint.tensors
     return Description(
         source=checkpoint.source,
@@ -211,6 +216,15 @@ def describe(
         draft=_draft(checkpoint, draft, config) if config.draft else None,
         skipped=tuple(start for start in config.skipped if any(name.startswith(start) for name in names)),
     )
+
+
+def _untied_without_head(checkpoint: Checkpoint) -> bool:
+    if checkpoint.naming != "huggingface":
+        return False
+    text = checkpoint.metadata.get("text_config")
+    tied = [part.get("tie_word_embeddings") for part in (text, checkpoint.metadata) if isinstance(part, dict)]
+    says = next((value for value in tied if value is not None), None)
+    return says is False and not any(name.endswith("lm_head.weight") for name in checkpoint.tensors)
 
 
 def with_draft(checkpoint: Checkpoint, config: ModelConfig, fold: Folding | None = None) -> ModelConfig:

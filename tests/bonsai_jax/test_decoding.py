@@ -278,13 +278,13 @@ def test_an_output_as_wide_as_one_token_and_a_limit_beyond_the_width(speculate):
     whole = decode(model, read(model, fresh(), [ids]), NEW).tokens
     drawn = NEW - 1  # behind prefill's
     np.testing.assert_array_equal(np.hstack([first, rest])[:, :drawn], whole[:, :drawn])  # none is lost
-    with pytest.raises(ValueError, match="size is 0; it must be 1 or more"):
+    with pytest.raises(ValueError, match="size is 0; it must be a whole number, 1 or more"):
         jitted.generate_tokens(model.params, fresh(), *padded([ids]), model.config, size=0)
 
 
 def test_requests_that_cannot_be_met_say_why():
     model = tiny("tiny-qwen3")
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match="a prompt is empty"):
         bj.generate(model, [[]])
     with pytest.raises(
         ValueError, match=r"2040 tokens of prompt and 100 new ones exceed the context of 2048"

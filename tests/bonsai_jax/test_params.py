@@ -226,6 +226,33 @@ def test_a_hugging_face_folder_is_the_same_model_as_the_gguf_file(name, tmp_path
     assert ours.tokenizer.decode(ours.tokenizer.encode("Ahoy, wörld")) == "Ahoy, wörld"
 
 
+def test_a_folder_that_lacks_its_output_matrix_is_refused(tmp_path):
+    """Untied, by its own word; without the word the embedding is the output matrix, as in Gemma."""
+    folder = huggingface_folder("synth:tiny-llama:f32", tmp_path / "hf")
+    config, path = json.loads((folder / "config.json").read_text()), folder / "config.json"
+    checkpoint = open_checkpoint(folder)
+    tensors = {name: t for name, t in checkpoint.tensors.items() if name != "lm_head.weight"}
+    for says in ({"tie_word_embeddings": False}, {"text_config": {"tie_word_embeddings": False}}):
+        untied = dataclasses.replace(checkpoint, tensors=tensors, metadata=checkpoint.metadata | says)
+        with pytest.raises(CheckpointError, match=r"tensor lm_head.weight is missing; .*tie_word_embeddings"):
+            architectures.describe(untied)
+    for says in ({"tie_word_embeddings": True}, {}):
+        tied = dataclasses.replace(checkpoint, tensors=tensors, metadata=checkpoint.metadata | says)
+        architectures.describe(tied)
+    path.write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    architectures.describe(open_checkpoint(folder))
+
+
+def test_a_damaged_tokenizer_is_a_damaged_checkpoint(tmp_path):
+    folder = huggingface_folder("synth:tiny-qwen3:f32", tmp_path / "hf")
+    (folder / "tokenizer.json").write_text('{"normalizer": 3}')
+    with pytest.raises(CheckpointError, match=r"tokenizer cannot be read: .*tokenizer.json cannot be read"):
+        bj.load(str(folder))
+    tokens = tiny().metadata | {"tokenizer.ggml.tokens": []}
+    with pytest.raises(CheckpointError, match=r"tokenizer cannot be read: tokenizer.ggml.tokens is empty"):
+        bj.from_checkpoint(dataclasses.replace(tiny(), metadata=tokens))
+
+
 @functools.cache
 def plain_logits(*ids: int) -> np.ndarray:
     return bj.logits(bj.from_checkpoint(tiny()), ids)

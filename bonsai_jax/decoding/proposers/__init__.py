@@ -25,6 +25,8 @@ def names() -> list[str]:
 
 def get(name: str) -> ModuleType:
     """The module of a proposer. Raises NotImplementedError, with the list, for another name."""
+    if not isinstance(name, str):
+        raise TypeError(f"speculate is a {type(name).__name__}; give one of {', '.join(names())}")
     if name not in names():
         raise NotImplementedError(f"speculate is {name!r}; supported: {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
