@@ -1,0 +1,234 @@
+"""bonsai-jax chat: a conversation.
+
+conversation.py  messages, the engine that answers, the context: knows no terminal
+commands.py      the /commands
+terminal.py      what is typed           } imported when a chat begins
+render.py        answers as they come    }
+"""
+
+import contextlib
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from bonsai_jax.cli import errors, options
+from bonsai_jax.cli.chat import commands
+from bonsai_jax.cli.chat.commands import Outcome, Session
+from bonsai_jax.cli.chat.conversation import Conversation, OnFull
+from bonsai_jax.cli.spread import spread
+from bonsai_jax.progress import notice
+
+if TYPE_CHECKING:
+    from bonsai_jax import Engine, RunConfig
+    from checkpoints import Checkpoint
+
+CLOSE_S = 0.5  # seconds after which nobody waits for an engine that is still compiling
+
+
+@spread
+def command(
+    *,
+    model: options.LoadOptions,
+    max_new_tokens: options.NewTokens = -1,
+    context: Annotated[
+        int,
+        typer.Option(
+            "-c",
+            "--ctx",
+            min=0,
+            metavar="N",
+            help="Most tokens of the conversation that the model sees; 0: the model's own limit, or as many "
+            "as a quarter of the free memory holds.",
+        ),
+    ] = 0,
+    on_full: Annotated[
+        OnFull,
+        typer.Option(help="When the context is full: drop the oldest turns, or stop and say so."),
+    ] = "drop",
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help="Show answers as the model writes them, without rendering markdown."),
+    ] = False,
+    speculate: options.Speculate = None,
+    answers: options.AnswerOptions,
+    sampling: options.SamplingOptions,
+    run: options.RunOptions,
+    devices: options.DeviceOptions,
+) -> None:
+    """Talk with a model. Piped text is answered line by line.
+
+    Enter sends a message; Alt+Enter, or a backslash at the end of a line, begins a new line. /help lists the
+    commands, Ctrl-C stops an answer, /quit or Ctrl-D leaves.
+    """
+    params = sampling.params()
+    typed = sys.stdin.isatty()
+    engines: list[Engine] = []  # the one that answers
+
+    def open_engine(name: str | None) -> "Engine":
+        if engines and engines[0].model.source == name:
+            return engines[0]
+        named = dataclasses.replace(model, name=name)
+        with notice(f"loading {name or 'demo'} ..."):  # at once: imports take seconds
+            from bonsai_jax import Engine
+
+            checkpoint = named.checkpoint()
+            _check_template(checkpoint)
+            while engines:
+                engines.pop().close()  # there may be no room for both
+            mesh = devices.mesh()
+            config = run.config(context=context, all_reduce=devices.all_reduce, speculate=speculate)
+            config = _whole_context(checkpoint, config, devices.tensor_parallel)
+        loaded = named.load(config, mesh, checkpoint)
+        engines.append(Engine(loaded, max_batch_size=1, speculate=speculate))
+        return engines[0]
+
+    with _no_echo() if typed else contextlib.nullcontext():
+        conversation = Conversation(
+            open_engine(model.name),
+            params,
+            max_new_tokens,
+            system=answers.system,
+            think=answers.think,
+            stop_texts=tuple(answers.stop or ()),
+            ignore_eos=answers.ignore_eos,
+            on_full=on_full,
+        )
+        try:
+            talk(Session(conversation, open_engine), typed=typed, plain=plain)
+        finally:
+            if not typed:
+                engines[0].close()
+    if typed:
+        _leave(engines[0])
+
+
+def _check_template(checkpoint: "Checkpoint") -> None:
+    from bonsai_jax import Tokenizer
+
+    if Tokenizer.from_checkpoint(checkpoint).chat_template is None:
+        raise ValueError(
+            f"{checkpoint.source} has no chat template: `bonsai-jax generate` continues plain text"
+        )
+
+
+def _whole_context(checkpoint: "Checkpoint", config: "RunConfig", parts: int) -> "RunConfig":
+    """The RunConfig with the model's own context, or as much of it as memory holds, unless it names one."""
+    from bonsai_jax.network import architectures
+    from bonsai_jax.weights import memory, plan
+
+    if config.context:
+        return config
+    description = architectures.describe(checkpoint, draft=config.draft)
+    resolved = plan.resolve(description, config, parts)
+    longest = memory.longest_context(description, resolved, parts)
+    return dataclasses.replace(config, context=longest, weights=resolved.weights)
+
+
+def _no_echo() -> contextlib.AbstractContextManager:
+    from bonsai_jax.cli.chat import terminal
+
+    return terminal.no_echo()
+
+
+def _leave(engine: "Engine") -> None:
+    """Close the engine. Where it is still compiling, end the process without waiting for that."""
+    thread = threading.Thread(target=engine.close, daemon=True)
+    thread.start()
+    thread.join(CLOSE_S)
+    if thread.is_alive():
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def talk(session: Session, *, typed: bool, plain: bool) -> None:
+    """Answer each message that is typed or piped, until the input ends.
+
+    typed  whether a user types at a terminal
+    plain  whether markdown is shown as it is
+    """
+    if typed:
+        from bonsai_jax.cli.chat import terminal
+
+        say(f"{commands.greeting(session.conversation)}; /help lists the commands, Ctrl-D leaves\n")
+        read = terminal.Messages(name for command in commands.COMMANDS for name in command.names).ask
+        session.conversation.warm_up()
+    else:
+        lines = piped()
+        read = lambda _: next(lines, None)  # noqa: E731
+    at_prompt = ""
+    while (line := read(at_prompt)) is not None:
+        outcome = Outcome(ask=line)
+        try:
+            if line.startswith("/") and not line.startswith("//"):
+                outcome = session.obey(line)
+            if outcome.say is not None:
+                say(outcome.say)
+            if outcome.leave:
+                return
+            if outcome.ask is not None and outcome.ask.strip():
+                text = outcome.ask.removeprefix("/") if outcome.ask is line else outcome.ask
+                answer(session.conversation, text, outcome.retry, typed=typed, plain=plain)
+        except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
+            say(f"error: {errors.one_line(error, ())}")
+        at_prompt = outcome.edit or ""
+
+
+def piped() -> Iterator[str]:
+    """The lines of standard input."""
+    try:
+        yield from (line.rstrip("\n") for line in sys.stdin)
+    except UnicodeDecodeError:
+        raise ValueError("standard input: the next line is not UTF-8 text") from None
+
+
+def answer(conversation: Conversation, text: str, retry: int = 0, *, typed: bool, plain: bool) -> None:
+    """Show the answer as it comes, until it ends or Ctrl-C is pressed."""
+    from bonsai_jax.cli.chat import render
+
+    before, dropped, first = conversation.depth, conversation.dropped, conversation.figures is None
+    output = render.output(plain=plain)
+    with stopped_by_interrupt(conversation), contextlib.closing(conversation.ask(text, retry)) as pieces:
+        figures = conversation.figures
+        assert figures is not None
+        if conversation.dropped > dropped:
+            count = conversation.dropped - dropped
+            say(f"(the context is full: the model no longer sees the oldest {count} messages)")
+        unread = max(1, figures.prompt_tokens - before)
+        if typed and (first or unread > 200):
+            output.wait(f"reading {unread:,} tokens ..." + " (the first answer waits for compiling)" * first)
+        for piece in pieces:
+            output.add(piece.text, conversation.thinks)
+        output.end()
+    if typed:
+        say(commands.status(conversation) + "\n", dim=True)
+    elif figures.finish_reason == "length" and conversation.max_new_tokens < 0:
+        say(commands.status(conversation))
+
+
+@contextlib.contextmanager
+def stopped_by_interrupt(conversation: Conversation) -> Iterator[None]:
+    """Ctrl-C stops the answer at once, while the model reads or writes, and raises nothing."""
+    before = signal.signal(signal.SIGINT, conversation.interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        conversation.resume()
+
+
+def say(text: str, *, dim: bool = False) -> None:
+    """Print a message of the program to stderr; stdout is for the model's text."""
+    if dim:
+        from rich.console import Console
+        from rich.text import Text
+
+        Console(stderr=True).print(Text(text, style="dim"))
+    else:
+        print(text, file=sys.stderr, flush=True)
