@@ -156,28 +156,43 @@ def talk(session: Session, *, typed: bool, plain: bool) -> None:
     if typed:
         from bonsai_jax.cli.chat import terminal
 
-        say(f"{commands.greeting(session.conversation)}; /help lists the commands, Ctrl-D leaves\n")
+        say(f"{commands.greeting(session.conversation)}; /help lists the commands\n")
         read = terminal.Messages(name for command in commands.COMMANDS for name in command.names).ask
         session.conversation.warm_up()
     else:
         lines = piped()
         read = lambda _: next(lines, None)  # noqa: E731
     at_prompt = ""
-    while (line := read(at_prompt)) is not None:
-        outcome = Outcome(ask=line)
+    while True:
         try:
-            if line.startswith("/") and not line.startswith("//"):
-                outcome = session.obey(line)
-            if outcome.say is not None:
-                say(outcome.say)
-            if outcome.leave:
-                return
-            if outcome.ask is not None and outcome.ask.strip():
-                text = outcome.ask.removeprefix("/") if outcome.ask is line else outcome.ask
-                answer(session.conversation, text, outcome.retry, typed=typed, plain=plain)
-        except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
-            say(f"error: {errors.one_line(error, ())}")
+            line = read(at_prompt)
+            outcome = (
+                Outcome(leave=True) if line is None else respond(session, line, typed=typed, plain=plain)
+            )
+        except KeyboardInterrupt:  # between an answer and the prompt, or while a model loads
+            if not typed:
+                raise
+            outcome = Outcome()
+        if outcome.leave:
+            return
         at_prompt = outcome.edit or ""
+
+
+def respond(session: Session, line: str, *, typed: bool, plain: bool) -> Outcome:
+    """Carry out a command, or answer a message. Errors become a line on stderr."""
+    try:
+        if line.startswith("/") and not line.startswith("//"):
+            outcome = session.obey(line)
+        else:
+            outcome = Outcome(ask=line.removeprefix("/"))
+        if outcome.say is not None:
+            say(outcome.say)
+        if outcome.ask is not None and outcome.ask.strip():
+            answer(session.conversation, outcome.ask, outcome.retry, typed=typed, plain=plain)
+        return outcome
+    except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
+        say(f"error: {errors.one_line(error, ())}")
+        return Outcome()
 
 
 def piped() -> Iterator[str]:
@@ -225,10 +240,10 @@ def stopped_by_interrupt(conversation: Conversation) -> Iterator[None]:
 
 def say(text: str, *, dim: bool = False) -> None:
     """Print a message of the program to stderr; stdout is for the model's text."""
-    if dim:
+    if sys.stderr.isatty():  # words wrap at the edge of the window
         from rich.console import Console
         from rich.text import Text
 
-        Console(stderr=True).print(Text(text, style="dim"))
+        Console(stderr=True).print(Text(text, "dim" if dim else ""))
     else:
         print(text, file=sys.stderr, flush=True)

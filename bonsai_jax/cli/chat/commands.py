@@ -164,7 +164,7 @@ def _model(session: Session, name: str) -> Outcome:
         before = conversation.engine.model.source
         try:
             conversation.switch(session.open_engine(name))
-        except Exception:
+        except BaseException:  # also Ctrl-C
             conversation.switch(session.open_engine(before))
             raise
     return Outcome(greeting(conversation))
@@ -234,7 +234,7 @@ COMMANDS = (
     Command(("/tokens",), "", "show how much of the context is used", _tokens),
     Command(("/stats",), "", "show the figures of the last answer", _stats),
     Command(("/help", "/?"), "", "show this list", _help),
-    Command(("/quit", "/exit", "/bye"), "", "leave, as Ctrl-D does", _quit),
+    Command(("/quit", "/exit", "/bye"), "", "leave, as /exit and Ctrl-D do", _quit),
 )  # fmt: skip
 KEYS = """\
 //...                a message that begins with a slash

@@ -178,7 +178,12 @@ class Passage:
         content: RenderableType = Text(text.rstrip("\n"), Style(dim=self.dim))
         with console.capture() as capture:
             console.print(Document(text) if self.markdown else content)
-        lines = [TRAILING.sub(r"\1", line) for line in capture.get().strip("\n").split("\n")]
+        lines = [TRAILING.sub(r"\1", line) for line in capture.get().split("\n")]
+        if self.markdown:  # rich puts empty lines around some blocks
+            full = [at for at, line in enumerate(lines) if CODES.sub("", line).strip()] or [0]
+            lines = lines[full[0] : full[-1] + 1]
+        else:
+            lines.pop()  # after the last line break
         return lines if together else ["", *lines]
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
 from prompt_toolkit.completion import CompleteEvent, Completer, Completion
 from prompt_toolkit.document import Document
 from prompt_toolkit.filters import is_searching
@@ -16,7 +17,10 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.shortcuts import CompleteStyle
 
-PLACEHOLDER = HTML("<ansibrightblack>a message, or /help</ansibrightblack>")
+
+def placeholder() -> HTML:
+    """Stands at an empty prompt until it is left."""
+    return HTML("" if get_app().is_done else "<ansibrightblack>a message, or /help</ansibrightblack>")
 
 
 def history_file() -> Path:
@@ -70,6 +74,7 @@ def keys() -> KeyBindings:
             buffer.validate_and_handle()
 
     @bindings.add("escape", "enter")
+    @bindings.add("escape", "c-j")  # the same, typed while the program was busy
     def _(event: KeyPressEvent) -> None:
         event.current_buffer.newline(copy_margin=False)
 
@@ -101,7 +106,7 @@ class Messages:
             complete_while_typing=False,
             enable_open_in_editor=True,
             tempfile_suffix=".md",
-            placeholder=PLACEHOLDER,
+            placeholder=placeholder,
             output=create_output(always_prefer_tty=True),
         )
 
