@@ -29,16 +29,18 @@ def messages(path):
 
 def test_a_chat_in_a_terminal(tmp_path):
     """One process for all of it, because starting takes most of the time."""
-    long, too_long = talk(tmp_path / "long.json", 22), talk(tmp_path / "too_long.json", 60)
-    with Terminal("chat", "-m", TINY, "--ignore-eos", "-n", 8, XDG_STATE_HOME=str(tmp_path)) as window:
+    long, too_long = talk(tmp_path / "long.json", 5), talk(tmp_path / "too_long.json", 12)
+    with Terminal(
+        "chat", "-m", TINY, "--ignore-eos", "-n", 8, "-c", 2048, XDG_STATE_HOME=str(tmp_path)
+    ) as window:
         window.wait(AT_PROMPT)
-        assert "tiny-llama:q8_0, context 8,192; /help lists the commands" in window.text
+        assert "tiny-llama:q8_0, context 2,048; /help lists the commands" in window.text
 
         # Pasted lines are one message; Alt+Enter and a backslash begin a new line.
         window.paste("one\ntwo\nthree")
         window.wait(r"^> one\n  two\n  three$")
         window.type("\r")
-        window.wait(r"^cut off by max_new_tokens, .*8 tokens, context \d+ of 8,192$")
+        window.wait(r"^cut off by max_new_tokens, .*8 tokens, context \d+ of 2,048$")
         window.wait(AT_PROMPT)
         window.type(f"four{ALT_ENTER}five\\\rsix\r")
         window.wait(r"^> four\n  five\n  six\n(.*\n)+cut off")
@@ -81,7 +83,7 @@ def test_a_chat_in_a_terminal(tmp_path):
         window.type(CTRL_C)
         window.wait(AT_PROMPT)
         window.type(CTRL_C)
-        window.wait("Ctrl-C again")
+        window.wait(rf"^\(Ctrl-C again, .*\n{AT_PROMPT[1:]}")
         window.type(CTRL_C)
         assert window.exit_status() == 0 and "Traceback" not in window.text
 
