@@ -238,8 +238,10 @@ COMMANDS = (
 )  # fmt: skip
 KEYS = """\
 //...                a message that begins with a slash
-Enter                sends the message; Alt+Enter, or \\ at the end of the line, begins a new line
-Up, Ctrl-R           earlier messages, also of other days; Ctrl-X Ctrl-E opens your editor
+Enter                sends the message
+Alt+Enter            begins a new line, as Enter after a \\ does
+Up, Ctrl-R           earlier messages, also of other days
+Ctrl-X Ctrl-E        opens the message in your editor
 Ctrl-C               stops the answer, and keeps what came"""
 HELP = "\n".join(f"{f'{c.names[0]} {c.argument}':21}{c.summary}" for c in COMMANDS) + "\n" + KEYS
 

@@ -115,14 +115,14 @@ class Messages:
 
         text  what stands at the prompt for a start
         """
-        pressed = False
+        interrupted = False
         while True:
             try:
                 return self._session.prompt(default=text)
             except KeyboardInterrupt:
-                if pressed:
+                if interrupted:
                     return None
-                pressed, text = True, ""
+                interrupted, text = True, ""
                 print("(Ctrl-C again, Ctrl-D or /quit leaves)", file=sys.stderr, flush=True)
             except EOFError:
                 return None
