@@ -25,8 +25,7 @@ def command(
     ] = None,
     model: options.LoadOptions,
     prompt_option: Annotated[
-        str | None,
-        typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt, as an option; -: standard input."),
+        str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt, as an option.")
     ] = None,
     file: Annotated[
         Path | None,
@@ -115,10 +114,10 @@ def command(
 
 def _prompts(prompt: str | None, prompt_option: str | None, file: Path | None, lines: bool) -> list[str]:
     """The prompts, from the argument, the option, a file or standard input."""
-    source = prompt_option if prompt is None else prompt
-    if source is None and file is None and sys.stdin.isatty():
+    source = prompt_option if prompt in (None, "-") else prompt
+    if source is None and prompt is None and file is None and sys.stdin.isatty():
         raise typer.BadParameter("no prompt: give one as the argument, with -f, or piped")
-    if source in (None, "-"):
+    if source is None:
         source = text.read(file or text.STDIN)
     prompts = [line for line in source.split("\n") if line.strip()] if lines else [source]
     if not prompts:

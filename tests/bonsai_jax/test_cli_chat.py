@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import signal
 import subprocess
 
@@ -11,8 +12,8 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax import machine
-from bonsai_jax.cli import options, thoughts
-from bonsai_jax.cli.chat import _whole_context, commands
+from bonsai_jax.cli import chat, options, thoughts
+from bonsai_jax.cli.chat import commands
 from bonsai_jax.cli.chat.commands import Session
 from bonsai_jax.cli.chat.conversation import Conversation
 from bonsai_jax.weights import memory
@@ -326,12 +327,14 @@ def test_the_status_says_how_an_answer_ended():
 def test_the_context_is_the_models_own_or_what_memory_holds(monkeypatch, free_mb, least, most):
     monkeypatch.setattr(machine, "free_memory", lambda: free_mb * 10**6)
     config = options.RunOptions().config(context=0)
-    context = _whole_context(open_checkpoint(TINY), config, 1).context
+    context = chat._whole_context(open_checkpoint(TINY), config, 1).context
     assert least <= context <= most and context % 64 == 0
     if free_mb == 60:
         token_bytes = memory.bytes_per_token(tiny().config, tiny().run)
         assert 0.5 * 15e6 < context * token_bytes <= 15e6  # weights take some of it
-    assert _whole_context(open_checkpoint(TINY), dataclasses.replace(config, context=300), 1).context == 300
+    assert (
+        chat._whole_context(open_checkpoint(TINY), dataclasses.replace(config, context=300), 1).context == 300
+    )
 
 
 DIM = re.compile("\x1b\\[2m(.*?)\x1b\\[0m", re.DOTALL)
@@ -386,6 +389,28 @@ def test_chat_goes_on_after_a_message_that_does_not_fit():
     assert done.exit_code == 0
     assert "--ctx sets a larger context" in done.stderr
     assert len(done.stdout.splitlines()) >= 2 and "is no command" not in done.stderr
+
+
+def test_a_reader_that_has_enough_ends_the_chat():
+    script = f"{shlex.join(COMMAND)} chat -m {TINY} -n 8 --ignore-eos | head -c 1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", script], input=b"Hi\n" * 20, capture_output=True, cwd=ROOT, timeout=120
+    )
+    assert done.returncode == 0 and done.stderr == b""  # one error for each message, if the chat went on
+
+
+def test_an_engine_that_fails_leaves_the_conversation(monkeypatch, capsys):
+    conversation = talked(1)
+    session = Session(conversation, None)
+
+    def fail(*_):
+        raise RuntimeError("the engine failed")
+
+    monkeypatch.setattr(Conversation, "ask", fail)
+    chat.respond(session, "Hi", typed=True, plain=True)
+    assert capsys.readouterr().err == "error: the engine failed\n" and len(conversation.messages) == 2
+    with pytest.raises(RuntimeError, match="the engine failed"):
+        chat.respond(session, "Hi", typed=False, plain=True)
 
 
 def test_ctrl_c_stops_the_answer_and_not_the_chat():

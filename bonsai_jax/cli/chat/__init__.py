@@ -78,13 +78,16 @@ def command(
             from bonsai_jax import Engine
 
             checkpoint = named.checkpoint()
-            _check_template(checkpoint)
             while engines:
                 engines.pop().close()  # there may be no room for both
             mesh = devices.mesh()
             config = run.config(context=context, all_reduce=devices.all_reduce, speculate=speculate)
             config = _whole_context(checkpoint, config, devices.tensor_parallel)
         loaded = named.load(config, mesh, checkpoint)
+        if loaded.tokenizer.chat_template is None:
+            raise ValueError(
+                f"{loaded.source} has no chat template: `bonsai-jax generate` continues plain text"
+            )
         engines.append(Engine(loaded, max_batch_size=1, speculate=speculate))
         return engines[0]
 
@@ -103,18 +106,9 @@ def command(
             talk(Session(conversation, open_engine), typed=typed, plain=plain)
         finally:
             if not typed:
-                engines[0].close()
+                _close(engines)
     if typed:
-        _leave(engines[0])
-
-
-def _check_template(checkpoint: "Checkpoint") -> None:
-    from bonsai_jax import Tokenizer
-
-    if Tokenizer.from_checkpoint(checkpoint).chat_template is None:
-        raise ValueError(
-            f"{checkpoint.source} has no chat template: `bonsai-jax generate` continues plain text"
-        )
+        _leave(engines)
 
 
 def _whole_context(checkpoint: "Checkpoint", config: "RunConfig", parts: int) -> "RunConfig":
@@ -136,9 +130,14 @@ def _no_echo() -> contextlib.AbstractContextManager:
     return terminal.no_echo()
 
 
-def _leave(engine: "Engine") -> None:
-    """Close the engine. Where it is still compiling, end the process without waiting for that."""
-    thread = threading.Thread(target=engine.close, daemon=True)
+def _close(engines: list["Engine"]) -> None:
+    for engine in engines:
+        engine.close()
+
+
+def _leave(engines: list["Engine"]) -> None:
+    """Close the engine. If it is still compiling, end the process without waiting for that."""
+    thread = threading.Thread(target=_close, args=(engines,), daemon=True)
     thread.start()
     thread.join(CLOSE_S)
     if thread.is_alive():
@@ -181,18 +180,23 @@ def talk(session: Session, *, typed: bool, plain: bool) -> None:
 def respond(session: Session, line: str, *, typed: bool, plain: bool) -> Outcome:
     """Carry out a command, or answer a message. Errors become a line on stderr."""
     try:
-        if line.startswith("/") and not line.startswith("//"):
-            outcome = session.obey(line)
-        else:
-            outcome = Outcome(ask=line.removeprefix("/"))
-        if outcome.say is not None:
-            say(outcome.say)
-        if outcome.ask is not None and outcome.ask.strip():
-            answer(session.conversation, outcome.ask, outcome.retry, typed=typed, plain=plain)
-        return outcome
+        is_command = line.startswith("/") and not line.startswith("//")
+        outcome = session.obey(line) if is_command else Outcome(ask=line.removeprefix("/"))
     except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
         say(f"error: {errors.one_line(error, ())}")
         return Outcome()
+    if outcome.say is not None:
+        say(outcome.say)
+    if outcome.ask is not None and outcome.ask.strip():
+        try:
+            answer(session.conversation, outcome.ask, outcome.retry, typed=typed, plain=plain)
+        except ValueError as error:
+            say(f"error: {errors.one_line(error, ())}")
+        except RuntimeError as error:  # the engine failed; the conversation can still be saved
+            if not typed:
+                raise
+            say(f"error: {errors.one_line(error, ())}")
+    return outcome
 
 
 def piped() -> Iterator[str]:
@@ -218,9 +222,11 @@ def answer(conversation: Conversation, text: str, retry: int = 0, *, typed: bool
         unread = max(1, figures.prompt_tokens - before)
         if typed and (first or unread > 200):
             output.wait(f"reading {unread:,} tokens ..." + " (the first answer waits for compiling)" * first)
-        for piece in pieces:
-            output.add(piece.text, conversation.thinks)
-        output.end()
+        try:
+            for piece in pieces:
+                output.add(piece.text, conversation.thinks)
+        finally:
+            output.end()
     if typed:
         say(commands.status(conversation) + "\n", dim=True)
     elif figures.finish_reason == "length" and conversation.max_new_tokens < 0:

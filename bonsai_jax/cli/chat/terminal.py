@@ -135,7 +135,7 @@ def no_echo() -> Iterator[None]:
         import termios
 
         before = termios.tcgetattr(sys.stdin)
-    except (ImportError, OSError):  # not Unix; termios.error is no OSError before it is a terminal
+    except ImportError:  # not Unix
         yield
         return
     silent = [*before]
