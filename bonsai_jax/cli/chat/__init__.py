@@ -1,9 +1,11 @@
 """bonsai-jax chat: a conversation.
 
-conversation.py  messages, the engine that answers, the context: knows no terminal
-commands.py      the /commands
-terminal.py      what is typed           } imported when a chat begins
-render.py        answers as they come    }
+    conversation.py  messages, the engine that answers, the context: knows no terminal
+    commands.py      the /commands
+    terminal.py      what is typed
+    render.py        answers as they come
+
+The last two are imported when a chat begins.
 """
 
 import contextlib
@@ -66,17 +68,19 @@ def command(
     Enter sends a message; Alt+Enter, or a backslash at the end of a line, begins a new line. /help lists the
     commands, Ctrl-C stops an answer, /quit or Ctrl-D leaves.
     """
-    params = sampling.params()
     typed = sys.stdin.isatty()
+    with notice(f"loading {model.name or 'demo'} ..."), _ended_by_interrupt():  # imports take seconds
+        from bonsai_jax import Engine
+
+        params = sampling.params()
+        quiet = _no_echo() if typed else contextlib.nullcontext()
     engines: list[Engine] = []  # the one that answers
 
     def open_engine(name: str | None) -> "Engine":
         if engines and engines[0].model.source == name:
             return engines[0]
         named = dataclasses.replace(model, name=name)
-        with notice(f"loading {name or 'demo'} ..."):  # at once: imports take seconds
-            from bonsai_jax import Engine
-
+        with notice(f"loading {name or 'demo'} ..."):
             checkpoint = named.checkpoint()
             while engines:
                 engines.pop().close()  # there may be no room for both
@@ -91,7 +95,7 @@ def command(
         engines.append(Engine(loaded, max_batch_size=1, speculate=speculate))
         return engines[0]
 
-    with _no_echo() if typed else contextlib.nullcontext():
+    with quiet:
         conversation = Conversation(
             open_engine(model.name),
             params,
@@ -109,6 +113,22 @@ def command(
                 _close(engines)
     if typed:
         _leave(engines)
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Ctrl-C ends the process at once. An exception in the middle of an import would leave packages half
+    initialized, and some of them then abort with a traceback."""
+
+    def leave(*_: object) -> None:
+        print(file=sys.stderr, flush=True)
+        os._exit(128 + signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _whole_context(checkpoint: "Checkpoint", config: "RunConfig", parts: int) -> "RunConfig":
