@@ -69,11 +69,11 @@ class Terminal:
         """The screen's lines, without blanks at their ends."""
         return "\n".join(line.rstrip() for line in self.screen.display).rstrip()
 
-    def wait(self, pattern, timeout_s=60):
+    def wait(self, pattern, timeout_s=120):
         """Read until the pattern is on the screen. Returns the match."""
         return self._read(lambda: re.search(pattern, self.text, re.MULTILINE), repr(pattern), timeout_s)
 
-    def exit_status(self, timeout_s=60):
+    def exit_status(self, timeout_s=120):
         """Read until the process has ended."""
         self._read(lambda: self.process.poll() is not None, "the end", timeout_s)
         return self.process.wait()
