@@ -164,12 +164,31 @@ def test_undo_retry_and_edit():
     conversation = talked(3)
     undone, retried = obey(conversation, "/undo", "/retry")
     assert undone.say == "forgotten: question number 2"
-    assert (retried.ask, retried.retry) == ("question number 1", 1)
-    assert len(conversation.messages) == 2
+    assert (retried.ask, retried.replaces, retried.retry) == ("question number 1", True, 1)
     (edited,) = obey(conversation, "/edit")
-    assert edited.edit == "question number 0" and conversation.messages == []
-    with pytest.raises(ValueError, match="there is no message yet"):
-        obey(conversation, "/undo")
+    assert edited.edit == "question number 1" and len(conversation.messages) == 4  # until it is sent
+    before = conversation.messages[:2]
+    got = "".join(piece.text for piece in conversation.ask("Another?", replaces=True))
+    assert conversation.messages == [
+        *before,
+        {"role": "user", "content": "Another?"},
+        {"role": "assistant", "content": got},
+    ]
+    obey(conversation, "/undo", "/undo")
+    for line in ("/undo", "/retry", "/edit"):
+        with pytest.raises(ValueError, match="there is no message yet"):
+            obey(conversation, line)
+
+
+def test_another_try_that_gives_nothing_leaves_the_answer():
+    conversation = talked(2)
+    before = list(conversation.messages)
+    conversation.interrupt()
+    assert all(not piece.tokens for piece in conversation.ask("question number 1", replaces=True))
+    conversation.resume()
+    with pytest.raises(ValueError, match="context holds 256"):
+        conversation.ask("word " * 300, replaces=True)
+    assert conversation.messages == before
 
 
 def test_another_try_has_another_seed(monkeypatch):
@@ -187,7 +206,7 @@ def test_another_try_has_another_seed(monkeypatch):
     for line in ("/retry", "/retry", "/tokens", "/retry"):
         outcome = session.obey(line)
         if outcome.ask is not None:
-            list(conversation.ask(outcome.ask, outcome.retry))
+            list(conversation.ask(outcome.ask, replaces=outcome.replaces, retry=outcome.retry))
     assert seeds == [5, 6, 7, 6] and len(conversation.messages) == 2
 
 
@@ -320,7 +339,7 @@ def test_the_status_says_how_an_answer_ended():
     conversation.interrupt()
     list(pieces)
     conversation.resume()
-    assert commands.status(conversation).startswith("stopped; the message is forgotten, 0 tokens, context ")
+    assert commands.status(conversation).startswith("stopped; the conversation stays as it was, 0 tokens")
 
 
 @pytest.mark.parametrize(("free_mb", "least", "most"), [(10_000, 8192, 8192), (60, 64, 8000), (1, 64, 64)])
@@ -403,7 +422,7 @@ def test_an_engine_that_fails_leaves_the_conversation(monkeypatch, capsys):
     conversation = talked(1)
     session = Session(conversation, None)
 
-    def fail(*_):
+    def fail(*_, **__):
         raise RuntimeError("the engine failed")
 
     monkeypatch.setattr(Conversation, "ask", fail)

@@ -56,7 +56,7 @@ def test_a_chat_in_a_terminal(tmp_path):
         window.type("Hi\r")
         window.wait(r"^reading \d,\d+ tokens")
         window.type(CTRL_C)
-        window.wait("^stopped; the message is forgotten, 0 tokens")
+        window.wait("^stopped; the conversation stays as it was, 0 tokens")
 
         # Ctrl-C in the middle of an answer, after the window has become narrower. What came stays.
         window.wait(AT_PROMPT)
@@ -75,6 +75,16 @@ def test_a_chat_in_a_terminal(tmp_path):
         window.type(f"/load {too_long}\r/set max_new_tokens 4\rAnd now?\r")
         window.wait(r"^\(the context is full: the model no longer")
         window.wait(r"^cut off by max_new_tokens, .*4 tokens,\n")
+
+        # A message is changed and sent again.
+        window.wait(AT_PROMPT)
+        window.type("/edit\r")
+        window.wait("^> And now[?]$")
+        window.type("\x15And then?\r")  # Ctrl-U deletes the line
+        window.wait(r"^> And then\?\n(.*\n)+cut off")
+        window.type(f"/save {tmp_path / 'edited.json'}\r")
+        window.wait("26 messages")
+        assert messages(tmp_path / "edited.json")[24] == "And then?"
 
         # Ctrl-C at the prompt: first it clears what is typed.
         window.wait(AT_PROMPT)

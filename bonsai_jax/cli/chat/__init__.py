@@ -181,27 +181,27 @@ def talk(session: Session, *, typed: bool, plain: bool) -> None:
     else:
         lines = piped()
         read = lambda _: next(lines, None)  # noqa: E731
-    at_prompt = ""
-    while True:
+    outcome = Outcome()
+    while not outcome.leave:
         try:
-            line = read(at_prompt)
-            outcome = (
-                Outcome(leave=True) if line is None else respond(session, line, typed=typed, plain=plain)
-            )
+            line = read(outcome.edit or "")
+            if line is None:
+                return
+            outcome = respond(session, line, replaces=outcome.edit is not None, typed=typed, plain=plain)
         except KeyboardInterrupt:  # between an answer and the prompt, or while a model loads
             if not typed:
                 raise
             outcome = Outcome()
-        if outcome.leave:
-            return
-        at_prompt = outcome.edit or ""
 
 
-def respond(session: Session, line: str, *, typed: bool, plain: bool) -> Outcome:
-    """Carry out a command, or answer a message. Errors become a line on stderr."""
+def respond(session: Session, line: str, *, replaces: bool = False, typed: bool, plain: bool) -> Outcome:
+    """Carry out a command, or answer a message. Errors become a line on stderr.
+
+    replaces  whether a message takes the place of the last one
+    """
     try:
         is_command = line.startswith("/") and not line.startswith("//")
-        outcome = session.obey(line) if is_command else Outcome(ask=line.removeprefix("/"))
+        outcome = session.obey(line) if is_command else Outcome(ask=line.removeprefix("/"), replaces=replaces)
     except (ValueError, NotImplementedError, MemoryError, OSError, ImportError) as error:
         say(f"error: {errors.one_line(error, ())}")
         return Outcome()
@@ -209,7 +209,8 @@ def respond(session: Session, line: str, *, typed: bool, plain: bool) -> Outcome
         say(outcome.say)
     if outcome.ask is not None and outcome.ask.strip():
         try:
-            answer(session.conversation, outcome.ask, outcome.retry, typed=typed, plain=plain)
+            how = {"replaces": outcome.replaces, "retry": outcome.retry}
+            answer(session.conversation, outcome.ask, **how, typed=typed, plain=plain)
         except ValueError as error:
             say(f"error: {errors.one_line(error, ())}")
         except RuntimeError as error:  # the engine failed; the conversation can still be saved
@@ -227,13 +228,24 @@ def piped() -> Iterator[str]:
         raise ValueError("standard input: the next line is not UTF-8 text") from None
 
 
-def answer(conversation: Conversation, text: str, retry: int = 0, *, typed: bool, plain: bool) -> None:
-    """Show the answer as it comes, until it ends or Ctrl-C is pressed."""
+def answer(
+    conversation: Conversation,
+    text: str,
+    *,
+    replaces: bool = False,
+    retry: int = 0,
+    typed: bool,
+    plain: bool,
+) -> None:
+    """Show the answer as it comes, until it ends or Ctrl-C is pressed. Arguments: `Conversation.ask`, `talk`."""
     from bonsai_jax.cli.chat import render
 
     before, dropped, first = conversation.depth, conversation.dropped, conversation.figures is None
     output = render.output(plain=plain)
-    with stopped_by_interrupt(conversation), contextlib.closing(conversation.ask(text, retry)) as pieces:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(stopped_by_interrupt(conversation))
+        pieces = conversation.ask(text, replaces=replaces, retry=retry)
+        stack.enter_context(contextlib.closing(pieces))
         figures = conversation.figures
         assert figures is not None
         if conversation.dropped > dropped:

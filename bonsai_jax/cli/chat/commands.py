@@ -18,13 +18,14 @@ class Outcome(NamedTuple):
 
     say    text for the user
     ask    a message to be answered now
-    retry  as for Conversation.ask
-    edit   a message that the user changes before it is sent
+    replaces, retry   as for Conversation.ask
+    edit   a message that the user changes; what is sent then replaces the last one
     leave  whether the chat ends
     """
 
     say: str | None = None
     ask: str | None = None
+    replaces: bool = False
     retry: int = 0
     edit: str | None = None
     leave: bool = False
@@ -64,11 +65,11 @@ def _undo(session: Session, _: str) -> Outcome:
 
 def _retry(session: Session, _: str) -> Outcome:
     session.retries += 1
-    return Outcome(ask=session.conversation.undo(), retry=session.retries)
+    return Outcome(ask=session.conversation.last_message(), replaces=True, retry=session.retries)
 
 
 def _edit(session: Session, _: str) -> Outcome:
-    return Outcome(edit=session.conversation.undo())
+    return Outcome(edit=session.conversation.last_message())
 
 
 def _reset(session: Session, _: str) -> Outcome:
@@ -270,7 +271,7 @@ def status(conversation: Conversation) -> str:
     assert figures is not None
     parts = []
     if figures.finish_reason == "cancelled":
-        parts.append("stopped" if figures.text else "stopped; the message is forgotten")
+        parts.append("stopped" if figures.text else "stopped; the conversation stays as it was")
     elif figures.finish_reason == "length":
         parts.append(
             "the context is full"

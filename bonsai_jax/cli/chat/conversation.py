@@ -64,14 +64,16 @@ class Conversation:
         figures = self.figures
         return 0 if figures is None else self.reused + figures.prompt_tokens + len(figures.tokens)
 
-    def ask(self, text: str, retry: int = 0) -> Generator["Piece"]:
+    def ask(self, text: str, *, replaces: bool = False, retry: int = 0) -> Generator["Piece"]:
         """Stream the answer to a message. Closing the generator, or `interrupt`, stops the answer. The text
-        so far becomes part of the conversation; if there is none yet, the message is forgotten.
+        so far becomes part of the conversation; if there is none yet, the conversation stays as it is.
 
-        retry  added to the seed, so that another try at a message gives another answer
-        Raises ValueError, and forgets the message, if it does not fit the context.
+        replaces  whether the message takes the place of the last one and its answer
+        retry     added to the seed, so that another try at a message gives another answer
+        Raises ValueError, and changes nothing, if the message does not fit the context.
         """
-        messages = [*self.messages, {"role": "user", "content": text}]
+        earlier = self.messages[: self._last()] if replaces else self.messages
+        messages = [*earlier, {"role": "user", "content": text}]
         ids, self.dropped = self.prompt(messages)
         room = self.context - len(ids)
         limit = min(self.max_new_tokens, room) if self.max_new_tokens >= 0 else room
@@ -131,20 +133,21 @@ class Conversation:
         is full, the oldest turns are dropped until half of it is free: then the next turns find the rest in
         the cache. Raises ValueError if the last message does not fit, or by on_full.
         """
-        ids = self.encode(messages[self.dropped :])
-        turns = [i for i, m in enumerate(messages) if m["role"] == "user" and i >= self.dropped]
+        dropped = min(self.dropped, len(messages) - 1)
+        ids = self.encode(messages[dropped:])
+        turns = [i for i, m in enumerate(messages) if m["role"] == "user" and i >= dropped]
         quarter = max(1, self.context // 4)
         room = self.context - (min(self.max_new_tokens, quarter) if self.max_new_tokens >= 0 else quarter)
         if self.on_full == "stop":
             if len(ids) < self.context:
-                return Prompt(ids, self.dropped)
+                return Prompt(ids, dropped)
             if len(turns) > 1:
                 raise ValueError(
                     f"the conversation has {len(ids)} tokens and the context holds {self.context}: /reset "
                     "begins a new one, --on-full drop forgets the oldest turns, --ctx sets a larger context"
                 )
         elif len(ids) <= room:
-            return Prompt(ids, self.dropped)
+            return Prompt(ids, dropped)
         for limit, starts in ((self.context // 2, turns[:-1]), (room, turns), (self.context - 1, turns)):
             if (first := self._first_that_fits(messages, starts, limit)) is not None:
                 return Prompt(self.encode(messages[first:]), first)
@@ -170,13 +173,19 @@ class Conversation:
 
     def undo(self) -> str:
         """Forget the last message and its answer. Returns the message. Raises ValueError if there is none."""
-        last = max((i for i, m in enumerate(self.messages) if m["role"] == "user"), default=None)
-        if last is None:
-            raise ValueError("there is no message yet")
-        text = self.messages[last]["content"]
-        self.messages = self.messages[:last]
-        self.dropped = min(self.dropped, last)
+        text, last = self.last_message(), self._last()
+        self.messages, self.dropped = self.messages[:last], min(self.dropped, last)
         return text
+
+    def last_message(self) -> str:
+        """The user's last message. Raises ValueError if there is none."""
+        return self.messages[self._last()]["content"]
+
+    def _last(self) -> int:
+        for at in range(len(self.messages) - 1, -1, -1):
+            if self.messages[at]["role"] == "user":
+                return at
+        raise ValueError("there is no message yet")
 
     def switch(self, engine: "Engine") -> None:
         """Go on with another model."""
