@@ -237,7 +237,10 @@ def answer(
     typed: bool,
     plain: bool,
 ) -> None:
-    """Show the answer as it comes, until it ends or Ctrl-C is pressed. Arguments: `Conversation.ask`, `talk`."""
+    """Show the answer as it comes, until it ends or Ctrl-C is pressed.
+
+    The arguments are those of `Conversation.ask` and `talk`.
+    """
     from bonsai_jax.cli.chat import render
 
     before, dropped, first = conversation.depth, conversation.dropped, conversation.figures is None
