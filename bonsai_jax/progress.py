@@ -1,4 +1,4 @@
-"""Progress bars on a terminal."""
+"""Progress on a terminal: bars, and a line while something takes seconds."""
 
 import contextlib
 import sys
@@ -24,6 +24,19 @@ def bar(what: str) -> Iterator[Callable[..., None]]:
         yield lambda done, total, note="": display.update(
             task, completed=done, total=total, description=f"{what} {note}".strip()
         )
+
+
+@contextlib.contextmanager
+def notice(text: str) -> Iterator[None]:
+    """A line on stderr while the block runs, if stderr is a terminal. It costs no import."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    print(text, end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

@@ -1,5 +1,6 @@
 """What a model takes of a device's memory, and in which form its weights fit."""
 
+import bisect
 import collections
 import dataclasses
 import itertools
@@ -69,6 +70,23 @@ def scratch_bytes(config: ModelConfig, run: RunConfig) -> int:
     """Bytes beside the cache in which prefill puts one layer's keys and values, for a kernel that does not
     read them as they are stored; with every sequence full. `run` must be resolved."""
     return run.batch_size * max((layer.mixer.scratch_bytes(run) for layer in config.layers), default=0)
+
+
+CONTEXT_SHARE = 0.25  # of the memory that weights leave free: a CPU writes zeros into all of a cache
+
+
+def longest_context(description: Description, run: RunConfig, parts: int = 1) -> int:
+    """The model's own context, or the largest one, in whole pages, whose cache and scratch take a quarter of
+    the memory that is free beside the weights. `run` must be resolved; `parts` as for `check`."""
+    most, page = description.config.context_length, run.page_size
+    free = machine.free_memory() - weight_bytes(description, run) / parts
+
+    def exceeds(pages: int) -> bool:
+        longer = dataclasses.replace(run, context=pages * page)
+        return sum(_share(description, longer, parts)[1:]) > CONTEXT_SHARE * free
+
+    pages = bisect.bisect_left(range(1, -(-most // page) + 1), True, key=exceeds)
+    return min(most, max(pages, 1) * page)
 
 
 def explain_weights(description: Description, run: RunConfig, parts: int = 1) -> list[Verdict]:
