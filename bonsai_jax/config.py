@@ -241,6 +241,7 @@ class SamplingParams:
     logit_bias          {token id: added to its logit}
     seed                of which the last 32 bits count; None: drawn from the operating system. Prompts of one
                         call with one SamplingParams get seed, seed + 1, ...
+    Raises ValueError for a value out of these ranges; it names the field.
     """
 
     temperature: float = 0.8

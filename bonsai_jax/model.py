@@ -91,7 +91,8 @@ def from_checkpoint(
     mesh: jax.sharding.Mesh | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
-    """`load` for a checkpoint that is open already."""
+    """`load` for a checkpoint that is open already (checkpoints.open_checkpoint). Arguments and errors as for
+    `load`."""
     if not isinstance(run, RunConfig):
         raise TypeError(
             f"run is a {type(run).__name__}; give bj.RunConfig, such as bj.RunConfig(context=8192)"
@@ -135,6 +136,8 @@ def new_state(
 
     speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
                 can (speculation.py)
+    Raises ValueError for a batch_size or context below 1, for another number of params than sequences, and
+    where "mtp" lacks its draft layer.
     """
     options = {"ignore_eos": ignore_eos, "speculate": speculate}
     return start_state(model, new_cache(model, batch_size, context), params, max_new_tokens, **options)

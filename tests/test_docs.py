@@ -22,10 +22,14 @@ def code_of(page):
     return "\n".join(FENCED.findall(page.read_text()))
 
 
+def name(page):
+    return str(page.relative_to(ROOT).with_suffix("")).removeprefix("docs/")
+
+
 WITH_SNIPPETS = [page for page in PAGES if code_of(page)]
-RUN = [pytest.param(page, "synth:tiny-llama:q8_0", id=page.stem) for page in WITH_SNIPPETS]
+RUN = [pytest.param(page, "synth:tiny-llama:q8_0", id=name(page)) for page in WITH_SNIPPETS]
 RUN += [
-    pytest.param(page, "demo", id=f"{page.stem}, demo", marks=pytest.mark.slow)
+    pytest.param(page, "demo", id=f"{name(page)}, demo", marks=pytest.mark.slow)
     for page in WITH_SNIPPETS
     if '"demo"' in code_of(page)
 ]
@@ -50,7 +54,7 @@ def test_snippets_run_as_written(page, demo, tmp_path, monkeypatch):
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.stem)
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name)
 def test_links_lead_somewhere(page):
     for target, _ in LINK.findall(page.read_text()):
         assert target.startswith("https://") or (page.parent / target).exists(), target
