@@ -75,7 +75,7 @@ def page(path: str, files: Files, config) -> str:
     if path == "benchmarks/LOG.md":
         return f"---\nsearch:\n  exclude: true\n---\n{text}"
     if path.endswith(".py"):
-        return f"# {path}\n\n```python\n{text}```\n"
+        return f"# {posixpath.basename(path)}\n\n```python\n{text}```\n"
     if path.endswith(".ipynb"):
         return "\n\n".join(cells(path, json.loads(text), files, config))
     return text
