@@ -62,11 +62,12 @@ def tables(lines: list[str]) -> list[str]:
         sentences.clear()
         rows.clear()
 
+    columns = {match.start("meaning") for match in map(ROW.match, lines) if match}
     for line in lines:
-        if match := ROW.match(line):
+        if row := split_row(line, columns):
             if sentences:
                 flush()
-            rows.append([match["name"], match["meaning"]])
+            rows.append(row)
         elif line.startswith("  ") and rows:
             rows[-1][1] += " " + line.strip()
         else:
@@ -75,6 +76,15 @@ def tables(lines: list[str]) -> list[str]:
             sentences.append(line.strip())
     flush()
     return parts
+
+
+def split_row(line: str, columns: set[int]) -> list[str] | None:
+    """Name and meaning; the longest name of a table stands one space before a column of meanings."""
+    if match := ROW.match(line):
+        return [match["name"], match["meaning"]]
+    name, _, meaning = line.partition(" ")
+    tight = name.isidentifier() and len(name) + 1 in columns and name not in ("Returns", "Raises")
+    return [name, meaning] if tight else None
 
 
 def plain(text: str) -> str:
