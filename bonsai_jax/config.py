@@ -197,6 +197,7 @@ class RunConfig:
                  wait until a sequence ends
     draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
                  left aside
+    Raises ValueError for a value that a setting does not have; it lists those that it has.
     """
 
     impl: choices.Impl = "auto"

@@ -31,6 +31,7 @@ def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     Every array has the name of its field, "cache.attention.0.k" or "sampler.counts"; random keys are saved as
     their words. Metadata says what the file is, for `load_state`. The file appears, or is replaced, only when
     all is written.
+    Raises TypeError for anything else, and OSError where the file cannot be written.
     """
     path = Path(path)
     if not isinstance(state, State | KVCache):
