@@ -91,8 +91,7 @@ def from_checkpoint(
     mesh: jax.sharding.Mesh | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Model:
-    """`load` for a checkpoint that is open already (checkpoints.open_checkpoint). Arguments and errors as for
-    `load`."""
+    """`load` for a checkpoint that is open already."""
     if not isinstance(run, RunConfig):
         raise TypeError(
             f"run is a {type(run).__name__}; give bj.RunConfig, such as bj.RunConfig(context=8192)"

@@ -161,10 +161,7 @@ def logits(model: Model, token_ids: Sequence[int]) -> Float[np.ndarray, "T V"]:
 
 
 def iter_logits(model: Model, token_ids: Sequence[int]) -> Iterator[Float[np.ndarray, "chunk V"]]:
-    """`logits` in chunks, float32 [at most 512, vocab], for texts whose logits do not fit in memory at once.
-
-    Raises ValueError as `logits` does, when the first chunk is asked for.
-    """
+    """`logits` in chunks of at most 512 tokens, for texts whose logits do not fit in memory at once."""
     ids = encode(model, token_ids)
     check_room(model, len(ids), 0)
     rows = placement.padded_rows(1, model.mesh)

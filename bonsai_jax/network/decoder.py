@@ -27,11 +27,7 @@ UNROLL = 4  # layers of a turn of prefill's loop on kernels: between turns a GPU
 
 @over_mesh("whole", arrays="whole")
 def embed(params: Params, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch H"]:
-    """The embedding's rows of these tokens, dequantized: float32 [..., hidden].
-
-    They are not yet multiplied by config.embedding_scale (Gemma); `forward` and `extend` do that. Ids are not
-    checked: one beyond the vocabulary returns numbers that mean nothing.
-    """
+    """The embedding's rows of these tokens, decoded to float32; not scaled."""
     if params.axis is None:
         return params.embed.rows(tokens)
     count = params.embed.shape[0]  # tokens of the vocabulary that this device has
