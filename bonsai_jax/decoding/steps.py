@@ -108,6 +108,7 @@ def step(
                       draw, before penalties and truncation. -inf bans a token
     logprobs          n: log-probabilities of the drawn tokens and of the n likeliest; None: none
     Returns the state, the tokens int32 [B], NO_TOKEN for rows that had ended, and Logprobs [B] or None.
+    Raises TypeError for params of another kind.
     """
     running = state.remaining > 0
     full = state.cache.lengths >= state.cache.capacity
@@ -179,7 +180,7 @@ def generate_tokens(
     size    new tokens of a row in the result, at least the largest max_new_tokens; static
     taps, logits_processor, logprobs   as for `step`
     Returns the final state, the new tokens int32 [B, size], NO_TOKEN after a row's end, and Logprobs
-    [B, size] or None.
+    [B, size] or None. Raises ValueError for a size below 1; other errors are those of `prefill`.
     """
     if operator.index(size) < 1:
         raise ValueError(f"generate_tokens: size is {size}; it must be 1 or more, for the first token")
