@@ -196,6 +196,7 @@ class RunConfig:
                  wait until a sequence ends
     draft        whether the draft layer (MTP) that the file has is loaded, for speculate="mtp"; else it is
                  left aside
+    Raises ValueError for a value that a setting does not have; it lists those that it has.
     """
 
     impl: choices.Impl = "auto"
@@ -243,6 +244,7 @@ class SamplingParams:
     logit_bias          {token id: added to its logit}
     seed                of which the last 32 bits count; None: drawn from the operating system. Prompts of one
                         call with one SamplingParams get seed, seed + 1, ...
+    Raises ValueError for a value out of these ranges; it names the field.
     """
 
     temperature: float = 0.8

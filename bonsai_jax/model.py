@@ -157,6 +157,8 @@ def new_state(
     speculate: str | None = None,
 ) -> core.State:
     """A generation state for batch_size sequences of up to `context` tokens each, all empty.
+    Raises ValueError for a batch_size or context below 1, for another number of params than sequences, and
+    where "mtp" lacks its draft layer.
 
     speculate   "ngram" or, with a draft layer, "mtp": `decode` draws the same tokens in fewer steps, where it
                 can (speculation.py)

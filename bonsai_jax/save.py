@@ -29,6 +29,7 @@ FORMAT = "bonsai-jax state 3"
 
 def save_state(path: str | os.PathLike[str], state: State | KVCache) -> None:
     """Write a generation state, or a cache alone (a prefix that many will share), as a safetensors file.
+    Raises TypeError for anything else, and OSError where the file cannot be written.
 
     Every array has the name of its field, "cache.states.attention.0.k" or "sampler.counts"; random keys are
     saved as their words. Metadata says what the file is, for `load_state`. The file appears, or is replaced,

@@ -297,7 +297,13 @@ def schedules(problem: Step, impl: str = "auto") -> tuple[tuple[int, str], ...]:
 
 def for_device(w: QTensor, *, matrices: int = 1, bits: int = 8, impl: str = "auto") -> QTensor:
     """A matrix, or a stack of them, in the layout and with the kernels that it would be loaded with on the
-    default device (`products`)."""
+    default device (`products`).
+
+    matrices  how many of this shape are multiplied with one input (gate and up: 2)
+    bits      8 or 16, to which kernels may round activations
+    impl      "auto", "reference", "pallas", or the name of a candidate
+    Raises ValueError for a name that no candidate has.
+    """
     problem = Matmul(device.platform(), w.format, *w.shape, matrices=matrices, bits=bits)
     chosen = products(problem, impl)
     return (tile(w) if chosen.tiled else w).replace(products=chosen)

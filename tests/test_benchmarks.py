@@ -205,6 +205,14 @@ def test_the_plot_takes_the_fastest_row_of_each_model_and_its_own_ceiling():
     assert (large.model, large.bytes, large.ceiling, large.commit) == ("large", 5e8, 400.0, "b")
 
 
+def test_the_picture_of_speed_is_that_of_the_readmes_table():
+    """If not: uv run python benchmarks/plot_readme.py."""
+    plot_readme = module("plot_readme")
+    readme = (ROOT / "README.md").read_text()
+    assert list(plot_readme.pairs(readme)) == ["Q1_0", "Q4_K_M", "27B, Q1_0", "30B-A3B, Q4_K_M"]
+    assert plot_readme.draw(readme) == (ROOT / "docs/speed.svg").read_text()
+
+
 def test_requantized_weights_run_in_llama_cpp_and_here_and_the_answers_can_be_kept(tmp_path):
     source = "synth:tiny-qwen2:f32"
     arguments = ("--prompts", 2, "-n", 6)

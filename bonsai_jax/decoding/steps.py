@@ -41,7 +41,13 @@ LogitsProcessor = Callable[[jax.Array, State], jax.Array]
 def start(
     cache: KVCache, sampler: Sampler, stop_ids: Int[Array, "B S"], max_new_tokens: Int[Array, "B"]
 ) -> State:
-    """A state without any token, ready for prefill."""
+    """A state without any token, ready for prefill. `new_state` makes all of its parts.
+
+    cache           its rows are those of the state; it may hold tokens already, which prefill continues
+    sampler         each row's sampling parameters, key and token counts
+    stop_ids        int32 [B, S], tokens that end a row, padded with -1
+    max_new_tokens  int32 [B], most tokens that each row draws
+    """
     remaining = jnp.asarray(max_new_tokens, jnp.int32)  # a weak type would compile everything once more
     return State(cache, jnp.full_like(remaining, NO_TOKEN), remaining, stop_ids, sampler)
 
@@ -67,7 +73,7 @@ def prefill(
              [B, T, H], vectors in place of tokens, as `embed` makes them
     lengths  int32 [B], 1 to T
     taps, logits_processor, logprobs   as for `step`
-    Returns the state, the tokens int32 [B], and Logprobs [B] or None.
+    Returns the state, the tokens int32 [B], and Logprobs [B] or None. Errors are those of `extend`.
     """
     check_options(state, config, taps, logits_processor, logprobs)
     tokens, lengths = checked_tokens(tokens, lengths, state.cache, config)
@@ -106,6 +112,7 @@ def step(
                       draw, before penalties and truncation. -inf bans a token
     logprobs          n: log-probabilities of the drawn tokens and of the n likeliest; None: none
     Returns the state, the tokens int32 [B], NO_TOKEN for rows that had ended, and Logprobs [B] or None.
+    Raises TypeError for params of another kind.
     """
     check_options(state, config, taps, logits_processor, logprobs)
     running = state.remaining > 0
@@ -181,7 +188,7 @@ def generate_tokens(
     size    new tokens of a row in the result, at least the largest max_new_tokens; static
     taps, logits_processor, logprobs   as for `step`
     Returns the final state, the new tokens int32 [B, size], NO_TOKEN after a row's end, and Logprobs
-    [B, size] or None.
+    [B, size] or None. Raises ValueError for a size below 1; other errors are those of `prefill`.
     """
     size = arguments.whole("size", size, 1)  # 1 for the first token
     options = {"taps": taps, "logits_processor": logits_processor, "logprobs": logprobs}
@@ -209,6 +216,8 @@ def extend(
     taps     edits activations; activations that it reads are dropped
     Returns float32 logits after every token (those of padding mean nothing), and the cache. `KVCache.rewind`
     removes a row's last tokens, `KVCache.take` copies and reorders rows.
+    Raises ValueError for shapes that do not fit each other, and TypeError for another kind of numbers. Values
+    are not checked (see `checked`).
     """
     check_taps(taps)
     tokens, lengths = checked_tokens(tokens, lengths, cache, config)
@@ -237,6 +246,8 @@ def forward(
 
     Differentiable (jax.grad) in vectors, in dense weights, and in everything that taps.edit closes over. It
     runs the reference attention, with float32 keys and values in a cache of its own.
+
+    Errors are those of `extend`.
     """
     check_taps(taps)
     tokens, lengths = checked_tokens(tokens, lengths, None, config)

@@ -62,6 +62,7 @@ class Engine:
 
     Safe to call from several threads, and from asyncio. It compiles decode for 1, 2, 4, ... max_batch_size
     rows and prefill of a few sizes, each when it is first needed; `warmup` compiles them all beforehand.
+    Raises ValueError for a number that is not a whole one or too small, and for a context beyond the model's.
     """
 
     def __init__(

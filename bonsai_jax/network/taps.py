@@ -52,6 +52,7 @@ class Taps:
     Nothing is done or kept where there are no taps. rot_q, rot_k, scores and pattern are what a kernel of
     attention keeps to itself: they exist where attention is the reference, as in `bj.forward` everywhere.
     Scores and pattern are of all keys at once, memory that attention otherwise does without.
+    Raises ValueError for a name that is not a site.
     """
 
     read: frozenset[str] = frozenset()

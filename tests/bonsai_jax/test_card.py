@@ -193,9 +193,9 @@ BONSAI = re.compile(
 )
 
 
-def test_the_readme_says_what_each_bonsai_file_needs():
+def test_the_docs_say_what_each_bonsai_file_needs():
     """As `inspect` does, for a GPU and a CPU; weights, and a row of 4,096 tokens."""
-    rows = BONSAI.findall((Path(__file__).parents[2] / "README.md").read_text())
+    rows = BONSAI.findall((Path(__file__).parents[2] / "docs/formats.md").read_text())
     assert len(rows) == 15
     usual = {"Q2_0": "q2_0_g128", "Q2_g64": "q2_0_g64"}
     for file, model, format, *said in rows:
