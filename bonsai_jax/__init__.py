@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from bonsai_jax.engine.answers import Output, Piece
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.network.cache import KVCache
-    from bonsai_jax.network.decoder import embed
+    from bonsai_jax.network.decoder import embed, unembed
     from bonsai_jax.network.parallel import over_mesh
     from bonsai_jax.network.taps import Taps
     from bonsai_jax.save import load_state, save_state
@@ -74,7 +74,7 @@ _HOMES = {
     "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokens.tokenizer": ("Tokenizer",),
-    "bonsai_jax.network.decoder": ("embed",),
+    "bonsai_jax.network.decoder": ("embed", "unembed"),
     "checkpoints": ("CheckpointError",),
 }
 
@@ -133,4 +133,5 @@ __all__ = [
     "start",
     "step",
     "stream",
+    "unembed",
 ]

@@ -13,7 +13,8 @@ from jax.experimental import checkify
 from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.cache import KVCache
 
-STATIC = ("config", "size", "taps", "logits_processor", "logprobs")  # arguments that are not arrays
+# Arguments that are not arrays.
+STATIC = ("config", "size", "taps", "logits_processor", "logprobs", "stop_at_layer", "logits")
 
 _checking = contextvars.ContextVar("checking", default=False)
 

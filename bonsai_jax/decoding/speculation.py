@@ -139,7 +139,7 @@ def step(
         params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates
     )
     cache = draft.follow(params, cache, hidden, tokens, positions, config)
-    scores = decoder.logits(params, hidden, config)  # [B, T, V]
+    scores = decoder.unembed(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
     logits = scores
     if logits_processor is not None:

@@ -210,7 +210,7 @@ def test_logits_after_every_token_compile(source):
     with as_on_a_gpu((9, 0)):
         params, _, config = shapes(source, context=512)
         x = jax.ShapeDtypeStruct((1, 512, config.hidden), jnp.float32)
-        compile_for_gpu(lambda params, x: decoder.logits(params, x, config), params, x)
+        compile_for_gpu(lambda params, x: decoder.unembed(params, x, config), params, x)
 
 
 def check_prefill(source, capability, cache_dtype="bfloat16"):
