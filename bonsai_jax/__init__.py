@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from bonsai_jax.network.decoder import embed, unembed
     from bonsai_jax.network.parallel import over_mesh
     from bonsai_jax.network.taps import Taps
+    from bonsai_jax.research.embeddings import embed_texts
+    from bonsai_jax.research.harvest import Harvested, harvest
+    from bonsai_jax.research.score import Score, score
     from bonsai_jax.save import load_state, save_state
     from bonsai_jax.text import generate, iter_logits, logits, stream
     from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -70,6 +73,9 @@ _HOMES = {
     "bonsai_jax.weights.placement": ("make_mesh",),
     "bonsai_jax.decoding.sampling": ("Logprobs",),
     "bonsai_jax.decoding.state": ("Drawn", "State"),
+    "bonsai_jax.research.embeddings": ("embed_texts",),
+    "bonsai_jax.research.harvest": ("Harvested", "harvest"),
+    "bonsai_jax.research.score": ("Score", "score"),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
@@ -100,6 +106,7 @@ __all__ = [
     "Drawn",
     "Engine",
     "Handle",
+    "Harvested",
     "KVCache",
     "Logprobs",
     "Model",
@@ -108,17 +115,20 @@ __all__ = [
     "Piece",
     "RunConfig",
     "SamplingParams",
+    "Score",
     "State",
     "Taps",
     "Tokenizer",
     "checked",
     "decode",
     "embed",
+    "embed_texts",
     "extend",
     "forward",
     "from_checkpoint",
     "generate",
     "generate_tokens",
+    "harvest",
     "iter_logits",
     "jitted",
     "load",
@@ -130,6 +140,7 @@ __all__ = [
     "over_mesh",
     "prefill",
     "save_state",
+    "score",
     "start",
     "step",
     "stream",

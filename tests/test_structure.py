@@ -41,7 +41,7 @@ ROOMS = (
     ("card",),
     ("model",),
     ("engine", "nnx", "save"),
-    ("text",),
+    ("research", "text"),
     ("__init__",),
     ("batch",),
     ("measure",),

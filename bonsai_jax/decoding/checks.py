@@ -14,7 +14,7 @@ from bonsai_jax.config import ModelConfig
 from bonsai_jax.network.cache import KVCache
 
 # Arguments that are not arrays.
-STATIC = ("config", "size", "taps", "logits_processor", "logprobs", "stop_at_layer", "logits")
+STATIC = ("config", "size", "taps", "logits_processor", "logprobs", "stop_at_layer", "logits", "pooling")
 
 _checking = contextvars.ContextVar("checking", default=False)
 
