@@ -26,8 +26,8 @@ def step_options(model: Model, taps: Taps | None, logits_processor, logprobs: in
         raise TypeError(f"taps is a {type(taps).__name__}; give bj.Taps(edit=...)")
     if taps is not None and taps.read:
         raise ValueError(
-            f"taps: read names {', '.join(sorted(taps.read))}, but a generation returns no activations; call "
-            "bj.forward on the prompt and its answer with the same taps"
+            f"taps: read names {', '.join(sorted(taps.read))}, but these taps only edit; to read, call "
+            "bj.forward, or bj.generate with read="
         )
     most = model.config.vocab_size
     if logprobs is not None and not (isinstance(logprobs, int | np.integer) and 0 <= logprobs <= most):

@@ -8,6 +8,7 @@ The output matrix is applied to the tokens before those that are scored, and to 
 """
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -65,7 +66,7 @@ def score(
                    the prompt's when both are encoded together; its own, where the prompt's would change
     progress       True: a bar; or called with prompts read so far and in all
     Returns for each prompt a Score for each of its continuations. A prompt is read once for all of its
-    continuations (over a mesh with an axis "data", once for each).
+    continuations, as are equal prompts (over a mesh with an axis "data", once for each continuation).
     Raises ValueError for an empty prompt or continuation, or where both exceed the context, and TypeError for
     what are no texts or ids.
 
@@ -188,17 +189,21 @@ def _continuation(model: Model, prompt: Any, ids: list[int], one: Any, number: i
 
 def _rows(items: list[tuple[list[int], list[list[int]]]], alone: bool) -> Iterable[Row]:
     """What is read in the first place; alone: each continuation with a prompt of its own."""
-    number = 0
+    numbers = itertools.count()
+    branches: dict[Any, list[tuple[int, list[int]]]] = {}  # by prompt: equal ones are read once
     for prompt, each in items:
-        last, numbered = len(prompt) - 1, list(enumerate(each, number))
-        number += len(each)
-        if alone or len(each) == 1:
-            for n, ids in numbered:
-                targets = [Target(last + offset, n, offset, token) for offset, token in enumerate(ids)]
-                yield Row([*prompt, *ids[:-1]], targets, [])
-        elif each:
-            targets = [Target(last, n, 0, ids[0]) for n, ids in numbered]
-            yield Row(prompt, targets, [(n, ids) for n, ids in numbered if len(ids) > 1])
+        for ids in each:
+            number = next(numbers)
+            branches.setdefault((tuple(prompt), number if alone else None), []).append((number, ids))
+    for (prompt, _), own in branches.items():
+        last = len(prompt) - 1
+        if len(own) == 1:
+            ((n, ids),) = own
+            targets = [Target(last + offset, n, offset, token) for offset, token in enumerate(ids)]
+            yield Row([*prompt, *ids[:-1]], targets, [])
+        else:
+            targets = [Target(last, n, 0, ids[0]) for n, ids in own]
+            yield Row(list(prompt), targets, [(n, ids) for n, ids in own if len(ids) > 1])
 
 
 def _read_batch(

@@ -89,6 +89,9 @@ def test_a_prompt_is_read_once_for_all_of_its_continuations(monkeypatch):
     tokens.clear()
     bj.score(tiny(), [prompt, prompt], [[[1, 2, 3]], []])
     assert tokens == [20 + 2]
+    tokens.clear()
+    bj.score(tiny(), [prompt, prompt], [[[1, 2, 3]], [[4, 5]]])
+    assert tokens == [20, 2 + 1]
 
 
 def test_tokens_of_a_text_are_those_behind_the_prompts():
