@@ -21,19 +21,21 @@ def batches(
 ) -> Iterator[tuple[Int[np.ndarray, "items"], int, int]]:
     """Cut items into batches, the longest first: (numbers of items, rows, width) of each.
 
-    tokens     most rows x width of a batch of several rows. The last batches have a power of two of rows, and
-               8 at least if there is room
+    tokens     most rows x width of a batch of several rows
     most_rows  of a batch
-    mixed      whether a batch may have items of several widths. It then pads the shorter ones, and there are
-               fewer shapes; else longer items take shorter ones along only where they are less than 8
+    mixed      True: a batch takes as many items as it may, and pads the shorter ones. False: those of its
+               width in a power of two of rows, 8 at least, and shorter ones in rows that would be empty
     """
     order = np.argsort(-np.asarray(lengths, np.int64), kind="stable")
     widths = np.array([padded_width(length) for length in lengths], np.int64)[order]
     first = 0
     while first < len(order):
         width = int(widths[first])
-        left = len(order) - first if mixed else int((widths[first:] == width).sum())
         most = min(max(1, tokens // width), most_rows)
-        rows = most if left >= most else min(most, max(LEAST_ROWS, 1 << left.bit_length() - 1))
+        if mixed:
+            rows = min(most, padded_width(len(order) - first))
+        else:
+            same = int((widths[first:] == width).sum())
+            rows = min(most, max(LEAST_ROWS, 1 << (same - 1).bit_length()))
         yield order[first : first + rows], rows, width
         first += rows

@@ -15,7 +15,7 @@ from bonsai_jax.decoding.checks import checked_tokens
 from bonsai_jax.engine.prompts import check_room, encode, is_vectors
 from bonsai_jax.model import Model
 from bonsai_jax.network import decoder, parallel
-from bonsai_jax.network.cache import KVCache
+from bonsai_jax.network.cache import KVCache, page_count
 from bonsai_jax.network.parallel import over_mesh
 from bonsai_jax.network.params import Params
 from bonsai_jax.network.taps import Taps
@@ -110,7 +110,10 @@ class Reader:
         self, tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"], room: int = 0
     ) -> tuple[Float[Array, "B T H"], dict[str, Float[Array, "L B ..."]]]:
         """hidden_states of whole sequences, and what taps read. room: tokens that may follow in the cache."""
-        model, shape = self.model, (len(tokens), tokens.shape[1] + room)
+        model, pages = self.model, page_count(tokens.shape[1] + room, self.model.run.page_size)
+        # Few sizes of caches: fewer programs read what comes behind.
+        pages = pages if room == 0 else 1 << (pages - 1).bit_length()
+        shape = len(tokens), pages * model.run.page_size
         if shape != self._shape or self._cache is None:
             self._cache = None  # its memory is free before the next one is made
             self._cache = parallel.empty_cache(self._config, model.run, *shape, model.mesh, rewinds=True)
@@ -119,6 +122,12 @@ class Reader:
             model.params, self._cache.reset(), *self._placed(tokens, lengths), model.config, **self.options
         )
         return hidden, activations
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that a row of the batch that was read last may have, with those that follow."""
+        assert self._shape is not None
+        return self._shape[1]
 
     def read_behind(
         self, parents: Int[np.ndarray, "B"], tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"]

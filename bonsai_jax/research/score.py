@@ -31,7 +31,7 @@ from bonsai_jax.research.reading import Reader, batch_tokens, whole_ids
 from bonsai_jax.weights import placement
 
 SCORED_TOKENS = 256  # tokens whose logits exist at once: bounds [tokens, vocabulary]
-BRANCH_COPIES = 8  # copies of a batch's cache that branches are read behind: bounds their memory
+BRANCH_COPIES = 4  # copies of a batch's cache that branches are read behind: bounds their memory
 
 Ids = Sequence[int]
 
@@ -78,7 +78,7 @@ def score(
     alone = placement.size(model.mesh, placement.DATA) > 1  # rows of other devices' pages cannot be copied
     rows = list(_rows(items, alone))
     flat = [Results(own) for _, each in items for own in each]
-    reader, room = Reader(model), max((len(ids) for row in rows for _, ids in row.branches), default=0)
+    reader, room = Reader(model), max((len(ids) - 1 for row in rows for _, ids in row.branches), default=0)
     pending: deque[_Pending] = deque()
     done = 0
     with shown(progress, "scoring") as update:
@@ -214,7 +214,7 @@ def _read_batch(
     hidden, _ = reader.read(tokens, lengths, room)
     pending.append(_score_targets(reader.model, hidden, [row.targets for row in batch]))
     branches = [(parent, n, ids) for parent, row in enumerate(batch) for n, ids in row.branches]
-    most_rows = max(1, BRANCH_COPIES * batch_tokens() // (width + room))
+    most_rows = max(1, BRANCH_COPIES * batch_tokens() // reader.capacity)
     sizes = [len(ids) - 1 for *_, ids in branches]
     for numbers, count, width in batches(sizes, batch_tokens(), most_rows=most_rows, mixed=False):
         some = [branches[i] for i in numbers]
