@@ -9,6 +9,7 @@ import pytest
 
 import bonsai_jax as bj
 from bonsai_jax.research import reading
+from bonsai_jax.research import score as score_module
 from bonsai_jax.research.batches import batches, padded_width
 
 DATA = Path(__file__).parent.parent / "data"
@@ -158,6 +159,19 @@ def test_smollm2_scores_llama_cpps_answers_as_llama_cpp_does():
         np.testing.assert_allclose(score.token_logprobs, want, atol=0.02)
         ties = [top[0] - top[1] < 0.01 for top in row["top_logprobs"][:12]]
         assert score.is_greedy or any(ties)
+
+
+def test_of_equal_logits_the_first_is_greedy():
+    """As argmax has it."""
+    model = tiny()
+    head = model.params.embed if model.params.head is None else model.params.head
+    hidden = np.zeros((1, 1, model.config.hidden), np.float32)  # all logits are 0
+    columns = np.array([[0, 0, token] for token in (0, 1, 255)], np.int32)
+    logprobs, greedy = score_module.score_tokens(model.params, hidden, columns, model.config)
+    assert greedy.tolist() == [True, False, False]
+    np.testing.assert_allclose(logprobs, -np.log(head.shape[0]), atol=1e-5)
+    _, greedy = score_module.score_tokens(model.params, hidden * np.nan, columns, model.config)
+    assert not greedy.any()
 
 
 def test_batches_have_every_item_once_and_few_shapes():
