@@ -50,12 +50,15 @@ def hidden_states(
 def branch_states(
     params: Params,
     cache: KVCache,
+    prompts: Int[Array, "R"],
     parents: Int[Array, "B"],
     tokens: Int[Array, "B T"],
     lengths: Int[Array, "B"],
     config: ModelConfig,
 ) -> Float[Array, "B T H"]:
-    """hidden_states of tokens that continue rows `parents` of a cache, which stays as it is."""
+    """hidden_states of tokens that continue the first `prompts` tokens of rows `parents` of a cache, which
+    stays as it is."""
+    cache = cache.rewind(prompts) if cache.rewinds else cache  # else a row has no more than its prompt
     return hidden_states(params, cache.take(parents), tokens, lengths, config)[0]
 
 
@@ -130,10 +133,15 @@ class Reader:
         return self._shape[1]
 
     def read_behind(
-        self, parents: Int[np.ndarray, "B"], tokens: Int[np.ndarray, "B T"], lengths: Int[np.ndarray, "B"]
+        self,
+        prompts: Int[np.ndarray, "R"],
+        parents: Int[np.ndarray, "B"],
+        tokens: Int[np.ndarray, "B T"],
+        lengths: Int[np.ndarray, "B"],
     ) -> Float[Array, "B T H"]:
-        """hidden_states of tokens that continue these rows of the batch that was read last."""
-        model, arrays = self.model, self._placed(parents, tokens, lengths)
+        """hidden_states of tokens that continue the first `prompts` tokens of rows `parents` of the batch
+        that was read last."""
+        model, arrays = self.model, self._placed(prompts, parents, tokens, lengths)
         return read_branches(model.params, self._cache, *arrays, model.config)
 
     def _placed(self, *arrays: np.ndarray) -> list[jax.Array]:

@@ -1,9 +1,9 @@
 r"""How likely continuations of prompts are.
 
-    prompt a ---- continuation 1        a prompt with several continuations is read once: a first batch reads
-          \---- continuation 2          prompts, a second one what follows, behind copies of their rows
-    prompt b ---- continuation 1        a prompt with one is read together with it
+    prompt ---- continuation 1      a prompt is read together with the longest of its continuations;
+        \------ continuation 2      the others are read in a second batch, behind copies of the prompt's row
 
+A recurrent state cannot go back to the end of a prompt, so models that have one read the prompt alone.
 The output matrix is applied to the tokens before those that are scored, and to no others.
 """
 
@@ -76,7 +76,7 @@ def score(
         raise TypeError(f"model is a {type(model).__name__}; give what bj.load returns")
     items = _items(model, prompts, continuations)
     alone = placement.size(model.mesh, placement.DATA) > 1  # rows of other devices' pages cannot be copied
-    rows = list(_rows(items, alone))
+    rows = list(_rows(items, alone, rewinds=not model.config.groups("delta_net")))
     flat = [Results(own) for _, each in items for own in each]
     reader, room = Reader(model), max((len(ids) - 1 for row in rows for _, ids in row.branches), default=0)
     pending: deque[_Pending] = deque()
@@ -110,12 +110,14 @@ class Target(NamedTuple):
 class Row:
     """A sequence that is read whole.
 
-    tokens   a prompt, and its continuation but for the last token where it has only one
+    tokens   a prompt, and but for its last token the continuation that is read together with it
+    prompt   tokens of the prompt
     targets  tokens to be scored from this row's hidden states
     branches  (number, token ids) of continuations of two tokens or more that are read behind the prompt
     """
 
     tokens: list[int]
+    prompt: int
     targets: list[Target]
     branches: list[tuple[int, list[int]]]
 
@@ -187,8 +189,9 @@ def _continuation(model: Model, prompt: Any, ids: list[int], one: Any, number: i
     return list(tokens)
 
 
-def _rows(items: list[tuple[list[int], list[list[int]]]], alone: bool) -> Iterable[Row]:
-    """What is read in the first place; alone: each continuation with a prompt of its own."""
+def _rows(items: list[tuple[list[int], list[list[int]]]], alone: bool, rewinds: bool) -> Iterable[Row]:
+    """What is read in the first place; alone: each continuation with a prompt of its own; rewinds: a cache
+    can forget a continuation."""
     numbers = itertools.count()
     branches: dict[Any, list[tuple[int, list[int]]]] = {}  # by prompt: equal ones are read once
     for prompt, each in items:
@@ -196,14 +199,14 @@ def _rows(items: list[tuple[list[int], list[list[int]]]], alone: bool) -> Iterab
             number = next(numbers)
             branches.setdefault((tuple(prompt), number if alone else None), []).append((number, ids))
     for (prompt, _), own in branches.items():
-        last = len(prompt) - 1
-        if len(own) == 1:
-            ((n, ids),) = own
-            targets = [Target(last + offset, n, offset, token) for offset, token in enumerate(ids)]
-            yield Row([*prompt, *ids[:-1]], targets, [])
-        else:
-            targets = [Target(last, n, 0, ids[0]) for n, ids in own]
-            yield Row(list(prompt), targets, [(n, ids) for n, ids in own if len(ids) > 1])
+        last, together = len(prompt) - 1, []
+        if rewinds or len(own) == 1:
+            number, together = max(own, key=lambda branch: len(branch[1]))
+            own = [branch for branch in own if branch[0] != number]
+        targets = [Target(last + offset, number, offset, token) for offset, token in enumerate(together)]
+        targets += [Target(last, n, 0, ids[0]) for n, ids in own]
+        rest = [(n, ids) for n, ids in own if len(ids) > 1]
+        yield Row([*prompt, *together[:-1]], len(prompt), targets, rest)
 
 
 def _read_batch(
@@ -213,6 +216,8 @@ def _read_batch(
     tokens, lengths = reader.padded([row.tokens for row in batch], count, width)
     hidden, _ = reader.read(tokens, lengths, room)
     pending.append(_score_targets(reader.model, hidden, [row.targets for row in batch]))
+    prompts = np.zeros(len(tokens), np.int32)
+    prompts[: len(batch)] = [row.prompt for row in batch]
     branches = [(parent, n, ids) for parent, row in enumerate(batch) for n, ids in row.branches]
     most_rows = max(1, BRANCH_COPIES * batch_tokens() // reader.capacity)
     sizes = [len(ids) - 1 for *_, ids in branches]
@@ -221,7 +226,7 @@ def _read_batch(
         tokens, lengths = reader.padded([ids[:-1] for *_, ids in some], count, width)
         parents = np.zeros(len(tokens), np.int32)
         parents[: len(some)] = [parent for parent, *_ in some]
-        hidden = reader.read_behind(parents, tokens, lengths)
+        hidden = reader.read_behind(prompts, parents, tokens, lengths)
         targets = [
             [Target(offset - 1, n, offset, ids[offset]) for offset in range(1, len(ids))]
             for _, n, ids in some

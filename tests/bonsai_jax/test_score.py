@@ -85,14 +85,17 @@ def test_a_prompt_is_read_once_for_all_of_its_continuations(monkeypatch):
 
     monkeypatch.setattr(reading.Reader, "padded", counted)
     prompt = list(range(20))
-    bj.score(tiny(), [prompt], [[[1, 2, 3], [4, 5], [6], [7]]])
-    assert tokens == [20, 2 + 1]
+    bj.score(tiny(), [prompt], [[[4, 5], [1, 2, 3], [6], [7]]])
+    assert tokens == [20 + 2, 1]
+    tokens.clear()
+    bj.score(tiny("tiny-qwen35:q8_0"), [prompt], [[[4, 5], [1, 2, 3], [6]]])  # a state cannot go back
+    assert tokens == [20, 1 + 2]
     tokens.clear()
     bj.score(tiny(), [prompt, prompt], [[[1, 2, 3]], []])
     assert tokens == [20 + 2]
     tokens.clear()
     bj.score(tiny(), [prompt, prompt], [[[1, 2, 3]], [[4, 5]]])
-    assert tokens == [20, 2 + 1]
+    assert tokens == [20 + 2, 1]
 
 
 def test_tokens_of_a_text_are_those_behind_the_prompts():

@@ -225,7 +225,7 @@ def test_scores_and_harvests_compile():
         ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
         compile_for_gpu(
             lambda *arrays: reading.branch_states(*arrays, config),
-            params, state.cache, ints(64), ints(64, 12), ints(64),
+            params, state.cache, ints(24), ints(64), ints(64, 12), ints(64),
         )  # fmt: skip
         compile_for_gpu(
             lambda *arrays: score.token_scores(*arrays, config),
