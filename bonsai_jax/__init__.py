@@ -47,9 +47,12 @@ if TYPE_CHECKING:
     from bonsai_jax.engine.answers import Output, Piece
     from bonsai_jax.model import Model, from_checkpoint, load, new_cache, new_state
     from bonsai_jax.network.cache import KVCache
-    from bonsai_jax.network.decoder import embed
+    from bonsai_jax.network.decoder import embed, unembed
     from bonsai_jax.network.parallel import over_mesh
     from bonsai_jax.network.taps import Taps
+    from bonsai_jax.research.embeddings import embed_texts
+    from bonsai_jax.research.harvest import Harvested, harvest
+    from bonsai_jax.research.score import Score, score
     from bonsai_jax.save import load_state, save_state
     from bonsai_jax.text import generate, iter_logits, logits, stream
     from bonsai_jax.tokens.tokenizer import Tokenizer
@@ -71,11 +74,14 @@ _HOMES = {
     "bonsai_jax.weights.placement": ("make_mesh",),
     "bonsai_jax.decoding.sampling": ("Logprobs",),
     "bonsai_jax.decoding.state": ("Drawn", "State"),
+    "bonsai_jax.research.embeddings": ("embed_texts",),
+    "bonsai_jax.research.harvest": ("Harvested", "harvest"),
+    "bonsai_jax.research.score": ("Score", "score"),
     "bonsai_jax.save": ("load_state", "save_state"),
     "bonsai_jax.network.taps": ("Taps",),
     "bonsai_jax.text": ("generate", "iter_logits", "logits", "stream"),
     "bonsai_jax.tokens.tokenizer": ("Tokenizer",),
-    "bonsai_jax.network.decoder": ("embed",),
+    "bonsai_jax.network.decoder": ("embed", "unembed"),
     "checkpoints": ("CheckpointError",),
 }
 
@@ -103,6 +109,7 @@ __all__ = [
     "Drawn",
     "Engine",
     "Handle",
+    "Harvested",
     "KVCache",
     "Logprobs",
     "Model",
@@ -111,17 +118,20 @@ __all__ = [
     "Piece",
     "RunConfig",
     "SamplingParams",
+    "Score",
     "State",
     "Taps",
     "Tokenizer",
     "checked",
     "decode",
     "embed",
+    "embed_texts",
     "extend",
     "forward",
     "from_checkpoint",
     "generate",
     "generate_tokens",
+    "harvest",
     "iter_logits",
     "jitted",
     "load",
@@ -133,7 +143,9 @@ __all__ = [
     "over_mesh",
     "prefill",
     "save_state",
+    "score",
     "start",
     "step",
     "stream",
+    "unembed",
 ]

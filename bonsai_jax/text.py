@@ -1,9 +1,10 @@
 """Text in, text out: `generate` and `stream`, which run an engine's loop (engine/), and `logits`."""
 
 import contextlib
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -34,6 +35,7 @@ from bonsai_jax.network import parallel
 from bonsai_jax.network.kinds.attention import PREFILL_CHUNK
 from bonsai_jax.network.taps import Taps
 from bonsai_jax.progress import Progress, shown
+from bonsai_jax.research import answers
 from bonsai_jax.weights import placement
 from pallas_kernels.device import platform
 
@@ -51,6 +53,7 @@ def generate(
     logprobs: int | None = None,
     speculate: str | None = None,
     taps: Taps | None = None,
+    read: Taps | None = None,
     logits_processor: core.LogitsProcessor | None = None,
     progress: Progress = False,
 ) -> list[Output]:
@@ -68,7 +71,10 @@ def generate(
     speculate       "ngram": the same tokens in fewer steps where the text repeats or edits its prompt, with
                     proposals from the text itself (speculation.py); "mtp": with proposals from the file's
                     draft layer, for a model loaded with RunConfig(draft=True)
-    taps            edits activations (steering). To read them, call `forward` on the answer
+    taps            edits activations (steering)
+    read            what to read at the position from which each token is drawn: Output.activations. Prompt
+                    and answer are read once more for it, at the speed of prefill (research/answers.py), and
+                    generation is as fast as without
     logits_processor  (logits, state) -> logits, traced, before every draw (see `step`). Like taps it is
                     compiled in, so define it once for all calls. It must treat each row by itself; rows
                     that look at each other need generate_tokens
@@ -85,13 +91,20 @@ def generate(
     how = answer_options(max_new_tokens, stop, ignore_eos) | {"logprobs": options["logprobs"]}
     pieces: list[list[Any]] = [[] for _ in ids]
     requests = list(zip(ids, per_row, [_taking(parts) for parts in pieces], strict=True))
+    if read is not None:
+        answers.check_read(read, model.config.num_layers, ids)
     if not ids:
         return []
     with _loop(model, requests, how, **options) as loop, shown(progress, "answering") as update:
         while loop.turn():
             update(len(ids) - len(loop.answers), len(ids))
         update(len(ids), len(ids))
-    return [output(parts, len(prompt)) for parts, prompt in zip(pieces, ids, strict=True)]
+    outputs = [output(parts, len(prompt)) for parts, prompt in zip(pieces, ids, strict=True)]
+    if read is None:
+        return outputs
+    tokens = [one.tokens for one in outputs]
+    activations = answers.read_answers(model, cast(list[list[int]], ids), tokens, read, taps)
+    return [dataclasses.replace(one, activations=own) for one, own in zip(outputs, activations, strict=True)]
 
 
 def stream(

@@ -178,6 +178,15 @@ def test_draws_are_timed_beside_the_definition(monkeypatch, capsys):
     assert any(len(np.unique(tokens)) > 2 for _, tokens in drawn)  # of logits that change
 
 
+@pytest.mark.parametrize(
+    ("name", "arguments"), [("score", ["--items", "3", "--choices", "2"]), ("harvest", ["--texts", "3"])]
+)
+def test_many_texts_are_read_beside_prefill(name, arguments):
+    (line,) = main(name, "-m", "synth:tiny-llama:q8_0", "-r", "1", *arguments, PREFILL=64).splitlines()
+    row = json.loads(line)
+    assert row["share"] == row["tok_s"] / row["prefill_tok_s"] > 0 and row["tokens"] > 3 * 30
+
+
 def test_a_table_is_for_people():
     # What the test above has compiled.
     lines = script("matvec", *TINY, "-m", "tiny-qwen3", "--rows", "1,3").splitlines()

@@ -43,6 +43,7 @@ ROOMS = (
     ("card",),
     ("model",),
     ("engine", "nnx", "save"),
+    ("research",),
     ("text",),
     ("__init__",),
     ("batch",),

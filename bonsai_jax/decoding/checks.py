@@ -17,7 +17,8 @@ from bonsai_jax.decoding.state import State
 from bonsai_jax.network.cache import KVCache
 from bonsai_jax.network.taps import Taps
 
-STATIC = ("config", "size", "taps", "logits_processor", "logprobs")  # arguments that are not arrays
+# Arguments that are not arrays.
+STATIC = ("config", "size", "taps", "logits_processor", "logprobs", "stop_at_layer", "logits", "pooling")
 
 _checking = contextvars.ContextVar("checking", default=False)
 

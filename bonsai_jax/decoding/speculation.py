@@ -156,7 +156,7 @@ def step(
     hidden, cache, updates = decoder.decoder(
         params, tokens, positions, state.cache, config, positions.max() + 1, taps, keep_updates
     )
-    scores = decoder.logits(params, hidden, config)  # [B, T, V]
+    scores = decoder.unembed(params, hidden, config)  # [B, T, V]
     sampler = sampling.foresee(state.sampler, proposals)
     logits = scores
     if logits_processor is not None:

@@ -223,7 +223,7 @@ def extend(
     tokens, lengths = checked_tokens(tokens, lengths, cache, config)
     positions = _positions(cache, tokens, lengths)
     hidden, cache = _forward(params, cache, tokens, positions, config, taps)
-    return decoder.logits(params, hidden, config), cache
+    return decoder.unembed(params, hidden, config), cache
 
 
 @over_mesh(("rows", "layers"))
@@ -234,15 +234,21 @@ def forward(
     config: ModelConfig,
     *,
     taps: Taps | None = None,
-) -> tuple[Float[Array, "B T V"], dict[str, Float[Array, "L B ..."]]]:
+    stop_at_layer: int | None = None,
+    logits: bool = True,
+) -> tuple[Float[Array, "B T V"] | Float[Array, "B T H"], dict[str, Float[Array, "L B ..."]]]:
     """Whole sequences at once, from their first token, for gradients and for looking inside.
 
     tokens   int32 [B, T], padded at the end; or float32 [B, T, H], vectors in place of tokens, as `embed`
              makes them (a soft prompt is vectors before those of the tokens)
     lengths  int32 [B], 1 to T
     taps     reads or edits activations (taps.Taps)
+    stop_at_layer  run layers 0 to stop_at_layer - 1 alone, as if the model ended there; None: all
+    logits   False: return the residual stream instead, float32 [B, T, H], as the last layer that runs leaves
+             it, not normed (`unembed` makes logits of it); the output matrix is not read
     Returns float32 logits after every token (those of padding mean nothing), and the activations that
     taps.read names.
+    Raises ValueError for shapes, or numbers of layers, that do not fit the model.
 
     Differentiable (jax.grad) in vectors, in dense weights, and in everything that taps.edit closes over. It
     runs the reference attention, with float32 keys and values in a cache of its own.
@@ -256,10 +262,19 @@ def forward(
     run = RunConfig(impl="reference", cache_dtype="float32")
     cache = kv.empty(config.for_device(parts), run, B, T, rewinds=True)
     # A static number of keys: reverse differentiation needs loops of known length.
+    positions, count = _positions(cache, tokens, lengths), layer_count(stop_at_layer, config)
     hidden, _, activations = decoder.decoder(
-        params, tokens, _positions(cache, tokens, lengths), cache, config, num_keys=T, taps=taps
+        params, tokens, positions, cache, config, num_keys=T, taps=taps, num_layers=count
     )
-    return decoder.logits(params, hidden, config), activations
+    return decoder.unembed(params, hidden, config) if logits else hidden, activations
+
+
+def layer_count(stop_at_layer: int | None, config: ModelConfig) -> int:
+    """The number of layers to run. Raises ValueError for one that the model does not have."""
+    count = config.num_layers if stop_at_layer is None else arguments.any_whole("stop_at_layer", stop_at_layer)
+    if not 1 <= count <= config.num_layers:
+        raise ValueError(f"stop_at_layer is {count}; it must be 1 to {config.num_layers}, the model's layers")
+    return count
 
 
 def read(
@@ -378,7 +393,7 @@ def _draw(
 ) -> Drawn:
     """Draw each running row's next token from its hidden vector [B, H], and see whether it ends the row."""
     running = state.remaining > 0
-    scores = decoder.logits(params, hidden, config)
+    scores = decoder.unembed(params, hidden, config)
     logits = scores if logits_processor is None else logits_processor(scores, state)
     if np.shape(logits) != scores.shape:
         raise ValueError(

@@ -20,6 +20,8 @@ class Output:
     logprobs  of `tokens`, as numpy arrays [tokens]; None unless asked for
     steps     decode steps that drew all tokens but the first, which prefill draws
     cached_tokens  tokens of the prompt whose keys and values were in the cache and were not read again
+    activations  {site: float32 [layers, tokens, ...]}, what `generate(read=)` names, at the position from
+              which each of `tokens` was drawn; None unless asked for
     """
 
     text: str
@@ -29,6 +31,7 @@ class Output:
     logprobs: Logprobs | None = None
     steps: int = 0
     cached_tokens: int = 0
+    activations: dict[str, np.ndarray] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,8 +33,8 @@ def step_options(
         arguments.function("logits_processor", logits_processor)
     if taps is not None and taps.read:
         raise ValueError(
-            f"taps: read names {', '.join(sorted(taps.read))}, but a generation returns no activations; call "
-            "bj.forward on the prompt and its answer with the same taps"
+            f"taps: read names {', '.join(sorted(taps.read))}, but these taps only edit; to read, call "
+            "bj.forward, or bj.generate with read="
         )
     if logprobs is not None:
         logprobs = arguments.whole("logprobs", logprobs, 0, model.config.vocab_size)

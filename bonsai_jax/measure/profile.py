@@ -150,7 +150,7 @@ def _phases(model: Model, depth: int, rows: int, tokens: int) -> Iterator[Work]:
                 yield dataclasses.replace(work, name=f"{work.name} {number + 1}" if several else work.name)
     head, last = params.embed if params.head is None else params.head, (rows, 1, config.hidden)
     yield Work(
-        "head", None, 0, lambda params, _, x: decoder.logits(params, x, config), lambda: _vectors(*last),
+        "head", None, 0, lambda params, _, x: decoder.unembed(params, x, config), lambda: _vectors(*last),
         head.nbytes, 2 * rows * config.vocab_size * config.hidden, card.kernel_names(head, rows),
         _rate(head, rows),
     )  # fmt: skip

@@ -97,7 +97,7 @@ def foresee(
         x, state = _attended(params, draft, state, cache, h, jnp.maximum(tokens, 0)[:, None], inside, config)
         place = _place(params, config, config.mlp, draft.layers["mlp"][0], cache, inside)
         y, *_ = mlp.block(x, place, None, None)
-        tokens = decoder.logits(own_norm, y, config)[:, 0].argmax(-1).astype(jnp.int32)
+        tokens = decoder.unembed(own_norm, y, config)[:, 0].argmax(-1).astype(jnp.int32)
         h, position = rms_norm(y, norm, config.rms_norm_eps), position + 1
         drawn.append(tokens)
     return jnp.stack(drawn, axis=1), state

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,6 +49,7 @@ class Taps:
     read   names whose values are returned (edited ones), stacked over the layers that have them
     edit   (name, layer, x) -> x, called while the layers are traced; `layer` may be traced
     at     names that `edit` is called for; those of the residual stream and what is added to it, unless given
+    layers  number of the layer, or of the layers, that are read and edited; None: all
 
     Nothing is done or kept where there are no taps. rot_q, rot_k, scores and pattern are what a kernel of
     attention keeps to itself: they exist where attention is the reference, as in `bj.forward` everywhere.
@@ -58,6 +60,7 @@ class Taps:
     read: frozenset[str] = frozenset()
     edit: Callable[[str, int | jax.Array, jax.Array], jax.Array] | None = None
     at: frozenset[str] = frozenset(STREAM)
+    layers: frozenset[int] | None = None
 
     def __post_init__(self):
         for field in ("read", "at"):
@@ -71,11 +74,22 @@ class Taps:
                 raise ValueError(f"Taps: {field} names {unknown[0]!r}; there are {', '.join(SITES)}")
         if self.edit is not None:
             arguments.function("Taps: edit", self.edit)
+        if self.layers is not None:
+            object.__setattr__(self, "layers", _layer_numbers(self.layers))
 
     @property
     def used(self) -> frozenset[str]:
         """Sites at which something is read or edited."""
         return self.read if self.edit is None else self.read | self.at
+
+    def taps_layer(self, layer: int) -> bool:
+        """Whether something is read or edited in this layer."""
+        return bool(self.used) and (self.layers is None or layer in self.layers)
+
+    def check_layers(self, count: int) -> None:
+        """Raise ValueError where `layers` has numbers beyond the `count` layers that run."""
+        if self.layers and max(self.layers) >= count:
+            raise ValueError(f"Taps: layers has {max(self.layers)}; the layers that run are 0 to {count - 1}")
 
     def for_layer(self, layer: int | jax.Array, read: dict[str, jax.Array]) -> dict[str, Tap]:
         """For each site in use x -> x, as edited; what is read is noted in `read`."""
@@ -88,6 +102,17 @@ class Taps:
             return x
 
         return {name: functools.partial(tap, name) for name in SITES if name in self.used}
+
+
+def _layer_numbers(layers: Any) -> frozenset[int]:
+    """`layers` as a set. Raises TypeError or ValueError for what are no numbers of layers."""
+    try:
+        numbers = frozenset(map(operator.index, layers if isinstance(layers, Iterable) else (layers,)))
+    except TypeError:
+        raise TypeError(f"Taps: layers is {layers!r}; give numbers of layers, such as [0, 5]") from None
+    if not numbers or min(numbers) < 0:
+        raise ValueError(f"Taps: layers is {layers!r}; give one number or more, counted from 0")
+    return numbers
 
 
 def _like(x: jax.Array, edited: Any, name: str) -> jax.Array:

@@ -506,3 +506,28 @@ def test_ops_under_shard_map(names):
         check_shard_map(names, *weights)
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.mark.parametrize(("data", "model"), [(1, 2), (4, 2)])
+def test_texts_are_read_as_on_one_device(data, model):
+    """Scores, embeddings, and what a harvest and generate(read=) return."""
+    draw, taps = np.random.default_rng(0), bj.Taps("output", layers=1)
+    continuations = [[draw.integers(0, 256, n).tolist() for n in (3, 1, 2)[: 1 + i % 3]] for i in range(6)]
+
+    def everything(mesh):
+        loaded = load("tiny-qwen3:q8_0", "packed", mesh)
+        scores = bj.score(loaded, PROMPTS, continuations)
+        read = {}
+        for batch in bj.harvest(loaded, PROMPTS, taps):
+            values = np.asarray(batch.activations["output"])[0]
+            read |= {n: values[row][batch.mask[row]] for row, n in enumerate(batch.texts) if n >= 0}
+        (output,) = bj.generate(loaded, PROMPTS[:1], max_new_tokens=4, sampling=SAMPLING[:1], read=taps)
+        return [
+            *(score.token_logprobs for each in scores for score in each),
+            bj.embed_texts(loaded, PROMPTS),
+            *(read[n] for n in range(len(PROMPTS))),
+            output.activations["output"],
+        ]
+
+    for got, want in zip(everything(bj.make_mesh(data, model)), everything(None), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-4)

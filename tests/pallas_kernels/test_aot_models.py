@@ -8,9 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+import bonsai_jax as bj
 from bonsai_jax.decoding import steps as core
 from bonsai_jax.engine import rows as on_device
 from bonsai_jax.network import decoder
+from bonsai_jax.research import reading, score
 from checkpoints import synth
 from pallas_kernels.attention import prefill_sm90
 from tests.pallas_kernels.aot import OTHERS, TARGETS, as_on_a_gpu, compile_for_gpu, for_target, shapes
@@ -210,7 +212,32 @@ def test_logits_after_every_token_compile(source):
     with as_on_a_gpu((9, 0)):
         params, _, config = shapes(source, context=512)
         x = jax.ShapeDtypeStruct((1, 512, config.hidden), jnp.float32)
-        compile_for_gpu(lambda params, x: decoder.logits(params, x, config), params, x)
+        compile_for_gpu(lambda params, x: decoder.unembed(params, x, config), params, x)
+
+
+def test_scores_and_harvests_compile():
+    """Rows of a few tokens behind copies of their prompts, tokens scored in several blocks, and the layers up
+    to a tapped one, without the others' weights."""
+    source, layer = "synth:bonsai-1.7b:q1_0", 5
+    taps = bj.Taps("output", layers=layer)
+    with as_on_a_gpu((9, 0)):
+        params, state, config = shapes(source, rows=24, context=128)
+        ints = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)  # noqa: E731
+        compile_for_gpu(
+            lambda *arrays: reading.branch_states(*arrays, config),
+            params, state.cache, ints(24), ints(64), ints(64, 12), ints(64),
+        )  # fmt: skip
+        compile_for_gpu(
+            lambda *arrays: score.token_scores(*arrays, config),
+            params, jax.ShapeDtypeStruct((64, 12, config.hidden), jnp.float32), ints(512, 3),
+        )  # fmt: skip
+        harvested = compile_for_gpu(
+            lambda *arrays: reading.hidden_states(*arrays, config, taps=taps, stop_at_layer=layer + 1),
+            params, state.cache, ints(24, 80), ints(24), donate_argnums=1,
+        )  # fmt: skip
+    shapes_out = [leaf.shape for leaf in jax.tree.leaves(harvested.out_info)]
+    assert (1, 24, 80, config.hidden) in shapes_out
+    assert "prefill_sm90" in harvested.as_text()
 
 
 def check_prefill(source, capability, cache_dtype="bfloat16"):
