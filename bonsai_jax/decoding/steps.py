@@ -271,7 +271,9 @@ def forward(
 
 def layer_count(stop_at_layer: int | None, config: ModelConfig) -> int:
     """The number of layers to run. Raises ValueError for one that the model does not have."""
-    count = config.num_layers if stop_at_layer is None else arguments.any_whole("stop_at_layer", stop_at_layer)
+    if stop_at_layer is None:
+        return config.num_layers
+    count = arguments.any_whole("stop_at_layer", stop_at_layer)
     if not 1 <= count <= config.num_layers:
         raise ValueError(f"stop_at_layer is {count}; it must be 1 to {config.num_layers}, the model's layers")
     return count

@@ -111,7 +111,7 @@ def test_texts_and_wrong_arguments():
     for wrong in (0, -1, 1.5, "8"):
         with pytest.raises(ValueError, match="batch_size is"):
             bj.harvest(model, ["a"], taps, batch_size=wrong)
-    with pytest.raises(ValueError, match="the prompt is empty"):
+    with pytest.raises(ValueError, match="a prompt is empty"):
         list(bj.harvest(model, ["a", []], taps))
 
 

@@ -130,7 +130,7 @@ def test_ids_may_be_arrays_and_nothing_may_be_asked():
         (["a"], ["b"], TypeError, r"continuations\[0\] is 'b'; give a list"),
         (["a"], "b", TypeError, "continuations are a str"),
         (["a"], [], ValueError, "0 lists of continuations for 1 prompts"),
-        ([[]], [["a"]], ValueError, "the prompt is empty"),
+        ([[]], [["a"]], ValueError, "a prompt is empty"),
         ("a", [["b"]], TypeError, "prompts are a str"),
         ([np.zeros((2, 256), np.float32)], [["b"]], TypeError, "vectors"),
         ([[1]], [[np.zeros((2, 256), np.float32)]], TypeError, "vectors"),
