@@ -56,7 +56,7 @@ def test_a_chat_in_a_terminal(tmp_path):
         window.type("Hi\r")
         window.wait(r"^reading \d,\d+ tokens")
         window.type(CTRL_C)
-        window.wait("^stopped; the conversation stays as it was, 0 tokens")
+        window.wait(r"^stopped; the conversation stays as it was, \d tokens?")
 
         # Ctrl-C in the middle of an answer, after the window has become narrower. What came stays.
         window.wait(AT_PROMPT)
